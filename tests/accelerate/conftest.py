@@ -10,11 +10,16 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 
+def reset() -> None:
+    """Leave Accelerate as in a new process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 @pytest.fixture(autouse=True)
 def fresh_accelerate_state() -> Iterator[None]:
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset()
 
 
 @pytest.fixture

@@ -12,23 +12,10 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
 
 from te_precision_callbacks.accelerate import PrecisionDebugger
-
-
-def sample(index: int, size: int = 32) -> torch.Tensor:
-    """Sample ``index`` is drawn from its own seed, so that a test can make it again."""
-    return torch.randn(size, generator=torch.Generator().manual_seed(index))
-
-
-def batch_of(index: int, size: int = 8) -> torch.Tensor:
-    """The ``index``-th batch of the loader."""
-    return torch.stack([sample(i) for i in range(index * size, (index + 1) * size)])
-
-
-def largest(*batches: int) -> float:
-    return max(batch_of(index).max().item() for index in batches)
+from tests.accelerate.conftest import reset
+from tests.lightning.models import loader
 
 
 class Plain(torch.nn.Module):
@@ -63,8 +50,14 @@ class Torch(torch.nn.Module):
 def prepared(accelerator: Accelerator, model: torch.nn.Module, batches: int = 6, size: int = 8) -> tuple[Any, Any, Any]:
     """The model, its optimizer and a loader, prepared."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = DataLoader([sample(index) for index in range(batches * size)], batch_size=size)
-    return accelerator.prepare(model, optimizer, loader)
+    return accelerator.prepare(model, optimizer, loader(batches, size))
+
+
+def fresh(model: torch.nn.Module | None = None, batches: int = 6, size: int = 8, **keywords: Any) -> Any:
+    """An accelerator, a model, its optimizer and a loader as in a new process."""
+    reset()
+    accelerator = Accelerator(**keywords)
+    return accelerator, *prepared(accelerator, model or Plain(), batches, size)
 
 
 def train(
@@ -104,7 +97,7 @@ def mlflow_metrics(store: Path) -> dict[str, dict[int, float]]:
 def wandb_history(folder: Path) -> dict[int, dict[str, Any]]:
     """Step -> name -> value, from the file of the only offline run, once the service has written its end."""
     rows: dict[int, dict[str, Any]] = {}
-    for record in wandb_records(folder):
+    for record in _wandb_records(folder):
         if record.WhichOneof("record_type") == "history":
             items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
             row = rows.setdefault(record.history.step.num, {})
@@ -112,7 +105,7 @@ def wandb_history(folder: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def wandb_records(folder: Path) -> list[Any]:
+def _wandb_records(folder: Path) -> list[Any]:
     """The records in the file of the only offline run, once the service has written its end."""
     from wandb.proto import wandb_internal_pb2
 

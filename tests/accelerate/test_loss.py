@@ -6,23 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 
 from te_precision_callbacks.accelerate import PrecisionDebugger
 from te_precision_callbacks.runs import open_run
-from tests.accelerate.loops import Plain, batch_of, prepared
+from tests.accelerate.loops import Plain, fresh
 from tests.conftest import statistics
+from tests.lightning.models import batch_of
 
 
-def train(folder: Path | None, *, logs: str = "", nan_at: int = -1, every: int = 2) -> tuple[Any, list[float]]:
-    """Six batches, of which ``every`` make a step: the debugger, and the parameters at the end."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    accelerator = Accelerator(gradient_accumulation_steps=every)
+def train(folder: Path | None, *, logs: str = "", nan_at: int = -1) -> tuple[Any, list[float]]:
+    """Six batches, of which two make a step: the debugger, and the parameters at the end."""
+    accelerator, model, optimizer, loader = fresh(gradient_accumulation_steps=2)
     own = accelerator.backward
-    model, optimizer, loader = prepared(accelerator, Plain())
     debugger = None
     if folder is not None:
         debugger = PrecisionDebugger(accelerator, model, statistics(), log_dir=folder, quiet=True).start()
@@ -35,7 +30,7 @@ def train(folder: Path | None, *, logs: str = "", nan_at: int = -1, every: int =
         if debugger is not None:
             debugger.step()
         if logs and accelerator.sync_gradients:
-            accelerator.log({logs: 7.0}, step=index // every + 1)
+            accelerator.log({logs: 7.0}, step=index // 2 + 1)
     if debugger is not None:
         debugger.stop()
     assert accelerator.backward == own
@@ -48,11 +43,10 @@ def losses(folder: Path, name: str = "loss") -> list[float]:
 
 def test_the_mean_of_a_step_is_its_loss(tmp_path: Path) -> None:
     debugger, with_debugger = train(tmp_path)
-    _, without = train(None)
-    assert with_debugger == without
-    first = Plain()
-    expected = torch.stack([first(batch_of(index)).pow(2).mean() for index in (0, 1)]).mean().item()
-    assert losses(tmp_path)[0] == pytest.approx(expected, rel=1e-6)
+    assert with_debugger == train(None)[1]
+    model = Plain()
+    first, second = (model(batch_of(index)).pow(2).mean().item() for index in (0, 1))
+    assert losses(tmp_path)[0] == pytest.approx((first + second) / 2, rel=1e-6)
     assert len(losses(tmp_path)) == 3
     assert "nonfinite-loss" in debugger.session.findings.judged
 
@@ -60,9 +54,8 @@ def test_the_mean_of_a_step_is_its_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize("logs", ["loss", "train/other"])
 def test_a_script_that_logs_its_loss(tmp_path: Path, logs: str) -> None:
     train(tmp_path, logs=logs)
-    own = losses(tmp_path)
+    assert len(losses(tmp_path)) == 3
     assert losses(tmp_path, logs)[-3:] == [7.0] * 3
-    assert len(own) == 3
 
 
 def test_a_loss_that_is_nan_is_found(tmp_path: Path) -> None:

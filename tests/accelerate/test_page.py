@@ -37,22 +37,21 @@ def test_every_block_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     board = board_scalars(folder / "run" / "board")
     assert sorted(board["te.0/activation/max"]) == list(range(1, 9))
     assert set(board) >= {"te.2/weight/underflows%", "te.2/gradient/std"}
-    seen = {"starts": 0, "saves": 0, "shows": 0, "detects": 0}
+    shown = ""
     for block in others:
         exec(block, names)
         session = names["debugger"].session
         assert not session.running
         assert session.iteration == (16 + 5 if "skip_first_batches" in block else 8), "of 16 batches 6 are skipped"
-        seen["shows"] += "of the multiply-adds" in capsys.readouterr().out
-        seen["starts"] += ".start()" in block
-        seen["detects"] += "activation_overflow" in block
+        shown += capsys.readouterr().out
         if "save_state" in block:
-            seen["saves"] += 1
             names["resume"] = True
             exec(block, names)
             assert names["debugger"].session.iteration == 16
             names["resume"] = False
-    assert seen == {"starts": 1, "saves": 1, "shows": 1, "detects": 1}
+    assert "of the multiply-adds" in shown
+    for word in (".start()", "save_state", "activation_overflow"):
+        assert sum(word in block for block in others) == 1, word
 
 
 @pytest.mark.slow
@@ -69,9 +68,6 @@ def test_the_example_runs_and_shows_what_came_out(
     assert "% in BF16: model.layers.{0-1}.mlp.down_proj (DisableFP8GEMM in" in coverage
     board = board_scalars(tmp_path / "board")
     assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses, 1)}
-    lines = logged_lines(tmp_path)
-    assert {0, 2, 4, 6} <= {iteration for _, iteration in lines}
+    assert "te/worst_underflows%" in board
+    assert {0, 2, 4, 6} <= {iteration for _, iteration in logged_lines(tmp_path)}
     assert "No problems found" in shown
-    for (name, iteration), value in lines.items():
-        if match := re.fullmatch(r"(.*)_(activation|weight|gradient)_(.*)", name):  # the optimizer's have no tensor
-            assert board["te.{}/{}/{}".format(*match.groups())][iteration + 1] == pytest.approx(value)

@@ -7,25 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import TERecipeKwargs
 
 from te_precision_callbacks.accelerate import PrecisionDebugger
-from tests.accelerate.loops import (
-    Plain,
-    Torch,
-    mlflow_metrics,
-    prepared,
-    run,
-    sample,
-    train,
-    wandb_history,
-)
+from tests.accelerate.loops import Torch, fresh, mlflow_metrics, prepared, run, train, wandb_history
 from tests.conftest import Keeper, statistics
-from tests.lightning.models import board_scalars, logged_lines
+from tests.lightning.models import batch_of, board_scalars, logged_lines
 
 CONFIG = {
     "stats": {
@@ -76,6 +65,8 @@ def test_every_tracker_has_the_numbers_of_the_log(
 ) -> None:
     """FP8 by Accelerate, two batches an optimizer step, three steps, a checkpoint, a resume, three steps more."""
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # Transformer Engine loads no checkpoint without it
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     kept = Kept()
     losses: dict[int, float] = {}
     accelerator = Accelerator(
@@ -86,24 +77,20 @@ def test_every_tracker_has_the_numbers_of_the_log(
         project_dir=str(tmp_path / "run"),
     )
     accelerator.init_trackers("project")
+    trackers, loop = accelerator.trackers, prepared(accelerator, Torch(), size=16)
     for part in ("first", "second"):
         if part == "second":
-            trackers, state = accelerator.trackers, str(tmp_path / "checkpoint")
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
-            accelerator = Accelerator(mixed_precision="fp8", gradient_accumulation_steps=2)
+            accelerator, *loop = fresh(Torch(), size=16, mixed_precision="fp8", gradient_accumulation_steps=2)
             accelerator.trackers = trackers  # the same runs of the trackers, as a script that resumes them has
-        model, optimizer, loader = prepared(accelerator, Torch(), batches=6, size=16)
-        with PrecisionDebugger(accelerator, model, CONFIG, log_dir=tmp_path / part) as debugger:
+        with PrecisionDebugger(accelerator, loop[0], CONFIG, log_dir=tmp_path / part) as debugger:
             if part == "second":
-                accelerator.load_state(state)
-            for loss in train(accelerator, debugger, model, optimizer, loader):
+                accelerator.load_state(str(tmp_path / "checkpoint"))
+            for loss in train(accelerator, debugger, *loop):
                 if accelerator.sync_gradients:
                     step = len(losses) + 1
                     losses[step] = loss.item()
                     accelerator.log({"loss": losses[step]}, step=step)
-            if part == "first":
-                accelerator.save_state(str(tmp_path / "checkpoint"))
+            accelerator.save_state(str(tmp_path / "checkpoint"))
     accelerator.log({"end": 1.0}, step=6)
     accelerator.end_training()
 
@@ -134,14 +121,9 @@ def test_every_tracker_has_the_numbers_of_the_log(
         assert {step for name in calls if name.startswith("te.") for step in calls[name]} == {1, 2, 3, 4, 5, 6}
     steps = [step for values, step in kept.calls if "loss" not in values and "end" not in values]
     assert steps == [1, 2, 3, 4, 5, 6], "one call a step"
-    check_histograms(tmp_path, history)
 
-
-def check_histograms(tmp_path: Path, history: dict[int, dict[str, Any]]) -> None:
-    """The first step's histogram of what enters fc1: two batches."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    inputs = torch.stack([sample(index) for index in range(32)]).double()
+    # The first step's histogram of what enters fc1: two batches.
+    inputs = batch_of(0, 32).double()
     exponents, counts = np.unique(np.floor(np.log2(inputs.abs().numpy())), return_counts=True)
     drawn = dict(zip(exponents.tolist(), counts.tolist(), strict=True))
 
@@ -161,9 +143,8 @@ def check_histograms(tmp_path: Path, history: dict[int, dict[str, Any]]) -> None
 
 def test_the_scripts_own_step(tmp_path: Path) -> None:
     kept = Kept()
-    accelerator = Accelerator(log_with=[kept], gradient_accumulation_steps=2)
+    accelerator, model, _, loader = fresh(batches=4, log_with=[kept], gradient_accumulation_steps=2)
     accelerator.init_trackers("project")
-    model, _, loader = prepared(accelerator, Plain(), batches=4)
     with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path) as debugger:
         for index, batch in enumerate(loader):
             with accelerator.accumulate(model):
@@ -180,10 +161,9 @@ def test_the_scripts_own_step(tmp_path: Path) -> None:
 def test_trackers_that_were_never_initialized(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, log_with: Any, advice: str
 ) -> None:
-    accelerator = Accelerator(log_with=log_with)
-    model, optimizer, loader = prepared(accelerator, Plain(), batches=3)
-    with PrecisionDebugger(accelerator, model, statistics(start_step=1), log_dir=tmp_path) as debugger:
-        for index, _ in enumerate(train(accelerator, debugger, model, optimizer, loader)):
+    accelerator, *loop = fresh(batches=3, log_with=log_with)
+    with PrecisionDebugger(accelerator, loop[0], statistics(start_step=1), log_dir=tmp_path) as debugger:
+        for index, _ in enumerate(train(accelerator, debugger, *loop)):
             assert bool(caplog.records) == (index == 2), "not before there is something to log"
     (record,) = caplog.records
     assert (record.levelname, advice in record.message) == ("WARNING", True)
@@ -197,10 +177,9 @@ def test_a_tracker_that_fails_does_not_end_the_run(
         def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
             raise ConnectionError("the server is gone")
 
-    accelerator = Accelerator(log_with=[Broken()])
+    accelerator, *loop = fresh(batches=3, log_with=[Broken()])
     accelerator.init_trackers("project")
-    model, optimizer, loader = prepared(accelerator, Plain(), batches=3)
-    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path, sinks=[keeper]) as debugger:
-        run(accelerator, debugger, model, optimizer, loader)
+    with PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=tmp_path, sinks=[keeper]) as debugger:
+        run(accelerator, debugger, *loop)
     assert keeper.iterations == [0, 1, 2]
     assert caplog.text.count("the server is gone. Training goes on") == 1

@@ -10,10 +10,11 @@ Usage::
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 LINE = re.compile(r"INFO - (?P<name>\S+)\s+iteration=(?P<iteration>\d+)\s+value=(?P<value>\S+)$")
 STATISTICS = ("min", "max", "mean", "std", "l1_norm", "underflows%", "scale_inv_min", "scale_inv_max", "mse")
 TENSORS = ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
+NAME = re.compile(f"(.+)_({'|'.join(TENSORS)})_({'|'.join(STATISTICS)})")  # as encoder.fc1_activation_max
 # A statistic may be off by this, relative to the larger of the tensor's mean magnitude and the value itself.
 TOLERANCE = 1e-6
 
@@ -157,29 +159,22 @@ def _tensors(watched: Notes, steps: Iterable[int]) -> dict[Key, Figures]:
             if note["step"] in wanted:
                 by_step[note["step"]].append(note)
         for step, notes in by_step.items():
-            _add(_Put(result, owners, rank), step, notes)
+            _add(functools.partial(_put, result, owners, rank), step, notes)
     return result
 
 
-@dataclass(frozen=True)
-class _Put:
-    """Puts a rank's tensors to those of the others. What ranks have alike, bit for bit, counts once."""
-
-    found: dict[Key, Figures]
-    owners: dict[tuple[Key, str], int]
-    rank: int
-
-    def __call__(self, key: Key, operand: Mapping[str, Any]) -> None:
-        figures = self.found[key]
-        source = operand["source"]
-        if source is None or self.owners.setdefault((key, source["hash"]), self.rank) != self.rank:
-            return
+def _put(
+    result: dict[Key, Figures], owners: dict[tuple[Key, str], int], rank: int, key: Key, operand: Mapping[str, Any]
+) -> None:
+    """Put a rank's tensor to those of the others. What ranks have alike, bit for bit, counts once."""
+    figures, source = result[key], operand["source"]
+    if source is not None and owners.setdefault((key, source["hash"]), rank) == rank:
         figures.parts.append(source)
         if operand.get("quantized") is not None:
             figures.quantized.append(operand["quantized"])
 
 
-def _add(put: _Put, step: int, notes: list[dict[str, Any]]) -> None:
+def _add(put: Callable[[Key, Mapping[str, Any]], None], step: int, notes: list[dict[str, Any]]) -> None:
     forwards: collections.Counter[str] = collections.Counter()
     weights: set[str] = set()
     owners: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
@@ -237,10 +232,11 @@ def _strip(name: str) -> str:
 def _check_line(
     checked: Checked, seen: Mapping[Key, Figures], first_step: int, name: str, iteration: int, value: float
 ) -> None:
-    layer, tensor, statistic = parse(name)
-    if layer is None or tensor is None or statistic is None:
+    match = NAME.fullmatch(name)
+    if match is None:
         checked.unlinked["another statistic"] += 1
         return
+    layer, tensor, statistic = match.groups()
     figures = seen.get((first_step + iteration, _spied_name(layer), tensor))
     wanted = None if figures is None else expected(figures, statistic)
     if wanted is None:
@@ -255,22 +251,10 @@ def _check_line(
         checked.different.append((name, iteration, value, wanted))
 
 
-def parse(name: str) -> tuple[str | None, str | None, str | None]:
-    """Layer, tensor and statistic of a name in the log: ``encoder.fc1_activation_max``."""
-    for statistic in STATISTICS:
-        for tensor in TENSORS:
-            if name.endswith(f"_{tensor}_{statistic}"):
-                return name[: -len(f"_{tensor}_{statistic}")], tensor, statistic
-    return None, None, None
-
-
 def _spied_name(layer: str) -> str:
     """A LayerNormMLP is one module with two GEMMs in its forward."""
-    if layer.endswith(".fc1") or layer == "fc1":
-        return layer[:-3].rstrip(".")
-    if layer.endswith(".fc2") or layer == "fc2":
-        return layer[:-3].rstrip(".") + "#2"
-    return layer
+    match = re.fullmatch(r"(?:(.+)\.)?fc([12])", layer)
+    return layer if match is None else (match[1] or "") + {"1": "", "2": "#2"}[match[2]]
 
 
 def _magnitude(figures: Figures | None) -> float:

@@ -26,7 +26,6 @@ COMMANDS = {
     "torchrun": "torch.distributed.run:main",
     "accelerate": "accelerate.commands.accelerate_cli:main",
 }
-INSTALL_SECONDS = 600
 
 
 class NotInstalledError(Exception):
@@ -87,11 +86,7 @@ def prepare(cache: Path, name: str, packages: Sequence[str]) -> Environment:
         path.chmod(0o755)
     if packages:
         pip = [str(environment.python), "-m", "pip", "install", "--quiet", *packages]
-        try:
-            done = subprocess.run(pip, capture_output=True, text=True, check=False, timeout=INSTALL_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            waited = f"still running after {INSTALL_SECONDS} s"
-            raise NotInstalledError(f"{name}: pip install {' '.join(packages)}: {waited}") from error
+        done = subprocess.run(pip, capture_output=True, text=True, check=False)
         if done.returncode:
             raise NotInstalledError(f"{name}: pip install {' '.join(packages)}: {done.stderr.strip()[-2000:]}")
     made.write_text(wanted, encoding="utf-8")

@@ -6,8 +6,9 @@ with the size taken down.
 
 from __future__ import annotations
 
-import hashlib
 import shlex
+import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,26 +71,12 @@ class Client:
 
 def tree_of(folder: Path) -> str:
     """What git calls the folder's content (``git rev-parse COMMIT:folder``), its first 10 digits."""
-    return _tree(folder).hex()[:10]
-
-
-def _tree(folder: Path) -> bytes:
-    entries = []
-    for path in folder.iterdir():
-        if path.name in ("__pycache__", ".git"):
-            continue
-        if path.is_dir():
-            entries.append((path.name + "/", b"40000 " + path.name.encode(), _tree(path)))
-        elif path.is_symlink():
-            entries.append((path.name, b"120000 " + path.name.encode(), _object("blob", str(path.readlink()).encode())))
-        else:
-            mode = b"100755 " if path.stat().st_mode & 0o100 else b"100644 "
-            entries.append((path.name, mode + path.name.encode(), _object("blob", path.read_bytes())))
-    return _object("tree", b"".join(entry + b"\0" + item for _, entry, item in sorted(entries)))
-
-
-def _object(kind: str, content: bytes) -> bytes:
-    return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content, usedforsecurity=False).digest()
+    with tempfile.TemporaryDirectory() as place:
+        git = ["git", f"--git-dir={place}", f"--work-tree={folder}"]
+        subprocess.run([*git, "init", "--quiet"], check=True)
+        subprocess.run([*git, "add", "--all", "--force", ".", ":!*__pycache__*"], check=True, cwd=folder)
+        tree = subprocess.run([*git, "write-tree"], check=True, capture_output=True, text=True).stdout
+    return tree[:10]
 
 
 _BERT_STANDS_IN = "bert-base-cased, MRPC of GLUE, and its metric"

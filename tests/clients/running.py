@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,14 +34,12 @@ class Run:
         record: the folder of the spy's notes.
         logs: the folder of the debugger's logs, whether or not there are any.
         output: standard output and error together.
-        seconds: how long it took.
     """
 
     code: int | None
     record: Path
     logs: Path
     output: str
-    seconds: float
 
 
 def run(client: Client, source: Path, environment: Environment, folder: Path, *, watched: bool) -> Run:
@@ -64,9 +61,9 @@ def run(client: Client, source: Path, environment: Environment, folder: Path, *,
         str(environment.command(word)) if word in ("torchrun", "accelerate") else word for word in client.launcher
     ]
     command = [str(environment.command("te-precision")), "run", *launcher, str(INSIDE), *client.arguments]
-    done, seconds = _done(command, work, _variables(client, environment, record, logs, watched=watched))
-    (folder / "output.txt").write_text(done[1], encoding="utf-8")
-    return Run(done[0], record, logs, done[1], seconds)
+    code, output = _done(command, work, _variables(client, environment, record, logs, watched=watched))
+    (folder / "output.txt").write_text(output, encoding="utf-8")
+    return Run(code, record, logs, output)
 
 
 def _variables(client: Client, environment: Environment, record: Path, logs: Path, *, watched: bool) -> dict[str, str]:
@@ -91,8 +88,8 @@ def _variables(client: Client, environment: Environment, record: Path, logs: Pat
     return variables
 
 
-def _done(command: list[str], folder: Path, variables: dict[str, str]) -> tuple[tuple[int | None, str], float]:
-    started = time.monotonic()
+def _done(command: list[str], folder: Path, variables: dict[str, str]) -> tuple[int | None, str]:
+    """The exit code, or None, and what was printed."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -105,9 +102,9 @@ def _done(command: list[str], folder: Path, variables: dict[str, str]) -> tuple[
     )
     try:
         output, _ = process.communicate(timeout=LIMIT_SECONDS)
-        return (process.returncode, output), time.monotonic() - started
+        return process.returncode, output
     except subprocess.TimeoutExpired:
-        return (None, _ended(process)), time.monotonic() - started
+        return None, _ended(process)
     except BaseException:  # Ctrl-C
         _ended(process)
         raise

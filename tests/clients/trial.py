@@ -1,4 +1,4 @@
-"""The trial of a client: run without the debugger and with it, everything compared, the findings kept as JSON.
+"""The trial of a client: run without the debugger and with it, everything compared.
 
 Usage::
 
@@ -8,8 +8,6 @@ Usage::
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import platform
 import re
 import shutil
@@ -20,7 +18,7 @@ from pathlib import Path
 from tests.clients.comparing import Notes, check_statistics, compare_gemms, compare_losses, read_log
 from tests.clients.environments import NotInstalledError, prepare
 from tests.clients.known import Client, tree_of
-from tests.clients.running import Run, run
+from tests.clients.running import LIMIT_SECONDS, Run, run
 
 ANALYSIS = "analyze_and_create_heatmap.py"
 ANALYSIS_PACKAGES = ("matplotlib", "numpy", "pandas", "seaborn")
@@ -33,7 +31,6 @@ class Trial:
     """Result of a client. Texts are empty without a problem.
 
     Attributes:
-        name, what, stands_in, differs, fails: the client's.
         tree: what git calls the content of its folder.
         versions: of the packages that matter to it.
         ran: "runs", or how a run of the two ended.
@@ -44,15 +41,10 @@ class Trial:
         steps, compared, checked, unchecked: steps, GEMMs compared, statistics checked, and those that the spy could
             not check.
         largest: the largest relative deviation of a statistic.
-        seconds: of both runs.
     """
 
-    name: str
-    what: str
+    client: Client
     tree: str
-    stands_in: str = ""
-    differs: str = ""
-    fails: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     ran: str = ""
     losses: str = ""
@@ -64,40 +56,36 @@ class Trial:
     checked: int = 0
     unchecked: dict[str, int] = field(default_factory=dict)
     largest: float = 0.0
-    seconds: tuple[float, float] = (0.0, 0.0)
 
     @property
     def good(self) -> bool:
         """Whether it ran, and nothing differs but what is known to; or failed without the debugger, as is known."""
-        if self.fails:
+        if self.client.fails:
             return self.ran.startswith("without the debugger: exit code")
-        return self.ran == RAN and not self.statistics and bool(self.losses or self.gemms) == bool(self.differs)
+        return self.ran == RAN and not self.statistics and bool(self.losses or self.gemms) == bool(self.client.differs)
 
     @property
     def verdict(self) -> str:
         """One line."""
         if self.ran != RAN:
-            return f"{self.ran}; known: {self.fails}" if self.fails else self.ran
+            return f"{self.ran}; known: {self.client.fails}" if self.client.fails else self.ran
         different = [text for text in (self.losses, self.gemms, self.statistics) if text]
-        if self.differs:
-            different = different or ["nothing differs any more"]
-            different.append(f"known: {self.differs}")
+        if self.client.differs:
+            different = [*(different or ["nothing differs any more"]), f"known: {self.client.differs}"]
         counts = f"{self.steps} steps, {self.compared} GEMMs, {self.checked} statistics"
-        return (
-            "; ".join(different) if different else f"the same with and without: {counts}; fp8_analysis {self.analysis}"
-        )
+        return "; ".join(different) or f"the same with and without: {counts}; fp8_analysis {self.analysis}"
 
 
 def hold(client: Client, source: Path, sources: Path, cache: Path) -> Trial:
-    """Run a client twice, compare, and keep the findings in the cache.
+    """Run a client twice, and compare.
 
     Args:
         client: which one.
         source: its folder.
         sources: the folder of all sources, in which fp8_analysis may lie.
-        cache: for environments, runs and findings.
+        cache: for environments and runs.
     """
-    trial = Trial(client.name, client.what, tree_of(source), client.stands_in, client.differs, client.fails)
+    trial = Trial(client, tree_of(source))
     try:
         environment = prepare(cache, client.environment, client.packages)
     except NotInstalledError as error:
@@ -106,18 +94,13 @@ def hold(client: Client, source: Path, sources: Path, cache: Path) -> Trial:
     folder = runs_of(client, cache)
     trial.versions = {"python": platform.python_version()} | environment.versions([*VERSIONS, *client.said])
     plain = run(client, source, environment, folder / "without", watched=False)
-    trial.seconds = (round(plain.seconds, 1), 0.0)
     trial.ran = _how_it_ran("without", plain)
     if trial.ran == RAN:
         watched = run(client, source, environment, folder / "with", watched=True)
-        trial.seconds = (round(plain.seconds, 1), round(watched.seconds, 1))
         trial.ran = _how_it_ran("with", watched)
     if trial.ran == RAN:
         _compare(trial, plain, watched)
         trial.analysis = _analysis(sources, watched.logs, cache)
-    path = _results(cache) / f"{client.name.replace('/', '-')}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(trial), indent=1), encoding="utf-8")
     return trial
 
 
@@ -126,13 +109,9 @@ def runs_of(client: Client, cache: Path) -> Path:
     return cache / "runs" / client.name.replace("/", "-")
 
 
-def _results(cache: Path) -> Path:
-    return cache / "results"
-
-
 def _how_it_ran(which: str, done: Run) -> str:
     if done.code is None:
-        return f"{which} the debugger: still running after {done.seconds:.0f} s"
+        return f"{which} the debugger: still running after {LIMIT_SECONDS} s"
     if done.code:
         return f"{which} the debugger: exit code {done.code}: {why_it_failed(done.output)[:300]}"
     return RAN

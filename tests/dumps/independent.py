@@ -1,4 +1,4 @@
-"""Quantized tensors of Transformer Engine, read with numpy: from the specifications, and cuBLAS's layout of scales."""
+"""Quantized tensors of Transformer Engine, read with numpy: torch's numbers of codes, and cuBLAS's layout of scales."""
 
 from __future__ import annotations
 
@@ -6,31 +6,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 
-def float_table(exponent_bits: int, mantissa_bits: int, *, ieee: bool) -> Floats:
-    """The numbers of all codes; without infinities (OFP8's E4M3) the highest code of all is NaN."""
-    bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
-    numbers = []
-    for code in range(2 ** (exponent_bits + mantissa_bits)):
-        exponent, mantissa = divmod(code, steps)
-        number = (
-            mantissa / steps * 2.0 ** (1 - bias) if exponent == 0 else (1 + mantissa / steps) * 2.0 ** (exponent - bias)
-        )
-        if ieee and exponent == 2**exponent_bits - 1:
-            number = np.nan if mantissa else np.inf
-        numbers.append(number)
-    table = np.array(numbers)
-    if not ieee and exponent_bits == 4:
-        table[-1] = np.nan
-    return np.concatenate([table, -table]).astype(np.float32)
-
-
-E4M3, E5M2, E2M1 = float_table(4, 3, ieee=False), float_table(5, 2, ieee=True), float_table(2, 1, ieee=False)
-E8M0 = np.array([2.0 ** (code - 127) for code in range(255)] + [np.nan]).astype(np.float32)
+CODES = torch.arange(256, dtype=torch.uint8)
+E4M3, E5M2, E8M0 = (
+    CODES.view(dtype).float().numpy() for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+)
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
 
 
 def compact(scales: npt.NDArray[Any], rows: int, columns: int, *, swizzled: bool) -> npt.NDArray[Any]:
@@ -107,14 +93,3 @@ def nvfp4(tensor: Any, data: Any, scales: npt.NDArray[Any], columnwise: bool) ->
     factors = E4M3[of_blocks] * amax * np.float32(1 / (6 * 448))
     product = E2M1[codes] * stretched(factors, 1, 16, codes.shape)
     return product.T if columnwise else product.reshape(*data.shape[:-1], columns)
-
-
-def compacted(tensor: Any, *, columnwise: bool) -> npt.NDArray[Any] | None:
-    """The scales as they would be in memory without the swizzle, padded still; None where there are none."""
-    scales = getattr(tensor, "_columnwise_scale_inv" if columnwise else "_rowwise_scale_inv", None)
-    if scales is None:
-        return None
-    stored = array(scales)
-    if columnwise and type(tensor).__name__.startswith("MXFP8"):
-        return compact(stored.reshape(stored.shape[::-1]), *stored.shape[::-1], swizzled=True).T.copy()
-    return compact(stored, *stored.shape, swizzled=True)

@@ -2,9 +2,8 @@
 
     python -m tests.dumps.producing 10.0 FOLDER
 
-writes for each tensor NAME.safetensors, NAME.twin.safetensors (the same tensor without swizzled scales) and for each
-direction NAME.rowwise.own.npy (what the tensor's dequantize() gives, if it can) and NAME.rowwise.independent.npy; and
-facts.json with what the tensors were like in memory.
+writes for each tensor NAME.safetensors; for each direction NAME.rowwise.npy with its numbers, read by
+:mod:`tests.dumps.independent`; and facts.json with what the tensors were like in memory.
 """
 
 from __future__ import annotations
@@ -77,16 +76,6 @@ def source(name: str) -> torch.Tensor:
     return x.bfloat16()
 
 
-def quantized_directly(name: str) -> tuple[Any, Any]:
-    """A tensor as its quantizer makes it for a GEMM, and not for one."""
-    made = []
-    for optimize_for_gemm in (True, False):
-        of = quantizer(name)
-        of.optimize_for_gemm = optimize_for_gemm
-        made.append(of(source(name)))
-    return made[0], made[1]
-
-
 def operands_of_training(name: str) -> Iterator[tuple[str, Any, bool]]:
     """What the three GEMMs of a te.Linear read in an ordinary step: name, tensor, direction."""
     kind, *how = name.split()
@@ -118,14 +107,14 @@ def operands_of_training(name: str) -> Iterator[tuple[str, Any, bool]]:
     yield from seen
 
 
-def storage(tensor: Any, **replaced: Any) -> Any:
+def storage(tensor: Any) -> Any:
     """A copy in an object of the storage class: training frees its own after use."""
     kind = next(kind for kind in type(tensor).__mro__ if kind.__name__.endswith("Storage"))
     buffers = {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in tensor.get_metadata().items()
     }
-    return kind(**{**buffers, **replaced})
+    return kind(**buffers)
 
 
 def has(tensor: Any, columnwise: bool) -> bool:
@@ -134,43 +123,13 @@ def has(tensor: Any, columnwise: bool) -> bool:
     return getattr(tensor, "_columnwise_data" if columnwise else "_rowwise_data") is not None
 
 
-def own(tensor: Any, columnwise: bool) -> Any:
-    """What the tensor's dequantize() gives of one direction; None where it cannot."""
-    names = (
-        {"data": None} if hasattr(tensor, "_transpose_invalid") else {"rowwise_data": None, "rowwise_scale_inv": None}
-    )
-    alone = storage(tensor, **names) if columnwise else tensor
-    try:
-        return alone.dequantize(dtype=torch.float32)
-    except NotImplementedError:  # columnwise NVFP4
-        return None
-
-
-def without_swizzle(tensor: Any) -> Any:
-    """A twin whose scales are in rows and columns, from :mod:`tests.dumps.independent`."""
-    if not getattr(tensor, "_with_gemm_swizzled_scales", False):
-        return storage(tensor)
-    scales = {
-        f"{side}_scale_inv": independent.compacted(tensor, columnwise=side == "columnwise")
-        for side in ("rowwise", "columnwise")
-    }
-    replaced = {name: None if value is None else torch.from_numpy(value) for name, value in scales.items()}
-    return storage(tensor, **replaced, with_gemm_swizzled_scales=False)
-
-
-def produce(name: str, tensor: Any, twin: Any, folder: Path) -> dict[str, Any]:
+def produce(name: str, tensor: Any, folder: Path) -> dict[str, Any]:
     dumps.save(tensor, folder / f"{name}.safetensors", layer=name, tensor_name="activation", iteration=7)
-    dumps.save(twin, folder / f"{name}.twin.safetensors")
     for columnwise, side in ((False, "rowwise"), (True, "columnwise")):
-        if not has(tensor, columnwise):
-            continue
-        np.save(folder / f"{name}.{side}.independent.npy", independent.numbers(tensor, columnwise=columnwise))
-        dequantized = own(tensor, columnwise)
-        if dequantized is not None:
-            np.save(folder / f"{name}.{side}.own.npy", dequantized.numpy())
+        if has(tensor, columnwise):
+            np.save(folder / f"{name}.{side}.npy", independent.numbers(tensor, columnwise=columnwise))
     scales = [getattr(tensor, f"_{side}_scale_inv", None) for side in ("rowwise", "columnwise")]
     return {
-        "kind": type(tensor).__name__,
         "swizzled": bool(getattr(tensor, "_with_gemm_swizzled_scales", False)),
         "stored_scales": [None if scale is None else list(scale.shape) for scale in scales],
     }
@@ -179,12 +138,13 @@ def produce(name: str, tensor: Any, twin: Any, folder: Path) -> dict[str, Any]:
 def main(capability: str, folder: Path) -> None:
     facts = {}
     for name in QUANTIZERS[capability]:
-        tensor, plain = quantized_directly(name)
-        facts[name] = produce(name, tensor, plain, folder)
+        of = quantizer(name)
+        of.optimize_for_gemm = True
+        facts[name] = produce(name, of(source(name)), folder)
     for name in RECIPES[capability]:
         for operand, tensor, columnwise in operands_of_training(name):
             case = f"{name}.{operand}"
-            facts[case] = produce(case, tensor, without_swizzle(tensor), folder) | {"columnwise": columnwise}
+            facts[case] = produce(case, tensor, folder) | {"columnwise": columnwise}
     (folder / "facts.json").write_text(json.dumps(facts))
 
 

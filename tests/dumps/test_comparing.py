@@ -48,13 +48,6 @@ def test_high_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, pie
     assert (actual.nan, actual.inf, actual.internals) == ((0, 0), (0, 0), None)
 
 
-def test_equal_dumps() -> None:
-    result = dumps.compare(plain(normal(5, 5)), plain(normal(5, 5)))
-    assert result.equal
-    (actual,) = result.differences
-    assert (actual.differing, actual.max_abs_error, actual.max_at, actual.sqnr_db) == (0, 0.0, None, INF)
-
-
 def test_what_is_not_finite_is_counted_and_left_out() -> None:
     a = torch.tensor([1.0, NAN, INF, INF, -INF, 2.0, 0.0, NAN])
     b = torch.tensor([1.0, NAN, INF, -INF, 3.0, 2.5, -0.0, 4.0])
@@ -82,16 +75,12 @@ def test_the_counts_of_codes_and_scales() -> None:
     other_codes[7, 70:73] ^= 1
     other_codes[30, 0] ^= 1
     other_scales[9, 0] += 1
+    other_scales[2, 1] -= 3
     result = dumps.compare(dump_of(None, mxfp8(codes, scales)), dump_of(None, mxfp8(other_codes, other_scales)))
     (actual,) = result.differences
     assert actual.what == "rowwise"
     assert actual.internals is not None
-    assert (actual.internals.blocks, actual.internals.codes_differing, actual.internals.scales_differing) == (120, 4, 1)
-    other_scales[2, 1] -= 3
-    result = dumps.compare(dump_of(None, mxfp8(codes, scales)), dump_of(None, mxfp8(other_codes, other_scales)))
-    inside = result.differences[0].internals
-    assert inside is not None
-    assert inside.scales_differing == 2
+    assert (actual.internals.blocks, actual.internals.codes_differing, actual.internals.scales_differing) == (120, 4, 2)
 
 
 def test_a_difference_that_the_numbers_do_not_show() -> None:

@@ -38,6 +38,11 @@ class Logged(BaseLogger):  # type: ignore[misc]
         return sorted(self.rows.get(name, {}))
 
 
+def config_of(features: dict[str, Any]) -> dict[str, Any]:
+    """These features on every layer called ``linear``."""
+    return {"s": {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}}
+
+
 @contextmanager
 def plain(
     features: dict[str, dict[str, Any]],
@@ -52,7 +57,6 @@ def plain(
     Args:
         fresh: as where Transformer Engine's features were not imported, or a run has ended: nothing is registered.
     """
-    section: dict[str, Any] = {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}
     logged = Logged()
     snapshot = Snapshot()
     try:
@@ -62,13 +66,21 @@ def plain(
         for feature in classes:
             register(feature)
         debug_api.initialize(
-            {"s": section}, feature_dirs=list(map(str, folders)), log_dir=str(log_dir), statistics_logger=logged
+            config_of(features), feature_dirs=list(map(str, folders)), log_dir=str(log_dir), statistics_logger=logged
         )
         yield logged
     finally:
         debug_api.end_debug()
         debug_api.DEBUG_MANAGER = None
         snapshot.restore()
+
+
+def in_session(features: dict[str, Any], log_dir: Path, steps: int = 1, /, **keywords: Any) -> InspectSession:
+    """Train a layer under a session with these features, for so many steps."""
+    net = te.Linear(32, 32)
+    with InspectSession(config_of(features), model=net, log_dir=log_dir, **keywords) as session:
+        train(net, steps, session)
+    return session
 
 
 def linear(size: int = 32, **keywords: Any) -> te.Linear:

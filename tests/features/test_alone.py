@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.features.plain import OURS, THEIRS
-from tests.forked import executable
-from tests.reference.processes import run
+from tests.reference.processes import answers
 
 pytestmark = pytest.mark.processes
 
@@ -114,9 +111,6 @@ def forked(call, *arguments):
 answer = {{}}
 for listed, dirs in (("ours", [OURS]), ("ours, theirs", [OURS, THEIRS]), ("theirs, ours", [THEIRS, OURS])):
     answer[listed] = [forked(twice, dirs, reverse) for reverse in (False, True)]
-"""
-
-MORE = f"""
 import te_precision_callbacks.config  # the features import it: not in each process anew
 for name, options in {SPELLINGS!r}.items():
     answer[name] = forked(run, {{name: {{"enabled": True, **options}}}}, name, [OURS], 1)
@@ -131,17 +125,12 @@ LOGGED = [
 ]
 
 
-def answers_of(code: str, folder: Path, *options: str) -> dict[str, Any]:
-    (folder / "config.yaml").write_text(REFERENCE_CONFIG)
-    done = run([executable(), *options, "-c", code + "\nprint(json.dumps(answer))"], cwd=folder)
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return answers_of(SCRIPT + MORE, tmp_path_factory.mktemp("alone"), "-W", "ignore")
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "config.yaml").write_text(REFERENCE_CONFIG)
+    answer: dict[str, Any] = answers(SCRIPT, cwd=folder)
+    return answer
 
 
 @pytest.mark.parametrize("listed", ["ours", "ours, theirs", "theirs, ours"])

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from te_precision_callbacks.config import load_config
 from tests.engine import recipes
 from tests.engine.recipes import Pair, quantize
 from tests.features import layers
@@ -92,15 +90,3 @@ def test_gradients(found: dict[str | None, Found], layer: str | None) -> None:
         for name, value in expected(recipe, "gradient").items():
             if not at_random or "scale" in name or "range" in name or name == "overflow_blocks%":
                 assert_same(found[layer][f"gradient {recipe}_{name}"], value, name)
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_configs_of_the_page() -> None:
-    page = (REPOSITORY / "docs" / "statistics.md").read_text()
-    examples: dict[str, Any] = {}
-    for block in page.split("```yaml\n")[1:]:
-        examples |= yaml.safe_load(block.split("```")[0])
-    config = load_config(examples)
-    assert [section.name for section in config.sections] == ["which_format", "default_statistics"]

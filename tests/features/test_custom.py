@@ -10,13 +10,11 @@ from typing import Any
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
-import transformer_engine.pytorch as te
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
-from te_precision_callbacks.session import InspectSession
 from tests.combinations import half
 from tests.features import probes
-from tests.features.plain import OURS, linear, plain, train
+from tests.features.plain import OURS, in_session, linear, plain, train
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 GEMMS = ["fprop", "dgrad", "wgrad"]
@@ -31,47 +29,31 @@ def nothing_seen_yet() -> Iterator[None]:
     probes.SEEN.clear()
 
 
-def alone_from_folder(log_dir: Path, options: Any, **how: Any) -> None:
-    (log_dir / "mine").mkdir()
-    (log_dir / "mine" / "probe.py").write_text(probes.source(**how, registered=True))
-    folders = [log_dir / "mine", OURS] if how["api_method"] else [OURS, log_dir / "mine"]
-    with plain({"Probe": options}, log_dir, folders=folders):
-        train(linear(), 2)
-
-
-def session_with_folder(log_dir: Path, options: Any, **how: Any) -> None:
-    (log_dir / "mine").mkdir()
-    (log_dir / "mine" / "probe.py").write_text(probes.source(**how, registered=True))
-    in_session(log_dir, options, feature_dirs=[log_dir / "mine"])
-
-
-def session_with_class(log_dir: Path, options: Any, **how: Any) -> None:
-    in_session(log_dir, options, features=[probes.made(**how)])
-
-
-def in_session(log_dir: Path, options: Any, **keywords: Any) -> None:
-    net = te.Linear(32, 32)
-    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {"Probe": options}}}
-    with InspectSession(config, model=net, log_dir=log_dir, strict=True, **keywords) as session:
-        train(net, 2, session)
-
-
-Way = Callable[..., None]
+def train_with_probe(folder: Path, way: str, **how: Any) -> None:
+    (folder / "probe.py").write_text(probes.source(**how, registered=True))
+    if way == "alone, from a folder":
+        folders = [folder, OURS] if how["api_method"] else [OURS, folder]
+        with plain({"Probe": PROBE}, folder / "logs", folders=folders):
+            train(linear(), 2)
+    elif way == "session with a folder":
+        in_session({"Probe": PROBE}, folder / "logs", 2, feature_dirs=[folder], strict=True)
+    else:
+        in_session({"Probe": PROBE}, folder / "logs", 2, features=[probes.made(**how)], strict=True)
 
 
 @pytest.mark.parametrize(
     ("way", "api_method", "base", "signatures"),
     half(
-        [alone_from_folder, session_with_folder, session_with_class],
+        ["alone, from a folder", "session with a folder", "session with a class"],
         (True, False),
         ["TEConfigAPIMapper", "TEDefaultFeatures", ""],
         probes.SIGNATURES,
     ),
 )
 def test_every_call_has_the_right_arguments(
-    tmp_path: Path, signatures: str, base: str, api_method: bool, way: Way
+    tmp_path: Path, signatures: str, base: str, api_method: bool, way: str
 ) -> None:
-    way(tmp_path, PROBE, signatures=signatures, base=base, api_method=api_method)
+    train_with_probe(tmp_path, way, signatures=signatures, base=base, api_method=api_method)
     seen: dict[str, list[dict[str, Any]]] = {}
     for call, arguments in probes.SEEN:
         assert arguments["layer_name"] == "linear"
@@ -86,38 +68,43 @@ def test_every_call_has_the_right_arguments(
         check(call, [arguments for arguments in calls if arguments["iteration"] == 1])
 
 
+PLACES: dict[str, list[tuple[str | None, str | None]]] = {
+    "fp8_gemm_enabled": [(None, gemm) for gemm in GEMMS],
+    "modify_tensor_enabled": [
+        *(("activation", gemm) for gemm in ("fprop", "wgrad")),
+        *(("weight", gemm) for gemm in ("fprop", "dgrad")),
+        *(("gradient", gemm) for gemm in ("dgrad", "wgrad")),
+        *zip(TENSORS[3:], ["fprop", "wgrad", "dgrad"], strict=True),
+    ],
+    "modify_tensor": [("activation", "fprop"), ("dgrad", "dgrad")],
+    "inspect_tensor_enabled": [(tensor, None) for tensor in TENSORS],
+    "inspect_tensor": [(tensor, None) for tensor in TENSORS],
+}
+"""Call -> the tensors and GEMMs of an iteration."""
+
+
 def check(call: str, calls: list[dict[str, Any]]) -> None:
     """The arguments of one call in one iteration."""
     places = [(arguments.get("tensor_name"), arguments.get("gemm")) for arguments in calls]
+    if call in PLACES:
+        assert set(places) == set(PLACES[call])
+        assert len(places) == len(PLACES[call]) or call == "fp8_gemm_enabled"  # asked of each operand
     for arguments in calls:
-        tensor = arguments.get("tensor", None)
-        if "tensor" in arguments:
-            assert tuple(tensor.shape) == SHAPES.get(arguments["tensor_name"], (16, 32))
-            assert tensor.dtype == torch.float32
         assert arguments.get("tp_group") is None
-    if call == "fp8_gemm_enabled":
-        assert {gemm for _, gemm in places} == set(GEMMS)
-    elif call == "modify_tensor_enabled":
-        assert set(places) == {
-            *((tensor, gemm) for tensor, gemm in zip(TENSORS[3:], ["fprop", "wgrad", "dgrad"], strict=True)),
-            *(("activation", gemm) for gemm in ("fprop", "wgrad")),
-            *(("weight", gemm) for gemm in ("fprop", "dgrad")),
-            *(("gradient", gemm) for gemm in ("dgrad", "wgrad")),
-        }
-        assert len(places) == 9
-    elif call == "modify_tensor":
-        assert places == [("activation", "fprop"), ("dgrad", "dgrad")]
+        if "tensor" in arguments:
+            assert tuple(arguments["tensor"].shape) == SHAPES.get(arguments["tensor_name"], (16, 32))
+            assert arguments["tensor"].dtype == torch.float32
+    if call == "modify_tensor":
         assert [type(arguments["default_quantizer"]) for arguments in calls] == [Float8Quantizer, type(None)]
         assert [arguments["out"] for arguments in calls] == [None, None]
     elif call in ("inspect_tensor_enabled", "inspect_tensor"):
-        assert sorted(tensor for tensor, _ in places) == sorted(TENSORS)
         for arguments in calls:
             quantized = arguments["tensor_name"] in TENSORS[:3]
             assert arguments["config"]["tensor"] == arguments["tensor_name"]
+            assert type(arguments.get("tensor", torch.ones(()))) in (torch.Tensor, torch.nn.Parameter)
             if "quantizer" in arguments:
                 assert isinstance(arguments["quantizer"], Float8Quantizer if quantized else type(None))
                 assert isinstance(arguments["rowwise_quantized_tensor"], Float8Tensor if quantized else type(None))
-            assert type(arguments.get("tensor", torch.ones(()))) in (torch.Tensor, torch.nn.Parameter)
     elif call == "inspect_tensor_postquantize":
         # What is quantized or modified, for each GEMM: wgrad is neither.
         rowwise = [arguments.get("rowwise") for arguments in calls]
@@ -209,9 +196,9 @@ OTHERS: dict[str, Callable[[int], Any] | None] = {
 }
 
 
-@pytest.mark.parametrize(("other", "in_session"), half(OTHERS, (False, True)))
+@pytest.mark.parametrize(("other", "with_session"), half(OTHERS, (False, True)))
 def test_a_feature_that_answers_with_a_bool_is_asked_in_every_step(
-    tmp_path: Path, other: str, in_session: bool
+    tmp_path: Path, other: str, with_session: bool
 ) -> None:
     """False in 0 to 4 and True from 5 on, alone and beside others, whatever they answer."""
     late_class, asked, inspected = watcher("Late", late)
@@ -220,11 +207,8 @@ def test_a_feature_that_answers_with_a_bool_is_asked_in_every_step(
     classes = [late_class] if other_answer is None else [other_class, late_class]
     options = {"enabled": True, "tensors": ["activation"]}
     features = {cls.__name__: options for cls in classes}
-    if in_session:
-        net = te.Linear(32, 32)
-        config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
-        with InspectSession(config, model=net, log_dir=tmp_path, features=classes, strict=True) as session:
-            train(net, 8, session)
+    if with_session:
+        in_session(features, tmp_path, 8, features=classes, strict=True)
     else:
         with plain(features, tmp_path, classes=classes):
             train(linear(), 8)

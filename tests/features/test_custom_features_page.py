@@ -6,17 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
-import yaml
 from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper
 from tests.docs.pages import blocks
-from tests.features.plain import OURS, plain
+from tests.features.plain import plain
 from tests.features.probes import ANYTHING
 from tests.reference.processes import REPOSITORY
 
@@ -38,13 +36,12 @@ class Net(torch.nn.Module):
 
 
 def keywords_for(how: str, folder: Path) -> dict[str, Any]:
-    source = FEATURE
     if how == "folder":
         folder.mkdir()
-        (folder / "clip_outliers.py").write_text(source)
+        (folder / "clip_outliers.py").write_text(FEATURE)
         return {"feature_dirs": [folder]}
     namespace: dict[str, Any] = {}
-    exec(re.sub("^@Registry.*\n", "", source, flags=re.MULTILINE), namespace)
+    exec(re.sub("^@Registry.*\n", "", FEATURE, flags=re.MULTILINE), namespace)
     return {"features": [namespace["ClipOutliers"]]}
 
 
@@ -80,19 +77,6 @@ def test_in_a_session(tmp_path: Path, keeper: Keeper, how: str, fp8: bool) -> No
             error = (net.fc2.weight.grad - expected).norm() / expected.norm()
             assert error < (0.1 if fp8 else 1e-6)
     assert keeper.values("clipped%", "fc2", "gradient") == dict.fromkeys((100, 101, 102), 100 * 2 / (64 * 32))
-
-
-def test_alone(tmp_path: Path) -> None:
-    options = yaml.safe_load(CONFIG)["clip_gradients"]["transformer_engine"]["ClipOutliers"]
-    folder = keywords_for("folder", tmp_path / "my_features")["feature_dirs"][0]
-    with plain({"ClipOutliers": {**options, "start_step": 1}}, tmp_path, folders=[folder, OURS]) as logged:
-        net = te.Linear(32, 32, name="linear")
-        for _ in range(3):
-            with te.autocast(enabled=True, recipe=DelayedScaling()):
-                output = net(torch.randn(64, 32))
-            output.backward(gradient())
-            debug_api.step()
-    assert logged.rows == {"linear_gradient_clipped%": dict.fromkeys((1, 2), 100 * 2 / (64 * 32))}
 
 
 def test_the_table_has_the_calls_and_their_arguments(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.session import InspectSession
-from tests.conftest import feature
-from tests.features.plain import OURS, THEIRS, linear, plain, train
+from tests.features.plain import OURS, THEIRS, config_of, linear, plain, train
 
 BOTH = {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True, "quantized_tensor": True}
 
@@ -29,8 +28,9 @@ def random(seed: int) -> torch.Tensor:
     return torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def load(folder: Path, name: str) -> dumps.Dump:
-    return dumps.load(folder / "tensor_dumps" / "rank_0" / name)
+def the_dump(folder: Path) -> dumps.Dump:
+    """The last one, if there are several."""
+    return dumps.load(folder / "tensor_dumps" / "rank_0" / files(folder)[-1])
 
 
 def quantized(x: torch.Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
@@ -39,22 +39,6 @@ def quantized(x: torch.Tensor, *, rowwise: bool = True, columnwise: bool = True)
     quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=x.device)
     quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
     return quantizer(x)
-
-
-def inspect(
-    layer: str, x: torch.Tensor | None, rowwise: Any = None, columnwise: Any = None, iteration: int = 0
-) -> None:
-    """The call of Transformer Engine's modules."""
-    debug_api.transformer_engine.inspect_tensor(
-        layer_name=layer,
-        tensor_name="activation",
-        iteration=0,
-        tp_group=None,
-        tensor=x,
-        quantizer=None,
-        rowwise_quantized_tensor=rowwise,
-        columnwise_quantized_tensor=columnwise,
-    )
 
 
 @pytest.mark.parametrize("folders", [[OURS], [OURS, THEIRS], [THEIRS, OURS]], ids=["ours", "ours-te", "te-ours"])
@@ -68,7 +52,7 @@ def test_the_tensors_are_those_of_transformer_engines_feature(tmp_path: Path, fo
         ending = "linear_activation.pt" if name == "theirs" else "linear.activation.safetensors"
         assert result == [f"iter_00000{n}/{ending}" for n in range(2)]
     theirs = torch.load(tmp_path / "theirs/tensor_dumps/rank_0/iter_000001/linear_activation.pt", weights_only=False)
-    ours = load(tmp_path / "ours", "iter_000001/linear.activation.safetensors")
+    ours = the_dump(tmp_path / "ours")
     assert torch.equal(ours.tensors["high_precision"], theirs["high_precision"])
     assert torch.equal(ours.tensors["data"].view(torch.uint8), theirs["quantized"]._data)
     assert torch.equal(ours.tensors["scale_inv"], theirs["quantized"]._scale_inv)
@@ -92,10 +76,19 @@ def test_both_operands(tmp_path: Path, case: str) -> None:
         "high precision": (x, x),
     }
     with plain({"DumpTensors": BOTH}, tmp_path):
-        inspect("linear", x, *operands[case])
+        rowwise, columnwise = operands[case]
+        debug_api.transformer_engine.inspect_tensor(  # as Transformer Engine's modules call it
+            layer_name="linear",
+            tensor_name="activation",
+            iteration=0,
+            tp_group=None,
+            tensor=x,
+            quantizer=None,
+            rowwise_quantized_tensor=rowwise,
+            columnwise_quantized_tensor=columnwise,
+        )
         debug_api.step()
-    (name,) = files(tmp_path)
-    dump = dumps.load(tmp_path / "tensor_dumps/rank_0" / name)
+    dump = the_dump(tmp_path)
     assert torch.equal(dump.tensors["high_precision"], x)
     expected = {"fake": fake, "high precision": None}.get(case, whole.dequantize())
     if expected is None:
@@ -110,17 +103,12 @@ def test_a_weight_that_exists_only_quantized(tmp_path: Path) -> None:
     with te.quantized_model_init(enabled=True, recipe=Float8CurrentScaling()):
         net = linear()
     expected = net.weight.dequantize()
-    options = {**BOTH, "tensors": ["weight"]}
-    with InspectSession(
-        {"s": feature("DumpTensors", ["linear"], **{k: v for k, v in options.items() if k != "enabled"})},
-        model=net,
-        log_dir=tmp_path,
-    ) as session:
+    config = config_of({"DumpTensors": {**BOTH, "tensors": ["weight"]}})
+    with InspectSession(config, model=net, log_dir=tmp_path) as session:
         with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
             net(random(0)).sum().backward()
         session.step()
-    (name,) = files(tmp_path)
-    dump = dumps.load(tmp_path / "tensor_dumps/rank_0" / name)
+    dump = the_dump(tmp_path)
     assert "high_precision" not in dump.tensors
     assert torch.equal(dumps.dequantize(dump), expected)
 

@@ -10,12 +10,11 @@ import numpy as np
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from te_precision_callbacks.base.errors import FeatureError
+from tests.engine.recipes import quantize
 from tests.features.plain import plain
 
 FP8 = {"FP8E4M3": (448.0, DType.kFloat8E4M3), "FP8E5M2": (57344.0, DType.kFloat8E5M2)}
@@ -144,43 +143,6 @@ def test_fake_quant_with_margin(tmp_path: Path, values: torch.Tensor, fp8: str, 
     assert torch.equal(rounded, codes.float() * (1 / scale))
 
 
-def grid(fp8: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The numbers of a format that are not negative, in the order of their codes (OCP MX 1.0, tables 1 to 3)."""
-    exponent_bits, mantissa_bits = (4, 3) if fp8.endswith("E4M3") else (5, 2)
-    bias = 2 ** (exponent_bits - 1) - 1
-    numbers = [
-        (mantissa / 2**mantissa_bits + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias)
-        for exponent in range(2**exponent_bits)
-        for mantissa in range(2**mantissa_bits)
-    ]
-    return np.array(numbers[:-1] if fp8.endswith("E4M3") else numbers[:-4])  # without NaN; without infinity and NaN
-
-
-def round_mx(matrix: np.ndarray[Any, Any], fp8: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Rounded along the rows, in float64.
-
-    Each block of 32 has a scale that is a power of two: the smallest with which its amax does not exceed the format's
-    largest number (NVIDIA's choice; the specification leaves it open). Elements go to the nearest number, ties to the
-    even code.
-    """
-    numbers = grid(fp8)
-    result = np.empty(matrix.shape)
-    for row in range(matrix.shape[0]):
-        for start in range(0, matrix.shape[1], 32):
-            block = matrix[row, start : start + 32].astype(np.float64)
-            amax = np.abs(block).max()
-            scale = 2.0 ** np.ceil(np.log2(amax / numbers[-1])) if amax else 1.0
-            distance = np.abs(np.abs(block)[:, None] / scale - numbers[None, :])
-            nearest = distance.argmin(1)
-            tied = (nearest + 1 < len(numbers)) & (
-                distance[np.arange(len(block)), np.minimum(nearest + 1, len(numbers) - 1)]
-                == distance[np.arange(len(block)), nearest]
-            )
-            nearest += tied & (nearest % 2 == 1)
-            result[row, start : start + 32] = np.sign(block) * numbers[nearest] * scale
-    return result
-
-
 ROWWISE = {("activation", "fprop"), ("weight", "fprop"), ("gradient", "dgrad")}
 COLUMNWISE = {("activation", "wgrad"), ("weight", "dgrad"), ("gradient", "wgrad")}
 
@@ -192,14 +154,6 @@ def test_fake_quant_to_mxfp8(tmp_path: Path, values: torch.Tensor, fp8: str, ten
     values[3] = 0.0
     features = {"FakeQuant": {**ALL, "quant_format": fp8}}
     rounded = modified(features, tmp_path, values, name=tensor, gemm=gemm, dtype=torch.float32)
-    matrix = values.numpy()
-    expected = round_mx(matrix, fp8) if (tensor, gemm) in ROWWISE else round_mx(matrix.T, fp8).T
-    assert np.array_equal(rounded.numpy().astype(np.float64), expected)
-
-
-def step(net: te.Linear, **keywords: Any) -> torch.Tensor:
-    with te.autocast(enabled=True, recipe=DelayedScaling()):
-        output: torch.Tensor = net(torch.linspace(-1, 1, 512).reshape(16, 32).requires_grad_(), **keywords)
-    output.sum().backward()
-    debug_api.step()
-    return output.detach()
+    columnwise = (tensor, gemm) in COLUMNWISE
+    expected = quantize("mxfp8", values.numpy(), columnwise=columnwise, e5m2=fp8.endswith("E5M2")).values
+    assert np.array_equal(rounded.numpy(), expected)

@@ -1,24 +1,30 @@
-"""In which iterations a feature acts: its own schedule, whatever else watches the same tensor."""
+"""A feature's options: in which iterations it acts, and which hold for a tensor and a GEMM."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import transformer_engine.pytorch as te
+from transformer_engine.debug.features.api import TEConfigAPIMapper
 
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.features import base
+from te_precision_callbacks.features.base import matching_options
+from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.statistics.schedule import Schedule
 from tests.conftest import Keeper
-from tests.features.plain import OURS, THEIRS, linear, plain, train
+from tests.features.plain import in_session, linear, plain, train
 
 
-def stats(name: str = "LogTensorStats", **options: Any) -> dict[str, dict[str, Any]]:
-    """The feature on activations, unless the options say something else."""
-    defaults = {"tensors": ["activation"], "stats": ["max" if name == "LogTensorStats" else "mse"]}
-    if "tensors_struct" in options:
-        del defaults["tensors"]
-    return {name: {"enabled": True, **defaults, **options}}
+def stats(**options: Any) -> dict[str, dict[str, Any]]:
+    """Activations, unless the options say something else."""
+    tensors = {} if "tensors_struct" in options else {"tensors": ["activation"]}
+    return {"LogTensorStats": {"enabled": True, "stats": ["max"], **tensors, **options}}
 
 
 def acted(features: dict[str, Any], steps: int, log_dir: Path, **keywords: Any) -> dict[str, list[int]]:
@@ -46,35 +52,8 @@ def acted(features: dict[str, Any], steps: int, log_dir: Path, **keywords: Any) 
 def test_the_keys_of_a_schedule(tmp_path: Path, keeper: Keeper, options: dict[str, Any], iterations: list[int]) -> None:
     features = stats(**options)
     assert acted(features, 10, tmp_path / "alone") == {"activation_max": iterations}
-    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
-    net = te.Linear(32, 32)
-    with InspectSession(config, model=net, log_dir=tmp_path / "session", sinks=[keeper]) as session:
-        train(net, 10, session)
+    in_session(features, tmp_path / "session", 10, sinks=[keeper])
     assert sorted(keeper.values("max")) == iterations
-
-
-def test_a_custom_feature_is_not_dragged_along(tmp_path: Path) -> None:
-    inspected: list[int] = []
-
-    class EveryFifth:
-        def inspect_tensor_enabled(
-            self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-        ) -> tuple[bool, int | None]:
-            return iteration % 5 == 0, iteration - iteration % 5 + 5
-
-        def inspect_tensor(self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int) -> None:
-            inspected.append(iteration)
-
-    features = {"EveryFifth": {"enabled": True, "tensors": ["activation"]}, **stats(freq=2), "DumpTensors": DUMP}
-    result = acted(features, 11, tmp_path, classes=[EveryFifth], folders=[OURS, THEIRS])
-    assert inspected == [0, 5, 10]
-    assert result == {"activation_max": [0, 2, 4, 6, 8, 10]}
-    dumps = sorted(path.parent.name for path in tmp_path.rglob("*.safetensors"))
-    assert dumps == ["iter_000000", "iter_000003", "iter_000006", "iter_000009"]
-
-
-DUMP = {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True, "freq": 3}
-"""Of Transformer Engine's own feature."""
 
 
 def test_keys_beside_the_struct_hold_for_its_entries(tmp_path: Path) -> None:
@@ -98,3 +77,96 @@ def test_nothing_is_asked_again_after_the_last_iteration(tmp_path: Path) -> None
             runs.append(net.next_iter_when_debug_should_be_run)
         assert logged.iterations("linear_activation_max") == [0, 4]
     assert runs == [4, 4, 4, 4, None, None, None, None]
+
+
+TENSORS = ["activation", "weight", "gradient"]
+GEMMS = ["fprop", "dgrad", "wgrad"]
+
+
+class Upstream(TEConfigAPIMapper):  # type: ignore[misc]
+    """Transformer Engine's own choice, which knows one set of options."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensors": ["activation", "weight"], "gemms": ["fprop"], "margin": 1},
+        {"tensors_struct": [{"tensor": "weight", "margin": 2}], "gemms": ["fprop", "dgrad"], "margin": 1},
+        {"gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 3}, {"gemm": "dgrad", "tensors": []}]},
+        {
+            "quant_format": "MXFP8E4M3",
+            "gemms_struct": [
+                {"gemm": "fprop", "tensors": ["activation", "weight"]},
+                {
+                    "gemm": "dgrad",
+                    "tensors_struct": [{"tensor": "gradient", "quant_format": "FP8E5M2"}, {"tensor": "weight"}],
+                },
+            ],
+        },
+    ],
+)
+def test_as_upstream_where_upstream_takes_it(options: dict[str, Any]) -> None:
+    config = {"enabled": True, **options}
+    for tensor in TENSORS:
+        for gemm in GEMMS:
+            matches, theirs = Upstream().parse_config_and_api(
+                config, gemm_parsing=True, tensor_parsing=True, tensor_name=tensor, gemm=gemm
+            )
+            assert matching_options(config, tensor=tensor, gemm=gemm) == ([theirs] if matches else [])
+    assert config == {"enabled": True, **options}
+
+
+READ = {
+    "LogTensorStats": {
+        "enabled": True,
+        "freq": 2,
+        "tensors_struct": [{"tensor": "activation", "stats": "max"}, {"tensor": "weight", "stats": "min", "freq": 1}],
+    },
+    "FakeQuant": {"enabled": True, "gemms": "fprop", "tensors": "weight", "quant_format": "FP8E4M3"},
+    "DumpTensors": {"enabled": True, "tensors": "weight", "high_precision_tensor": True, "when": "min > 0"},
+}
+
+
+def test_options_are_read_once_for_an_entry_of_the_config(tmp_path: Path) -> None:
+    """Whatever the layers, tensors and steps: of each feature the options, of each of its tensors the schedule."""
+    with (
+        mock.patch.object(base, "read_options", wraps=base.read_options) as read,
+        mock.patch.object(Schedule, "of", wraps=Schedule.of) as scheduled,
+        plain(READ, tmp_path) as logged,
+    ):
+        nets = torch.nn.Sequential(linear(), te.Linear(32, 32, name="linear_2"))
+        train(nets, 3)
+        assert sorted(call.args[1] for call in read.call_args_list) == sorted(READ)
+        assert scheduled.call_count == 4
+    assert logged.iterations("linear_activation_max") == logged.iterations("linear_2_activation_max") == [0, 2]
+    assert logged.iterations("linear_2_weight_min") == [0, 1, 2]
+
+
+@pytest.fixture
+def weights_minimum() -> Iterator[type]:
+    """Importing a feature of this project registers it in nvidia-dlfw-inspect."""
+    before = Snapshot()
+    from te_precision_callbacks.features.log_tensor_stats import LogTensorStats
+
+    class WeightsMinimum(LogTensorStats):  # type: ignore[misc]
+        """A user's own feature on top of one of this project, under a name that no schema has."""
+
+    yield WeightsMinimum
+    before.restore()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_feature_that_derives_from_one_of_ours_has_its_keys(
+    tmp_path: Path, alone: bool, weights_minimum: type
+) -> None:
+    features = {"WeightsMinimum": {"enabled": True, "tensors": "weight", "stats": "min", "freq": 2}}
+    if alone:
+        with plain(features, tmp_path, classes=[weights_minimum]) as logged:
+            train(linear(), 3)
+        assert logged.iterations("linear_weight_min") == [0, 2]
+        return
+    session = in_session(features, tmp_path, 3, features=[weights_minimum], strict=True)
+    assert [row.statistic for row in session.last_statistics] == ["min"]
+    features["WeightsMinimum"]["frequency"] = 3
+    with pytest.raises(ConfigError, match=r"'WeightsMinimum' has no key 'frequency'.*Did you mean 'freq'"):
+        in_session(features, tmp_path, features=[weights_minimum])

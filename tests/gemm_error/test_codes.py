@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
 from te_precision_callbacks.base.numerics.layouts import packed, stored, unpacked
 from te_precision_callbacks.gemm_error.codes import CodeCheck, check_codes, distance, rules_of
 from tests.gemm_error.gemms import BF16, RECIPES, quantizer
+from tests.replay.faults import QUANTIZER
 
 ROWS, COLUMNS = 256, 512
 
@@ -76,53 +76,25 @@ def test_what_inf_and_nan_do_is_not_blamed_on_the_quantizer(
         assert result.scales > 0.9 * whole.scales or which == "weight"
 
 
-def rewritten(tensor: Any, codes: torch.Tensor) -> None:
-    if hasattr(tensor, "_data"):
-        tensor._data = codes.view_as(tensor._data)
-    else:
-        tensor._rowwise_data = codes.view_as(tensor._rowwise_data)
-
-
+@pytest.mark.parametrize(
+    ("fault", "share"), [("rounding always down", 0.2), ("all-zero codes", 0.4), ("scale off by 2^-1", 0.5)]
+)
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4", "nvfp4 rht stochastic"])
-def test_a_quantizer_with_a_fault(recipe: str) -> None:
-    """All codes 0; each element rounded towards 0; scales off by a factor of 2."""
-    which = {"gradient": True}
-    tensor, high, made_by = made(recipe, **which)
-    part = stored(tensor, columnwise=False)
-    assert part is not None
-    number_format = part.element_format
-    exact = high.double() / blocks.spread(part.factors(), part.block, part.matrix_shape).double()
-    apart = distance(exact.clamp(-number_format.max, number_format.max), number_format)
-    down = ((exact.abs() / apart).floor() * apart).clamp(max=number_format.max).copysign(exact).float()
-    codes = number_format.encode(down)
-    rewritten(tensor, packed(codes) if number_format is E2M1 else codes)
+def test_a_quantizer_with_a_fault(recipe: str, fault: str, share: float) -> None:
+    tensor, high, made_by = made(recipe, gradient=True)
+    QUANTIZER[fault](tensor, high)
     result = check(tensor, high, made_by, columnwise=False)
-    if "stochastic" in recipe:
+    stochastic = "stochastic" in recipe
+    if stochastic and fault == "rounding always down":
         assert result.wrong == 0
         assert result.rounding_bias / result.rounded < -0.2
         assert (result.rounded_to_0 - result.expected_0) / result.rounded > 0.05
     else:
-        assert result.wrong / result.codes > 0.2
-
-    rewritten(tensor, torch.zeros_like(part.codes))
-    result = check(tensor, high, made_by, columnwise=False)
-    assert result.wrong / result.codes > 0.4
-    if "stochastic" in recipe:
-        assert result.rounding_bias / result.rounded < -0.5
-
-    if "rht" not in recipe:
-        tensor, high, made_by = made(recipe, **which)
-        for name in ("_scale_inv", "_rowwise_scale_inv"):
-            scales = getattr(tensor, name, None)
-            if scales is not None and scales.dtype == torch.uint8:
-                e4m3 = recipe == "nvfp4"
-                halved = E4M3.encode(E4M3.decode(scales) / 2) if e4m3 else scales - (scales > 0).to(torch.uint8)
-                scales.copy_(halved)
-            elif scales is not None:
-                scales.mul_(0.5)
-        result = check(tensor, high, made_by, columnwise=False)
+        assert result.wrong / result.codes > (0.4 if stochastic else share)
+    if fault.startswith("scale"):
         assert result.wrong_scales > 0.9 * result.scales > 0
-        assert result.wrong / result.codes > 0.5
+    if stochastic and fault == "all-zero codes":
+        assert result.rounding_bias / result.rounded < -0.5
 
 
 def test_the_distance_of_neighbours() -> None:

@@ -1,9 +1,10 @@
-"""What thin products tell of a GEMM, against the whole products in float64."""
+"""What thin products tell of a GEMM, against the whole products in float64; and how ranks and the page tell it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,16 +15,22 @@ from te_precision_callbacks.gemm_error.judging import (
     FLOAT32,
     HOPPER_FAST,
     HOPPER_SPLIT,
+    KERNEL_MAXIMA,
+    KERNEL_SUMS,
     GemmCall,
     Judged,
     bound,
     judged,
+    kernel_columns,
     probes,
     product,
     seed_of,
     thin,
 )
-from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of
+from te_precision_callbacks.statistics.table import STATISTICS
+from tests.docs.pages import PAGES
+from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of, quantizer
+from tests.replay.faults import KERNEL
 
 CPU = torch.device("cpu")
 
@@ -63,70 +70,38 @@ def test_a_factor_is_the_operand_and_its_thin_products_are_those_of_the_whole(re
     assert abs(judgement.gain_dot / judgement.expected_square - 1) < 1e-3
 
 
-def zero_tile(out: torch.Tensor) -> None:
-    out[32:48, 64:80] = 0
-
-
-def swap_rows(out: torch.Tensor) -> None:
-    out[[3, 90]] = out[[90, 3]]
-
-
-def swap_columns(out: torch.Tensor) -> None:
-    out[:, [3, 90]] = out[:, [90, 3]]
-
-
-def leave_a_row(out: torch.Tensor) -> None:
-    out[77] = 0.01
-
-
-def halve(out: torch.Tensor) -> None:
-    out *= 0.5
-
-
-def shrink(out: torch.Tensor) -> None:
-    out *= 2.0**-7
-
-
-def wrong_elements(out: torch.Tensor) -> None:
-    flat = out.view(-1)
-    places = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(3))[: flat.numel() // 1000]
-    flat[places] = flat[places.flip(0)]
-
-
-def transpose_a_tile(out: torch.Tensor) -> None:
-    out[64:96, 0:32] = out[64:96, 0:32].t().clone()
-
-
-def nan_row(out: torch.Tensor) -> None:
+def _one_nan(out: torch.Tensor) -> None:
     out[5, 7] = torch.nan
 
 
-FAULTS: dict[Callable[[torch.Tensor], None], tuple[set[int] | None, set[int] | None]] = {
-    zero_tile: (set(range(32, 48)), set(range(64, 80))),
-    swap_rows: ({3, 90}, None),
-    swap_columns: (None, {3, 90}),
-    leave_a_row: ({77}, None),
-    halve: (set(range(160)), set(range(256))),
-    shrink: (set(range(160)), set(range(256))),
-    wrong_elements: (None, None),
-    transpose_a_tile: (set(range(64, 96)), set(range(32))),
-    nan_row: ({5}, {7}),
+FAULTS: dict[str, tuple[set[int] | None, set[int] | None]] = {
+    "tile zeroed": (set(range(16, 48)), set(range(32, 64))),
+    "rows swapped": ({3, 17}, None),
+    "columns swapped": (None, {5, 100}),
+    "row uninitialised": ({9}, None),
+    "tile transposed": (set(range(32, 64)), set(range(64, 96))),
+    "0.1 % wrong": (None, None),
+    "scale off by 2^-1": (set(range(160)), set(range(256))),
+    "scale off by 2^-7": (set(range(160)), set(range(256))),
+    "a nan": ({5}, {7}),
 }
 """A fault -> the rows and the columns that are beyond their tolerance; None: any."""
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_of_a_kernel_is_found_and_localized(fault: Callable[[torch.Tensor], None]) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_kernel_is_found_and_localized(fault: str) -> None:
     gemm = gemm_of("mxfp8", "fprop")
     out = gemm.out.clone()
-    fault(out)
+    damage, _ = KERNEL.get(fault, (_one_nan, ""))
+    damage(out)
     result = judge(gemm, out)
     assert result.ratio > 1
     for ratios, places in zip((result.rows, result.columns), FAULTS[fault], strict=True):
         if places is not None:
             assert set(torch.nonzero(ratios > 1).view(-1).tolist()) == places
-    if fault in (halve, shrink):
-        assert abs(result.gain_dot / result.expected_square - (0.5 if fault is halve else 2.0**-7)) < 1e-3
+    if fault.startswith("scale off"):
+        factor = {"1": 0.5, "7": 2.0**-7}[fault[-1]]
+        assert result.gain_dot / result.expected_square == pytest.approx(factor, abs=1e-3)
 
 
 @pytest.mark.parametrize("accumulator", [FLOAT32, HOPPER_FAST, HOPPER_SPLIT], ids=lambda one: one.name)
@@ -183,3 +158,69 @@ def test_how_many_probes_it_takes() -> None:
 
     assert missed(PROBES) < 1e-5 < missed(PROBES - 2)
     assert bound(PROBES) == pytest.approx(4.6, abs=0.05)
+
+
+# ---------------------------------------------------------------------- columns, merged over ranks
+
+
+def on_rank(rank: int, rows: list[float], error: float) -> tuple[torch.Tensor, torch.Tensor]:
+    ratios = torch.tensor(rows, dtype=torch.float64)
+    first = torch.ones((), dtype=torch.float64)
+    result = Judged(first * error, first, first, ratios.amax(), ratios, torch.zeros(4, dtype=torch.float64), first)
+    return kernel_columns(result, rank)
+
+
+def merged(*ranks: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    sums = torch.stack([sums for sums, _ in ranks]).sum(0)
+    maxima = torch.stack([maxima for _, maxima in ranks]).amax(0)
+    pairs = (*zip(KERNEL_SUMS, sums, strict=True), *zip(KERNEL_MAXIMA, maxima, strict=True))
+    columns = {name: np.array([value.item()]) for name, value in pairs}
+    rows = {name: row for name, row in STATISTICS.items() if row.of.name == "GEMM" and row.value is not None}
+    return {name: float(row.value(columns)[0]) for name, row in rows.items() if row.value is not None}
+
+
+def test_one_bad_device_is_not_averaged_away() -> None:
+    healthy = [on_rank(rank, [0.3, 0.4, 0.2], 1e-6) for rank in range(7)]
+    result = merged(*healthy, on_rank(7, [0.2, 5.0, 1.5], 1e-2))
+    assert result["gemm_kernel_ratio"] == 5
+    assert result["gemm_kernel_ratio_rank"] == 7
+    assert (result["gemm_kernel_rank_first"], result["gemm_kernel_rank_last"]) == (7, 7)
+    assert (result["gemm_kernel_row_first"], result["gemm_kernel_row_last"], result["gemm_kernel_rows"]) == (1, 2, 2)
+    assert (result["gemm_kernel_column_first"], result["gemm_kernel_columns"]) == (-1, 0)
+    assert result["gemm_kernel_error"] == np.sqrt((7e-6 + 1e-2) / 8)
+    both = merged(*healthy, on_rank(7, [0.2, 5.0, 1.5], 1e-2), on_rank(9, [8.0], 1e-2))
+    assert (both["gemm_kernel_ratio_rank"], both["gemm_kernel_rank_first"], both["gemm_kernel_rank_last"]) == (9, 7, 9)
+
+
+def test_nothing_divided_by_nothing() -> None:
+    """A product of zeros that is zero has no error; one that is not has an infinite one, and is a finding."""
+    zero = torch.zeros((), dtype=torch.float64)
+    healthy = Judged(zero, zero, zero, zero, torch.zeros(3), torch.zeros(3), zero + 1)
+    result = merged(kernel_columns(healthy, 0))
+    assert (result["gemm_kernel_error"], result["gemm_gain"], result["gemm_kernel_ratio"]) == (0, 1, 0)
+    result = merged(kernel_columns(healthy._replace(error_square=zero + 1), 0))
+    assert (result["gemm_kernel_error"], result["gemm_gain"]) == (np.inf, np.inf)
+
+
+# ---------------------------------------------------------------------- the page
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "gradient"),
+    [
+        ("E4M3 and E4M3", "current", False),
+        ("E5M2 and E4M3", "current", True),
+        ("NVFP4 without Hadamard", "nvfp4", False),
+    ],
+)
+def test_the_floor_of_a_format(name: str, recipe: str, gradient: bool) -> None:
+    page = PAGES["docs/gemm-error.md"].read_text(encoding="utf-8")
+    stated = re.search(rf"\| {name} \| ([\d.]+) % \|", page)
+    assert stated
+    torch.manual_seed(0)
+    high = [torch.randn(512, 512).to(BF16) for _ in range(2)]
+    makers = [quantizer(recipe, gradient=gradient), quantizer(recipe)]
+    decoded = [factor_of(make(item), columnwise=False).matrix() for make, item in zip(makers, high, strict=True)]
+    exact = high[0].double() @ high[1].double().t()
+    error = (decoded[0] @ decoded[1].t() - exact).norm() / exact.norm()
+    assert 100 * error.item() == pytest.approx(float(stated[1]), abs=0.1)

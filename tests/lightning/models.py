@@ -35,6 +35,11 @@ def batch_of(index: int, size: int = 8) -> torch.Tensor:
     return torch.stack([sample(i) for i in range(index * size, (index + 1) * size)])
 
 
+def largest(*batches: int) -> float:
+    """The largest element of these batches."""
+    return max(batch_of(index).max().item() for index in batches)
+
+
 def loader(batches: int, size: int = 8) -> DataLoader[torch.Tensor]:
     return DataLoader(Batches(batches * size), batch_size=size)
 
@@ -132,6 +137,12 @@ def logged_lines(log_dir: Path, rank: int = 0) -> dict[tuple[str, int], float]:
         assert key not in results, key
         results[key] = float(value.removeprefix("value="))
     return results
+
+
+def largest_inputs(log_dir: Path, layer: str = "net.0", rank: int = 0) -> dict[int, float]:
+    """Iteration -> the largest element of the layer's input, in the statistics log."""
+    lines = logged_lines(log_dir, rank)
+    return {iteration: value for (name, iteration), value in lines.items() if name == f"{layer}_activation_max"}
 
 
 def _number_lines(log_dir: Path, rank: int) -> list[str]:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import TransformerEnginePrecision
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
@@ -24,33 +23,26 @@ from tests.lightning.models import (
     Plain,
     Torch,
     TwoOptimizers,
-    batch_of,
     board_scalars,
     csv_scalars,
+    largest,
+    largest_inputs,
     loader,
     logged_lines,
     trainer,
 )
 
-FIRST = "net.0_activation_max"
 
-
-def largest(*batches: int) -> float:
-    return max(batch_of(index).max().item() for index in batches)
-
-
-def fit(root: Path, config: Any, batches: int = 6, model: Any = None, fit_keywords: Any = None, **keywords: Any) -> Any:
-    """Fit, and give the statistics log and the model."""
-    model = model or Plain()
-    callback = PrecisionDebugCallback(config, log_dir=root / "debug")
-    trainer(root, callbacks=[callback], **keywords).fit(model, loader(batches), **(fit_keywords or {}))
-    return logged_lines(root / "debug"), model
+def fit(root: Path, batches: int = 6, model: Any = None, **keywords: Any) -> dict[int, float]:
+    """Fit, and give the largest input of the first layer in each iteration, as the statistics log has it."""
+    callback = PrecisionDebugCallback(statistics(), log_dir=root / "debug")
+    trainer(root, callbacks=[callback], **keywords).fit(model or Plain(), loader(batches))
+    return largest_inputs(root / "debug")
 
 
 def test_an_accumulation_is_one_iteration(tmp_path: Path) -> None:
-    lines, _ = fit(tmp_path, statistics(), batches=10, accumulate_grad_batches=4)
     expected = {0: largest(0, 1, 2, 3), 1: largest(4, 5, 6, 7), 2: largest(8, 9)}
-    assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(expected)
+    assert fit(tmp_path, batches=10, accumulate_grad_batches=4) == expected
 
 
 class AtTheBatch(Plain):
@@ -65,9 +57,8 @@ def test_every_batch_may_be_an_iteration(tmp_path: Path) -> None:
     board = TensorBoardLogger(tmp_path, name="board", version="")
     callback = PrecisionDebugCallback(statistics(), step_on="batch", log_dir=tmp_path / "debug")
     trainer(tmp_path, callbacks=[callback], accumulate_grad_batches=4, logger=board).fit(AtTheBatch(), loader(6))
-    lines = logged_lines(tmp_path / "debug")
     expected = {step: largest(step) for step in range(6)}
-    assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(expected)
+    assert largest_inputs(tmp_path / "debug") == expected
     logged = board_scalars(tmp_path / "board")
     assert logged["te.net.0/activation/max"] == pytest.approx(expected)
     assert logged["batch_idx"] == {3: 3, 5: 5}, "each optimizer step is logged once, at its last batch"
@@ -95,24 +86,16 @@ def test_numbers_stand_at_the_step_of_the_batchs_own_metrics(tmp_path: Path, mod
 
 
 def test_layers_that_lightning_replaced_are_found(tmp_path: Path) -> None:
-    loggers = [TensorBoardLogger(tmp_path, name="board", version=""), CSVLogger(tmp_path, name="csv", version="")]
+    board = CSVLogger(tmp_path, name="csv", version="")
     callback = PrecisionDebugCallback(statistics(tensors=["activation", "weight", "gradient"]))
     plugin = TransformerEnginePrecision(weights_dtype=torch.float32)
-    fitted = trainer(tmp_path, callbacks=[callback], plugins=[plugin], logger=loggers)
-    fitted.fit(model := Torch(), loader(3, size=16))
+    trainer(tmp_path, callbacks=[callback], plugins=[plugin], logger=board).fit(model := Torch(), loader(3, size=16))
     assert isinstance(model.head, te.Linear)
     assert [layer.name for layer in callback.session.layers] == ["body.1", "head"]
-    assert {entry.operands["weight"] for entry in callback.session.precision if "weight" in entry.operands} == {
-        "FP8 E4M3"
-    }
-    lines = logged_lines(Path(fitted.log_dir))
-    board, table = board_scalars(tmp_path / "board"), csv_scalars(tmp_path / "csv")
-    for layer in ("body.1", "head"):
-        for tensor in ("activation", "weight", "gradient"):
-            for step in range(3):
-                value = lines[f"{layer}_{tensor}_max", step]
-                assert table[f"te.{layer}/{tensor}/max"][step] == value
-                assert np.float32(board[f"te.{layer}/{tensor}/max"][step]) == np.float32(value)
+    operands = [entry.operands for entry in callback.session.precision]
+    assert {formats["weight"] for formats in operands if "weight" in formats} == {"FP8 E4M3"}
+    lines = logged_lines(tmp_path / "csv")  # beside the file of the logger
+    assert len(lines) == 3 * 2 * 3 * 2, "of each step, layer and tensor max and l1_norm"
 
 
 def test_modules_of_configure_model_are_built_inside_the_session(tmp_path: Path) -> None:
@@ -121,29 +104,24 @@ def test_modules_of_configure_model_are_built_inside_the_session(tmp_path: Path)
             assert TEDebugState.debug_enabled, "the session exists before the first module of configure_model"
             self.net = torch.nn.Sequential(te.Linear(32, 32))
 
-    lines, _ = fit(tmp_path, statistics(), batches=2, model=Late())
-    assert {name for name, _ in lines} == {"net.0_activation_max", "net.0_activation_l1_norm"}
+    assert sorted(fit(tmp_path, batches=2, model=Late())) == [0, 1]
 
 
 def test_only_training_is_observed(tmp_path: Path) -> None:
-    """Sanity checks, validation in between (100 times larger), test and predict."""
+    """Sanity checks, validation in between (100 times larger), test and predict, even with gradients."""
 
     class ValidatesWithGradients(Plain):
         def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
             with torch.enable_grad():
                 super().validation_step(batch, batch_idx)
 
-    for model in (Plain(), ValidatesWithGradients()):
-        callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / type(model).__name__)
-        with_gradients = isinstance(model, ValidatesWithGradients)
-        fitted = trainer(tmp_path, callbacks=[callback], val_check_interval=2, inference_mode=not with_gradients)
-        fitted.fit(model, loader(6), loader(2))
-        fitted.test(model, loader(2), verbose=False)
-        fitted.validate(model, loader(2), verbose=False)
-        fitted.predict(model, loader(2))
-        lines = logged_lines(tmp_path / type(model).__name__)
-        expected = {step: largest(step) for step in range(6)}
-        assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(expected)
+    model, callback = ValidatesWithGradients(), PrecisionDebugCallback(statistics(), log_dir=tmp_path)
+    fitted = trainer(tmp_path, callbacks=[callback], val_check_interval=2, inference_mode=False)
+    fitted.fit(model, loader(6), loader(2))
+    fitted.test(model, loader(2), verbose=False)
+    fitted.validate(model, loader(2), verbose=False)
+    fitted.predict(model, loader(2))
+    assert largest_inputs(tmp_path) == {step: largest(step) for step in range(6)}
 
 
 def test_validation_after_a_fit_is_without_features(tmp_path: Path) -> None:
@@ -158,26 +136,31 @@ def test_validation_after_a_fit_is_without_features(tmp_path: Path) -> None:
     assert {**global_state(), "te state": None} == {**before, "te state": None}
 
 
-@pytest.mark.slow
-def test_resuming_continues_the_iteration(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=7, save_top_k=-1)
-    config = statistics()
-    callback = PrecisionDebugCallback(config, log_dir=tmp_path / "first")
-    trainer(tmp_path, callbacks=[callback, saver], enable_checkpointing=True).fit(Plain(), loader(7))
-    checkpoint = next((tmp_path / "checkpoints").glob("*.ckpt"))
+class Saves(L.Callback):
+    """Writes a checkpoint after the seventh step."""
 
-    for name, callbacks in {
-        "same": PrecisionDebugCallback(config, log_dir=tmp_path / "same"),
-        "by batch": PrecisionDebugCallback(config, step_on="batch", log_dir=tmp_path / "by batch"),
-        "told": PrecisionDebugCallback(config, start_step=100, log_dir=tmp_path / "told"),
-    }.items():
-        board = TensorBoardLogger(tmp_path / name, name="board", version="")
-        resumed = trainer(tmp_path, callbacks=[callbacks], logger=board, max_epochs=2)
-        resumed.fit(Plain(), loader(7), ckpt_path=checkpoint)
-        first = 100 if name == "told" else 7
-        lines = logged_lines(tmp_path / name)
-        assert sorted({step for _, step in lines}) == list(range(first, first + 7)), name
-        assert sorted(board_scalars(tmp_path / name / "board")["te.net.0/activation/max"]) == list(range(7, 14)), name
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 7:
+            trainer.save_checkpoint(Path(trainer.default_root_dir, "saved.ckpt"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saves_first", "options", "begins"),
+    [(True, {}, 7), (False, {}, 7), (False, {"step_on": "batch"}, 7), (False, {"start_step": 100}, 100)],
+)
+def test_resuming_continues_the_iteration(
+    tmp_path: Path, saves_first: bool, options: dict[str, Any], begins: int
+) -> None:
+    """The checkpoint is written in on_train_batch_end before or after this callback has counted the batch."""
+    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "first")
+    trainer(tmp_path, callbacks=[Saves(), callback] if saves_first else [callback, Saves()]).fit(Plain(), loader(7))
+    board = TensorBoardLogger(tmp_path, name="board", version="")
+    again = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "second", **options)
+    resumed = trainer(tmp_path, callbacks=[again], logger=board, max_epochs=2)
+    resumed.fit(Plain(), loader(7), ckpt_path=tmp_path / "saved.ckpt")
+    assert sorted(largest_inputs(tmp_path / "second")) == list(range(begins, begins + 7))
+    assert sorted(board_scalars(tmp_path / "board")["te.net.0/activation/max"]) == list(range(7, 14))
 
 
 def test_a_callback_that_was_used_can_be_pickled(tmp_path: Path) -> None:
@@ -203,21 +186,16 @@ def test_a_fit_that_fails_closes_the_session(tmp_path: Path, error: BaseExceptio
     assert keeper.closed == [error]
     assert module_state(model) == modules
     assert {**global_state(), "te state": None} == {**before, "te state": None}
-    lines = logged_lines(tmp_path / "debug")
-    assert {step: value for (name, step), value in lines.items() if name == FIRST} == pytest.approx(
-        {step: largest(step) for step in range(4)}
-    ), "the forward of the step that failed is written too"
-
+    written = largest_inputs(tmp_path / "debug")
+    assert written == {step: largest(step) for step in range(4)}, "the forward of the step that failed is written too"
     model.fail_at = {}
-    lines, _ = fit(tmp_path / "good", statistics(), model=model)
-    assert sorted({step for _, step in lines}) == list(range(6))
+    assert sorted(fit(tmp_path / "good", model=model)) == list(range(6))
 
 
 @pytest.mark.filterwarnings("ignore:Found 4 module")
 def test_a_model_in_eval_mode_that_is_trained_is_observed(tmp_path: Path) -> None:
     """As a validation that failed leaves it, and as pretrained models come: Lightning keeps the mode."""
-    lines, _ = fit(tmp_path, statistics(), batches=2, model=Plain().eval())
-    assert sorted({step for _, step in lines}) == [0, 1]
+    assert sorted(fit(tmp_path, batches=2, model=Plain().eval())) == [0, 1]
 
 
 def test_what_is_left_at_the_end_stands_at_the_step_of_its_batch(tmp_path: Path) -> None:
@@ -250,22 +228,5 @@ def test_a_callback_that_fails_in_on_exception_does_not_disable_the_next_fit(tmp
         trainer(tmp_path, callbacks=[Fails(), callback]).fit(model, loader(3))
     model.fail_at = {}
     trainer(tmp_path, callbacks=[callback]).fit(model, loader(3))
-    assert sorted({step for _, step in logged_lines(tmp_path)}) == [0, 1, 2]
+    assert sorted(largest_inputs(tmp_path)) == [0, 1, 2]
     assert {**global_state(), "te state": None} == {**before, "te state": None}
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_checkpoint_of_another_callback_resumes_at_the_right_iteration(tmp_path: Path, first: bool) -> None:
-    """Written in on_train_batch_end before or after this callback has counted the batch."""
-
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            if trainer.global_step == 7:
-                trainer.save_checkpoint(tmp_path / "saved.ckpt")
-
-    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "first")
-    callbacks = [Saves(), callback] if first else [callback, Saves()]
-    trainer(tmp_path, callbacks=callbacks).fit(Plain(), loader(7))
-    keywords = {"max_epochs": 2, "fit_keywords": {"ckpt_path": tmp_path / "saved.ckpt"}}
-    lines, _ = fit(tmp_path, statistics(), batches=7, **keywords)
-    assert sorted({step for _, step in lines}) == list(range(7, 14))

@@ -20,6 +20,8 @@ from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT
 from tests.conftest import Keeper, statistics
 from tests.lightning.models import Plain, loader, logged_lines
 
+OURS = "te_precision_callbacks.PrecisionDebugCallback"
+
 
 class Named(Keeper):
     """A sink that is made from the YAML."""
@@ -40,22 +42,20 @@ class Data(L.LightningDataModule):
 
 def command_line(folder: Path, class_path: str, **options: Any) -> PrecisionDebugCallback:
     """What ``python train.py fit --config trainer.yaml`` does; the callback of the fit."""
-    (folder / "trainer.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "trainer": {
-                    "accelerator": "cpu",
-                    "max_epochs": 1,
-                    "logger": False,
-                    "enable_progress_bar": False,
-                    "enable_model_summary": False,
-                    "enable_checkpointing": False,
-                    "default_root_dir": str(folder),
-                    "callbacks": [{"class_path": class_path, "init_args": options}],
-                }
-            }
-        )
-    )
+    content = {
+        "trainer": {
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "default_root_dir": str(folder),
+            "callbacks": [{"class_path": class_path, "init_args": options}],
+        }
+    }
+    text = yaml.safe_dump(content).replace("'off'", "off")  # as users write it
+    (folder / "trainer.yaml").write_text(text)
     arguments = ["fit", "--config", str(folder / "trainer.yaml")]
     cli = LightningCLI(Plain, Data, args=arguments, save_config_callback=None, seed_everything_default=False)
     return next(callback for callback in cli.trainer.callbacks if isinstance(callback, PrecisionDebugCallback))
@@ -69,9 +69,9 @@ def of_pytest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("class_path", "config"),
     [
-        ("te_precision_callbacks.PrecisionDebugCallback", "path"),
+        (OURS, "path"),
         ("te_precision_callbacks.lightning.PrecisionDebugCallback", "mapping"),
-        ("te_precision_callbacks.PrecisionDebugCallback", "null"),
+        (OURS, "null"),
     ],
 )
 def test_the_config_is_a_path_a_mapping_or_null(tmp_path: Path, class_path: str, config: str) -> None:
@@ -116,7 +116,7 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "quiet": True,
     }
     assert set(options) - {"config", "step_on"} == set(SessionKeywords.__annotations__), "every option is here"
-    callback = command_line(tmp_path, "te_precision_callbacks.PrecisionDebugCallback", **options)
+    callback = command_line(tmp_path, OURS, **options)
     made: SessionOptions = callback._options
     (sink,) = made.sinks
     assert isinstance(sink, Named)
@@ -124,11 +124,11 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
     assert sink.iterations == [5, 6]
     assert made.features == (OfFile,)
     assert made.require == read_contract(options["require"])
-    assert made.on_broken == "warn"
     assert made.feature_dirs == (tmp_path / "features",)
     kept = (
         "process_group",
         "reduce",
+        "on_broken",
         "records",
         "report",
         "start_step",
@@ -145,28 +145,24 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
     assert callback._step_on == "batch"
 
 
-def test_the_words_of_yaml_and_plain_numbers_of_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("written", "log", "recorded"),
+    [
+        ("off", LogChoice("off", DEFAULT_LIMIT), 0),
+        (4 << 20, LogChoice("rank0", 4 << 20), 4 << 20),
+    ],
+)
+def test_the_words_of_yaml_and_plain_numbers_of_bytes(
+    tmp_path: Path, written: str | int, log: LogChoice, recorded: int
+) -> None:
     """YAML 1.1 reads ``off`` as False."""
-    for written, log, recorded in (
-        ("{statistics_log: off, records: off}", LogChoice("off", DEFAULT_LIMIT), 0),
-        ("{statistics_log: 4194304, records: 2097152}", LogChoice("rank0", 4 << 20), 2 << 20),
-    ):
-        (tmp_path / "trainer.yaml").write_text(
-            f"trainer: {{accelerator: cpu, logger: false, default_root_dir: '{tmp_path}', callbacks:"
-            f" [{{class_path: te_precision_callbacks.PrecisionDebugCallback, init_args: {written}}}]}}"
-        )
-        arguments = ["--config", str(tmp_path / "trainer.yaml")]
-        cli = LightningCLI(
-            Plain, Data, args=arguments, run=False, save_config_callback=None, seed_everything_default=False
-        )
-        (callback,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, PrecisionDebugCallback))
-        made = callback._options
-        assert (read_statistics_log(made.statistics_log), record_limit(made.records)) == (log, recorded), written
+    made = command_line(tmp_path, OURS, statistics_log=written, records=written)._options
+    assert (read_statistics_log(made.statistics_log), record_limit(made.records)) == (log, recorded)
 
 
 def test_a_config_that_cannot_be_used_ends_the_program_with_our_message(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config file .* does not exist"):
-        command_line(tmp_path, "te_precision_callbacks.PrecisionDebugCallback", config=str(tmp_path / "missing.yaml"))
+        command_line(tmp_path, OURS, config=str(tmp_path / "missing.yaml"))
 
 
 def test_the_signature_names_every_option_with_its_default() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from lightning.fabric.loggers import CSVLogger
 from te_precision_callbacks import InspectSession, PrecisionDebugFabricCallback
 from te_precision_callbacks.session import SessionError
 from tests.conftest import Keeper, global_state, statistics
-from tests.lightning.models import batch_of, board_scalars, logged_lines
+from tests.lightning.models import batch_of, board_scalars, csv_scalars
 
 ROOT = Path(__file__).parents[2]
 FIRST = statistics(tensors=["activation", "gradient"])
@@ -41,28 +39,25 @@ def fabric_of(folder: Path, callback: PrecisionDebugFabricCallback) -> Fabric:
     return made
 
 
-def prepared(fabric: Fabric) -> tuple[Any, Any]:
+def prepared(fabric: Fabric) -> Any:
     model = Net()
-    made: tuple[Any, Any] = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return made
+    return fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def train(fabric: Fabric, model: Any, optimizer: Any, batches: range, on_batch: Callable[[int], Any] = int) -> None:
+def started(folder: Path, **options: Any) -> Any:
+    """The callback, Fabric, the model and its optimizer."""
+    callback = PrecisionDebugFabricCallback(FIRST, **options)
+    fabric = fabric_of(folder, callback)
+    return callback, fabric, *prepared(fabric)
+
+
+def train(fabric: Fabric, model: Any, optimizer: Any, batches: range, every: int = 1) -> None:
+    """A step of the optimizer in every so many batches."""
     for index in batches:
-        loss = model(batch_of(index)).pow(2).mean()
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        on_batch(index)
-
-
-def columns(folder: Path) -> dict[str, dict[int, float]]:
-    """Metric -> step -> value, in Fabric's CSV file."""
-    with (folder / "csv" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    return {
-        name: {int(row["step"]): float(row[name]) for row in rows if row[name]} for name in rows[0] if name != "step"
-    }
+        fabric.backward(model(batch_of(index)).pow(2).mean())
+        if (index + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def values(keeper: Keeper) -> list[list[tuple[Any, ...]]]:
@@ -73,11 +68,9 @@ def test_a_loop_has_the_numbers_of_a_session(tmp_path: Path) -> None:
     Net()  # Transformer Engine's first module notes that it is not debugged
     before = global_state()
     by_fabric, by_session = Keeper(), Keeper()
-    callback = PrecisionDebugFabricCallback(FIRST, sinks=[by_fabric])
-    fabric = fabric_of(tmp_path, callback)
-    model, optimizer = prepared(fabric)
+    callback, fabric, *loop = started(tmp_path, sinks=[by_fabric])
     with callback:
-        train(fabric, model, optimizer, range(3))
+        train(fabric, *loop, range(3))
         assert callback.session.running
     assert not callback.session.running
     assert global_state() == before
@@ -93,53 +86,37 @@ def test_a_loop_has_the_numbers_of_a_session(tmp_path: Path) -> None:
     assert by_fabric.iterations == [0, 1, 2]
     assert values(by_fabric) == values(by_session)
     fabric.logger.finalize("success")
-    logged = columns(tmp_path)["te.net.0/activation/max"]
-    assert logged == {step: pytest.approx(batch_of(step).max().item()) for step in range(3)}
+    logged = csv_scalars(tmp_path / "csv")["te.net.0/activation/max"]
+    assert logged == {step: batch_of(step).max().item() for step in range(3)}
     assert (tmp_path / "csv" / "nvdlfw_inspect_statistics_logs").is_dir(), "the folder of Fabric's logger"
 
 
 def test_of_several_optimizers_the_first_counts(tmp_path: Path, keeper: Keeper) -> None:
-    callback = PrecisionDebugFabricCallback(FIRST, sinks=[keeper])
-    fabric = fabric_of(tmp_path, callback)
-    first, first_optimizer = prepared(fabric)
-    second, second_optimizer = prepared(fabric)
+    callback, fabric, *first = started(tmp_path, sinks=[keeper])
+    second = prepared(fabric)
     with callback:
         for index in range(2):
-            for model, optimizer in ((first, first_optimizer), (second, second_optimizer)):
-                fabric.backward(model(batch_of(index)).sum())
-                optimizer.step()
+            for loop in (first, second):
+                train(fabric, *loop, range(index, index + 1))
         assert keeper.iterations == [0, 1]
-    assert {layer.name for layer in callback.session.layers} == {
-        "model0.net.0",
-        "model0.net.1",
-        "model1.net.0",
-        "model1.net.1",
-    }
+    names = {layer.name for layer in callback.session.layers}
+    assert names == {"model0.net.0", "model0.net.1", "model1.net.0", "model1.net.1"}
 
 
 def test_accumulation(tmp_path: Path, keeper: Keeper) -> None:
-    callback = PrecisionDebugFabricCallback(FIRST, sinks=[keeper])
-    fabric = fabric_of(tmp_path, callback)
-    model, optimizer = prepared(fabric)
+    callback, fabric, *loop = started(tmp_path, sinks=[keeper])
     with callback:
-        for index in range(4):
-            fabric.backward(model(batch_of(index)).sum())
-            if index % 2:
-                optimizer.step()
+        train(fabric, *loop, range(4), every=2)
         assert keeper.iterations == [0, 1]
 
 
 def test_a_resumed_loop_goes_on_counting_and_is_audited(tmp_path: Path, keeper: Keeper) -> None:
-    callback = PrecisionDebugFabricCallback(FIRST)
-    fabric = fabric_of(tmp_path / "a", callback)
-    model, optimizer = prepared(fabric)
+    callback, fabric, model, optimizer = started(tmp_path / "a")
     with callback:
         train(fabric, model, optimizer, range(2))
         fabric.save(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer, "precision": callback})
 
-    resumed = PrecisionDebugFabricCallback(FIRST, sinks=[keeper])
-    fabric = fabric_of(tmp_path / "b", resumed)
-    model, optimizer = prepared(fabric)
+    resumed, fabric, model, optimizer = started(tmp_path / "b", sinks=[keeper])
     fabric.load(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer, "precision": resumed})
     with resumed:
         train(fabric, model, optimizer, range(2, 4))
@@ -167,15 +144,13 @@ def test_a_model_that_was_set_up_alone(tmp_path: Path, keeper: Keeper, caplog: p
 
 
 def test_an_error_ends_the_session(tmp_path: Path, keeper: Keeper) -> None:
-    callback = PrecisionDebugFabricCallback(FIRST, sinks=[keeper])
-    fabric = fabric_of(tmp_path, callback)
-    model, optimizer = prepared(fabric)
-    with pytest.raises(ValueError, match="a bad batch"), callback:
+    callback, fabric, model, optimizer = started(tmp_path, sinks=[keeper])
+    with pytest.raises(ValueError, match="a bad batch") as raised, callback:
         train(fabric, model, optimizer, range(1))
         model(batch_of(1)).sum().backward()
         raise ValueError("a bad batch")
     assert keeper.iterations == [0, 1], "what was gathered since the last step is written"
-    assert isinstance(keeper.closed[0], ValueError)
+    assert keeper.closed == [raised.value]
 
 
 @pytest.mark.slow
@@ -191,11 +166,7 @@ def test_the_example_runs_and_shows_what_came_out(
     (events,) = (tmp_path / "board").rglob("events.out.tfevents*")
     board = board_scalars(events)
     assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses)}
-    lines = logged_lines(tmp_path)
-    name, iteration = next(key for key in lines if key[0].endswith("activation_max"))
-    assert board[f"te.{name.removesuffix('_activation_max')}/activation/max"][iteration] == pytest.approx(
-        lines[name, iteration]
-    )
+    assert any(name.startswith("te.") and name.endswith("/activation/max") for name in board)
 
 
 def test_a_block_in_which_nothing_was_observed_says_so(

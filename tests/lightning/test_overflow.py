@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -13,45 +12,30 @@ import torch
 from te_precision_callbacks import PrecisionDebugCallback
 from te_precision_callbacks.overflow import ActivationOverflowError
 from tests.conftest import statistics
-from tests.lightning.models import Plain, loader
+from tests.lightning.models import Plain, loader, trainer
 
 
 class Overflowing(Plain):
-    """Calls its layers itself, never its own forward; the second layer overflows in one batch."""
+    """Calls its layers itself, never its own forward; the first layer overflows in one batch."""
 
-    def __init__(self, at: int, factor: float = float("inf")) -> None:
+    def __init__(self, at: int) -> None:
         super().__init__()
-        self.at, self.factor = at, factor
+        self.at = at
         self.before: dict[str, torch.Tensor] = {}
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == self.at:
             self.before = {name: value.detach().clone() for name, value in self.named_parameters()}
             with torch.no_grad():
-                self.net[0].bias.fill_(self.factor)
+                self.net[0].bias.fill_(torch.inf)
         return self.net(batch).pow(2).mean()
 
 
-def trainer(callback: PrecisionDebugCallback, folder: Path, **options: Any) -> L.Trainer:
-    return L.Trainer(
-        default_root_dir=folder,
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-
-
-@pytest.mark.parametrize("accumulate", [2])
-def test_the_fit_ends_with_the_module_and_the_batch(tmp_path: Path, accumulate: int) -> None:
+def test_the_fit_ends_with_the_module_and_the_batch(tmp_path: Path) -> None:
     callback = PrecisionDebugCallback(statistics(), debug="activation_overflow")
     model = Overflowing(at=4)
     with pytest.raises(ActivationOverflowError) as caught:
-        trainer(callback, tmp_path, accumulate_grad_batches=accumulate).fit(model, loader(8))
+        trainer(tmp_path, callbacks=[callback], accumulate_grad_batches=2).fit(model, loader(8))
     error = caught.value
     assert (error.path, error.class_name, error.role) == ("net.0", "Linear", "output")
     assert error.batch == 4
@@ -66,7 +50,7 @@ def test_the_fit_ends_with_the_module_and_the_batch(tmp_path: Path, accumulate: 
 def test_a_healthy_fit_with_validation_ends_without_a_hook_on_the_model(tmp_path: Path) -> None:
     callback = PrecisionDebugCallback(statistics(), debug=["activation_overflow", "te_precision"])
     model = Plain()
-    fit = trainer(callback, tmp_path, val_check_interval=2)
+    fit = trainer(tmp_path, callbacks=[callback], val_check_interval=2)
     fit.fit(model, loader(6), loader(2))
     assert fit.global_step == 6
     assert callback.session.overflow is None
@@ -85,7 +69,7 @@ def test_the_gradients_of_a_scaled_loss_are_the_scalers_affair(tmp_path: Path, a
     """And an overflow of the forward, under which the scaler leaves out the step, is not."""
     callback = PrecisionDebugCallback(statistics(), debug="activation_overflow")
     plugin = L.pytorch.plugins.MixedPrecision("bf16-mixed", "cpu")
-    fit = trainer(callback, tmp_path, plugins=[plugin])
+    fit = trainer(tmp_path, callbacks=[callback], plugins=[plugin])
     plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1000)
     ends = contextlib.nullcontext() if at < 0 else pytest.raises(ActivationOverflowError, match=r"\[6\] net.0: Linear")
     with ends:

@@ -6,10 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from te_precision_callbacks.diagnosis import diagnose
-from te_precision_callbacks.dumps import load
 from te_precision_callbacks.replay import replay_file, replay_folder
 from tests.combinations import half
 from tests.dumps.gemms import RECIPES, train
@@ -78,14 +76,3 @@ def test_faults_of_a_quantizer(tmp_path: Path, name: str, fault: str) -> None:
         ("quantizer", "activation"),
         ("quantizer", "weight"),
     }
-
-
-def test_a_first_bad_gemm_in_the_order_of_execution(tmp_path: Path) -> None:
-    with faults.kernel(lambda out: out.mul_(0.5)):
-        (_, dgrad, wgrad) = train(tmp_path, "current", steps=2)
-    folder = replay_folder(tmp_path)
-    first = folder.first_bad
-    assert first is not None
-    assert (first[1].header.iteration, first[1].gemm.gemm) == (0, "fprop")
-    assert list(folder.records)[-2:] == [dgrad, wgrad]
-    assert torch.equal(load(dgrad).tensors["out"], load(dgrad).tensors["out"])

@@ -9,12 +9,15 @@ import torch
 import transformer_engine.pytorch as te
 import transformers
 from torch.utils.data import Dataset
+from transformer_engine.common.recipe import Recipe
+
+from tests.lightning.models import sample
 
 SIZE = 32
 
 
 class Vectors(Dataset[dict[str, torch.Tensor]]):
-    """Sample ``i`` is drawn from seed ``i``, so that a test can make it again."""
+    """The samples of tests/lightning/models.py."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -26,25 +29,23 @@ class Vectors(Dataset[dict[str, torch.Tensor]]):
         return {"inputs": sample(index), "labels": torch.tensor(index)}
 
 
-def sample(index: int) -> torch.Tensor:
-    return torch.randn(SIZE, generator=torch.Generator().manual_seed(index))
-
-
 class Net(torch.nn.Module):
     """Two TE layers. It keeps the indices of the samples of each forward, and fails in those that are named."""
 
-    def __init__(self, fp8: bool = False) -> None:
+    _keys_to_ignore_on_save = None  # the Trainer reads it where a key is missing in a checkpoint
+
+    def __init__(self, recipe: Recipe | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(te.Linear(SIZE, SIZE), te.LayerNormLinear(SIZE, SIZE))
-        self.fp8 = fp8
+        self.recipe = recipe
         self.trained_on: list[list[int]] = []
         self.fail_at: dict[int, BaseException] = {}
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         if not self.training:
             inputs = 100 * inputs
-        with te.autocast(enabled=self.fp8):
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
             output = self.net(inputs)
         if self.training and labels is not None:
             self.trained_on.append(labels.tolist())
@@ -111,20 +112,3 @@ def trainer(
     for callback in callbacks:
         made.add_callback(callback)
     return made  # type: ignore[no-any-return]
-
-
-FP8_STATISTICS: dict[str, Any] = {
-    "stats": {
-        "enabled": True,
-        "layers": {"layer_types": ["all"]},
-        "transformer_engine": {
-            "LogFp8TensorStats": {
-                "enabled": True,
-                "tensors": ["activation", "gradient"],
-                "stats": ["underflows%", "sqnr_db"],
-                "freq": 1,
-            },
-            "LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["nonfinite_num"], "freq": 1},
-        },
-    }
-}

@@ -12,64 +12,40 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from torch._dynamo.utils import counters
 
 from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.runs import list_runs
-from te_precision_callbacks.session import SessionError
-from tests.conftest import Keeper, feature, module_state, statistics
-from tests.lightning.models import logged_lines
-from tests.transformers.models import Net, arguments, llama, sample, trainer
-
-FIRST = "net.0_activation_max"
+from te_precision_callbacks.runs import list_runs, open_run
+from te_precision_callbacks.session import SessionError, running_session
+from tests.conftest import Keeper, module_state, statistics
+from tests.lightning.models import largest_inputs, sample
+from tests.transformers.models import Net, arguments, trainer
 
 
-def train(folder: Path, config: Any, model: Any = None, callback: Any = None, **keywords: Any) -> Any:
-    """Train, and give the values of the first layer's max in the statistics log, the model and the trainer."""
+def train(folder: Path, config: Any = None, model: Any = None, **keywords: Any) -> Net:
     model = model or Net()
-    made = trainer(arguments(folder, **keywords), callback or PrecisionDebugTrainerCallback(config), model=model)
-    made.train()
-    return first_layer(folder), model, made
-
-
-def first_layer(folder: Path) -> dict[int, float]:
-    return {step: value for (name, step), value in logged_lines(folder).items() if name == FIRST}
+    callback = PrecisionDebugTrainerCallback(config or statistics())
+    trainer(arguments(folder, **keywords), callback, model=model).train()
+    return model
 
 
 def test_an_accumulation_is_one_iteration(tmp_path: Path) -> None:
     """Also the shorter one at the end of an epoch of eight batches."""
-    lines, model, _ = train(tmp_path, statistics(), gradient_accumulation_steps=3, max_steps=3)
-    assert lines == {0: model.largest(0, 1, 2), 1: model.largest(3, 4, 5), 2: model.largest(6, 7)}
+    model = train(tmp_path, gradient_accumulation_steps=3, max_steps=3)
+    expected = {0: model.largest(0, 1, 2), 1: model.largest(3, 4, 5), 2: model.largest(6, 7)}
+    assert largest_inputs(tmp_path) == expected
 
 
-def test_a_model_of_transformers_is_named_by_its_paths(tmp_path: Path) -> None:
-    callback = PrecisionDebugTrainerCallback(statistics())
-    trainer(arguments(tmp_path), callback, model=llama()).train()
-    names = [layer.name for layer in callback.session.layers]
-    assert names[0] == "model.layers.0.self_attn.q_proj"
-    assert names[-1] == "lm_head"
-    assert len(names) == 8
-    assert not callback.session.running
-
-
-def test_an_evaluation_after_the_training_is_without_features(tmp_path: Path) -> None:
-    config = {"s": feature("FakeQuant", ["net.0"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E5M2")}
-    made = trainer(arguments(tmp_path, learning_rate=0.0), PrecisionDebugTrainerCallback(config), model=Net())
-    plain = made.evaluate()["eval_loss"]
-    made.train()
-    assert made.evaluate()["eval_loss"] == plain
-
-
-@pytest.mark.parametrize("start_step", [None, 100])
-def test_a_resumed_training_goes_on_with_its_iterations(tmp_path: Path, start_step: int | None) -> None:
+@pytest.mark.parametrize(("start_step", "begin"), [(None, 2), (100, 100)])
+def test_a_resumed_training_goes_on_with_its_iterations(tmp_path: Path, start_step: int | None, begin: int) -> None:
     keywords: dict[str, Any] = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    train(tmp_path / "a", statistics(), max_steps=2, **keywords)
+    train(tmp_path / "a", max_steps=2, **keywords)
     model = Net()
     callback = PrecisionDebugTrainerCallback(statistics(), log_dir=tmp_path / "log", start_step=start_step)
     made = trainer(arguments(tmp_path / "b", max_steps=4, **keywords), callback, model=model)
     made.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    begin = 2 if start_step is None else start_step
-    assert first_layer(tmp_path / "log") == {begin: model.largest(0, 1), begin + 1: model.largest(2, 3)}
+    assert largest_inputs(tmp_path / "log") == {begin: model.largest(0, 1), begin + 1: model.largest(2, 3)}
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -77,7 +53,7 @@ def test_the_loss_of_a_training_without_a_step_is_none(tmp_path: Path, resumed: 
     """The Trainer logs a train_loss of 0."""
     checkpoint = None
     if resumed:  # at the end of its only epoch
-        train(tmp_path / "a", statistics(), max_steps=-1, num_train_epochs=1, save_strategy="epoch")
+        train(tmp_path / "a", max_steps=-1, num_train_epochs=1, save_strategy="epoch")
         checkpoint = str(tmp_path / "a" / "checkpoint-8")
     epochs: dict[str, Any] = {"max_steps": -1, "num_train_epochs": int(resumed)}
     callback = PrecisionDebugTrainerCallback(statistics(), log_dir=tmp_path / "log")
@@ -140,8 +116,8 @@ def test_without_a_handler_there_is_one_warning_and_the_statistics_log(
         state.global_step += 1
         callback.on_step_end(args, state, control, model=model)
     callback.on_train_end(args, state, control, model=model)
-    assert first_layer(tmp_path) == {step: sample(step).max().item() for step in range(2)}
-    assert [record.getMessage() for record in caplog.records if "was not called by" in record.getMessage()]
+    assert largest_inputs(tmp_path) == {step: sample(step).max().item() for step in range(2)}
+    assert caplog.text.count("was not called by") == 1
 
 
 # ---------------------------------------------------------------------- bad input
@@ -155,7 +131,7 @@ def test_a_bad_config_is_an_error_before_the_first_step(tmp_path: Path) -> None:
     model = Net()
     before = module_state(model)
     with pytest.raises(ConfigError, match="matches none of the 2 layers"):
-        train(tmp_path, statistics(layers=["fc7"]), model=model)
+        train(tmp_path, statistics(layers=["fc7"]), model)
     assert model.trained_on == []
     assert module_state(model) == before
     assert not model._forward_pre_hooks
@@ -185,12 +161,6 @@ def test_a_model_without_te_layers_trains_with_a_warning_that_says_how_to_get_so
     assert {product.family for product in callback.session.coverage()} == {"te"}
 
 
-# ---------------------------------------------------------------------- copies
-
-
-# ---------------------------------------------------------------------- copies
-
-
 def test_a_callback_can_be_pickled_and_a_model_copied_while_it_trains(tmp_path: Path) -> None:
     class Copies(transformers.TrainerCallback):
         def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
@@ -201,7 +171,7 @@ def test_a_callback_can_be_pickled_and_a_model_copied_while_it_trains(tmp_path: 
     trainer(arguments(tmp_path, max_steps=1), copies, callback).train()
     copies.model.train()(sample(0)[None])
     trainer(arguments(tmp_path / "copy", max_steps=1), copies.callback).train()
-    assert sorted(first_layer(tmp_path / "copy")) == [0]
+    assert sorted(largest_inputs(tmp_path / "copy")) == [0]
 
 
 def test_a_second_callback_of_a_trainer_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,3 +181,57 @@ def test_a_second_callback_of_a_trainer_does_nothing(tmp_path: Path, caplog: pyt
     assert first.session.iteration == 1
     with pytest.raises(SessionError, match="no session yet"):
         _ = second.session
+
+
+# ---------------------------------------------------------------------- compiled models, searches
+
+
+CONFIG = statistics(tensors=["activation", "gradient"])
+
+
+def net() -> Net:
+    """The Trainer hands a trial to a function that takes an argument."""
+    return Net()
+
+
+def test_a_compiled_model_has_the_numbers_of_the_model(tmp_path: Path) -> None:
+    results = {}
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        keeper = Keeper()
+        how = {"torch_compile": True, "torch_compile_backend": "eager"} if compiles else {}
+        args = arguments(tmp_path, max_steps=3, **how)
+        callback = PrecisionDebugTrainerCallback(CONFIG, sinks=[keeper], log_dir=tmp_path / f"debug {compiles}")
+        trainer(args, callback, model=net()).train()
+        assert bool(counters["frames"]["ok"]) == compiles
+        assert callback.session.coverage().macs()
+        results[compiles] = [[(r.layer, r.tensor, r.statistic, r.value) for r in records] for records in keeper.steps]
+    assert len(results[True]) == 3
+    assert all(results[True])
+    assert results[True] == results[False]
+
+
+def test_each_trial_of_a_search_is_a_run(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    keeper = Keeper()
+    callback = PrecisionDebugTrainerCallback(CONFIG, sinks=[keeper], log_dir=tmp_path / "debug")
+    made = transformers.Trainer(
+        model_init=net,
+        args=arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2),
+        train_dataset=trainer(arguments(tmp_path)).train_dataset,
+        eval_dataset=trainer(arguments(tmp_path)).eval_dataset,
+        callbacks=[callback],
+    )
+    best = made.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 0.01, 0.1)},
+        compute_objective=lambda metrics: metrics["eval_loss"],
+        n_trials=2,
+        backend="optuna",
+    )
+    assert "learning_rate" in best.hyperparameters
+    assert keeper.iterations == [0, 1, 0, 1]
+    runs = list_runs(tmp_path / "debug")
+    assert [len(open_run(tmp_path / "debug" / "precision_records" / run).steps) for run in runs] == [2, 2]
+    assert running_session() is None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from te_precision_callbacks.session import PrecisionContractError
 from te_precision_callbacks.transformers import Trainer
 from tests.conftest import Keeper, global_state, module_state, statistics
 from tests.forked import executable
-from tests.lightning.models import board_scalars, logged_lines
-from tests.reference.processes import REPOSITORY
+from tests.lightning.models import board_scalars, largest_inputs
+from tests.reference import processes
 from tests.transformers.models import Net, arguments, trainer
 
 ERRORS = (ValueError("a bad batch"), KeyboardInterrupt(), SystemExit(3))
@@ -30,11 +28,7 @@ def failing(folder: Path, error: BaseException, kind: Any, **options: Any) -> tu
     model = Net()
     model.fail_at = {2: error}
     callback = PrecisionDebugTrainerCallback(statistics(), **options)
-    return trainer(arguments(folder), callback, model=model, kind=kind), callback, model
-
-
-def first_layer(folder: Path) -> dict[int, float]:
-    return {i: value for (name, i), value in logged_lines(folder).items() if name == "net.0_activation_max"}
+    return trainer(arguments(folder, report_to="tensorboard"), callback, model=model, kind=kind), callback, model
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -49,20 +43,11 @@ def test_our_trainer_closes_at_once(tmp_path: Path, keeper: Keeper, error: BaseE
     assert keeper.closed == [error]
     assert global_state()["seams"] == before["seams"]
     assert module_state(model) == modules
-    assert first_layer(tmp_path) == {step: model.largest(step) for step in range(3)}, "with the step that failed"
-
-
-def test_what_the_failed_step_had_gathered_reaches_the_integrations(tmp_path: Path) -> None:
-    """They are open, since no event has told them of an end; it stands where the step would have stood."""
-    model = Net()
-    model.fail_at = {2: ValueError("a bad batch")}
-    args = arguments(tmp_path, report_to="tensorboard")
-    made = trainer(args, PrecisionDebugTrainerCallback(statistics()), model=model, kind=Trainer)
-    with pytest.raises(ValueError, match="a bad batch"):
-        made.train()
+    assert largest_inputs(tmp_path) == {step: model.largest(step) for step in range(3)}, "with the step that failed"
+    # The integrations are open, since no event has told them of an end.
     (events,) = tmp_path.rglob("events.out.tfevents*")
     result = board_scalars(events.parent)["te.net.0/activation/max"]
-    assert result == {step + 1: model.largest(step) for step in range(3)}
+    assert result == {step + 1: model.largest(step) for step in range(3)}, "where the step would have stood"
 
 
 # ---------------------------------------------------------------------- where the trainer is not known
@@ -110,7 +95,7 @@ def test_at_the_next_train_begin_of_another_callback(tmp_path: Path, keeper: Kee
     trainer(arguments(tmp_path / "b"), PrecisionDebugTrainerCallback(statistics()), model=model).train()
     assert not callback.session.running
     assert len(keeper.closed) == 1
-    assert first_layer(tmp_path / "b") == {step: model.largest(step) for step in range(4)}
+    assert largest_inputs(tmp_path / "b") == {step: model.largest(step) for step in range(4)}
 
 
 def test_when_the_callback_is_collected(tmp_path: Path, keeper: Keeper) -> None:
@@ -146,13 +131,11 @@ trainer(
 
 @pytest.mark.processes
 def test_at_exit(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [executable(whole=True), "-c", SCRIPT, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    result = processes.run([executable(whole=True), "-c", SCRIPT, str(tmp_path)])
     assert result.returncode == 1
     assert "ValueError: a bad batch" in result.stderr
     assert result.stdout.count("closed:") == 1
-    assert sorted(first_layer(tmp_path)) == [0, 1, 2]
+    assert sorted(largest_inputs(tmp_path)) == [0, 1, 2]
 
 
 # ---------------------------------------------------------------------- more than one attempt

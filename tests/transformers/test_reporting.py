@@ -33,22 +33,21 @@ CONFIG = {
 }
 
 
-class Printed(transformers.PrinterCallback):
-    """What is printed."""
+class Custom(transformers.TrainerCallback):
+    """A user's own integration; keeps the names of what it is given."""
 
     def __init__(self) -> None:
-        self.logs: list[dict[str, float]] = []
+        self.logs: dict[int, list[str]] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        self.logs.append(dict(logs))
+        self.logs.setdefault(state.global_step, []).extend(logs)
+
+    def has_statistics(self) -> bool:
+        return any(name.startswith(("te/", "te.")) for names in self.logs.values() for name in names)
 
 
-class StopsAt(transformers.TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step
+class Printed(Custom, transformers.PrinterCallback):
+    """What is printed."""
 
 
 @pytest.mark.slow
@@ -59,11 +58,9 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     import mlflow
     import wandb
 
-    report_to = ["tensorboard", "mlflow", "wandb"]
     keywords: dict[str, Any] = {
-        "report_to": report_to,
+        "report_to": ["tensorboard", "mlflow", "wandb"],
         "gradient_accumulation_steps": 2,
-        "max_steps": 6,
         "save_strategy": "steps",
         "save_steps": 3,
         "logging_steps": 2,
@@ -75,7 +72,7 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     expected: dict[tuple[str, int], float] = {}
     for part, last in (("first", 3), ("second", 6)):
         callback = PrecisionDebugTrainerCallback(CONFIG, log_dir=tmp_path / part)
-        made = trainer(arguments(tmp_path / "out", **keywords), printed, StopsAt(last), callback)
+        made = trainer(arguments(tmp_path / "out", max_steps=last, **keywords), printed, callback)
         made.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3") if part == "second" else None)
         of_the_trainer |= {entry["step"]: entry["loss"] for entry in made.state.log_history if "loss" in entry}
         for (name, iteration), value in logged_lines(tmp_path / part).items():
@@ -90,7 +87,6 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     for events in (tmp_path / "out").rglob("events.out.tfevents*"):
         for tag, values in board_scalars(events).items():
             metrics.setdefault(tag, {}).update(values)
-    client = mlflow.MlflowClient()
     rows = list(wandb_history(tmp_path).values())
     assert all("train/global_step" in row for row in rows)
     steps_of_rows = [row["train/global_step"] for row in rows]
@@ -99,7 +95,7 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     store = {
         (name, entry.step): entry.value
         for name in {name for name, _ in expected} | {"loss"}
-        for entry in client.get_metric_history(first_run.info.run_id, name.replace("%", "_pct"))
+        for entry in mlflow.MlflowClient().get_metric_history(first_run.info.run_id, name.replace("%", "_pct"))
     }
     for (name, step), value in expected.items():
         assert np.float32(metrics[name][step]) == np.float32(value)
@@ -113,7 +109,8 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     for names in (metrics, {name for name, _ in history}):
         assert of_the_model <= set(names)
         assert not [name for name in names if name.startswith("train/te")], "not in the group of the loss"
-    assert not any(name.startswith(("te/", "te.")) for logs in printed.logs for name in logs), "never to the printer"
+    assert printed.logs
+    assert not printed.has_statistics(), "never to the printer"
 
 
 def test_a_histogram_is_a_histogram(tmp_path: Path) -> None:
@@ -154,16 +151,6 @@ def test_an_integration_that_raises_is_reported_once_and_dropped(
     assert sorted(board_scalars(events[0])["te.net.0/activation/max"]) == [1, 2, 3, 4], "the other one goes on"
 
 
-class Custom(transformers.TrainerCallback):
-    """A user's own integration."""
-
-    def __init__(self) -> None:
-        self.logs: dict[int, list[str]] = {}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        self.logs.setdefault(state.global_step, []).extend(logs)
-
-
 def test_a_custom_callback_gets_statistics_once_it_is_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +158,7 @@ def test_a_custom_callback_gets_statistics_once_it_is_registered(
     alone, registered = Custom(), Custom()
     trainer(arguments(tmp_path, max_steps=2), alone, PrecisionDebugTrainerCallback(statistics())).train()
     assert sorted(alone.logs) == [1, 2]
-    assert not any(name.startswith(("te/", "te.")) for names in alone.logs.values() for name in names)
+    assert not alone.has_statistics()
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "custom", Custom)
     trainer(arguments(tmp_path, max_steps=2), registered, PrecisionDebugTrainerCallback(statistics())).train()
     assert all("te.net.0/activation/max" in names for names in registered.logs.values())

@@ -4,85 +4,40 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-import transformer_engine.pytorch as te
-import transformers
-from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import PrecisionDebugTrainerCallback
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs.fingerprints import FILE_NAME
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics
-from tests.session.test_resume_audit import (
-    MISSING,
-    RECIPES,
-    findings,
-    warned,
-)
+from tests.session.test_resume_audit import MISSING, RECIPES, findings, warned
 from tests.transformers.models import Net, arguments, llama, trainer
 
-CURRENT = recipes.Float8CurrentScaling()
 WEIGHTS = "model.safetensors"
-
 
 pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
 
 
-class InFp8(Net):
-    """Two layers of Transformer Engine under a recipe."""
-
-    _keys_to_ignore_on_save = None  # the Trainer reads it where a key is missing
-
-    def __init__(self, recipe: recipes.Recipe, *, quantized: bool = False) -> None:
-        with te.quantized_model_init(enabled=quantized, recipe=recipe):
-            super().__init__()
-        self.recipe = recipe
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        with te.autocast(recipe=self.recipe):
-            output = self.net(inputs)
-        return {"loss": output.pow(2).mean(), "logits": output}
-
-
 def train(
-    folder: Path,
-    model: torch.nn.Module,
-    steps: int,
-    *callbacks: Any,
-    resume: Any = None,
-    kind: Any = transformers.Trainer,
-    **keywords: Any,
+    folder: Path, model: torch.nn.Module, steps: int, *, resume: bool = False, **keywords: Any
 ) -> PrecisionDebugTrainerCallback:
+    """There is a checkpoint after each two steps."""
     callback = PrecisionDebugTrainerCallback(statistics(), **keywords)
     args = arguments(
         folder, per_device_train_batch_size=32, max_steps=steps, save_strategy="steps", save_steps=2, learning_rate=1e-4
     )
-    trainer(args, callback, *callbacks, model=model, kind=kind).train(resume_from_checkpoint=resume)
+    trainer(args, callback, model=model).train(resume_from_checkpoint=resume)
     return callback
 
 
-def saved(folder: Path, recipe: recipes.Recipe, *, kind: Any = transformers.Trainer, **keywords: Any) -> Path:
-    """A checkpoint after two steps."""
-    train(folder, InFp8(recipe, **keywords), 2, kind=kind)
-    return folder / "checkpoint-2"
-
-
-def resumed(folder: Path, model: torch.nn.Module, *callbacks: Any, **keywords: Any) -> PrecisionDebugTrainerCallback:
-    return train(folder, model, 4, *callbacks, resume=True, **keywords)
-
-
-def changed(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
-    """The checkpoint with another state of the model."""
-    state = change(safetensors.torch.load_file(checkpoint / WEIGHTS))
-    safetensors.torch.save_file(state, checkpoint / WEIGHTS)
-    return checkpoint
+def resumed(folder: Path, model: torch.nn.Module, **keywords: Any) -> PrecisionDebugTrainerCallback:
+    return train(folder, model, 4, resume=True, **keywords)
 
 
 def in_shards(checkpoint: Path) -> None:
@@ -101,9 +56,9 @@ def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     recipe, capability = RECIPES[name]
     with any_capability():
         stand_for(capability)
-        checkpoint = saved(tmp_path, recipe)
-        callback = resumed(tmp_path, InFp8(recipe), strict=True)
-    assert (checkpoint / FILE_NAME).exists()
+        train(tmp_path, Net(recipe), 2)
+        callback = resumed(tmp_path, Net(recipe), strict=True)
+    assert (tmp_path / "checkpoint-2" / FILE_NAME).exists()
     assert findings(callback.session.resume_report) == []
     assert callback.session.iteration == 4
     assert warned(caplog) == []

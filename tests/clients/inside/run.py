@@ -28,7 +28,7 @@ def main() -> None:
     import numpy
     import torch  # the reference backend comes with it
     from inside.spying import Spy
-    from inside.watching import watch
+    from inside.watching import WATCH
 
     del sys.path[0]
     random.seed(SEED)
@@ -36,7 +36,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     Spy(Path(os.environ["CLIENTS_RECORD"])).install()
     if front_door := os.environ.get("CLIENTS_FRONT_DOOR"):
-        watch(front_door, Path(os.environ["CLIENTS_CONFIG"]), Path(os.environ["CLIENTS_LOGS"]))
+        WATCH[front_door](Path(os.environ["CLIENTS_CONFIG"]), Path(os.environ["CLIENTS_LOGS"]))
     del sys.argv[0]
     if sys.argv[0] == "-m":
         del sys.argv[0]

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +83,6 @@ def has_layers(model: torch.nn.Module) -> bool:
     )
 
 
-def watch(front_door: str, config: Path, folder: Path) -> None:
-    """Attach the debugger to all trainings of the process.
-
-    Args:
-        front_door: "session", "megatron", "accelerate", "lightning" or "transformers".
-        config: YAML.
-        folder: where logs go; of a process that trains several models one after the other, ``folder/0``, ``1``, ...
-    """
-    INSTALL[front_door](config, folder)
-
-
 def _session(config: Path, folder: Path) -> None:
     _sessions(config, folder).install()
 
@@ -118,17 +108,22 @@ def _megatron(config: Path, folder: Path) -> None:
     schedules.get_forward_backward_func = choosing
 
 
-def _sessions(config: Path, folder: Path) -> Loop:
-    from te_precision_callbacks import InspectSession
+def _sessions(config: Path, folder: Path, accelerator_of: Mapping[int, Any] | None = None) -> Loop:
+    """Sessions in ``folder/0``, ``1``, ...; of a model that Accelerate has prepared, its debugger."""
+    from te_precision_callbacks import InspectSession, PrecisionDebugger
 
-    trained = 0
+    trained = itertools.count()
 
     def begin(model: torch.nn.Module) -> tuple[Step, Stop]:
-        nonlocal trained
-        session = InspectSession(config, model=model, log_dir=folder / str(trained))
-        trained += 1
-        session.start()
-        return session.step, session.stop
+        logs = folder / str(next(trained))
+        accelerator = (accelerator_of or {}).get(id(model))
+        debugger: Any = (
+            InspectSession(config, model=model, log_dir=logs)
+            if accelerator is None
+            else PrecisionDebugger(accelerator, model, config, log_dir=logs)
+        )
+        debugger.start()
+        return debugger.step, debugger.stop
 
     return Loop(begin)
 
@@ -136,11 +131,8 @@ def _sessions(config: Path, folder: Path) -> Loop:
 def _accelerate(config: Path, folder: Path) -> None:
     import accelerate
 
-    from te_precision_callbacks import InspectSession, PrecisionDebugger
-
     prepared: dict[int, Any] = {}
     prepare = accelerate.Accelerator.prepare
-    trained = 0
 
     @functools.wraps(prepare)
     def preparing(accelerator: Any, *objects: Any, **keywords: Any) -> Any:
@@ -150,21 +142,8 @@ def _accelerate(config: Path, folder: Path) -> None:
                 prepared[id(result)] = accelerator
         return results
 
-    def begin(model: torch.nn.Module) -> tuple[Step, Stop]:
-        nonlocal trained
-        logs = folder / str(trained)
-        trained += 1
-        accelerator = prepared.get(id(model))
-        debugger: Any = (
-            InspectSession(config, model=model, log_dir=logs)
-            if accelerator is None
-            else PrecisionDebugger(accelerator, model, config, log_dir=logs)
-        )
-        debugger.__enter__()
-        return debugger.step, lambda: debugger.__exit__(None, None, None)
-
     accelerate.Accelerator.prepare = preparing
-    Loop(begin).install()
+    _sessions(config, folder, prepared).install()
 
 
 def _lightning(config: Path, folder: Path) -> None:
@@ -198,10 +177,11 @@ def _transformers(config: Path, folder: Path) -> None:
     transformers.Trainer.__init__ = making
 
 
-INSTALL: dict[str, Callable[[Path, Path], None]] = {
+WATCH: dict[str, Callable[[Path, Path], None]] = {
     "session": _session,
     "megatron": _megatron,
     "accelerate": _accelerate,
     "lightning": _lightning,
     "transformers": _transformers,
 }
+"""Front door -> what attaches the debugger to all trainings of the process, given a config and a folder for logs."""
