@@ -29,8 +29,8 @@ _ENOUGH_ALIKE = 2
 """The number of calls with other integers in the input and equal products that show that integers decide nothing."""
 
 NOT_CALLED = (
-    "all products of torch: in this step the script has not called the session's model itself with gradients (it has"
-    " only called modules in it, or a checkpoint with use_reentrant=True is around it), so these products are not seen"
+    "torch's own products, since the script calls modules of the model (or a checkpoint with use_reentrant=True does),"
+    " not the model itself"
 )
 
 OUTSIDE = "outside"
