@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +32,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def compare(*arguments: object) -> Result:
-    # As main does it: an exception of this package becomes a message and exit code 2.
     return CliRunner().invoke(cli.app, ["compare", *map(str, arguments)])
 
 
@@ -80,39 +78,23 @@ def test_a_page(folder: Path) -> None:
     assert "Name it" in refusal(folder / "a", folder / "b", "--report", folder / "compare.png")
 
 
-def no_run(folder: Path) -> Path:
-    (folder / "nothing").mkdir()
-    return folder / "nothing"
-
-
-def foreign(folder: Path) -> Path:
-    pq.write_table(pa.table({"x": [1, 2]}), folder / "foreign.parquet")
-    return folder / "foreign.parquet"
-
-
-def empty(folder: Path) -> Path:
-    RunWriter.begin(folder / "empty").close("ended")
-    return folder / "empty"
-
-
-def strangers(folder: Path) -> Path:
-    return Path(record(folder / "other", {("h.0", "weight", "cur_amax"): np.ones(5)}).path)
-
-
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("name", "says"),
     [
-        (lambda folder: folder / "missing", "no such file or folder"),
-        (no_run, "no recorded run is in this folder"),
-        (foreign, "no recorded run"),
-        (empty, "has no numbers yet"),
-        (strangers, "share no layer"),
+        ("missing", "no such file or folder"),
+        ("nothing", "no recorded run is in this folder"),
+        ("foreign.parquet", "no recorded run"),
+        ("empty", "has no numbers yet"),
+        ("other", "share no layer"),
     ],
 )
-def test_what_cannot_be_compared_is_told(folder: Path, make: Any, says: str) -> None:
-    path = make(folder)
-    assert says in refusal(folder / "a", path)
-    assert says in refusal(folder / "a", folder / "b", "--noise", path)
+def test_what_cannot_be_compared_is_told(folder: Path, name: str, says: str) -> None:
+    (folder / "nothing").mkdir()
+    pq.write_table(pa.table({"x": [1, 2]}), folder / "foreign.parquet")
+    RunWriter.begin(folder / "empty").close("ended")
+    record(folder / "other", {("h.0", "weight", "cur_amax"): np.ones(5)})
+    assert says in refusal(folder / "a", folder / name)
+    assert says in refusal(folder / "a", folder / "b", "--noise", folder / name)
 
 
 def test_wrong_use_is_told(folder: Path) -> None:

@@ -36,7 +36,6 @@ def test_a_planted_drift_comes_first(healthy: tuple[RecordedRun, RecordedRun], t
     drift = Drift.drawn(5)
     comparison = compare(healthy[0], train(5, tmp_path, drift), noise=[healthy[1]])
     assert is_named(drift, comparison), comparison.first
-    assert comparison.first is not None
     assert FIRST <= comparison.first.iteration < FIRST + 6
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
+from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.views.compare import compare, result
 from te_precision_callbacks.views.compare.result import compare_verdicts
@@ -44,7 +44,6 @@ def test_what_b_has_and_a_has_not_comes_first(healthy: Path, bad: Path) -> None:
 
 def test_what_both_have_is_not_listed(bad: Path, tmp_path: Path) -> None:
     actual = compare(open_run(bad), open_run(defective(tmp_path / "again"))).verdicts
-    assert actual is not None
     assert (actual.only_a, actual.only_b, actual.summary) == ((), (), "B has no finding that A has not.")
 
 
@@ -56,19 +55,15 @@ def test_a_run_with_itself_has_none(bad: Path) -> None:
 def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (first,) = diagnose(bad)
 
-    def of(*findings: Finding) -> Verdict:
-        return Verdict(findings, ("sibling",), ())
-
-    a = of(
-        dataclasses.replace(first, layers=("x", "y")), dataclasses.replace(first, rule="model", tensor="", layers=())
-    )
-    b = of(
+    of_model = dataclasses.replace(first, rule="model", tensor="", layers=())
+    a = (dataclasses.replace(first, layers=("x", "y")), of_model)
+    b = (
         dataclasses.replace(first, layers=("x", "z")),
-        dataclasses.replace(first, rule="model", tensor="", layers=()),
+        of_model,
         dataclasses.replace(first, tensor="weight", layers=("x",)),
         dataclasses.replace(first, rule="other", layers=("x",)),
     )
-    verdicts = iter((a, b))
+    verdicts = (Verdict(findings, ("sibling",), ()) for findings in (a, b))
     monkeypatch.setattr(result, "diagnose", lambda run: next(verdicts))
     actual = compare_verdicts(open_run(healthy), open_run(bad))
     assert [(item.rule, item.tensor, item.layers) for item in actual.only_b] == [
