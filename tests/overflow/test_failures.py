@@ -17,7 +17,7 @@ from te_precision_callbacks.overflow import (
     DetectionFailedError,
 )
 from te_precision_callbacks.overflow.extreme_slots import Slots
-from tests.overflow.models import hooks_on, step
+from tests.overflow.models import Function, hooks_on, step
 
 INF = float("inf")
 
@@ -34,20 +34,10 @@ class TwoOutputs(torch.autograd.Function):
         return gradients[0], None
 
 
-class Branches(torch.nn.Module):
-    """Two layers; no gradient reaches the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b = TwoOutputs.apply(self.first(x), self.second(x))  # type: ignore[no-untyped-call]
-        return a + b  # type: ignore[no-any-return]
-
-
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = Branches()
+    """Two layers; no gradient reaches the second."""
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    model = Function(lambda x: sum(TwoOutputs.apply(first(x), second(x))), first=first, second=second)  # type: ignore[no-untyped-call]
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -91,26 +81,21 @@ def test_the_next_step_raises() -> None:
     assert (str(copied), copied.rank, copied.failure) == (str(raised.value), 0, "LookupError: no slot")
 
 
-def in_look(watching: DebugActivationOverflow, optimizer: torch.optim.Optimizer) -> None:
-    watching.look()
+LOOKS: dict[str, Callable[[DebugActivationOverflow, torch.optim.Optimizer], object]] = {
+    "look": lambda watching, optimizer: watching.look(),
+    "close": lambda watching, optimizer: watching.close(),
+    "step": lambda watching, optimizer: optimizer.step(),
+}
 
 
-def in_close(watching: DebugActivationOverflow, optimizer: torch.optim.Optimizer) -> None:
-    watching.close()
-
-
-def in_step(watching: DebugActivationOverflow, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-
-
-@pytest.mark.parametrize("look", [in_look, in_close, in_step])
+@pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("method", ["measure", "read"])
-def test_wherever_it_fails_and_whoever_looks(look: Callable[..., None], method: str) -> None:
+def test_wherever_it_fails_and_whoever_looks(look: str, method: str) -> None:
     model, optimizer = made()
     watching = DebugActivationOverflow(model)
     with failing(method), pytest.raises(DetectionFailedError):
         model(torch.ones(2, 4)).sum().backward()
-        look(watching, optimizer)
+        LOOKS[look](watching, optimizer)
     watching.close()
     assert hooks_on(model) == 0
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import gc
 import io
 import logging
 import math
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +28,7 @@ from te_precision_callbacks.overflow import (
     OverflowDetectorError,
     OverflowOptionError,
 )
-from tests.overflow.models import Line, hooks_on, lines_of
+from tests.overflow.models import Function, Line, hooks_on, lines_of
 
 INF = float("inf")
 
@@ -58,14 +61,10 @@ def test_a_layer_that_is_replaced_later_is_watched() -> None:
     """As Accelerate does it between the construction and the first step."""
     model = torch.nn.Sequential(Scale(), Scale())
     replaced = model[1]
-    detector = DebugActivationOverflow(model)
-    model[1] = Scale(INF)
-    with pytest.raises(ActivationOverflowError, match=r"1: Scale: output has infs"):
+    with pytest.raises(ActivationOverflowError, match=r"1: Scale: output has infs"), DebugActivationOverflow(model):
+        model[1] = Scale(INF)
         model(torch.ones(1)).sum().backward()
-        detector.look()
-    assert hooks_on(replaced) == 0
-    detector.close()
-    assert hooks_on(model) == 0
+    assert hooks_on(replaced) == hooks_on(model) == 0
 
 
 def test_a_layer_that_left_and_parameters_that_changed() -> None:
@@ -113,16 +112,8 @@ def test_in_place_operations() -> None:
 
 
 def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
-    class Twice(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = Scale(2.0)
-            self.same = self.scale
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.same(self.scale(x))  # type: ignore[no-any-return]
-
-    model = Twice()
+    scale = Scale(2.0)
+    model = Function(lambda x: scale(scale(x)), scale=scale, same=scale)
     detector = DebugActivationOverflow(model)
     lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), detector)
     shown = [line for line in roles(lines) if line[1] == "scale"]
@@ -143,41 +134,28 @@ def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
 def test_recompute(reentrant: bool) -> None:
     """Frames of the first forward alone, and each gradient once."""
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = Scale(3.0)
-            self.block = torch.nn.Sequential(Scale(2.0), Scale(5.0))
-            self.recomputes = True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.embed(x)
-            if not self.recomputes:
-                return self.block(x)  # type: ignore[no-any-return]
-            return checkpoint(self.block, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+    def made(*, recomputes: bool) -> torch.nn.Module:
+        embed, block = Scale(3.0), torch.nn.Sequential(Scale(2.0), Scale(5.0))
+        again = functools.partial(checkpoint, block, use_reentrant=reentrant) if recomputes else block
+        return Function(lambda x: again(embed(x)), embed=embed, block=block)
 
     def run(*, recomputes: bool) -> list[tuple[str, str, str, str]]:
-        model = Model()
-        model.recomputes = recomputes
+        model = made(recomputes=recomputes)
         detector = DebugActivationOverflow(model, 100)
-        run = lambda: model(torch.tensor([1.0])).sum().backward()  # noqa: E731
-        results = [line for line in frames(model, run, detector) if line.batch == 0]
-        assert detector.batch_number == 1
-        assert hooks_on(model) == 0
-        return roles(results)
+        lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), detector)
+        assert (detector.batch_number, hooks_on(model)) == (1, 0)
+        return roles([line for line in lines if line.batch == 0])
 
     with_recompute, without = run(recomputes=True), run(recomputes=False)
-    assert [line for line in with_recompute if "grad" not in line[2]] == [
-        line for line in without if "grad" not in line[2]
-    ]
+    forward = [[line for line in lines if "grad" not in line[2]] for lines in (with_recompute, without)]
+    assert forward[0] == forward[1]
     # Both copies of a reentrant checkpoint's tensors see a gradient, in turn.
     assert sorted(set(with_recompute)) == sorted(set(without))
     if not reentrant:
         assert with_recompute == without
     with pytest.raises(ActivationOverflowError, match=r"block\.1: Scale: grad_input\[0\] has infs"):
-        model = Model()
-        with torch.no_grad():
-            model.block[1].factor.fill_(1e30)
+        model = made(recomputes=True)
+        torch.nn.init.constant_(model.block[1].factor, 1e30)
         with DebugActivationOverflow(model):
             (model(torch.tensor([1e-35])) * 1e30).sum().backward()
 
@@ -275,45 +253,31 @@ def test_closing_after_an_error_logs_and_raises_nothing(caplog: pytest.LogCaptur
 
 
 def test_a_forward_that_raises() -> None:
-    class Moody(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = Scale()
-            self.raises = True
+    scale = Scale()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.scale(x)
-            if self.raises:
-                raise ValueError("not today")
-            return x
+    def moody(x: torch.Tensor) -> torch.Tensor:
+        scale(x)
+        raise ValueError("not today")
 
-    model = torch.nn.Sequential(Moody(), Scale(INF))
+    model = torch.nn.Sequential(Function(moody, scale=scale), Scale(INF))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         detector = DebugActivationOverflow(model)
         for _ in range(2):
             with pytest.raises(ValueError, match="not today"):
                 model(torch.ones(1))
-        model[0].raises = False
+        model[0].function = lambda x: scale(x)
         with pytest.raises(ActivationOverflowError, match=r"< \[0\] 1: Scale: output") as raised, torch.no_grad():
             model(torch.ones(1))
-    assert detector.batch_number == 1
-    assert raised.value.evaluation
+    assert (detector.batch_number, raised.value.evaluation) == (1, True)
     assert [line.path for line in lines_of(raised.value.report)] == ["0.scale", "0.scale", "0", "0", "1", "1"]
 
 
 def test_a_model_that_calls_itself() -> None:
     """As Lightning's strategies do: the model's call runs training_step, which calls the model."""
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = Scale(2.0)
-
-        def forward(self, x: torch.Tensor, outer: bool = True) -> torch.Tensor:
-            return self(x, outer=False) * 3 if outer else self.scale(x)  # type: ignore[no-any-return]
-
-    model = Model()
+    scale = Scale(2.0)
+    model = Function(lambda x, outer=True: model(x, outer=False) * 3 if outer else scale(x), scale=scale)
     watching = DebugActivationOverflow(model)
     lines = [line for line in frames(model, lambda: model(torch.tensor([1.0])), watching) if line.batch == 0]
     assert [(line.sign, line.path, line.abs_max.strip()) for line in lines] == [
@@ -347,8 +311,7 @@ def test_compiled(how: str, caplog: pytest.LogCaptureFixture) -> None:
         whole(torch.tensor([1.0])).sum().backward()
     assert list(dict.fromkeys(line.path for line in lines_of(raised.value.report))) == paths
     assert raised.value.class_name == ("Scale" if how == "graph" else "Sequential")
-    stated = [record.getMessage() for record in caplog.records if "is compiled" in record.getMessage()]
-    assert len(stated) == (how != "graph")
+    assert caplog.text.count("is compiled") == (how != "graph")
     assert hooks_on(model) == 0
 
 
@@ -365,18 +328,10 @@ def test_scripted_and_traced(caplog: pytest.LogCaptureFixture) -> None:
                 model(torch.ones(1))
         with DebugActivationOverflow(module):
             module(torch.ones(1))
-    stated = [
-        record.getMessage()
-        for record in caplog.records
-        if "is compiled, so the modules inside are not watched" in record.getMessage()
-    ]
-    assert len(stated) == 4
+    assert caplog.text.count("is compiled, so the modules inside are not watched") == 4
 
 
 def test_the_model_is_let_go() -> None:
-    import gc
-    import weakref
-
     model = Scale()
     gone = weakref.ref(model)
     DebugActivationOverflow(model)
@@ -457,11 +412,11 @@ def test_tracing_of_batches(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_the_names_of_transformers() -> None:
+def test_the_names_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
     """Both end after the same batch of the same loop, and log the same batches."""
 
     def ended_after(make: Callable[..., object], error: type[Exception]) -> int:
-        model = torch.nn.Sequential(Scale())
+        model = Scale()
         detector = make(model, 21, trace_batch_nums=[1], abort_after_batch_num=1)
         for batch in range(5):
             try:
@@ -472,10 +427,10 @@ def test_the_names_of_transformers() -> None:
                 return batch
         return 5
 
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()):
         theirs = ended_after(DebugUnderflowOverflow, ValueError)
     assert ended_after(DebugActivationOverflow, AbortAfterBatch) == theirs == 1
-    assert "batch number=1" in printed.getvalue()
+    assert "*** batch 1 ***" in caplog.text
 
 
 @pytest.mark.parametrize("steps", [True, False])
@@ -511,13 +466,12 @@ def test_closing_twice_and_using_it_afterwards() -> None:
 def test_an_interrupt_inside_of_a_forward() -> None:
     """The interrupted call ends with the next look."""
 
-    class Interrupted(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.sum() < 0:
-                raise KeyboardInterrupt
-            return x
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() < 0:
+            raise KeyboardInterrupt
+        return x
 
-    model = torch.nn.Sequential(Scale(), Interrupted(), Scale(1e30))
+    model = torch.nn.Sequential(Scale(), Function(interrupted), Scale(1e30))
     with DebugActivationOverflow(model) as watching:
         with pytest.raises(KeyboardInterrupt):
             model(torch.tensor([-1.0]))
