@@ -19,7 +19,7 @@ from te_precision_callbacks.views.report.facts import speed_facts
 from te_precision_callbacks.views.show.view import look as look_at
 from tests.report.conftest import Look
 from tests.report.runs import drifting, empty
-from tests.speed.planted import products
+from tests.speed.planted import products, tables
 
 pytestmark = pytest.mark.processes
 
@@ -35,18 +35,8 @@ def on(run: RecordedRun, gpu: str | None) -> RecordedRun:
 
 def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], str] = str) -> RecordedRun:
     """A run of the model of the planted trace."""
-    gemms, operands = [], []
-    for number, product in enumerate(products()):
-        low = product.precision == "fp8"
-        facts = {name: getattr(product, name) for name in ("gemm", "family", "backward", "n", "m", "k", "macs")}
-        gemms.append({
-            **facts, "gemm_id": number, "scope": "", "layer": rename(product.layer), "batch": 1,
-            "calls": 1, "order": number, "runs": "seen", "not_run": "", "precision": product.precision, "since": 0,
-            "reason": None if low else "NOT_TE", "reason_ref": "", "recipe": "fp8_current_scaling" if low else None,
-        })  # fmt: skip
-        for tensor, kind in product.operands.items():
-            row = {"gemm_id": number, "layer": rename(product.layer), "gemm": product.gemm, "tensor": tensor}
-            operands.append({**row, "format": kind, "source": "seen", "since": 0})
+    named = [replace(product, layer=rename(product.layer)) for product in products()]
+    gemms, operands = tables(named)
     return replace(
         on(drifting(blocks=1, steps=4, names=("head",)), gpu),
         path=folder,

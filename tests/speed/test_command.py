@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from te_precision_callbacks.speed import Calibration, Time, device_named
 from te_precision_callbacks.speed.calibration import cast_key, gemm_key, high_key
 from te_precision_callbacks.speed.costs import Shape, cast_users, operand_sizes
 from tests.runs.making import RunWriter
+from tests.speed.planted import tables
+from tests.speed.test_expected import layer
 
 KEYS = {
     "layer", "gemm", "m", "n", "k", "recipe", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high",
@@ -66,44 +69,21 @@ def run(*arguments: str) -> Result:
 def read(*arguments: str) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
-    actual: dict[str, Any] = json.loads(result.stdout)
-    return actual
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
-def write(gpus: list[str | None], *, recipe: str = "fp8_current_scaling", macs: int | None = None) -> str:
+def write(gpus: list[str | None], *, macs: int | None = None) -> None:
     """A run of a linear layer, with a segment for each GPU."""
+    products = [replace(item, macs=item.macs if macs is None else macs) for item in layer("fc", 8192, (1024, 4096))]
     run_id = None
-    for number, gpu in enumerate(gpus):
-        with RunWriter.begin("logs", run_id=run_id, first_iteration=10 * number, gpu=gpu, world=1) as writer:
+    for begin, gpu in enumerate(gpus):
+        gemms, operands = tables(products, since=begin)
+        with RunWriter.begin("logs", run_id=run_id, first_iteration=begin, gpu=gpu, world=1) as writer:
             run_id = writer.run_id
-            sizes = {"fprop": (8192, 4096, 1024), "dgrad": (8192, 1024, 4096), "wgrad": (4096, 1024, 8192)}
-            gemms = []
-            for gemm_id, (gemm, (n, m, k)) in enumerate(sizes.items()):
-                gemms.append(
-                    {
-                        "gemm_id": gemm_id, "scope": "", "layer": "fc", "gemm": gemm, "family": "te",
-                        "backward": gemm != "fprop", "n": n, "m": m, "k": k, "batch": 1, "calls": 1,
-                        "macs": n * m * k if macs is None else macs, "runs": "seen", "precision": "fp8",
-                        "recipe": recipe, "since": 10 * number,
-                    }
-                )  # fmt: skip
-            operands = [
-                {
-                    "gemm_id": n,
-                    "layer": "fc",
-                    "gemm": gemm,
-                    "tensor": tensor,
-                    "format": "FP8 E4M3",
-                    "since": 10 * number,
-                }
-                for n, gemm in enumerate(sizes)
-                for tensor in ("a", "b")
-            ]
-            writer.put_facts("layers", [{"layer": "fc", "since": 10 * number}])
+            writer.put_facts("layers", [{"layer": "fc", "since": begin}])
             writer.put_facts("gemms", gemms)
             writer.put_facts("operands", operands)
-            writer.add_step(10 * number)
-    return str(run_id)
+            writer.add_step(begin)
 
 
 def test_a_calibrated_shape_has_its_measured_speed_up() -> None:

@@ -105,9 +105,7 @@ def test_the_known_devices() -> None:
         assert device.fitted.measured_on
     assert device_named("H200").title == "NVIDIA H200 SXM"
     assert device_named("h100-pcie").bandwidth_tbs == 2.0
-    reported = device_reported("NVIDIA B300 SXM6 AC")
-    assert reported is not None
-    assert reported.is_measured
+    assert device_reported("NVIDIA B300 SXM6 AC").is_measured  # type: ignore[union-attr]
     assert device_reported("NVIDIA A100") is None
 
 

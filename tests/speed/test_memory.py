@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -51,10 +51,9 @@ class Layers(torch.nn.Module):
         self.grouped = te.GroupedLinear(2, 96, 96, params_dtype=BF16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in ("linear", "norm_linear", "rms_linear", "gelu", "swiglu"):
-            x = self.get_submodule(name)(x)
-        result: torch.Tensor = self.grouped(x, [TOKENS // 2] * 2)
-        return result
+        for name, layer in self.named_children():
+            x = layer(x, [TOKENS // 2] * 2) if name == "grouped" else layer(x)
+        return x
 
 
 def both(model: torch.nn.Module, recipe: Any) -> tuple[Counts, Counts]:
@@ -82,15 +81,6 @@ def test_all_recipes(case: str) -> None:
     assert planned == counted
 
 
-class WithoutMlp(Layers):
-    """Without LayerNormMLP, which refuses a backward in another precision."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.rms_linear(self.norm_linear(self.linear(x)))
-        result: torch.Tensor = self.grouped(x, [TOKENS // 2] * 2)
-        return result
-
-
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("case", ["fp8_current_scaling", "mxfp8"])
 def test_a_backward_in_high_precision(case: str, override: str) -> None:
@@ -98,8 +88,8 @@ def test_a_backward_in_high_precision(case: str, override: str) -> None:
         stand_for(CASES[case][0])
         recipe = CASES[case][1]()
         recipe.backward_override = override
-        model = WithoutMlp()
-        del model.gelu, model.swiglu
+        model = Layers()
+        del model.gelu, model.swiglu  # LayerNormMLP refuses a backward in another precision
         planned, counted = both(model, recipe)
     assert planned == counted
 
@@ -117,22 +107,11 @@ def test_primary_quantized_weights(case: str) -> None:
     assert planned["linear", "high", "always"] == 160 * 2, "the bias alone"
 
 
-class Recomputed(torch.nn.Module):
-    """A LayerNormMLP that computes its activations again in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = te.LayerNormMLP(96, 224, params_dtype=BF16, checkpoint=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.mlp(x)
-        return result
-
-
 def test_recomputed_activations() -> None:
     with any_capability():
         stand_for((9, 0))
-        planned, counted = both(Recomputed(), recipes.Float8CurrentScaling())
+        mlp = te.LayerNormMLP(96, 224, params_dtype=BF16, checkpoint=True)
+        planned, counted = both(torch.nn.Sequential(OrderedDict(mlp=mlp)), recipes.Float8CurrentScaling())
     assert planned == counted
     assert planned["mlp", "high", "to_backward"] == TOKENS * 96 * 2
     assert ("mlp", "codes", "to_backward") not in planned

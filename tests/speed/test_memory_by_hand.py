@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -48,12 +49,8 @@ def linear(n: int = N, k: int = K) -> te.Linear:
     return te.Linear(k, n, bias=False, params_dtype=BF16, device="meta")
 
 
-class Codes(NamedTuple):
-    """Bytes of codes and scales: of n numbers in one direction, and of a weight in both."""
-
-    one_way: Callable[[int], int]
-    weight: Callable[[int, int], int]
-
+Codes = namedtuple("Codes", "one_way weight")
+"""Bytes of codes and scales: of n numbers in one direction, and of a weight in both."""
 
 CODES = {
     "mxfp8": Codes(lambda n: n + n // 32, lambda n, k: 2 * (n * k + n * k // 32)),
@@ -115,8 +112,7 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(64, 32, bias=False, dtype=BF16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.second(self.first(x)[:64]))
-        return result
+        return self.head(self.second(self.first(x)[:64]))  # type: ignore[no-any-return]
 
 
 def memory_of(config: dict[str, Any], **keywords: Any) -> Memory:
@@ -125,7 +121,6 @@ def memory_of(config: dict[str, Any], **keywords: Any) -> Memory:
         checked = check_model(
             Net(), load_config(config), recipe="fp8_current_scaling", memory=True, allow_unmatched=True, **keywords
         )
-    assert checked.memory is not None
     return checked.memory
 
 

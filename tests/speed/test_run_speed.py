@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from te_precision_callbacks.speed.estimate import estimate_step, layer_rows
 from te_precision_callbacks.speed.recorded import run_speed
 from te_precision_callbacks.speed.trace import TraceError
 from tests.runs.making import RunWriter
-from tests.speed.planted import Planted, products
+from tests.speed.planted import Planted, products, tables
 
 H100 = "NVIDIA H100 80GB HBM3"
 LONG = "a_module_with_a_name_that_is_far_longer_than_a_terminal_is_wide_and_has_no_place_to_break"
@@ -37,35 +38,14 @@ def show(*arguments: str) -> Result:
 def read(*arguments: str) -> dict[str, Any]:
     result = show(*arguments, "--json")
     assert result.exit_code == 0, result.output
-    actual: dict[str, Any] = json.loads(result.stdout)
-    return actual
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
 def write(gpu: str | None, *, inside: str = "") -> Path:
     """The run of the planted model, and where its traces lie."""
     with RunWriter.begin("logs", gpu=gpu, world=1) as writer:
-        gemms, operands = [], []
-        for number, product in enumerate(products()):
-            layer = f"{inside}.{product.layer}" if inside else product.layer
-            sizes = {
-                "n": product.n,
-                "m": product.m,
-                "k": product.k,
-                "batch": 1,
-                "calls": product.calls,
-                "macs": product.macs,
-            }
-            gemms.append(
-                {
-                    "gemm_id": number, "scope": "", "layer": layer, "gemm": product.gemm, "family": product.family,
-                    "backward": product.backward, **sizes, "runs": "seen", "precision": product.precision, "since": 0,
-                    "recipe": "fp8_current_scaling" if product.is_low else "",
-                }
-            )  # fmt: skip
-            operands += [
-                {"gemm_id": number, "layer": layer, "gemm": product.gemm, "tensor": tensor, "format": text, "since": 0}
-                for tensor, text in product.operands.items()
-            ]
+        renamed = [replace(p, layer=f"{inside}.{p.layer}" if inside else p.layer) for p in products()]
+        gemms, operands = tables(renamed)
         writer.put_facts("gemms", gemms)
         writer.put_facts("operands", operands)
         writer.add_step(0)
