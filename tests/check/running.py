@@ -55,8 +55,7 @@ class Grouped(torch.nn.Module):
         self.experts = te.GroupedLinear(2, inputs, outputs, params_dtype=BF16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.experts(x, SPLITS)
-        return result
+        return self.experts(x, SPLITS)
 
 
 class Block(torch.nn.Module):
@@ -69,8 +68,7 @@ class Block(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.transformer_layer(x.view(-1, 2, x.shape[-1]))
-        return result.reshape(x.shape)
+        return self.transformer_layer(x.view(-1, 2, x.shape[-1])).reshape(x.shape)
 
 
 class Chain(torch.nn.Module):

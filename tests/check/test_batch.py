@@ -64,8 +64,7 @@ class Mixed(torch.nn.Module):
             x = self.high(x + bias)
         heads = x.view(BATCH, LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2)
         mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
-        result: torch.Tensor = self.head(mixed.transpose(1, 2).reshape(TOKENS, WIDTH))
-        return result
+        return self.head(mixed.transpose(1, 2).reshape(TOKENS, WIDTH))
 
 
 class Case(NamedTuple):
@@ -84,8 +83,7 @@ def frozen() -> torch.nn.Module:
 
 
 def again(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = checkpoint(layer, x, use_reentrant=False)
-    return result
+    return checkpoint(layer, x, use_reentrant=False)
 
 
 CASES: Mapping[str, Case] = {
@@ -170,13 +168,11 @@ def test_tokens_of_each_layer_tell_which_shapes_are_refused() -> None:
             self.each, self.pooled = te.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.pooled(self.each(x).mean(0))
-            return result
+            return self.pooled(self.each(x).mean(0))
 
     model = Pooled()
     before = model.state_dict().keys()
-    checked = check_model(model, load_config({}), recipe=CURRENT(), batch=torch.ones(LENGTH, 10, WIDTH))
-    [finding] = checked.findings
+    [finding] = check_model(model, load_config({}), recipe=CURRENT(), batch=torch.ones(LENGTH, 10, WIDTH)).findings
     assert (finding.kind, finding.layers) == ("shape", ("pooled",))
     assert "tokens is 10 and has to be a multiple of 16 (next: 16)" in finding.text
     assert model.state_dict().keys() == before
@@ -217,8 +213,7 @@ class Attention(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(x, attn_mask_type="no_mask")
-        return result
+        return self.inner(x, attn_mask_type="no_mask")
 
 
 ATTENTION: Mapping[str, tuple[tuple[int, int], Callable[[], Any]]] = {
@@ -327,8 +322,7 @@ def test_a_batch_of_other_columns_is_refused(part: Callable[[int, int], torch.nn
 
 def test_a_recipe_of_the_models_own_forward_is_planned() -> None:
     checked = check_model(Layers(CURRENT()), load_config({}), recipe="none", batch=words())
-    low = {product.layer for product in checked.coverage if product.is_low}
-    assert "layers.0.layernorm_mlp.fc1" in low
+    assert "layers.0.layernorm_mlp.fc1" in {product.layer for product in checked.coverage if product.is_low}
     checked = check_model(Layers(CURRENT()), load_config({"kept": feature("DisableFP8Layer", ["fc1"])}), batch=words())
     reasons = {product.layer: product.reason for product in checked.coverage if product.macs and not product.is_low}
     assert reasons["layers.0.layernorm_mlp.fc1"] is Reason.SECTION

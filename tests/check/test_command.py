@@ -127,8 +127,7 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 def as_json(*arguments: str, code: int = 0) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(run(*arguments, "--json", code=code))
-    return result
+    return json.loads(run(*arguments, "--json", code=code))
 
 
 @pytest.mark.usefixtures("here")
@@ -149,12 +148,9 @@ def test_all_errors_of_a_config(here: Path) -> None:
     ):
         assert said in stated
     assert "line 11 (section 'kept')" in stated
-    errors = as_json("config.yaml", code=1)["errors"]
-    assert len(errors) == 3
-    sections = "".join(f"s{number}: 3\n" for number in range(250))
-    (here / "config.yaml").write_text(sections)
-    many = as_json("config.yaml", code=1)
-    assert len(many["errors"]) == 250
+    assert len(as_json("config.yaml", code=1)["errors"]) == 3
+    (here / "config.yaml").write_text("".join(f"s{number}: 3\n" for number in range(250)))
+    assert len(as_json("config.yaml", code=1)["errors"]) == 250
 
 
 @pytest.mark.usefixtures("here")
@@ -230,8 +226,7 @@ def test_a_section_without_a_layer_can_be_allowed(here: Path) -> None:
 def test_a_contract_that_the_plan_does_not_hold() -> None:
     arguments = ("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling", "--require")
     assert as_json(*arguments, "fp8 fprop >= 60%")["findings"] == []
-    result = as_json(*arguments, "fp8 fprop >= 99%", code=1)["findings"]
-    assert [finding["kind"] for finding in result] == ["contract"]
+    assert [finding["kind"] for finding in as_json(*arguments, "fp8 fprop >= 99%", code=1)["findings"]] == ["contract"]
     assert "fp8 fprop >= 99%: it is 9" in one_line(run(*arguments, "fp8 fprop >= 99%", code=1))
 
 

@@ -82,8 +82,7 @@ def check(config: str, model: str, *arguments: str, code: int = 0) -> dict[str, 
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code == code, done.output
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return json.loads(done.stdout)
 
 
 def gemms_of(found: dict[str, Any]) -> dict[tuple[str, str], Any]:
@@ -218,8 +217,7 @@ class OnTheCpu(torch.nn.Module):
 def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> None:
     """Accelerate converts what is left of it."""
     Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
-    arguments = ("--convert", "accelerate", "--recipe", "fp8_current_scaling")
-    result = check(config, "OnTheCpu", *arguments)
+    result = check(config, "OnTheCpu", "--convert", "accelerate", "--recipe", "fp8_current_scaling")
     assert result["device"] == "cpu"
     planned = gemms_of(result)
     for layer in ("first", "second"):

@@ -133,8 +133,7 @@ def test_a_dtype_that_nvfp4_refuses(tmp_path: Path) -> None:
 
 def test_layers_that_the_debug_path_refuses_run_without_features() -> None:
     off = {"s": feature("DisableFP8Layer", ["all"])}
-    delayed = te.Linear(32, 32, delay_wgrad_compute=True)
-    checked = check(torch.nn.Sequential(delayed, te.Linear(32, 32)), off)
+    checked = check(torch.nn.Sequential(te.Linear(32, 32, delay_wgrad_compute=True), te.Linear(32, 32)), off)
     [finding] = checked.findings
     assert (finding.kind, finding.layers) == ("refused", ("0",))
     assert "delay_wgrad_compute" in finding.text
@@ -143,8 +142,7 @@ def test_layers_that_the_debug_path_refuses_run_without_features() -> None:
 
 
 def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
-    delayed = te.Linear(32, 32, delay_wgrad_compute=True)
-    model = torch.nn.Sequential(delayed, te.LayerNormMLP(32, 32))
+    model = torch.nn.Sequential(te.Linear(32, 32, delay_wgrad_compute=True), te.LayerNormMLP(32, 32))
     config = {"s": feature("LogTensorStats", ["all"], tensors=["output"], stats=["max"])}
     checked = check(model, config)
     assert checked.findings == ()
@@ -229,8 +227,7 @@ def test_features_that_act_in_a_span_are_planned_apart() -> None:
         "u": feature("DisableFP8GEMM", ["0"], gemms=["fprop"], start_step=85),
         "v": feature("DisableFP8Layer", ["1"], start_end_list=[[0, 9], [85, -1]]),
     }
-    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    checked = check(model, config, require="fp8 >= 50%")
+    checked = check(torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32)), config, require="fp8 >= 50%")
     assert checked.coverage.share("fp8") == 1
     assert {steps: round(span.share("fp8"), 3) for steps, span in checked.spans.items()} == {
         "steps 0 to 9": 0.5,

@@ -101,13 +101,11 @@ def test_what_a_session_warns_of_is_said_by_check(
     monkeypatch.syspath_prepend(tmp_path)
     observe = ["--observe", options["observe"]] if "observe" in options else []
     model = ["--model", f"{__name__}:{case.model.__name__}"]
-    done = CliRunner().invoke(cli.app, ["check", str(path), *model, *observe, "--json"])
-    said = json.loads(done.stdout)
+    said = json.loads(CliRunner().invoke(cli.app, ["check", str(path), *model, *observe, "--json"]).stdout)
     texts = " ".join([*said["notes"], *(finding["text"] for finding in said["findings"])])
     for record in stated:
         if record.funcName == "warn":  # in other words: which layers, and why
-            reason = record.getMessage().partition(" (")[2].rpartition(")")[0]
-            assert reason in texts
+            assert record.getMessage().partition(" (")[2].rpartition(")")[0] in texts
         else:
             assert record.getMessage() in texts
     assert not caplog.records  # said once

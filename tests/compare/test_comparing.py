@@ -130,8 +130,7 @@ def test_what_is_made_here_and_what_is_inherited(
 
 def test_the_first_step_counts_before_the_first_layer(runs: Runs) -> None:
     values = changed(changed(numbers(2), {(LAYERS[4], "gradient"): 16.0}, 20), {(LAYERS[0], "activation"): 16.0}, 25)
-    result = runs.with_floor(values)
-    assert [(parting.name, parting.iteration) for parting in result.parted] == [
+    assert [(parting.name, parting.iteration) for parting in runs.with_floor(values).parted] == [
         (f"{LAYERS[4]} gradient", 20),
         (f"{LAYERS[0]} activation", 25),
     ]
@@ -246,8 +245,7 @@ def test_a_weight_with_fewer_numbers_comes_before_the_activations_that_it_made(r
         assert [name for name, (origin, _) in actual.items() if origin == "made here"] == [f"{GROWS} weight"]
         assert result.first.iteration == -(-since // 5) * 5
         assert result.first.since <= since
-        said = " ".join(where_first(result))
-        assert ("It has no numbers between steps 30 and 35" in said) == (since > 30)
+        assert ("It has no numbers between steps 30 and 35" in " ".join(where_first(result))) == (since > 30)
 
 
 def test_gradients_that_depart_before_are_what_makes_a_weight_with_fewer_numbers_depart(runs: Runs) -> None:
@@ -388,8 +386,7 @@ def test_facts_that_differ_come_with_their_values(
 def test_another_batch_size_is_a_fact_and_has_no_yardstick(runs: Runs) -> None:
     high = [row | {"precision": "bf16"} for row in products(128)]
     a = runs.record("high", numbers(0), gemms=high, scalars={"loss": LOSS})
-    b = runs.record("low", numbers(0), gemms=products(128, calls=8), scalars={"loss": LOSS * 1.1})
-    result = compare(a, b)
+    result = compare(a, runs.record("low", numbers(0), gemms=products(128, calls=8), scalars={"loss": LOSS * 1.1}))
     assert ("rows in a step of layers.{0-5}.fc", "128", "1,024") in [
         (fact.name, fact.a, fact.b) for fact in result.facts
     ]
@@ -432,8 +429,7 @@ def test_losses_are_held_against_the_yardstick_that_is_for_them(
     runs: Runs, low: str, high: str, off: float, holds: dict[str, bool | None]
 ) -> None:
     a = runs.record("high", numbers(0), gemms=gemm_rows(high), scalars={"lr": np.ones(STEPS), "loss": LOSS})
-    b = runs.record("low", numbers(0), gemms=gemm_rows(low), scalars={"loss": LOSS * (1 + off)})
-    loss = compare(a, b).loss
+    loss = compare(a, runs.record("low", numbers(0), gemms=gemm_rows(low), scalars={"loss": LOSS * (1 + off)})).loss
     assert loss.relative == pytest.approx(off, rel=1e-6)
     assert {yardstick.name.split()[0]: yardstick.holds for yardstick in loss.yardsticks} == holds
     assert loss.is_finding is (False in holds.values())

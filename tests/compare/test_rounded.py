@@ -39,8 +39,7 @@ def train(folder: Path, dtype: torch.dtype | None) -> RecordedRun:
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
 def test_what_mxfp8_would_lose_of_it_says_that_it_is_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
     """Its numbers fit E4M3 whose scale is a power of two; no statistic of its magnitude changes."""
-    result = compare(train(tmp_path / "a", None), train(tmp_path / "b", dtype))
-    (parting,) = result.parted
+    (parting,) = compare(train(tmp_path / "a", None), train(tmp_path / "b", dtype)).parted
     (departure,) = parting.departures
     assert (parting.tensor, parting.origin, departure.statistic) == ("weight", "made here", "mxfp8_sqnr_db")
     assert 28 < departure.a < 34

@@ -38,8 +38,7 @@ def test_what_b_has_and_a_has_not_comes_first(healthy: Path, bad: Path) -> None:
     assert f"warning: gradient of {BAD}: {finding.seen_in_words}" in text
     assert finding.remedy in text
     assert f"The verdict of A: {diagnose(healthy).summary}" in text
-    other = command(bad, healthy).output
-    assert other.startswith("B has no finding that A has not. A has 1 finding that B has not.")
+    assert command(bad, healthy).output.startswith("B has no finding that A has not. A has 1 finding that B has not.")
 
 
 def test_what_both_have_is_not_listed(bad: Path, tmp_path: Path) -> None:

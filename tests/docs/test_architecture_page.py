@@ -15,8 +15,7 @@ MOST_LINES = 15
 
 def paths() -> list[list[str]]:
     """The lines of each call path."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    section = page.partition("## Five call paths\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## Five call paths\n")[2].partition("\n## ")[0]
     return [block.splitlines() for block in re.findall(r"```text\n(.*?)```", section, re.DOTALL)]
 
 

@@ -104,8 +104,7 @@ def readme(folder: Path, first: str, line: str, accelerate: str, callback: str, 
 def lightning_page(folder: Path, fit: str, script: str, overflow: str, fabric: str) -> None:
     Path("config.yaml").write_text(str(statistics()))
     names = {"L": L, "PrecisionDebugCallback": PrecisionDebugCallback, "model": Plain(), "data": loader(2)}
-    callback = run(fit.replace("max_steps=100", QUICK), **names)["callback"]
-    assert callback.session.iteration == 2
+    assert run(fit.replace("max_steps=100", QUICK), **names)["callback"].session.iteration == 2
     assert len(logged_lines(folder / "runs")) == 2 * 2 * 2, "layers, statistics, steps"
     run(script.replace("max_steps=100", QUICK))
     run(overflow, PrecisionDebugCallback=PrecisionDebugCallback)
@@ -165,8 +164,7 @@ def scopes(folder: Path, code: str) -> None:
 
 def observing(folder: Path, code: str) -> None:
     Path("config.yaml").write_text(str(statistics(tensors=["activation", "gradient"])))
-    result = run(code)
-    assert {row.tensor for row in result["records"]} == {"activation", "gradient"}
+    assert {row.tensor for row in run(code)["records"]} == {"activation", "gradient"}
 
 
 def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_transformers: str, again: str) -> None:
@@ -208,8 +206,7 @@ PYTHON: dict[str, Callable[..., None]] = {
 @pytest.mark.parametrize("page", sorted({block.page for block in HERE if block.language == "python"}))
 def test_python(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    codes = [block.code for block in HERE if (block.page, block.language) == (page, "python")]
-    PYTHON[page](tmp_path, *codes)
+    PYTHON[page](tmp_path, *[block.code for block in HERE if (block.page, block.language) == (page, "python")])
 
 
 # ---------------------------------------------------------------------- YAML

@@ -12,10 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_quoted_messages_are_in_the_sources() -> None:
-    package = Path(te_precision_callbacks.__path__[0])
     texts = [
         node.value
-        for path in package.rglob("*.py")
+        for path in Path(te_precision_callbacks.__path__[0]).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]

@@ -183,8 +183,7 @@ def by_session() -> None:
 
 
 def by_lightning() -> None:
-    callback = PrecisionDebugCallback(log_dir=Path("lightning"))
-    made = trainer(Path(), callbacks=[callback])
+    made = trainer(Path(), callbacks=[PrecisionDebugCallback(log_dir=Path("lightning"))])
     made.fit(Module(), torch.utils.data.DataLoader(batches(), batch_size=None))
 
 
@@ -211,8 +210,7 @@ def by_fabric() -> None:
     model, optimizer = fabric.setup(net := blocks(), torch.optim.SGD(net.parameters(), lr=1e-3))
     with callback:
         for index, batch in enumerate(batches()):
-            loss = step(model, batch, optimizer, fabric.backward)
-            fabric.call("on_train_batch_end", loss, index)
+            fabric.call("on_train_batch_end", step(model, batch, optimizer, fabric.backward), index)
 
 
 def step(model: Any, batch: torch.Tensor, optimizer: Any, backward: Callable[[torch.Tensor], object]) -> torch.Tensor:

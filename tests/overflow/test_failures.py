@@ -66,8 +66,7 @@ def test_the_next_step_raises() -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with DebugActivationOverflow(model) as watching:
         with failing():
-            loss = model(torch.ones(2, 4)).sum()
-            loss.backward()
+            model(torch.ones(2, 4)).sum().backward()
         with pytest.raises(DetectionFailedError, match=r"on rank 0 \(LookupError: no slot\)") as raised:
             optimizer.step()
         assert isinstance(raised.value.__cause__, LookupError)

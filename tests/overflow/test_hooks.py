@@ -84,8 +84,7 @@ def test_a_layer_that_left_and_parameters_that_changed() -> None:
 def test_in_place_operations() -> None:
     """An input is measured before the module changes it, and its gradient is that of what it was."""
     model = torch.nn.Sequential(Scale(-3.0), torch.nn.ReLU(inplace=True), Scale(5.0), torch.nn.Hardtanh(inplace=True))
-    detector = DebugActivationOverflow(model)
-    lines = frames(model, lambda: model(torch.tensor([2.0, -1.0])).sum().backward(), detector)
+    lines = frames(model, lambda: model(torch.tensor([2.0, -1.0])).sum().backward(), DebugActivationOverflow(model))
     assert roles(lines[:10]) == [
         (">", "0", "input[0]", "2.00e+00"),
         ("<", "0", "output", "6.00e+00"),
@@ -98,8 +97,7 @@ def test_in_place_operations() -> None:
         (">", "", "input[0]", "2.00e+00"),
         ("<", "", "output", "1.00e+00"),
     ]
-    gradients = [line for line in roles(lines[10:]) if "grad of" not in line[2]]
-    assert gradients == [
+    assert [line for line in roles(lines[10:]) if "grad of" not in line[2]] == [
         (">", "", "grad_output", "1.00e+00"),
         (">", "3", "grad_output", "1.00e+00"),
         ("<", "3", "grad_input[0]", "1.00e+00"),
@@ -114,10 +112,8 @@ def test_in_place_operations() -> None:
 def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
     scale = Scale(2.0)
     model = Function(lambda x: scale(scale(x)), scale=scale, same=scale)
-    detector = DebugActivationOverflow(model)
-    lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), detector)
-    shown = [line for line in roles(lines) if line[1] == "scale"]
-    assert shown[:8] == [
+    lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), DebugActivationOverflow(model))
+    assert [line for line in roles(lines) if line[1] == "scale"][:8] == [
         (">", "scale", "input[0]", "1.00e+00"),
         ("<", "scale", "output", "2.00e+00"),
         (">", "scale", "input[0]", "2.00e+00"),
@@ -167,8 +163,7 @@ def test_wrappers_and_chunks_do_not_show_in_paths() -> None:
     with pytest.raises(ActivationOverflowError, match=r"< \[0\] chunk1\.1: Scale: output") as raised:
         with DebugActivationOverflow([Scale(), inner]):
             inner(torch.ones(1))
-    lines = lines_of(raised.value.report)
-    assert [(line.path, line.class_name) for line in lines[:2]] == [("chunk1.0", "Scale")] * 2
+    assert [(line.path, line.class_name) for line in lines_of(raised.value.report)[:2]] == [("chunk1.0", "Scale")] * 2
 
 
 def test_copies_are_not_watched() -> None:

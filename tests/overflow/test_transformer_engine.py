@@ -67,8 +67,7 @@ def test_its_own_checkpoint(use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
         "> [1] Function: input[0]",
         "< [1] Function: output",
     ]
-    gradients = {line for line in lines if "grad_" in line}
-    assert gradients == {
+    assert {line for line in lines if "grad_" in line} == {
         "> [1] Function: grad_output",
         "> [1] second: Linear: grad_output",
         "< [1] second: Linear: grad_input[0]",

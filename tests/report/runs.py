@@ -55,8 +55,7 @@ class Plan:
 
     @property
     def layers(self) -> list[str]:
-        made = [f"decoder.layers.{block}.{part}" for block in range(self.blocks) for part in PARTS]
-        return [*self.names, *made]
+        return [*self.names, *(f"decoder.layers.{block}.{part}" for block in range(self.blocks) for part in PARTS)]
 
 
 class _Made:
@@ -184,8 +183,7 @@ def drifting(**wanted: Any) -> RecordedRun:
     plan = Plan(**wanted)
     made = _Made(plan)
     time = np.linspace(0, 1, plan.steps)
-    random = np.random.default_rng(plan.seed)
-    loss = 2.3 + 3 * np.exp(-5 * time) + 0.03 * random.normal(size=plan.steps)
+    loss = 2.3 + 3 * np.exp(-5 * time) + 0.03 * np.random.default_rng(plan.seed).normal(size=plan.steps)
     steps = [
         {
             "segment": 0,

@@ -29,10 +29,9 @@ RUN = drifting(blocks=2, steps=37, histograms=False)
 
 
 def family_of_run(run: RecordedRun) -> FamilySeries:
-    families = Subjects(run).families
     return next(
         family
-        for family in families
+        for family in Subjects(run).families
         if (family.family.statistic, family.family.tensor) == ("underflows%", "activation")
     )
 
@@ -47,8 +46,7 @@ def test_a_cell_is_the_worst_of_its_steps(most: int) -> None:
         grid = RUN.grid(family.statistic, family.tensor)
         assert [subjects.layers[layer].name for layer in overview.layers] == grid.layers
         for column, (first, last) in enumerate(zip(columns.first, columns.last, strict=True)):
-            own = grid.values[:, first : last + 1]
-            for row, values in enumerate(own):
+            for row, values in enumerate(grid.values[:, first : last + 1]):
                 assert overview.cells[REDUCED][row, column] == max(values, key=family.badness)
         at = overview.worst_at[REDUCED]
         assert overview.worst[REDUCED].tolist() == grid.values[np.arange(len(grid.layers)), at].tolist()
@@ -91,21 +89,18 @@ def with_values(run: RecordedRun, change: dict[tuple[str, int], float], flags: i
 def test_what_is_not_finite_is_the_worst_and_survives() -> None:
     first, second = RUN.ordered_layers[:2]
     run = with_values(RUN, {(first, 3): math.nan, (second, 4): math.inf})
-    family = family_of_run(run)
-    (overview,) = overviews(run, [family], Columns.of(run, 4))
+    (overview,) = overviews(run, [family_of_run(run)], Columns.of(run, 4))
     assert overview.worst_rows(2) == [(0, REDUCED), (1, REDUCED)]
     cells = overview.cells[REDUCED]
     assert math.isnan(cells[0, 0])
-    scale = PackedScale.of(cells)
-    levels = scale.bytes(cells, overview.present[REDUCED])
+    levels = PackedScale.of(cells).bytes(cells, overview.present[REDUCED])
     assert (levels[0, 0], levels[1, 0]) == (NAN, INF)
     content, _ = page_data(run, 10**7)
     assert math.isnan(content["worst_layers"][0]["items"][0]["value"])
 
 
 def test_the_first_step_of_delayed_scaling_is_no_finding() -> None:
-    layer = RUN.ordered_layers[0]
-    run = with_values(RUN, {(layer, 0): 100.0}, flags=STEP0)
+    run = with_values(RUN, {(RUN.ordered_layers[0], 0): 100.0}, flags=STEP0)
     (overview,) = overviews(run, [family_of_run(run)], Columns.of(run, 5))
     assert overview.present[REDUCED][0, 0]
     assert overview.cells[REDUCED][0, 0] < 100.0
@@ -128,8 +123,7 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     assert overview.present[REDUCED].all()
     assert overview.cells[REDUCED].tolist() == [[math.inf, math.inf]]
     assert overview.worst_at[REDUCED].tolist() == [0]
-    stated = page_data(run, 10**7)[0]
-    assert stated["worst_layers"] == [{"family": 0, "items": [], "counted": True}]
+    assert page_data(run, 10**7)[0]["worst_layers"] == [{"family": 0, "items": [], "counted": True}]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,6 +44,5 @@ def test_the_commands(logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_the_code(logs: Path) -> None:
     (code,) = blocks("docs/report.md", "python")
-    names: dict[str, Any] = {}
-    exec(code, names)
+    exec(code, {})
     assert (logs / "report.html").stat().st_size > 1_000_000

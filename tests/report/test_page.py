@@ -8,7 +8,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.views.report import write_report
 from tests.compare.recorded import record
 from tests.report.conftest import Look
@@ -105,8 +105,7 @@ def test_fold_and_unfold(look: Look, report: Path) -> None:
     look.open(report, "page=heatmap")
 
     def rows() -> list[str]:
-        result: list[str] = look.plot("plot.layout.yaxis.ticktext")
-        return result
+        return look.plot("plot.layout.yaxis.ticktext")
 
     assert len(rows()) == 3 * len(PARTS)
     look.go(look.page.get_by_role("button", name="Blocks"))
@@ -211,8 +210,7 @@ def with_nan(folder: Path) -> Path:
 
 
 def test_the_profile_of_a_run_with_nan_is_of_the_last_step_with_numbers(look: Look, tmp_path: Path) -> None:
-    report = with_nan(tmp_path)
-    look.open(report, "page=profile")
+    look.open(with_nan(tmp_path), "page=profile")
     assert look.plot("plot.data[2].x") == [pytest.approx(np.log2(3.0))]
     assert "Step 2" in look.page.locator(".controls").inner_text()
     look.turn("page=profile&step=4")
@@ -241,8 +239,7 @@ TICKS = "[...plot.querySelectorAll('.{}tick text')].map((each) => each.textConte
 
 
 def test_a_run_of_the_default_config(look: Look, tmp_path: Path) -> None:
-    report = few_steps(tmp_path, 30)
-    look.open(report)
+    look.open(few_steps(tmp_path, 30))
     look.everything_drawn()
     assert look.page.locator("h1").inner_text() == look.page.locator(".run").inner_text() == "esm2 again"
     assert look.page.title() == "Summary - esm2 again"
@@ -260,8 +257,7 @@ def test_a_run_of_the_default_config(look: Look, tmp_path: Path) -> None:
     assert "add dynamic_range to the statistics of the config" in look.page.locator(".card").inner_text()
     assert len(look.plot("plot.querySelectorAll('.scatterlayer .point')")) >= len(ESM2)
     look.turn("page=config")
-    said = look.page.locator("main").inner_text()
-    assert "allow_bf16_reduced_precision_reduction: true" in said
+    assert "allow_bf16_reduced_precision_reduction: true" in look.page.locator("main").inner_text()
 
 
 def test_the_trainers_step_is_beside_the_iteration(look: Look, tmp_path: Path) -> None:
@@ -322,8 +318,7 @@ def look_of(name: str) -> str:
 
 def test_ranks_that_differ(look: Look, tmp_path: Path) -> None:
     run = drifting(blocks=2, steps=12, ranks=(0, 1, 3), histograms=False)
-    report = write_report(run, tmp_path / "report.html")
-    look.open(report, "page=heatmap&statistic=cur_amax&tensor=weight")
+    look.open(write_report(run, tmp_path / "report.html"), "page=heatmap&statistic=cur_amax&tensor=weight")
     look.page.mouse.move(*look.at(5, 3))
     assert f"{run.grid('cur_amax', 'weight', rank=0).values[3, 5]:.4g}" in look.tip()
     look.page.get_by_label("Rank", exact=True).select_option("1")
@@ -344,8 +339,7 @@ def test_what_is_not_exact_says_so(look: Look, tmp_path: Path) -> None:
     report = write_report(run, tmp_path / "report.html", most=3_500_000)
     assert report.stat().st_size <= 3_500_000
     look.open(report, "page=heatmap&statistic=sqnr_db&tensor=gradient&fold=layers")
-    footer = look.page.locator("footer").inner_text()
-    assert "All else is read off an overview" in footer
+    assert "All else is read off an overview" in look.page.locator("footer").inner_text()
     assert "overview" in look.page.locator(".badge").inner_text()
     grid = run.grid("sqnr_db", "gradient")
     level = (grid.values.max() - grid.values.min()) / 249
@@ -359,8 +353,7 @@ def test_what_is_not_exact_says_so(look: Look, tmp_path: Path) -> None:
         approximate += said.startswith("≈")
         assert abs(value - true) <= level / 2 + 0.01
     assert approximate
-    worst = run.run_id
-    look.open(report, f"page=layer&layer={worst}&statistic=sqnr_db")
+    look.open(report, f"page=layer&layer={run.run_id}&statistic=sqnr_db")
     card = look.page.locator(".card", has=look.page.get_by_role("heading", name="sqnr_db"))
     card.locator(".badge").wait_for()
     assert card.locator(".badge").inner_text() == "exact", "the worst layer's curves are exact"
@@ -369,8 +362,7 @@ def test_what_is_not_exact_says_so(look: Look, tmp_path: Path) -> None:
 
 
 def test_a_run_without_layers_or_facts_is_no_empty_page(look: Look, tmp_path: Path) -> None:
-    run: RecordedRun = drifting(blocks=1, steps=5, statistics=(), histograms=False)
-    report = write_report(run, tmp_path / "report.html")
+    report = write_report(drifting(blocks=1, steps=5, statistics=(), histograms=False), tmp_path / "report.html")
     look.open(report, "page=nowhere")
     for page in PAGES:
         look.turn(f"page={page}")

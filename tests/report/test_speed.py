@@ -35,8 +35,7 @@ def on(run: RecordedRun, gpu: str | None) -> RecordedRun:
 
 def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], str] = str) -> RecordedRun:
     """A run of the model of the planted trace."""
-    named = [replace(product, layer=rename(product.layer)) for product in products()]
-    gemms, operands = tables(named)
+    gemms, operands = tables([replace(product, layer=rename(product.layer)) for product in products()])
     return replace(
         on(drifting(blocks=1, steps=4, names=("head",)), gpu),
         path=folder,
@@ -87,8 +86,7 @@ def report(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_begins_with_the_answer_and_draws_all(look: Look, run: RecordedRun, report: Path) -> None:
     facts = speed_facts(run)
     look.open(report, "page=speed", dark=True)
-    region = look.page.get_by_role("region", name=facts["summary"])
-    box = region.bounding_box()
+    box = look.page.get_by_role("region", name=facts["summary"]).bounding_box()
     assert box is not None
     assert box["y"] < 160
     assert look.everything_drawn() == 1

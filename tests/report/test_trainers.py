@@ -75,8 +75,7 @@ def test_a_run_that_failed_names_the_command_only(tmp_path: Path, caplog: pytest
 
 def test_a_page_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
-    callback = fit(tmp_path, report=True)
-    assert callback.session.iteration == 3
+    assert fit(tmp_path, report=True).session.iteration == 3
 
 
 def test_what_report_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +107,7 @@ def test_the_page_of_a_real_run(look: Look, tmp_path: Path) -> None:
     shares = dict(look.plot("plot.data.map((trace) => [trace.name, trace.x[2]])"))
     assert shares["FP8"] == pytest.approx(100 * session.coverage().share("fp8"))
     look.turn("page=layer&layer=1")
-    table = look.page.locator("table").first.inner_text()
-    assert "FP8 E4M3" in table
+    assert "FP8 E4M3" in look.page.locator("table").first.inner_text()
     look.turn("page=profile&tensor=activation&format=E4M3&step=5")
     look.everything_drawn()
     (top,) = look.plot("plot.data.filter((t) => t.name === 'E4M3: largest').map((t) => [...t.x])")

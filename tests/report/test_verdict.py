@@ -52,8 +52,7 @@ def test_the_curves_of_findings_come_first(tmp_path: Path) -> None:
 
 def test_no_magnitude_is_in_the_list_of_worst_layers(run: RecordedRun) -> None:
     stated = page_data(run, 10**7)[0]
-    listed = {stated["families"][item["family"]]["statistic"] for item in stated["worst_layers"]}
-    assert listed == {"nonfinite_num"}
+    assert {stated["families"][item["family"]]["statistic"] for item in stated["worst_layers"]} == {"nonfinite_num"}
 
 
 @pytest.mark.slow
@@ -97,8 +96,7 @@ def test_the_heat_map_marks_the_row_of_a_finding(look: Look, report: Path) -> No
 @pytest.mark.slow
 def test_a_finding_leads_to_its_plots_by_keyboard(look: Look, report: Path) -> None:
     look.open(report)
-    heat_map = look.page.get_by_role("link", name="Heat map: std of gradient")
-    heat_map.focus()
+    look.page.get_by_role("link", name="Heat map: std of gradient").focus()
     look.go_by(lambda: look.page.keyboard.press("Enter"))
     asked = parse_qs(look.page.url.partition("#")[2])
     assert (asked["page"], asked["statistic"], asked["tensor"]) == (["heatmap"], ["std"], ["gradient"])
@@ -107,8 +105,7 @@ def test_a_finding_leads_to_its_plots_by_keyboard(look: Look, report: Path) -> N
     look.page.go_back()
     look.go(look.page.get_by_role("link", name=f"Curves: {BAD}"))
     assert look.page.locator("h1").inner_text() == BAD
-    first = look.page.locator(".three").last.locator(".card h2").first
-    assert first.inner_text() == "std"
+    assert look.page.locator(".three").last.locator(".card h2").first.inner_text() == "std"
 
 
 @pytest.mark.slow
@@ -117,12 +114,10 @@ def test_the_page_of_findings_has_all_of_each(look: Look, run: RecordedRun, repo
     (finding,) = verdict.findings
     look.open(report)
     look.go(look.page.get_by_role("link", name="All details"))
-    card = look.page.get_by_role("region", name=f"warning {finding.subject}")
-    said = card.inner_text()
+    said = look.page.get_by_role("region", name=f"warning {finding.subject}").inner_text()
     for text in (finding.seen, finding.why, finding.remedy, finding.disproof, finding.source, finding.title, BAD):
         assert text in said
     assert "steps 0 to 39" in said
-    rows = look.page.locator("tbody tr").all_inner_texts()
-    for row, missing in zip(rows, verdict.not_judged, strict=True):
+    for row, missing in zip(look.page.locator("tbody tr").all_inner_texts(), verdict.not_judged, strict=True):
         assert row.split("\t")[0] == missing.rule
         assert missing.collect in row

@@ -75,8 +75,7 @@ def by_hand(run: RecordedRun, statistic: str, tensor: str) -> list[str]:
         columns = (table[name].to_pylist() for name in ("value", "flags"))
         kept = [value for value, flags in zip(*columns, strict=True) if not flags & STEP0]
         assert len(kept) == STEPS - 1, "the first step of delayed scaling is marked"
-        family = family_of(tensor, statistic)
-        worst[run.series["layer"][number].as_py()] = max(map(family.badness, kept))
+        worst[run.series["layer"][number].as_py()] = max(map(family_of(tensor, statistic).badness, kept))
     return sorted(worst, key=lambda layer: -worst[layer])
 
 
@@ -84,8 +83,7 @@ def test_the_losses_are_where_the_run_has_them(trained: Trained) -> None:
     assert by_hand(trained.run, "underflows%", "weight")[:2] != by_hand(trained.run, "sqnr_db", "weight")[:2]
     assert sorted(by_hand(trained.run, "underflows%", "weight")[:2]) == sorted(trained.lossy)
     assert set(by_hand(trained.run, "sqnr_db", "weight")[-2:]) == set(trained.lossy), "which the SQNR does not see"
-    first = trained.keeper.steps[0].families[family_of("gradient", "underflows%")]
-    assert min(first.values()) > 50
+    assert min(trained.keeper.steps[0].families[family_of("gradient", "underflows%")].values()) > 50
 
 
 def test_show_chooses_after_it_has_left_the_first_step_out(trained: Trained) -> None:

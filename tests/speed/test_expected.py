@@ -53,8 +53,7 @@ def expected(products: list[Product], recipe: str, device: Device) -> list[Produ
 
 def test_the_input_the_weight_and_the_gradient_are_cast_once() -> None:
     """A layer of 8192 tokens, 4096 x 1024, in four micro-batches."""
-    products = layer("fc", 8192, (4096, 1024), calls=4)
-    fprop, dgrad, wgrad = expected(products, CURRENT, H200)
+    fprop, dgrad, wgrad = expected(layer("fc", 8192, (4096, 1024), calls=4), CURRENT, H200)
     # On Hopper in both directions: 6 bytes an element; the weight once a step
     moved = {"activation": 4 * 6 * 8192 * 4096, "weight": 6 * 4096 * 1024, "gradient": 4 * 6 * 8192 * 1024}
     rate = H200.bandwidth_tbs * 1e9 * H200.fitted.cast[CURRENT]
@@ -98,8 +97,7 @@ def test_attention_counts_without_its_mask() -> None:
 
 def test_each_row_names_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
     """Layers of one shape with other names are rows of their own, with their own sums."""
-    names = ("layers.0.fc2", "router", "layers.1.fc2")
-    products = [product for name in names for product in layer(name, 64, (64, 64))]
+    products = [product for name in ("layers.0.fc2", "router", "layers.1.fc2") for product in layer(name, 64, (64, 64))]
     show_times(estimate_step(Step(Coverage(products), CURRENT), H200))
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "64x64x64" in line}
     assert rows.keys() == {"layers.{0-1}.fc2", "router"}
@@ -173,8 +171,7 @@ def test_the_total_is_the_sum_of_the_products(
     products = []
     for number, (tokens, k, n, low, reason, calls) in enumerate(found):
         products += layer(f"l{number}", tokens, (k, n), low=low, reason=reason, calls=calls)
-    device = device_named(name)
-    speed = estimate_step(Step(Coverage(products), CURRENT), device)
+    speed = estimate_step(Step(Coverage(products), CURRENT), device_named(name))
     assert speed.total.low_ms == pytest.approx(sum(time.low_ms for time in speed.times), rel=1e-9)
     assert speed.total.high_ms == pytest.approx(sum(time.high_ms for time in speed.times), rel=1e-9)
 

@@ -177,6 +177,5 @@ def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         output = [line.split() for line in done.output.splitlines()]
         for line in drawn.splitlines():
             assert line.split() in output, done.output
-    names: dict[str, Any] = {"model": sys.modules.pop("llama").build()}
-    exec(use, names)
+    exec(use, {"model": sys.modules.pop("llama").build()})
     assert "all on the device" in capsys.readouterr().out

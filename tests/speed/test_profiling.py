@@ -54,8 +54,7 @@ def byte_lm(
     def step() -> None:
         for _ in range(micro_batches):
             tokens = torch.randint(256, (4, 33))
-            logits = model(tokens[:, :-1])
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -44,8 +44,7 @@ def read(*arguments: str) -> dict[str, Any]:
 def write(gpu: str | None, *, inside: str = "") -> Path:
     """The run of the planted model, and where its traces lie."""
     with RunWriter.begin("logs", gpu=gpu, world=1) as writer:
-        renamed = [replace(p, layer=f"{inside}.{p.layer}" if inside else p.layer) for p in products()]
-        gemms, operands = tables(renamed)
+        gemms, operands = tables([replace(p, layer=f"{inside}.{p.layer}" if inside else p.layer) for p in products()])
         writer.put_facts("gemms", gemms)
         writer.put_facts("operands", operands)
         writer.add_step(0)
