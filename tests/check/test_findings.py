@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformer_engine.pytorch as te
+import yaml
 from transformer_engine.common import recipe as recipes
+from typer.testing import CliRunner
 
+import te_precision_callbacks
+from te_precision_callbacks import cli
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.check import CheckedModel, RecipeError, check_model
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.coverage.coverage import Coverage, Reason
+from te_precision_callbacks.instrumentation import upstream
 from te_precision_callbacks.session import InspectSession
 from tests.check.running import BF16, RECIPES, gpu_with
-from tests.conftest import feature
+from tests.conftest import feature, statistics
 
 WATCHED = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}
 
@@ -272,3 +279,195 @@ def test_what_the_rules_find_in_a_plan() -> None:
         result = check_model(torch.nn.Sequential(*parts), load_config(), recipe=recipe, tokens=32).findings
     by_rule = {finding.text.rpartition("(")[2]: finding.layers for finding in result if finding.kind == "rule"}
     assert by_rule == {"hole).": ("4",), "mxfp8-hybrid).": tuple(str(place) for place in range(9) if place != 4)}
+
+
+# -------------------------------------------------------------------------------------------------- what is not counted
+
+
+SIZE = 32
+OF_TE = 3 * SIZE**3
+"""The multiply-adds of the layer of Transformer Engine: forward and backward."""
+
+
+class Net(torch.nn.Module):
+    """A layer of Transformer Engine, and something of torch behind it."""
+
+    def __init__(self, part: torch.nn.Module | None, call: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.fc = te.Linear(SIZE, SIZE)
+        self.part = part
+        self.rows = torch.nn.Parameter(torch.ones(48, SIZE))
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
+            x = self.fc(x)
+        return self.call(self, x)
+
+
+def recurrent(kind: type[torch.nn.Module]) -> Net:
+    return Net(kind(SIZE, 64), lambda net, x: net.part(x.view(4, 8, SIZE))[0])
+
+
+NAMED: dict[str, tuple[str, Callable[[], Net]]] = {
+    "LSTM": ("has no counterpart", lambda: recurrent(torch.nn.LSTM)),
+    "matrix_exp": ("linalg_matrix_exp decomposes", lambda: Net(None, lambda net, x: torch.matrix_exp(x))),
+}
+"""Name -> the reason, and a model whose only counted products are those of Transformer Engine."""
+
+CONFIG = statistics(freq=100)
+CONTRACT = {"share": "fp8 >= 99%", "by_step": 1, "on_broken": "warn"}
+
+
+def ran(net: Net, folder: Path) -> Coverage:
+    with InspectSession(CONFIG, model=net, log_dir=folder, require=CONTRACT, records="off") as session:
+        net(torch.randn(SIZE, SIZE, requires_grad=True)).sum().backward()
+        session.step()
+    return session.coverage()
+
+
+def plan_of(net: Net) -> CheckedModel:
+    batch = torch.randn(SIZE, SIZE, requires_grad=True)
+    return check_model(net, load_config(CONFIG), batch=batch, require=CONTRACT, recipe=recipes.Float8CurrentScaling())
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_and_told_where_a_contract_holds(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    what, make = NAMED[name]
+    planned = plan_of(make())
+    for coverage in (ran(make(), tmp_path), planned.coverage):
+        assert coverage.share("fp8") == 1
+        assert any(what in text for text in coverage.not_counted)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("cannot be checked" in text and what in text for text in warned)
+    [finding] = planned.findings
+    assert "fp8 >= 99%: cannot be checked: not counted: " in finding.text
+    assert what in finding.text
+
+
+def test_a_plan_by_tokens_names_the_modules_that_it_leaves_out() -> None:
+    planned = check_model(
+        recurrent(torch.nn.LSTM), load_config(CONFIG), recipe=recipes.Float8CurrentScaling(), require="fp8 >= 99%"
+    )
+    assert "part" in planned.not_counted
+    assert [finding.kind for finding in planned.findings] == ["not_sized", "contract"]
+    for finding in planned.findings:
+        assert "part" in finding.text
+        assert "cannot be sized without" in finding.text
+
+
+def test_a_plan_by_tokens_says_that_attention_is_not_in_its_shares() -> None:
+    def noted(**keywords: Any) -> list[str]:
+        model, recipe = te.TransformerLayer(64, 128, 4), recipes.Float8CurrentScaling()
+        planned = check_model(model, load_config(CONFIG), recipe=recipe, **keywords)
+        assert (planned.coverage.share("fp8") == 1) == ("tokens" in keywords)
+        return [note for note in planned.notes if "products of attention" in note]
+
+    [note] = noted(tokens=64)
+    assert "lengths of sequences: transformer_layer.self_attention. A batch" in note
+    assert not noted(batch=torch.ones(16, 4, 64))
+
+
+# ------------------------------------------------------------------------------------------------ warnings of a session
+
+
+PACKAGE = Path(te_precision_callbacks.__file__).parent
+
+LOGGED = feature("LogTensorStats", ["all"], tensors=["activation"], stats=["max"])
+
+
+def two() -> torch.nn.Module:
+    return torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+
+
+def delayed() -> torch.nn.Module:
+    return torch.nn.Sequential(te.Linear(32, 32, delay_wgrad_compute=True), te.Linear(32, 32))
+
+
+def plain() -> torch.nn.Module:
+    return torch.nn.Linear(32, 32)
+
+
+class Case(NamedTuple):
+    """A config and a model of which something is to be said.
+
+    Attributes:
+        config: the config.
+        model: makes the model.
+        said_in: the functions that log it, as module:function.
+        options: of the session.
+    """
+
+    config: dict[str, Any]
+    model: Callable[[], torch.nn.Module]
+    said_in: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def selected(**layers: Any) -> dict[str, Any]:
+    return {"s": {**LOGGED, "layers": layers}}
+
+
+GEMM = feature("LogTensorStats", ["all"], tensors=["activation", "fprop"], stats=["max"])
+REPLACED = feature("FakeQuant", ["all"], quant_format="FP8E4M3", tensors=["weight"], gemms=["fprop"])
+ATTACH = "session/model.py:attach"
+
+CASES = {
+    "no section": Case({"s": LOGGED | {"enabled": False}}, two, ATTACH),
+    "no feature": Case({"s": feature("LogTensorStats", ["all"], enabled=False)}, two, ATTACH),
+    "no layer": Case({"s": LOGGED}, plain, ATTACH),
+    "a GEMM among tensors": Case({"s": GEMM}, two, "config/checking.py:_without_gemms"),
+    "a key beside one that decides": Case(
+        selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_idle_keys"
+    ),
+    "an empty pattern": Case(selected(layer_name_regex_pattern=""), two, "config/selection.py:_warn_of_idle_keys"),
+    "a type that no layer has": Case(selected(layer_types=["linear", "nothing"]), two, "config/problems.py:warn"),
+    "a name that no layer has": Case(
+        selected(exact_layer_names=["0", "5"]), two, "config/problems.py:warn", (("allow_unmatched", True),)
+    ),
+    "a layer that is refused": Case(
+        {"s": REPLACED}, delayed, "instrumentation/refusals.py:warn", (("observe", "debug"),)
+    ),
+    "a version that is not known": Case({"s": LOGGED}, two, "instrumentation/upstream.py:warn_unless_supported"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_session_warns_of_is_said_by_check(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    options = dict(case.options)
+    if name == "a version that is not known":
+        monkeypatch.setattr(upstream, "SUPPORTED_TE", ("1.0", "1.1"))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(case.config))
+    with caplog.at_level(logging.WARNING), InspectSession(path, model=case.model(), log_dir=tmp_path, **options):
+        pass
+    stated = [record for record in caplog.records if record.name.startswith("te_precision_callbacks")]
+    places = {f"{Path(record.pathname).relative_to(PACKAGE).as_posix()}:{record.funcName}" for record in stated}
+    assert case.said_in in places
+    caplog.clear()
+    monkeypatch.syspath_prepend(tmp_path)
+    observe = ["--observe", options["observe"]] if "observe" in options else []
+    model = ["--model", f"{__name__}:{case.model.__name__}"]
+    said = json.loads(CliRunner().invoke(cli.app, ["check", str(path), *model, *observe, "--json"]).stdout)
+    texts = " ".join([*said["notes"], *(finding["text"] for finding in said["findings"])])
+    for record in stated:
+        if record.funcName == "warn":  # in other words: which layers, and why
+            assert record.getMessage().partition(" (")[2].rpartition(")")[0] in texts
+        else:
+            assert record.getMessage() in texts
+    assert not caplog.records  # said once
+
+
+def test_without_a_model_the_config_alone_is_judged(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"s": feature("LogTensorStats", ["all"], enabled=False), "t": GEMM}))
+    done = CliRunner().invoke(cli.app, ["check", str(path)])
+    assert done.exit_code == 0
+    said = " ".join(done.stdout.split())
+    assert "Note: " in said
+    assert "has no enabled feature" in said
+    assert "which is a GEMM and no tensor" in said
+    assert len(json.loads(CliRunner().invoke(cli.app, ["check", str(path), "--json"]).stdout)["notes"]) == 2

@@ -13,6 +13,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.speed import device_named, known_devices
 from te_precision_callbacks.speed.estimate import Step, estimate_step
+from te_precision_callbacks.speed.trace import MeasuredStep
 from tests.docs.pages import PAGES, blocks
 
 PAGE = "docs/speed.md"
@@ -60,3 +61,29 @@ def test_the_table_of_devices_is_that_of_the_data() -> None:
         shown = next(line for line in text.splitlines() if line.startswith(f"| {names} |"))
         like = device.fitted.measured_on.removeprefix("NVIDIA ")
         assert shown.replace("2.0", "2") == f"| {names} | {cells} | {like} |", shown
+
+
+# ----------------------------------------------------------------------------------------------- docs/fp8-not-faster.md
+
+
+_, LOOP, READ, OWN = blocks("docs/fp8-not-faster.md", "python")
+
+
+def test_the_code_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("{}\n")
+    model = te.Linear(32, 32)
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 1e-3),
+        "loader": [torch.randn(32, 32)] * 14,
+    }
+    exec(LOOP, names)
+    exec(READ, names)
+    assert names["step"].iterations == (11, 12, 13)
+    assert "linear" in capsys.readouterr().out
+    names["path"].rename("trace.json.gz")
+    exec(OWN, names)
+    assert isinstance(names["step"], MeasuredStep)
