@@ -85,11 +85,11 @@ def check(config: str, model: str, *arguments: str, code: int = 0) -> dict[str, 
     return json.loads(done.stdout)
 
 
-def gemms_of(found: dict[str, Any]) -> dict[tuple[str, str], Any]:
+def gemms_of(checked: dict[str, Any]) -> dict[tuple[str, str], Any]:
     """(layer, GEMM) -> operands and reason, of a plan as JSON."""
     return {
         (layer, gemm): (planned["operands"], planned["reason"], planned["reason_ref"])
-        for row in found["plan"]
+        for row in checked["plan"]
         for layer in row["layers"]
         for gemm, planned in row["gemms"].items()
     }
@@ -147,13 +147,10 @@ def test_what_was_frozen_or_tied_before_the_conversion_has_a_note(config: str) -
     assert "q_proj" not in note
     assert "convert_model(model) yourself before you make the optimizer" in note
     of_layers = sum(row["low"] for row in result["memory"]["rows"] if row["kind"] == "gradient")
-    assert of_layers == sum(4 * layer.weight.numel() for layer in linears()), "the plan is of what then trains"
+    linears = [module for module in llama_of().modules() if isinstance(module, torch.nn.Linear)]
+    assert of_layers == sum(4 * layer.weight.numel() for layer in linears), "the plan is of what then trains"
     (note,) = (note for note in check(config, "with_tied_words", *arguments)["notes"] if "tie" in note)
     assert note.startswith("Accelerate's conversion has untied model.embed_tokens.weight and lm_head.weight: ")
-
-
-def linears() -> list[torch.nn.Linear]:
-    return [module for module in llama_of().modules() if isinstance(module, torch.nn.Linear)]
 
 
 @pytest.mark.parametrize(("name", "make", "most"), [("gpt2", gpt2, 0.25), ("mixtral", mixtral, 0.3)])

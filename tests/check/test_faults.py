@@ -79,25 +79,21 @@ def test_there_are_many() -> None:
 
 def test_a_misspelt_word_is_an_error_with_its_line_and_the_word(tmp_path: Path) -> None:
     for line, word, text in FAULTS:
-        check_misspelt(tmp_path, line, word, text)
-
-
-def check_misspelt(tmp_path: Path, line: int, word: str, text: str) -> None:
-    error = error_of(tmp_path, text)
-    wrong = swapped(word)
-    stated = [problem for problem in error.problems if f"'{wrong}'" in problem]
-    assert stated, error.problems
-    places = [
-        re.match(r".*config\.yaml, line (\d+)(?: column (\d+))? \(section '\w+'\): ", problem) for problem in stated
-    ]
-    assert str(line) in {place and place[1] for place in places} or f"Is {wrong!r} meant" in stated[0]
-    for place in places:
-        if place and place[2]:
-            column = int(place[2]) - 1
-            assert text.splitlines()[line - 1].find(str(wrong), column) >= column, "in the entry that begins there"
-    assert any(re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", problem, re.IGNORECASE) for problem in stated), (
-        stated
-    )
+        error = error_of(tmp_path, text)
+        wrong = swapped(word)
+        stated = [problem for problem in error.problems if f"'{wrong}'" in problem]
+        assert stated, error.problems
+        places = [
+            re.match(r".*config\.yaml, line (\d+)(?: column (\d+))? \(section '\w+'\): ", problem) for problem in stated
+        ]
+        assert str(line) in {place and place[1] for place in places} or f"Is {wrong!r} meant" in stated[0]
+        for place in places:
+            if place and place[2]:
+                column = int(place[2]) - 1
+                assert text.splitlines()[line - 1].find(str(wrong), column) >= column, "in the entry that begins there"
+        assert any(re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", problem, re.IGNORECASE) for problem in stated), (
+            stated
+        )
 
 
 THREE = {

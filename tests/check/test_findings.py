@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from te_precision_callbacks.instrumentation import upstream
 from te_precision_callbacks.session import InspectSession
 from tests.check.running import BF16, RECIPES, gpu_with
 from tests.conftest import feature, statistics
+from tests.functions import Function
 
 WATCHED = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}
 
@@ -169,23 +171,21 @@ def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
         check(model, observe="fast")
 
 
-class Mixed(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(10, 32)
-        self.conv = torch.nn.Conv2d(4, 8, 3, groups=2)
-        self.attention = torch.nn.MultiheadAttention(32, 2)
-        self.fc = te.Linear(32, 64)
-        self.ops = te.ops.Sequential(te.ops.Linear(64, 32), te.ops.GELU())
-        self.own = torch.nn.Module()
-        self.own.table = torch.nn.Parameter(torch.zeros(4, 4))
-        self.head = torch.nn.Linear(32, 10)
-        self.head.weight.requires_grad_(False)
-
-
 def test_modules_of_any_kind() -> None:
     """The multiply-adds are the sizes' products, by hand."""
-    checked = check(Mixed(), recipe="fp8_current_scaling", tokens=64)
+    own, head = torch.nn.Module(), torch.nn.Linear(32, 10)
+    own.table = torch.nn.Parameter(torch.zeros(4, 4))
+    head.weight.requires_grad_(False)
+    parts = {
+        "embedding": torch.nn.Embedding(10, 32),
+        "conv": torch.nn.Conv2d(4, 8, 3, groups=2),
+        "attention": torch.nn.MultiheadAttention(32, 2),
+        "fc": te.Linear(32, 64),
+        "ops": te.ops.Sequential(te.ops.Linear(64, 32), te.ops.GELU()),
+        "own": own,
+        "head": head,
+    }
+    checked = check(torch.nn.ModuleDict(parts), recipe="fp8_current_scaling", tokens=64)
     macs = {(p.layer, p.gemm): p.macs for p in checked.coverage}
     of_forward = {
         "attention.out_proj": 64 * 32 * 32,
@@ -285,33 +285,28 @@ def test_what_the_rules_find_in_a_plan() -> None:
 
 
 SIZE = 32
-OF_TE = 3 * SIZE**3
-"""The multiply-adds of the layer of Transformer Engine: forward and backward."""
 
 
-class Net(torch.nn.Module):
+def net(call: Callable[[torch.Tensor], torch.Tensor], **parts: torch.nn.Module) -> Function:
     """A layer of Transformer Engine, and something of torch behind it."""
+    fc = te.Linear(SIZE, SIZE)
 
-    def __init__(self, part: torch.nn.Module | None, call: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.fc = te.Linear(SIZE, SIZE)
-        self.part = part
-        self.rows = torch.nn.Parameter(torch.ones(48, SIZE))
-        self.call = call
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(x: torch.Tensor) -> torch.Tensor:
         with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
-            x = self.fc(x)
-        return self.call(self, x)
+            x = fc(x)
+        return call(x)
+
+    return Function(forward, fc=fc, **parts)
 
 
-def recurrent(kind: type[torch.nn.Module]) -> Net:
-    return Net(kind(SIZE, 64), lambda net, x: net.part(x.view(4, 8, SIZE))[0])
+def recurrent() -> Function:
+    part = torch.nn.LSTM(SIZE, 64)
+    return net(lambda x: part(x.view(4, 8, SIZE))[0], part=part)
 
 
-NAMED: dict[str, tuple[str, Callable[[], Net]]] = {
-    "LSTM": ("has no counterpart", lambda: recurrent(torch.nn.LSTM)),
-    "matrix_exp": ("linalg_matrix_exp decomposes", lambda: Net(None, lambda net, x: torch.matrix_exp(x))),
+NAMED: dict[str, tuple[str, Callable[[], Function]]] = {
+    "LSTM": ("has no counterpart", recurrent),
+    "matrix_exp": ("linalg_matrix_exp decomposes", lambda: net(torch.matrix_exp)),
 }
 """Name -> the reason, and a model whose only counted products are those of Transformer Engine."""
 
@@ -319,16 +314,16 @@ CONFIG = statistics(freq=100)
 CONTRACT = {"share": "fp8 >= 99%", "by_step": 1, "on_broken": "warn"}
 
 
-def ran(net: Net, folder: Path) -> Coverage:
-    with InspectSession(CONFIG, model=net, log_dir=folder, require=CONTRACT, records="off") as session:
-        net(torch.randn(SIZE, SIZE, requires_grad=True)).sum().backward()
+def ran(model: Function, folder: Path) -> Coverage:
+    with InspectSession(CONFIG, model=model, log_dir=folder, require=CONTRACT, records="off") as session:
+        model(torch.randn(SIZE, SIZE, requires_grad=True)).sum().backward()
         session.step()
     return session.coverage()
 
 
-def plan_of(net: Net) -> CheckedModel:
+def plan_of(model: Function) -> CheckedModel:
     batch = torch.randn(SIZE, SIZE, requires_grad=True)
-    return check_model(net, load_config(CONFIG), batch=batch, require=CONTRACT, recipe=recipes.Float8CurrentScaling())
+    return check_model(model, load_config(CONFIG), batch=batch, require=CONTRACT, recipe=recipes.Float8CurrentScaling())
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -346,9 +341,7 @@ def test_named_and_told_where_a_contract_holds(name: str, tmp_path: Path, caplog
 
 
 def test_a_plan_by_tokens_names_the_modules_that_it_leaves_out() -> None:
-    planned = check_model(
-        recurrent(torch.nn.LSTM), load_config(CONFIG), recipe=recipes.Float8CurrentScaling(), require="fp8 >= 99%"
-    )
+    planned = check_model(recurrent(), load_config(CONFIG), recipe=recipes.Float8CurrentScaling(), require="fp8 >= 99%")
     assert "part" in planned.not_counted
     assert [finding.kind for finding in planned.findings] == ["not_sized", "contract"]
     for finding in planned.findings:
@@ -388,20 +381,8 @@ def plain() -> torch.nn.Module:
     return torch.nn.Linear(32, 32)
 
 
-class Case(NamedTuple):
-    """A config and a model of which something is to be said.
-
-    Attributes:
-        config: the config.
-        model: makes the model.
-        said_in: the functions that log it, as module:function.
-        options: of the session.
-    """
-
-    config: dict[str, Any]
-    model: Callable[[], torch.nn.Module]
-    said_in: str
-    options: tuple[tuple[str, Any], ...] = ()
+Case = namedtuple("Case", "config model said_in options", defaults=({},))
+"""A config and a model of which something is to be said, the function that logs it, and options of the session."""
 
 
 def selected(**layers: Any) -> dict[str, Any]:
@@ -423,11 +404,9 @@ CASES = {
     "an empty pattern": Case(selected(layer_name_regex_pattern=""), two, "config/selection.py:_warn_of_idle_keys"),
     "a type that no layer has": Case(selected(layer_types=["linear", "nothing"]), two, "config/problems.py:warn"),
     "a name that no layer has": Case(
-        selected(exact_layer_names=["0", "5"]), two, "config/problems.py:warn", (("allow_unmatched", True),)
+        selected(exact_layer_names=["0", "5"]), two, "config/problems.py:warn", {"allow_unmatched": True}
     ),
-    "a layer that is refused": Case(
-        {"s": REPLACED}, delayed, "instrumentation/refusals.py:warn", (("observe", "debug"),)
-    ),
+    "a layer that is refused": Case({"s": REPLACED}, delayed, "instrumentation/refusals.py:warn", {"observe": "debug"}),
     "a version that is not known": Case({"s": LOGGED}, two, "instrumentation/upstream.py:warn_unless_supported"),
 }
 
@@ -437,19 +416,18 @@ def test_what_a_session_warns_of_is_said_by_check(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    options = dict(case.options)
     if name == "a version that is not known":
         monkeypatch.setattr(upstream, "SUPPORTED_TE", ("1.0", "1.1"))
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(case.config))
-    with caplog.at_level(logging.WARNING), InspectSession(path, model=case.model(), log_dir=tmp_path, **options):
+    with caplog.at_level(logging.WARNING), InspectSession(path, model=case.model(), log_dir=tmp_path, **case.options):
         pass
     stated = [record for record in caplog.records if record.name.startswith("te_precision_callbacks")]
     places = {f"{Path(record.pathname).relative_to(PACKAGE).as_posix()}:{record.funcName}" for record in stated}
     assert case.said_in in places
     caplog.clear()
     monkeypatch.syspath_prepend(tmp_path)
-    observe = ["--observe", options["observe"]] if "observe" in options else []
+    observe = ["--observe", case.options["observe"]] if "observe" in case.options else []
     model = ["--model", f"{__name__}:{case.model.__name__}"]
     said = json.loads(CliRunner().invoke(cli.app, ["check", str(path), *model, *observe, "--json"]).stdout)
     texts = " ".join([*said["notes"], *(finding["text"] for finding in said["findings"])])

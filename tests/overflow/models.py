@@ -14,19 +14,6 @@ from transformers import T5Config, T5ForConditionalGeneration
 WO = "encoder.block.2.layer.1.DenseReluDense.wo"
 
 
-class Function(torch.nn.Module):
-    """A function as a module, with the modules and parameters that it uses."""
-
-    def __init__(self, function: Callable[..., Any], **parts: torch.nn.Module | torch.nn.Parameter) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        return self.function(*inputs, **keywords)
-
-
 def mini_t5(*, dtype: torch.dtype = torch.float16) -> torch.nn.Module:
     """A T5 with gated GELU, three layers in the encoder and one in the decoder, without dropout."""
     torch.manual_seed(0)

@@ -14,7 +14,8 @@ import transformer_engine.pytorch as te
 from torch.amp.grad_scaler import GradScaler
 
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
-from tests.overflow.models import Function, HostReads, hooks_on
+from tests.functions import Function
+from tests.overflow.models import HostReads, hooks_on
 
 Train = Callable[[torch.nn.Module, torch.optim.Optimizer, GradScaler, int], None]
 """A loop of some steps; a batch is ones."""

@@ -22,7 +22,8 @@ from te_precision_callbacks.overflow import (
     detect_overflow,
 )
 from te_precision_callbacks.overflow.extreme_slots import Slots
-from tests.overflow.models import Function, Line, lines_of
+from tests.functions import Function
+from tests.overflow.models import Line, lines_of
 
 INF = float("inf")
 

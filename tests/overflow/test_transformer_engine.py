@@ -13,7 +13,8 @@ from transformer_engine.common.recipe import DelayedScaling
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
-from tests.overflow.models import Function, hooks_on
+from tests.functions import Function
+from tests.overflow.models import hooks_on
 
 INF = float("inf")
 
