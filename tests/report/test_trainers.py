@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
@@ -129,16 +129,10 @@ LOSSES = {
 }
 
 
-class Trained(NamedTuple):
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     """Ten steps; eight more from the state of step 8; and twelve from that of step 4, which replace what is later. No
     start has scales."""
-
-    run: RecordedRun
-    folder: Path
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("resumed")
     states: dict[int, dict[str, Any]] = {}
     for begin, steps in ((0, 10), (8, 8), (4, 12)):
@@ -153,28 +147,28 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
                 sum((out * torch.randn_like(out) * 7e-6).sum() for out in outs).backward()
                 session.step()
                 states.setdefault(session.iteration, session.state_dict())
-    return Trained(open_run(folder), folder)
+    return open_run(folder)
 
 
-def test_the_run_is_one_with_three_segments(resumed: Trained) -> None:
-    assert resumed.run.steps["iteration"].to_pylist() == [0, 4, 8, 12]
-    assert resumed.run.steps["segment"].to_pylist() == [0, 2, 2, 2]
-    values = resumed.run.values()
+def test_the_run_is_one_with_three_segments(resumed: RecordedRun) -> None:
+    assert resumed.steps["iteration"].to_pylist() == [0, 4, 8, 12]
+    assert resumed.steps["segment"].to_pylist() == [0, 2, 2, 2]
+    values = resumed.values()
     assert set(values.filter(values["flags"].to_numpy() & STEP0 != 0)["iteration"].to_pylist()) == {0, 4}
 
 
-def test_a_step_takes_what_a_step_takes(resumed: Trained) -> None:
+def test_a_step_takes_what_a_step_takes(resumed: RecordedRun) -> None:
     """Not what lies between two steps with records."""
-    took = facts.duration(resumed.run)
-    times = resumed.run.steps["wall_time"].to_pylist()
+    took = facts.duration(resumed)
+    times = resumed.steps["wall_time"].to_pylist()
     assert took["median_step_seconds"] == pytest.approx((times[3] - times[1]).total_seconds() / 2 / FREQ)
 
 
 @pytest.mark.slow  # a browser
-def test_first_steps_have_no_cell_and_no_point(resumed: Trained, look: Look) -> None:
+def test_first_steps_have_no_cell_and_no_point(resumed: RecordedRun, look: Look) -> None:
     """In a page with whole curves, and in one with heat maps alone."""
     for most in (10**7, 1):
-        page = write_report(resumed.run, resumed.folder / f"{most}.html", most=most)
+        page = write_report(resumed, resumed.path / f"{most}.html", most=most)
         look.open(page, "page=heatmap&statistic=underflows%&tensor=gradient")
         look.everything_drawn()
         assert look.plot("plot.data[0].x") == [7.5, 10, 12.5]
