@@ -55,7 +55,6 @@ def grouped(inputs: int, outputs: int) -> Function:
 
 
 def block(width: int, inner: int) -> Function:
-    """A TransformerLayer of rows."""
     layer = te.TransformerLayer(width, inner, 2, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0)
     return Function(lambda x: layer(x.view(-1, 2, x.shape[-1])).reshape(x.shape), transformer_layer=layer)
 
@@ -156,7 +155,6 @@ def ran(model: Chain, config: Mapping[str, Any], recipe: Any, folder: Path) -> t
 
 
 def planned(checked: CheckedModel) -> Operands:
-    """The same as it is planned."""
     return {
         (product.layer, product.gemm, tensor): text.removesuffix(" (modified)")
         for product in checked.coverage

@@ -95,7 +95,6 @@ CASES: Mapping[str, Case] = {
 
 
 def step(model: torch.nn.Module, batch: Any, recipe: Any, folder: Path, *, strict: bool = True) -> Coverage:
-    """What a session counts in a step."""
     arguments = {} if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
     with (
         warnings.catch_warnings(),
@@ -187,7 +186,6 @@ def test_nothing_of_the_model_or_of_transformer_engine_changes() -> None:
 
 
 def attention() -> torch.nn.Module:
-    """Transformer Engine's attention between its layers."""
     inner = te.MultiheadAttention(
         WIDTH, HEADS, kv_channels=32, attention_dropout=0.0, params_dtype=BF16, fuse_qkv_params=True
     )
@@ -241,7 +239,6 @@ def test_a_causal_mask_of_attention_is_known(mask: str, tmp_path: Path) -> None:
 
 
 def of_torch(*, causal: bool = False, mask: torch.Tensor | None = None) -> torch.nn.Module:
-    """Torch's attention with a mask."""
     qkv = torch.nn.Linear(16, 16)
     attend = torch.nn.functional.scaled_dot_product_attention
     return Function(lambda x: attend(*[qkv(x)] * 3, mask, 0.0, causal), qkv=qkv)

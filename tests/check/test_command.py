@@ -108,7 +108,6 @@ def returns_a_list():
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with a config and a module."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "my_models.py").write_text(MODELS)
     (tmp_path / "broken.py").write_text("import torch\nimport nowhere_at_all\n")

@@ -62,7 +62,6 @@ def with_tied_words() -> transformers.PreTrainedModel:
 
 
 def with_an_adapter() -> torch.nn.Module:
-    """A model of transformers inside of another module."""
     return torch.nn.Sequential(llama())
 
 

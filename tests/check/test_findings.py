@@ -288,7 +288,6 @@ SIZE = 32
 
 
 def net(call: Callable[[torch.Tensor], torch.Tensor], **parts: torch.nn.Module) -> Function:
-    """A layer of Transformer Engine, and something of torch behind it."""
     fc = te.Linear(SIZE, SIZE)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

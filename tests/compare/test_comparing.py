@@ -337,7 +337,6 @@ def gemm_rows(precision: str) -> list[dict[str, Any]]:
 
 
 def products(rows: int, calls: int = 1) -> list[dict[str, Any]]:
-    """The fprop of each layer."""
     sizes = {"n": rows, "m": 32, "k": 16, "batch": 1, "calls": calls, "macs": rows * 512 * calls}
     names = {"scope": "", "gemm": "fprop", "backward": False, "precision": "fp8", "runs": "seen"}
     return [{"gemm_id": number, "layer": layer, **names, **sizes} for number, layer in enumerate(LAYERS)]

@@ -119,7 +119,6 @@ def tokens(page: str) -> list[Token]:
 
 
 def all_blocks(page: str) -> list[Block]:
-    """The blocks of a page, in order."""
     results, before = [], ""
     for token in tokens(page):
         if token.type in ("fence", "code_block"):

@@ -18,7 +18,6 @@ MOST_LINES = 15
 
 
 def paths() -> list[list[str]]:
-    """The lines of each call path."""
     section = (ROOT / "docs" / "architecture.md").read_text().partition("## Five call paths\n")[2].partition("\n## ")[0]
     return [block.splitlines() for block in re.findall(r"```text\n(.*?)```", section, re.DOTALL)]
 

@@ -18,7 +18,6 @@ def anchors(page: str) -> set[str]:
 
 
 def links(page: str) -> list[str]:
-    """The targets of its links."""
     inside = [child for token in tokens(page) for child in token.children or ()]
     return [str(child.attrs["href"]) for child in inside if child.type == "link_open"]
 

@@ -283,8 +283,6 @@ def test_the_logger(names: dict[str, Any], keeper: Keeper) -> None:
 
 
 class Failing(Sink):
-    """A sink that fails in its second step."""
-
     def __init__(self) -> None:
         self.closed: list[BaseException | None] = []
 

@@ -108,7 +108,6 @@ def outputs(folder: Path) -> Mapping[str, str]:
 
 @contextmanager
 def environment() -> Iterator[None]:
-    """The variables that outputs depend on."""
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     try:
@@ -119,7 +118,6 @@ def environment() -> Iterator[None]:
 
 
 def printed(command: str) -> str:
-    """Return a command with its output and exit code."""
     result = CliRunner().invoke(cli.app, command.split(), env=ENVIRONMENT)
     error = f"{result.exception}\n" if isinstance(result.exception, cli.PrecisionDebugError) else ""
     lines = "".join(f"{line.rstrip()}\n" for line in f"{result.output}{error}".splitlines())

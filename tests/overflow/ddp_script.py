@@ -25,7 +25,6 @@ from te_precision_callbacks.overflow.hooks import ModelHooks
 
 
 def counted(owner: Any, name: str) -> mock.Mock:
-    """Count the calls of a function."""
     counter = mock.Mock(wraps=getattr(owner, name))
     setattr(owner, name, lambda *arguments, **keywords: counter(*arguments, **keywords))
     return counter

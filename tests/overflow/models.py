@@ -100,7 +100,6 @@ def _amaxes(value: Any, role: str) -> list[tuple[str, str]]:
 
 
 def hooks_on(model: torch.nn.Module) -> int:
-    """How many hooks there are on modules and parameters."""
     count = 0
     for module in model.modules():
         count += len(module._forward_hooks) + len(module._forward_pre_hooks)

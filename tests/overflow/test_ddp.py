@@ -14,7 +14,6 @@ pytestmark = pytest.mark.processes
 
 
 def run(case: str, folder: Path) -> list[dict[str, Any]]:
-    """What each rank ended with."""
     ended = forked.ranks(Path(__file__).with_name("ddp_script.py"), [[case, str(folder), str(rank)] for rank in (0, 1)])
     output = [rank.stderr for rank in ended]
     assert [rank.returncode for rank in ended] == [0, 0], output

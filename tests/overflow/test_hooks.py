@@ -35,8 +35,6 @@ INF = float("inf")
 
 
 class Scale(torch.nn.Module):
-    """Multiplies by a parameter."""
-
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
         self.factor = torch.nn.Parameter(torch.tensor(factor))

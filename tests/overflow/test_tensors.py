@@ -29,7 +29,6 @@ INF = float("inf")
 
 
 def report_of(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> list[Line]:
-    """All frames of a call of a model."""
 
     def then_bad(*inputs: Any, **keywords: Any) -> torch.Tensor:
         model(*inputs, **keywords)

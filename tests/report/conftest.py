@@ -71,11 +71,9 @@ class Look:
         self.opened = None
 
     def turn(self, address: str) -> None:
-        """Go to another page of the report that is open."""
         self.go_by(lambda: self.page.evaluate("address => { location.hash = address; }", address))
 
     def go(self, press: Locator) -> None:
-        """Press what leads to another page, and wait until that is drawn."""
         self.go_by(press.click)
 
     def go_by(self, act: Callable[[], object]) -> None:
@@ -129,7 +127,6 @@ class Look:
         return list(csv.reader(io.StringIO(Path(download.value.path()).read_text())))
 
     def tip(self) -> str:
-        """What is said of the place under the mouse."""
         self.page.wait_for_selector(".tip:not([hidden])")
         return self.page.locator(".tip").inner_text()
 

@@ -38,8 +38,6 @@ BAD_STEP = 0.6
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run has."""
-
     blocks: int = 6
     steps: int = 60
     tensors: Sequence[str] = TENSORS
@@ -283,7 +281,6 @@ def drifting(**wanted: Any) -> RecordedRun:
 
 
 def empty() -> RecordedRun:
-    """A run that has recorded nothing."""
     run = drifting(blocks=1, steps=1)
     tables = ("layers", "gemms", "operands", "states", "plan", "series", "steps", "scalars", "events")
     changes = {name: getattr(run, name).slice(0, 0) for name in tables}

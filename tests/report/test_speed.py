@@ -28,7 +28,6 @@ NASTY = "fc<script>window.hurt=1</script>$x$.0"
 
 
 def on(run: RecordedRun, gpu: str | None) -> RecordedRun:
-    """The run, on a GPU."""
     (segment,) = run.segments
     return replace(run, segments=(replace(segment, facts={**segment.facts, "gpu": gpu}),))
 

@@ -85,13 +85,6 @@ def test_show_chooses_after_it_has_left_the_first_step_out(trained: Trained) -> 
     assert all(series.worst > 5 and series.worst_iteration > 0 for series in shown)
 
 
-def test_show_sorts_by_the_statistic(trained: Trained) -> None:
-    shown = look(trained.run, ["sqnr_db"], most=4).worst["sqnr_db"]
-    sqnr = [series.worst for series in shown]
-    assert sqnr == sorted(sqnr)
-    assert not {(layer, "weight") for layer in LOSSY_NAMES} & {series.subject[1:3] for series in shown}
-
-
 def test_the_report_names_the_same(trained: Trained) -> None:
     stated = page_data(trained.run, 10**7)[0]
     of_page = {

@@ -36,7 +36,6 @@ Counts = Counter[tuple[str, str, str]]
 
 @contextmanager
 def counting_saved(modules: Sequence[NamedModule], counts: Counts) -> Iterator[None]:
-    """Count what forwards save for the backward while it is entered."""
     seen = {held.data_ptr() for named in modules for p in named.module.parameters() for _, held in parts(p)}
 
     def look(module: Any, _: Any, output: Any) -> None:
@@ -58,7 +57,6 @@ def counting_saved(modules: Sequence[NamedModule], counts: Counts) -> Iterator[N
 
 
 def count_kept(modules: Sequence[NamedModule], counts: Counts) -> None:
-    """Count what modules keep from step to step."""
     seen: set[int] = set()
     for named in modules:
         module: Any = named.module

@@ -201,7 +201,6 @@ class Planted:
     # ------------------------------------------------------------------ its file, and the products of its run
 
     def write(self, path: Path) -> Path:
-        """Write the file; with gzip if its name says so."""
         head = {
             "schemaVersion": 1,
             "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
@@ -223,7 +222,6 @@ PARTS = {
 
 
 def products() -> list[Product]:
-    """What a run of the model has counted."""
     results: list[Product] = []
 
     def add(layer: str, family: Any, gemm: Any, n: int, m: int, k: int) -> None:

@@ -68,7 +68,6 @@ class Layers(torch.nn.Module):
 
 
 def both(model: torch.nn.Module, recipe: Any) -> tuple[Counts, Counts]:
-    """Planned and counted bytes of each module."""
     modules = named_te_modules(model)
     memory = plan_memory(model, modules, recipe, tokens=TOKENS)
     counted: Counts = Counter()

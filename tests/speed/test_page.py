@@ -23,7 +23,6 @@ PAGE = "docs/speed.md"
 def test_a_session_and_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A step of a session is that of its run."""
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Sequential(te.Linear(64, 128), te.LayerNormMLP(128, 256), torch.nn.Linear(128, 32))
     session = InspectSession(None)

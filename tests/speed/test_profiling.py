@@ -32,8 +32,6 @@ QUIET: dict[str, Any] = {"quiet": True, "statistics_log": "off"}
 
 
 class Checkpointed(ByteLanguageModel):
-    """Runs its blocks again in the backward."""
-
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for layer in self.layers:
@@ -62,7 +60,6 @@ def byte_lm(
 
 
 def tiny() -> tuple[torch.nn.Module, Callable[[], None]]:
-    """A model of one layer, and a step of its training."""
     torch.manual_seed(0)
     model = te.Linear(32, 32)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
