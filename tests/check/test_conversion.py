@@ -200,20 +200,16 @@ def test_wrong_use(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         check(config, "llama", "--convert", "accelerate")
 
 
-class OnTheCpu(torch.nn.Module):
-    """Whose making asks for a number, with a layer of Transformer Engine beside one of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        assert float(torch.ones(1)) == 1
-        self.first = te.LayerNormLinear(32, 32)
-        self.second = torch.nn.Linear(32, 32)
+def on_the_cpu() -> torch.nn.Module:
+    """Its making asks for a number; with a layer of Transformer Engine beside one of torch."""
+    assert float(torch.ones(1)) == 1
+    return torch.nn.ModuleDict({"first": te.LayerNormLinear(32, 32), "second": torch.nn.Linear(32, 32)})
 
 
 def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> None:
     """Accelerate converts what is left of it."""
     Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
-    result = check(config, "OnTheCpu", "--convert", "accelerate", "--recipe", "fp8_current_scaling")
+    result = check(config, "on_the_cpu", "--convert", "accelerate", "--recipe", "fp8_current_scaling")
     assert result["device"] == "cpu"
     planned = gemms_of(result)
     for layer in ("first", "second"):

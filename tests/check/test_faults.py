@@ -96,8 +96,10 @@ def test_a_misspelt_word_is_an_error_with_its_line_and_the_word(tmp_path: Path) 
         )
 
 
-THREE = {
-    "in three sections": """
+THREE = [
+    pytest.param(
+        [6, 8, 14],
+        """
 one:
   enabled: True
   layers: {layer_types: [fc1]}
@@ -114,14 +116,22 @@ three:
   transformer_engine:
     DisableFP8Layer: {enabled: True}
 """,
-    "in a section": """
+        id="in three sections",
+    ),
+    pytest.param(
+        [2, 4, 6],
+        """
 one:
   enable: True
   layers: {layer_numbers: [x]}
   transformer_engine:
     DisableFP8GEMM: {enabled: True, gemms: [fprob]}
 """,
-    "in a feature": """
+        id="in a section",
+    ),
+    pytest.param(
+        [7, 8, 9],
+        """
 one:
   enabled: True
   layers: {layer_types: [fc1]}
@@ -131,7 +141,11 @@ one:
       tensors: [weigt]
       stats: [maxx]
 """,
-    "a key twice": """
+        id="in a feature",
+    ),
+    pytest.param(
+        [6, 10, 10],
+        """
 one:
   enabled: True
   layers: {layer_types: [fc1]}
@@ -144,7 +158,11 @@ two:
   transformer_engine:
     DisableFP8Layer: {enabled: True}
 """,
-    "in a namespace": """
+        id="a key twice",
+    ),
+    pytest.param(
+        [2, 4, 7],
+        """
 one:
   enabled: True
   transformer_engin:
@@ -152,21 +170,15 @@ one:
   transformer_engine:
     FakeQuant: {enable: True, gemms: [fprop], tensors: [weight], quant_format: FP8E4M3}
 """,
-}
-LINES = {
-    "in three sections": (6, 8, 14),
-    "in a section": (2, 4, 6),
-    "in a feature": (7, 8, 9),
-    "a key twice": (6, 10, 10),
-    "in a namespace": (2, 4, 7),
-}
+        id="in a namespace",
+    ),
+]
 
 
-@pytest.mark.parametrize("case", THREE)
-def test_three_mistakes_are_three_errors(tmp_path: Path, case: str) -> None:
-    problems = error_of(tmp_path, THREE[case]).problems
-    lines = sorted(int(re.search(r"line (\d+)", problem)[1]) for problem in problems)  # type: ignore[index]
-    assert lines == list(LINES[case]), problems
+@pytest.mark.parametrize(("lines", "text"), THREE)
+def test_three_mistakes_are_three_errors(tmp_path: Path, lines: list[int], text: str) -> None:
+    problems = error_of(tmp_path, text).problems
+    assert sorted(int(re.search(r"line (\d+)", problem)[1]) for problem in problems) == lines, problems  # type: ignore[index]
 
 
 # ------------------------------------------------------------------------------------------------------------- any text

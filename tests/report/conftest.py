@@ -82,8 +82,10 @@ class Look:
         act()
         self.page.wait_for_function("before => document.body.dataset.shown !== before", arg=before)
 
-    def everything_drawn(self) -> int:
-        """Scroll through the page, and wait for all of its plots; their number."""
+    def everything_drawn(self, address: str = "") -> int:
+        """Turn to a page if one is named, scroll through it, and wait for all of its plots; their number."""
+        if address:
+            self.turn(address)
         plots = self.page.locator(".plot")
         for plot in plots.all():
             plot.scroll_into_view_if_needed()
@@ -126,7 +128,10 @@ class Look:
             button.click()
         return list(csv.reader(io.StringIO(Path(download.value.path()).read_text())))
 
-    def tip(self) -> str:
+    def tip(self, x: float, y: float) -> str:
+        """Move the mouse to a place of the first plot, and return what is said of it."""
+        self.page.mouse.move(*self.at(x, y))
+        self.page.wait_for_timeout(150)
         self.page.wait_for_selector(".tip:not([hidden])")
         return self.page.locator(".tip").inner_text()
 

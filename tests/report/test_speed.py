@@ -86,7 +86,6 @@ def test_the_page_begins_with_the_answer_and_draws_all(look: Look, run: Recorded
     facts = speed_facts(run)
     look.open(report, "page=speed", dark=True)
     box = look.page.get_by_role("region", name=facts["summary"]).bounding_box()
-    assert box is not None
     assert box["y"] < 160
     assert look.everything_drawn() == 1
     assert look.page.evaluate("document.documentElement.scrollWidth <= innerWidth")

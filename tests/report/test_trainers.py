@@ -105,14 +105,12 @@ def test_the_page_of_a_real_run(look: Look, tmp_path: Path) -> None:
     run = open_run(tmp_path)
     look.open(tmp_path / "report.html", "page=nowhere")
     for page in ("heatmap", "layer&layer=0", "profile&tensor=gradient", "config", "summary"):
-        look.turn(f"page={page}")
-        look.everything_drawn()
+        look.everything_drawn(f"page={page}")
     shares = dict(look.plot("plot.data.map((trace) => [trace.name, trace.x[2]])"))
     assert shares["FP8"] == pytest.approx(100 * session.coverage().share("fp8"))
     look.turn("page=layer&layer=1")
     assert "FP8 E4M3" in look.page.locator("table").first.inner_text()
-    look.turn("page=profile&tensor=activation&format=E4M3&step=5")
-    look.everything_drawn()
+    look.everything_drawn("page=profile&tensor=activation&format=E4M3&step=5")
     (top,) = look.plot("plot.data.filter((t) => t.name === 'E4M3: largest').map((t) => [...t.x])")
     scales = run.grid("scale_inv_max", "activation").values[:, 5]
     assert top[::2] == pytest.approx(torch.tensor(448 * scales).log2().tolist(), abs=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +13,31 @@ import pytest
 
 from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.speed.trace import TraceError, measure, read_trace, show
-from te_precision_callbacks.speed.trace.measuring import MeasuredStep, kind_of_kernel, kind_of_operator
+from te_precision_callbacks.speed.trace.measuring import kind_of_kernel, kind_of_operator
 from tests.speed.planted import Planted
 
-
-def measured(step: MeasuredStep) -> dict[tuple[str, str, str, str], tuple[float, int]]:
-    """Layer, GEMM, pass and kind -> microseconds and kernels."""
-    sums: dict[tuple[str, str, str, str], tuple[float, int]] = {}
-    for row in step.products:
-        key = row.layer, row.gemm, row.of_pass, str(row.kind)
-        us, count = sums.get(key, (0.0, 0))
-        sums[key] = us + row.ms * 1e3, count + round(row.calls)
-    return {key: (pytest.approx(us), count) for key, (us, count) in sums.items()}
+Rows = Iterable[tuple[tuple[str, str, str, str], float, int]]
 
 
-def true(planted: Planted) -> dict[tuple[str, str, str, str], tuple[float, int]]:
-    times: Counter[tuple[str, str, str, str]] = Counter()
-    counts: Counter[tuple[str, str, str, str]] = Counter()
-    for kernel in planted.truth:
-        times[kernel[:4]] += kernel.us  # type: ignore[assignment]
-        counts[kernel[:4]] += 1
-    return {key: (times[key], counts[key]) for key in times}
+def summed(rows: Rows) -> tuple[Counter[tuple[str, str, str, str]], ...]:
+    """Microseconds and kernels of each layer, GEMM, pass and kind."""
+    times, counts = Counter(), Counter()
+    for key, us, count in rows:
+        times[key] += us
+        counts[key] += count
+    return times, counts
 
 
 @pytest.mark.parametrize("facts", [{}, {"again": 2, "recompute": True}], ids=str)
 def test_each_kernel_of_a_planted_trace_has_its_layer_gemm_pass_and_kind(facts: dict[str, Any], tmp_path: Path) -> None:
     planted = Planted(**facts)
     step = measure(read_trace(planted.write(tmp_path / "trace.json.gz")))
-    assert measured(step) == true(planted)
+    times, counts = summed(
+        ((row.layer, row.gemm, row.of_pass, str(row.kind)), 1e3 * row.ms, round(row.calls)) for row in step.products
+    )
+    true_times, true_counts = summed((kernel[:4], kernel.us, 1) for kernel in planted.truth)
+    assert times == pytest.approx(true_times)
+    assert counts == true_counts
     assert (step.device, step.rank, step.iterations) == ("NVIDIA H100 80GB HBM3", 3, (7,))
     assert {row.format for row in step.products if row.gemm} == {"fp8"}
     assert {row.format for row in step.products if row.layer == "head"} == {"bf16"}
