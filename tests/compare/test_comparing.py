@@ -66,6 +66,10 @@ class Runs:
     def record(self, name: str, values: Values, **options: Any) -> RecordedRun:
         return record(self.folder / name, values, order=LAYERS, **options)
 
+    def compared(self, ours: dict[str, Any], theirs: dict[str, Any]) -> Comparison:
+        """Two runs with equal statistics, and with other facts or numbers of the trainer."""
+        return compare(*(self.record(name, numbers(0), **of) for name, of in (("ours", ours), ("theirs", theirs))))
+
     def with_floor(self, values: Values) -> Comparison:
         return compare(self.a, self.record("b", values), noise=[self.noise])
 
@@ -142,8 +146,8 @@ def test_a_difference_that_does_not_last_does_not_count(runs: Runs) -> None:
     b = runs.record("b", values)
     assert not compare(runs.a, b, noise=[runs.noise]).has_findings
     result = compare(runs.a, b, noise=[runs.noise], lasting=4)
-    assert (result.first.iteration, result.first.strongest.until) == (30, 33)
-    assert not result.first.strongest.to_the_end
+    departure = result.first.strongest
+    assert (result.first.iteration, departure.until, departure.to_the_end) == (30, 33, False)
 
 
 def test_a_number_that_is_none_any_more_counts(runs: Runs) -> None:
@@ -207,16 +211,14 @@ def test_a_noisy_layer_needs_more_than_its_quiet_siblings(runs: Runs) -> None:
 def test_without_noise_fixed_bounds_hold_and_it_says_so(runs: Runs) -> None:
     b = runs.record("b", changed(numbers(0), {(LAYERS[1], "weight"): 1.8, (LAYERS[3], "weight"): 2.2}))
     result = compare(runs.a, b)
-    assert result.floor is None
-    assert [parting.name for parting in result.parted] == [f"{LAYERS[3]} weight"]
-    assert result.parted[0].strongest.spread is None
-    assert not result.all_equal
+    (parting,) = result.parted
+    assert (parting.name, parting.strongest.spread) == (f"{LAYERS[3]} weight", None)
+    assert (result.floor, result.all_equal) == (None, False)
 
 
 def test_equal_runs_are_equal_to_the_last_bit(runs: Runs) -> None:
     result = compare(runs.a, runs.record("b", numbers(0)), noise=[runs.noise])
-    assert not result.has_findings
-    assert result.all_equal
+    assert (result.has_findings, result.all_equal) == (False, True)
 
 
 def test_steps_pair_by_their_number(tmp_path: Path) -> None:
@@ -378,14 +380,13 @@ FACTS: dict[str, Any] = {"versions": {"torch": "2.9"}, "recipes": ["none"], "wor
 def test_facts_that_differ_come_with_their_values(
     runs: Runs, ours: dict[str, Any], theirs: dict[str, Any], stated: list[tuple[str, str, str]]
 ) -> None:
-    a, b = runs.record("ours", numbers(0), **ours), runs.record("theirs", numbers(0), **theirs)
-    assert [(fact.name, fact.a, fact.b) for fact in compare(a, b).facts] == stated
+    assert [(fact.name, fact.a, fact.b) for fact in runs.compared(ours, theirs).facts] == stated
 
 
 def test_another_batch_size_is_a_fact_and_has_no_yardstick(runs: Runs) -> None:
     high = [row | {"precision": "bf16"} for row in products(128)]
-    a = runs.record("high", numbers(0), gemms=high, scalars={"loss": LOSS})
-    result = compare(a, runs.record("low", numbers(0), gemms=products(128, calls=8), scalars={"loss": LOSS * 1.1}))
+    low = {"gemms": products(128, calls=8), "scalars": {"loss": LOSS * 1.1}}
+    result = runs.compared({"gemms": high, "scalars": {"loss": LOSS}}, low)
     assert ("rows in a step of layers.{0-5}.fc", "128", "1,024") in [
         (fact.name, fact.a, fact.b) for fact in result.facts
     ]
@@ -427,8 +428,10 @@ def test_the_factor_of_a_number_is_that_of_its_magnitude(
 def test_losses_are_held_against_the_yardstick_that_is_for_them(
     runs: Runs, low: str, high: str, off: float, holds: dict[str, bool | None]
 ) -> None:
-    a = runs.record("high", numbers(0), gemms=gemm_rows(high), scalars={"lr": np.ones(STEPS), "loss": LOSS})
-    loss = compare(a, runs.record("low", numbers(0), gemms=gemm_rows(low), scalars={"loss": LOSS * (1 + off)})).loss
+    loss = runs.compared(
+        {"gemms": gemm_rows(high), "scalars": {"lr": np.ones(STEPS), "loss": LOSS}},
+        {"gemms": gemm_rows(low), "scalars": {"loss": LOSS * (1 + off)}},
+    ).loss
     assert loss.relative == pytest.approx(off, rel=1e-6)
     assert {yardstick.name.split()[0]: yardstick.holds for yardstick in loss.yardsticks} == holds
     assert loss.is_finding is (False in holds.values())
@@ -473,9 +476,8 @@ def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, since: i
 def test_a_loss_that_the_trainer_hides_is_not_compared_in_its_place(runs: Runs) -> None:
     """The Hugging Face Trainer logs 0 in the place of a nan, and its session the loss of each step."""
     lost = np.where(np.arange(STEPS) < 20, LOSS, math.nan)
-    good = runs.record("good loss", numbers(0), scalars={"loss": LOSS, "loss_step": LOSS})
-    bad = runs.record("hidden loss", numbers(0), scalars={"loss": np.nan_to_num(lost), "loss_step": lost})
-    result = compare(good, bad)
+    hidden = {"loss": np.nan_to_num(lost), "loss_step": lost}
+    result = runs.compared({"scalars": {"loss": LOSS, "loss_step": LOSS}}, {"scalars": hidden})
     assert list(first_lines(result)) == ["The loss_step of B is nan from step 20 on; that of A is not."]
     assert result.loss.name == "loss_step"
 
@@ -566,8 +568,7 @@ def test_layers_pair_by_the_end_of_their_names(runs: Runs, ours: str, theirs: st
     b = named("otherwise", theirs, changed(numbers(2), {(LAYERS[2], "weight"): 16.0}), "fp8")
     result = compare(a, b, noise=[noise])
     assert [parting.name for parting in result.parted] == [f"{ours}{LAYERS[2]} weight"]
-    assert result.ordered
-    assert result.pairing.layers == len(LAYERS)
+    assert (result.ordered, result.pairing.layers) == (True, len(LAYERS))
     assert any(fact.name.startswith("fprop of ") and fact.b == "FP8" for fact in result.facts)
     assert len(result.notes) == 2
     assert f"named {theirs!r}... where those of {a.path} are named {ours!r}..." in result.notes[0]

@@ -16,7 +16,6 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import page_data, worst_layers
 from te_precision_callbacks.views.report.overview import Columns, histograms, overviews, pieces
@@ -71,17 +70,17 @@ def test_of_several_ranks_the_worst_counts() -> None:
     assert overview.worst[rank][row] == min(values.min() for values in item)
 
 
-def with_values(run: RecordedRun, change: dict[tuple[str, int], float], flags: int = 0) -> RecordedRun:
+def with_values(run: RecordedRun, change: dict[tuple[str, int], float]) -> RecordedRun:
     """A run in which some numbers of activation underflows% are others: (layer, iteration) -> value."""
     numbers = {layer: run.select(statistic="underflows%", tensor="activation", layer=layer)[0] for layer, _ in change}
 
     def read(wanted: list[int] | None) -> pa.Table:
         table = run.read_values(wanted)
-        values, marks = table["value"].to_numpy().copy(), table["flags"].to_numpy().copy()
+        values = table["value"].to_numpy().copy()
         for (layer, iteration), value in change.items():
             is_it = (table["series"].to_numpy() == numbers[layer]) & (table["iteration"].to_numpy() == iteration)
-            values[is_it], marks[is_it] = value, flags
-        return table.set_column(3, "value", pa.array(values)).set_column(4, "flags", pa.array(marks))
+            values[is_it] = value
+        return table.set_column(3, "value", pa.array(values))
 
     return replace(run, read_values=read)
 
@@ -95,15 +94,7 @@ def test_what_is_not_finite_is_the_worst_and_survives() -> None:
     assert math.isnan(cells[0, 0])
     levels = PackedScale.of(cells).bytes(cells, overview.present[REDUCED])
     assert (levels[0, 0], levels[1, 0]) == (NAN, INF)
-    content, _ = page_data(run, 10**7)
-    assert math.isnan(content["worst_layers"][0]["items"][0]["value"])
-
-
-def test_the_first_step_of_delayed_scaling_is_no_finding() -> None:
-    run = with_values(RUN, {(RUN.ordered_layers[0], 0): 100.0}, flags=STEP0)
-    (overview,) = overviews(run, [family_of_run(run)], Columns.of(run, 5))
-    assert overview.present[REDUCED][0, 0]
-    assert overview.cells[REDUCED][0, 0] < 100.0
+    assert math.isnan(page_data(run, 10**7)[0]["worst_layers"][0]["items"][0]["value"])
 
 
 def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
@@ -122,7 +113,6 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     (overview,) = overviews(run, Subjects(run).families, Columns.of(run, 10))
     assert overview.present[REDUCED].all()
     assert overview.cells[REDUCED].tolist() == [[math.inf, math.inf]]
-    assert overview.worst_at[REDUCED].tolist() == [0]
     assert page_data(run, 10**7)[0]["worst_layers"] == [{"family": 0, "items": [], "counted": True}]
 
 
