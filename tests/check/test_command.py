@@ -340,5 +340,4 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_kinds_of_findings_are_on_the_page() -> None:
     text = (ROOT / PAGE).read_text()
-    for kind in get_args(FindingKind):
-        assert f"| `{kind}` |" in text
+    assert [kind for kind in get_args(FindingKind) if f"| `{kind}` |" not in text] == []

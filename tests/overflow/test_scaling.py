@@ -161,20 +161,19 @@ class NanBackward(torch.autograd.Function):
 
 def test_a_gradient_that_is_not_finite_at_any_scale() -> None:
     """The scaler would leave out every step, and halve its scale to zero; at a scale of 1 it is an overflow."""
-
     half = Half()
     model = Function(lambda x: NanBackward.apply(half(x)), half=half)  # type: ignore[no-untyped-call]
-    scaler = scaler_of(scale=2.0**4)
-    with DebugActivationOverflow(model) as watching:
-        with pytest.raises(ActivationOverflowError, match=r"The loss was scaled by only 1, so the scale is not") as e:
-            plain(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 20)
-        assert (e.value.batch, scaler.get_scale()) == (4, 1.0)
-    with DebugActivationOverflow(model) as watching:
-        watching.loss_scaled = True  # the loop looks after it
-        plain(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 20)
-        torch.nn.init.constant_(half.second.weight, 6e4)
-        with pytest.raises(ActivationOverflowError, match="second: Linear: output has infs"):
-            plain(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 1)
+    optimizer, scaler = OPTIMIZERS["sgd"](model.parameters()), scaler_of(scale=2.0**4)
+    with pytest.raises(ActivationOverflowError, match=r"The loss was scaled by only 1, so the scale is not") as raised:
+        with DebugActivationOverflow(model):
+            plain(model, optimizer, scaler, 20)
+    assert (raised.value.batch, scaler.get_scale()) == (4, 1.0)
+    with pytest.raises(ActivationOverflowError, match="second: Linear: output has infs"):
+        with DebugActivationOverflow(model) as watching:
+            watching.loss_scaled = True  # the loop looks after it
+            plain(model, optimizer, scaler, 20)
+            torch.nn.init.constant_(half.second.weight, 6e4)
+            plain(model, optimizer, scaler, 1)
 
 
 def test_a_scaler_that_is_disabled_excuses_nothing() -> None:

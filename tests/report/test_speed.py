@@ -83,17 +83,12 @@ def report(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow  # a browser
 def test_the_page_begins_with_the_answer_and_draws_all(look: Look, run: RecordedRun, report: Path) -> None:
-    facts = speed_facts(run)
-    look.open(report, "page=speed", dark=True)
-    box = look.page.get_by_role("region", name=facts["summary"]).bounding_box()
-    assert box["y"] < 160
-    assert look.everything_drawn() == 1
-    assert look.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert look.page.locator("[role=alert]").count() == 0
-    colours = look.page.evaluate("[...document.querySelectorAll('.plot')][0].data.map((t) => t.marker.color)")
+    look.open_in_the_dark(report, {"speed": 1})
+    region = look.page.get_by_role("region", name=speed_facts(run)["summary"])
+    assert region.bounding_box()["y"] < 160  # type: ignore[index]
+    names, colours = zip(*look.plot("plot.data.map((trace) => [trace.name, trace.marker.color])"), strict=True)
+    assert names == ("BF16", "as it runs: GEMMs", "as it runs: casts", "interval of 95 %")
     assert len(set(colours)) == len(colours)
-    names = look.page.evaluate("[...document.querySelectorAll('.plot')][0].data.map((t) => t.name)")
-    assert names == ["BF16", "as it runs: GEMMs", "as it runs: casts", "interval of 95 %"]
 
 
 @pytest.mark.slow  # a browser

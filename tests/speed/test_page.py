@@ -25,17 +25,15 @@ def test_a_session_and_its_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Sequential(te.Linear(64, 128), te.LayerNormMLP(128, 256), torch.nn.Linear(128, 32))
-    session = InspectSession(None)
-    session.start(log_dir=Path("logs")).attach(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            y = model(torch.randn(64, 64))
-        y.sum().backward()
-        optimizer.step()
-        session.step()
+    with InspectSession(None, model=model, log_dir="logs") as session:
+        for _ in range(2):
+            with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+                y = model(torch.randn(64, 64))
+            y.sum().backward()
+            optimizer.step()
+            session.step()
     live = estimate_step(Step.of(session.coverage(), session.precision), device_named("h200"))
-    session.stop()
     capsys.readouterr()
     names: dict[str, Any] = {}
     exec(blocks(PAGE, "python", "import pandas")[0], names)
