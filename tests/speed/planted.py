@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
@@ -68,11 +69,10 @@ class Planted:
         self.truth: list[Kernel] = []
         self._ranges, self._recompute, self._late = ranges, recompute, late
         self._now = self._free = 1000.0
-        self._count = self._sequence = 0
+        self._numbers = itertools.count(1)
         self._thread = 1
         self._pass = "forward"
         self._forwards: dict[str, list[tuple[int, float, int]]] = {}
-        self._arrows = 0
         with self._range(iteration_range(7)):
             for _ in range(again):
                 self._forward()
@@ -156,16 +156,15 @@ class Planted:
 
     @contextmanager
     def _node(self, name: str, key: str) -> Iterator[None]:
-        self._sequence += 1
-        self._forwards.setdefault(f"{name} {key}", []).append((self._thread, self._now, self._sequence))
-        with self._operator(name, self._sequence):
+        sequence = next(self._numbers)
+        self._forwards.setdefault(f"{name} {key}", []).append((self._thread, self._now, sequence))
+        with self._operator(name, sequence):
             yield
 
     @contextmanager
     def _backward_of(self, name: str, key: str, node: str, ranged: str = "") -> Iterator[None]:
         thread, begin, sequence = self._forwards[f"{name} {key}"].pop()
-        self._arrows += 1
-        facts = {"cat": "fwdbwd", "name": "fwdbwd", "pid": 1, "id": self._arrows}
+        facts = {"cat": "fwdbwd", "name": "fwdbwd", "pid": 1, "id": next(self._numbers)}
         with self._operator(f"autograd::engine::evaluate_function: {node}", sequence):
             self.events.append({"ph": "s", "tid": thread, "ts": begin, **facts})
             self.events.append({"ph": "f", "bp": "e", "tid": self._thread, "ts": self._now, **facts})
@@ -183,8 +182,7 @@ class Planted:
         self._event("cpu_op", name, begin, self._now - begin, facts)
 
     def _kernel(self, name: str, us: float, layer: str, gemm: str, kind: str) -> None:
-        self._count += 1
-        facts = {"correlation": self._count, "External id": 0}
+        facts = {"correlation": next(self._numbers), "External id": 0}
         self._event("cuda_runtime", "cudaLaunchKernel", self._now, self._late - 0.5, facts)
         begin = max(self._free, self._now + 4)
         self._now += self._late
