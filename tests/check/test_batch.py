@@ -156,8 +156,8 @@ def test_the_products_of_a_batch_are_those_of_a_step(name: str, on_meta: bool, t
 def test_tokens_of_each_layer_tell_which_shapes_are_refused() -> None:
     """A layer behind a pooling sees other tokens than those before it."""
 
-    each, pooled = te.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
-    model = Function(lambda x: pooled(each(x).mean(0)), each=each, pooled=pooled)
+    first, pooled = te.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
+    model = Function(lambda x: pooled(first(x).mean(0)), first=first, pooled=pooled)
     before = model.state_dict().keys()
     [finding] = check_model(model, load_config({}), recipe=CURRENT(), batch=torch.ones(LENGTH, 10, WIDTH)).findings
     assert (finding.kind, finding.layers) == ("shape", ("pooled",))
