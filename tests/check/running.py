@@ -19,6 +19,7 @@ from te_precision_callbacks.config import load_config
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
+from tests.functions import Function
 from tests.instrumentation.gemm_spy import Spy
 
 BF16 = torch.bfloat16
@@ -47,30 +48,15 @@ def gpu_with(recipe: str) -> Iterator[None]:
         yield
 
 
-class Grouped(torch.nn.Module):
+def grouped(inputs: int, outputs: int) -> Function:
     """Experts that share the tokens unequally."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.experts = te.GroupedLinear(2, inputs, outputs, params_dtype=BF16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.experts(x, SPLITS)
-        return result
+    experts = te.GroupedLinear(2, inputs, outputs, params_dtype=BF16)
+    return Function(lambda x: experts(x, SPLITS), experts=experts)
 
 
-class Block(torch.nn.Module):
-    """A TransformerLayer of rows."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.transformer_layer = te.TransformerLayer(
-            width, inner, 2, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.transformer_layer(x.view(-1, 2, x.shape[-1]))
-        return result.reshape(x.shape)
+def block(width: int, inner: int) -> Function:
+    layer = te.TransformerLayer(width, inner, 2, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0)
+    return Function(lambda x: layer(x.view(-1, 2, x.shape[-1])).reshape(x.shape), transformer_layer=layer)
 
 
 class Chain(torch.nn.Module):
@@ -85,9 +71,7 @@ class Chain(torch.nn.Module):
     def __init__(self, width: int, parts: Mapping[str, torch.nn.Module], shapes: dict[tuple[int, int], str]) -> None:
         super().__init__()
         self.width = width
-        self.parts = torch.nn.ModuleDict()
-        for name, part in parts.items():
-            self.parts[name] = part
+        self.parts = torch.nn.ModuleDict(parts)
         self.shapes = shapes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,14 +87,10 @@ def chain(draw: random.Random, kinds: Sequence[str]) -> Chain:
     parts: dict[str, torch.nn.Module] = {}
     width = first = draw.choice(sides[1:])
 
-    def fits(*made: tuple[int, int]) -> bool:
-        return len(set(made)) == len(made) and not set(made) & set(shapes)
-
     for number, kind in enumerate(kinds):
         for inner in draw.sample(sides, len(sides)):
             name, wrapped = f"part{number}", draw.random() < 0.3
             path = f"parts.{name}" + (".0" if wrapped else "")
-            made: dict[tuple[int, int], str]
             if kind == "TransformerLayer":
                 of_attention = f"{path}.transformer_layer.self_attention"
                 mlp = f"{path}.transformer_layer.layernorm_mlp"
@@ -120,20 +100,16 @@ def chain(draw: random.Random, kinds: Sequence[str]) -> Chain:
                     (inner, width): f"{mlp}.fc1",
                     (width, inner): f"{mlp}.fc2",
                 }
-                width_after = width
             elif kind == "LayerNormMLP":
                 made = {(inner, width): f"{path}.fc1", (width, inner): f"{path}.fc2"}
-                width_after = width
             else:
-                path += ".experts" if kind == "GroupedLinear" else ""
-                made = {(inner, width): path}
-                width_after = inner
+                made = {(inner, width): path + (".experts" if kind == "GroupedLinear" else "")}
             size = {"TransformerLayer": 4, "LayerNormMLP": 2}.get(kind, 1)
-            if len(made) == size and fits(*made):
+            if len(made) == size and not set(made) & set(shapes):
                 shapes |= made
                 part = _BUILD[kind](width, inner)
                 parts[name] = torch.nn.Sequential(part) if wrapped else part
-                width = width_after
+                width = inner if size == 1 else width
                 break
     return Chain(first, parts, shapes)
 
@@ -141,9 +117,9 @@ def chain(draw: random.Random, kinds: Sequence[str]) -> Chain:
 _BUILD: Mapping[str, Callable[[int, int], torch.nn.Module]] = {
     "Linear": lambda inputs, outputs: te.Linear(inputs, outputs, params_dtype=BF16),
     "LayerNormLinear": lambda inputs, outputs: te.LayerNormLinear(inputs, outputs, params_dtype=BF16),
-    "GroupedLinear": Grouped,
+    "GroupedLinear": grouped,
     "LayerNormMLP": lambda width, inner: te.LayerNormMLP(width, inner, params_dtype=BF16),
-    "TransformerLayer": Block,
+    "TransformerLayer": block,
 }
 
 KINDS = tuple(_BUILD)
@@ -179,7 +155,6 @@ def ran(model: Chain, config: Mapping[str, Any], recipe: Any, folder: Path) -> t
 
 
 def planned(checked: CheckedModel) -> Operands:
-    """The same as it is planned."""
     return {
         (product.layer, product.gemm, tensor): text.removesuffix(" (modified)")
         for product in checked.coverage

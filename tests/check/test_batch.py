@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,7 @@ from tests.coverage.test_coverage import (
     Taught,
     words,
 )
+from tests.functions import Function
 from tests.fused_attention import emulate_kernel
 
 CURRENT = recipes.Float8CurrentScaling
@@ -64,16 +67,11 @@ class Mixed(torch.nn.Module):
             x = self.high(x + bias)
         heads = x.view(BATCH, LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2)
         mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
-        result: torch.Tensor = self.head(mixed.transpose(1, 2).reshape(TOKENS, WIDTH))
-        return result
+        return self.head(mixed.transpose(1, 2).reshape(TOKENS, WIDTH))
 
 
-class Case(NamedTuple):
-    """A model, what it is called with, and whether the meta device can call it."""
-
-    make: Callable[[], torch.nn.Module]
-    batch: Callable[[], Any]
-    on_meta: bool = True
+Case = namedtuple("Case", "make batch on_meta", defaults=(True,))
+"""A model, what it is called with, and whether the meta device can call it."""
 
 
 def frozen() -> torch.nn.Module:
@@ -83,15 +81,10 @@ def frozen() -> torch.nn.Module:
     return model
 
 
-def again(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = checkpoint(layer, x, use_reentrant=False)
-    return result
-
-
 CASES: Mapping[str, Case] = {
     "GPT": Case(Layers, words),
     "with frozen parts": Case(frozen, words),
-    "with checkpoints": Case(lambda: Layers(block=again), words),
+    "with checkpoints": Case(lambda: Layers(block=functools.partial(checkpoint, use_reentrant=False)), words),
     "with a teacher": Case(Taught, lambda: torch.ones(TOKENS, WIDTH)),
     "mixed": Case(Mixed, lambda: torch.ones(TOKENS, WIDTH)),
     "mixed, with a gradient for its input": Case(Mixed, lambda: (torch.ones(TOKENS, WIDTH, requires_grad=True),)),
@@ -102,7 +95,6 @@ CASES: Mapping[str, Case] = {
 
 
 def step(model: torch.nn.Module, batch: Any, recipe: Any, folder: Path, *, strict: bool = True) -> Coverage:
-    """What a session counts in a step."""
     arguments = {} if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
     with (
         warnings.catch_warnings(),
@@ -126,7 +118,7 @@ def plan(case: Case, recipe: Any, *, on_meta: bool) -> CheckedModel:
     return check_model(model, load_config({}), recipe=recipe, batch=case.batch())
 
 
-def told(coverage: Coverage) -> dict[tuple[str, str, bool], Any]:
+def facts(coverage: Coverage) -> dict[tuple[str, str, bool], Any]:
     """Each product with all that is known of it; the sizes of attention's backward depend on the kernel."""
     return {
         (p.layer, p.gemm, p.backward): (
@@ -153,8 +145,8 @@ def test_the_products_of_a_batch_are_those_of_a_step(name: str, on_meta: bool, t
             plan(case, CURRENT(), on_meta=True)
         return
     checked = plan(case, CURRENT(), on_meta=on_meta)
-    expected = told(step(case.make(), case.batch(), CURRENT(), tmp_path))
-    result = told(checked.coverage)
+    expected = facts(step(case.make(), case.batch(), CURRENT(), tmp_path))
+    result = facts(checked.coverage)
     assert {key: value for key, value in result.items() if not key[0].startswith(("unused", "teacher"))} == expected
     assert {product.runs for product in checked.coverage} <= {"planned", "never"}
     not_reached = ("unused",) if name.startswith("mixed") else ()
@@ -164,19 +156,10 @@ def test_the_products_of_a_batch_are_those_of_a_step(name: str, on_meta: bool, t
 def test_tokens_of_each_layer_tell_which_shapes_are_refused() -> None:
     """A layer behind a pooling sees other tokens than those before it."""
 
-    class Pooled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.each, self.pooled = te.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.pooled(self.each(x).mean(0))
-            return result
-
-    model = Pooled()
+    first, pooled = te.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
+    model = Function(lambda x: pooled(first(x).mean(0)), first=first, pooled=pooled)
     before = model.state_dict().keys()
-    checked = check_model(model, load_config({}), recipe=CURRENT(), batch=torch.ones(LENGTH, 10, WIDTH))
-    [finding] = checked.findings
+    [finding] = check_model(model, load_config({}), recipe=CURRENT(), batch=torch.ones(LENGTH, 10, WIDTH)).findings
     assert (finding.kind, finding.layers) == ("shape", ("pooled",))
     assert "tokens is 10 and has to be a multiple of 16 (next: 16)" in finding.text
     assert model.state_dict().keys() == before
@@ -202,23 +185,11 @@ def test_nothing_of_the_model_or_of_transformer_engine_changes() -> None:
     assert torch.equal(torch.random.get_rng_state(), numbers)
 
 
-class Attention(torch.nn.Module):
-    """Transformer Engine's attention between its layers.
-
-    Args:
-        packed: whether queries, keys and values are one tensor.
-    """
-
-    def __init__(self, *, packed: bool = True, length: int = 128) -> None:
-        super().__init__()
-        self.length = length
-        self.inner = te.MultiheadAttention(
-            WIDTH, HEADS, kv_channels=32, attention_dropout=0.0, params_dtype=BF16, fuse_qkv_params=packed
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(x, attn_mask_type="no_mask")
-        return result
+def attention() -> torch.nn.Module:
+    inner = te.MultiheadAttention(
+        WIDTH, HEADS, kv_channels=32, attention_dropout=0.0, params_dtype=BF16, fuse_qkv_params=True
+    )
+    return Function(lambda x: inner(x, attn_mask_type="no_mask"), inner=inner)
 
 
 ATTENTION: Mapping[str, tuple[tuple[int, int], Callable[[], Any]]] = {
@@ -237,12 +208,12 @@ def test_attention_is_planned_as_it_runs(
 ) -> None:
     emulate_kernel(monkeypatch)
     capability, recipe = ATTENTION[name]
-    case = Case(Attention, lambda: torch.ones(128, BATCH, WIDTH, dtype=BF16, requires_grad=True))
+    case = Case(attention, lambda: torch.ones(128, BATCH, WIDTH, dtype=BF16, requires_grad=True))
     with any_capability():
         stand_for(capability)
         checked = plan(case, recipe(), on_meta=on_meta)
-        expected = told(step(case.make(), case.batch(), recipe(), tmp_path, strict=False))
-    assert told(checked.coverage) == expected
+        expected = facts(step(case.make(), case.batch(), recipe(), tmp_path, strict=False))
+    assert facts(checked.coverage) == expected
     assert checked.findings == ()
     low = [product.is_low for product in checked.coverage if product.family == "attention"]
     assert low == [recipe() is not None and recipe().fp8_dpa] * 4
@@ -267,26 +238,19 @@ def test_a_causal_mask_of_attention_is_known(mask: str, tmp_path: Path) -> None:
     assert {p.why for p in checked.coverage if p.family == "attention"} == {"attention without FP8"}
 
 
-class OfTorch(torch.nn.Module):
-    """Torch's attention with a mask."""
-
-    def __init__(self, *, causal: bool, mask: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(16, 16)
-        self.causal, self.mask = causal, mask
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.qkv(x)
-        return torch.nn.functional.scaled_dot_product_attention(x, x, x, self.mask, 0.0, self.causal)
+def of_torch(*, causal: bool = False, mask: torch.Tensor | None = None) -> torch.nn.Module:
+    qkv = torch.nn.Linear(16, 16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return Function(lambda x: attend(*[qkv(x)] * 3, mask, 0.0, causal), qkv=qkv)
 
 
 @pytest.mark.parametrize("on_meta", [True, False], ids=["meta", "CPU"])
 @pytest.mark.parametrize(
     ("make", "left"),
     [
-        (lambda: OfTorch(causal=True), 9 / 16),
-        (lambda: OfTorch(causal=False), 1.0),
-        (lambda: OfTorch(causal=False, mask=torch.zeros(8, 8)), None),
+        (lambda: of_torch(causal=True), 9 / 16),
+        (lambda: of_torch(), 1.0),
+        (lambda: of_torch(mask=torch.zeros(8, 8)), None),
     ],
     ids=["causal", "none", "a tensor"],
 )
@@ -327,8 +291,7 @@ def test_a_batch_of_other_columns_is_refused(part: Callable[[int, int], torch.nn
 
 def test_a_recipe_of_the_models_own_forward_is_planned() -> None:
     checked = check_model(Layers(CURRENT()), load_config({}), recipe="none", batch=words())
-    low = {product.layer for product in checked.coverage if product.is_low}
-    assert "layers.0.layernorm_mlp.fc1" in low
+    assert "layers.0.layernorm_mlp.fc1" in {product.layer for product in checked.coverage if product.is_low}
     checked = check_model(Layers(CURRENT()), load_config({"kept": feature("DisableFP8Layer", ["fc1"])}), batch=words())
     reasons = {product.layer: product.reason for product in checked.coverage if product.macs and not product.is_low}
     assert reasons["layers.0.layernorm_mlp.fc1"] is Reason.SECTION

@@ -7,13 +7,16 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.check.factory import ModelFactoryError, build_model
+from te_precision_callbacks.check.findings import FindingKind
+from tests.docs.pages import ROOT, blocks
 from tests.manual.test_command import ends, one_line
 
 CONFIG = """
@@ -105,7 +108,6 @@ def returns_a_list():
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with a config and a module."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "my_models.py").write_text(MODELS)
     (tmp_path / "broken.py").write_text("import torch\nimport nowhere_at_all\n")
@@ -127,8 +129,7 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 def as_json(*arguments: str, code: int = 0) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(run(*arguments, "--json", code=code))
-    return result
+    return json.loads(run(*arguments, "--json", code=code))
 
 
 @pytest.mark.usefixtures("here")
@@ -149,12 +150,9 @@ def test_all_errors_of_a_config(here: Path) -> None:
     ):
         assert said in stated
     assert "line 11 (section 'kept')" in stated
-    errors = as_json("config.yaml", code=1)["errors"]
-    assert len(errors) == 3
-    sections = "".join(f"s{number}: 3\n" for number in range(250))
-    (here / "config.yaml").write_text(sections)
-    many = as_json("config.yaml", code=1)
-    assert len(many["errors"]) == 250
+    assert len(as_json("config.yaml", code=1)["errors"]) == 3
+    (here / "config.yaml").write_text("".join(f"s{number}: 3\n" for number in range(250)))
+    assert len(as_json("config.yaml", code=1)["errors"]) == 250
 
 
 @pytest.mark.usefixtures("here")
@@ -230,8 +228,7 @@ def test_a_section_without_a_layer_can_be_allowed(here: Path) -> None:
 def test_a_contract_that_the_plan_does_not_hold() -> None:
     arguments = ("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling", "--require")
     assert as_json(*arguments, "fp8 fprop >= 60%")["findings"] == []
-    result = as_json(*arguments, "fp8 fprop >= 99%", code=1)["findings"]
-    assert [finding["kind"] for finding in result] == ["contract"]
+    assert [finding["kind"] for finding in as_json(*arguments, "fp8 fprop >= 99%", code=1)["findings"]] == ["contract"]
     assert "fp8 fprop >= 99%: it is 9" in one_line(run(*arguments, "fp8 fprop >= 99%", code=1))
 
 
@@ -300,3 +297,47 @@ def test_wrong_use(
     stated = ends(monkeypatch, capsys, "check", *shlex.split(arguments))
     for part in message.split(" .* "):
         assert part in stated
+
+
+# -------------------------------------------------------------------------------------------------------- docs/check.md
+
+
+PAGE = "docs/check.md"
+
+PAGE_CONFIG = """
+kept:
+  enabled: True
+  layers: {layer_types: [fc2, down_proj]}
+  transformer_engine:
+    DisableFP8GEMM: {enabled: True, gemms: [fprop]}
+"""
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, of_transformers, use = blocks(PAGE, "python")
+    (tmp_path / "config.yaml").write_text(PAGE_CONFIG)
+    (tmp_path / "my_models.py").write_text(models)
+    (tmp_path / "hf_models.py").write_text(of_transformers)
+    monkeypatch.chdir(tmp_path)
+    outputs = []
+    for command in blocks(PAGE, "bash"):
+        program, *arguments = shlex.split(command)
+        assert program == "te-precision"
+        done = CliRunner().invoke(cli.app, arguments)
+        assert done.exit_code == 0, done.output
+        outputs.append([line.split() for line in done.output.splitlines()])
+    for drawn, output in zip(blocks(PAGE, "text"), outputs[1:], strict=True):
+        for line in drawn.splitlines():
+            assert line.split() in output, line
+    del sys.modules["my_models"], sys.modules["hf_models"]
+
+    names: dict[str, Any] = {}
+    exec(compile(models, "my_models", "exec"), names)
+    with torch.device("meta"):
+        names["model"] = names["build"]()
+    exec(compile(use, "use", "exec"), names)
+
+
+def test_the_kinds_of_findings_are_on_the_page() -> None:
+    text = (ROOT / PAGE).read_text()
+    assert [kind for kind in get_args(FindingKind) if f"| `{kind}` |" not in text] == []

@@ -62,7 +62,6 @@ def with_tied_words() -> transformers.PreTrainedModel:
 
 
 def with_an_adapter() -> torch.nn.Module:
-    """A model of transformers inside of another module."""
     return torch.nn.Sequential(llama())
 
 
@@ -82,15 +81,14 @@ def check(config: str, model: str, *arguments: str, code: int = 0) -> dict[str, 
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code == code, done.output
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return json.loads(done.stdout)
 
 
-def gemms_of(found: dict[str, Any]) -> dict[tuple[str, str], Any]:
+def gemms_of(checked: dict[str, Any]) -> dict[tuple[str, str], Any]:
     """(layer, GEMM) -> operands and reason, of a plan as JSON."""
     return {
         (layer, gemm): (planned["operands"], planned["reason"], planned["reason_ref"])
-        for row in found["plan"]
+        for row in checked["plan"]
         for layer in row["layers"]
         for gemm, planned in row["gemms"].items()
     }
@@ -148,13 +146,10 @@ def test_what_was_frozen_or_tied_before_the_conversion_has_a_note(config: str) -
     assert "q_proj" not in note
     assert "convert_model(model) yourself before you make the optimizer" in note
     of_layers = sum(row["low"] for row in result["memory"]["rows"] if row["kind"] == "gradient")
-    assert of_layers == sum(4 * layer.weight.numel() for layer in linears()), "the plan is of what then trains"
+    linears = [module for module in llama_of().modules() if isinstance(module, torch.nn.Linear)]
+    assert of_layers == sum(4 * layer.weight.numel() for layer in linears), "the plan is of what then trains"
     (note,) = (note for note in check(config, "with_tied_words", *arguments)["notes"] if "tie" in note)
     assert note.startswith("Accelerate's conversion has untied model.embed_tokens.weight and lm_head.weight: ")
-
-
-def linears() -> list[torch.nn.Linear]:
-    return [module for module in llama_of().modules() if isinstance(module, torch.nn.Linear)]
 
 
 @pytest.mark.parametrize(("name", "make", "most"), [("gpt2", gpt2, 0.25), ("mixtral", mixtral, 0.3)])
@@ -205,21 +200,16 @@ def test_wrong_use(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         check(config, "llama", "--convert", "accelerate")
 
 
-class OnTheCpu(torch.nn.Module):
-    """Whose making asks for a number, with a layer of Transformer Engine beside one of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        assert float(torch.ones(1)) == 1
-        self.first = te.LayerNormLinear(32, 32)
-        self.second = torch.nn.Linear(32, 32)
+def on_the_cpu() -> torch.nn.Module:
+    """Its making asks for a number; with a layer of Transformer Engine beside one of torch."""
+    assert float(torch.ones(1)) == 1
+    return torch.nn.ModuleDict({"first": te.LayerNormLinear(32, 32), "second": torch.nn.Linear(32, 32)})
 
 
 def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> None:
     """Accelerate converts what is left of it."""
     Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
-    arguments = ("--convert", "accelerate", "--recipe", "fp8_current_scaling")
-    result = check(config, "OnTheCpu", *arguments)
+    result = check(config, "on_the_cpu", "--convert", "accelerate", "--recipe", "fp8_current_scaling")
     assert result["device"] == "cpu"
     planned = gemms_of(result)
     for layer in ("first", "second"):

@@ -5,15 +5,23 @@ The mistakes are made here: in every word of the documented configs that a user 
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from te_precision_callbacks.config import ConfigError, load_config
+from te_precision_callbacks.config import Config, ConfigError, load_config
+from te_precision_callbacks.config.contract import Contract, read_contract
 from te_precision_callbacks.config.schemas import FEATURES
+from tests.properties import examples
 from tests.te_debug_features import EXAMPLES
 
 CONFIGS = [*EXAMPLES, *(schema.example for schema in FEATURES.values())]
@@ -71,29 +79,27 @@ def test_there_are_many() -> None:
 
 def test_a_misspelt_word_is_an_error_with_its_line_and_the_word(tmp_path: Path) -> None:
     for line, word, text in FAULTS:
-        check_misspelt(tmp_path, line, word, text)
+        error = error_of(tmp_path, text)
+        wrong = swapped(word)
+        stated = [problem for problem in error.problems if f"'{wrong}'" in problem]
+        assert stated, error.problems
+        places = [
+            re.match(r".*config\.yaml, line (\d+)(?: column (\d+))? \(section '\w+'\): ", problem) for problem in stated
+        ]
+        assert str(line) in {place and place[1] for place in places} or f"Is {wrong!r} meant" in stated[0]
+        for place in places:
+            if place and place[2]:
+                column = int(place[2]) - 1
+                assert text.splitlines()[line - 1].find(str(wrong), column) >= column, "in the entry that begins there"
+        assert any(re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", problem, re.IGNORECASE) for problem in stated), (
+            stated
+        )
 
 
-def check_misspelt(tmp_path: Path, line: int, word: str, text: str) -> None:
-    error = error_of(tmp_path, text)
-    wrong = swapped(word)
-    stated = [problem for problem in error.problems if f"'{wrong}'" in problem]
-    assert stated, error.problems
-    places = [
-        re.match(r".*config\.yaml, line (\d+)(?: column (\d+))? \(section '\w+'\): ", problem) for problem in stated
-    ]
-    assert str(line) in {place and place[1] for place in places} or f"Is {wrong!r} meant" in stated[0]
-    for place in places:
-        if place and place[2]:
-            column = int(place[2]) - 1
-            assert text.splitlines()[line - 1].find(str(wrong), column) >= column, "in the entry that begins there"
-    assert any(re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", problem, re.IGNORECASE) for problem in stated), (
-        stated
-    )
-
-
-THREE = {
-    "in three sections": """
+THREE = [
+    pytest.param(
+        [6, 8, 14],
+        """
 one:
   enabled: True
   layers: {layer_types: [fc1]}
@@ -110,14 +116,22 @@ three:
   transformer_engine:
     DisableFP8Layer: {enabled: True}
 """,
-    "in a section": """
+        id="in three sections",
+    ),
+    pytest.param(
+        [2, 4, 6],
+        """
 one:
   enable: True
   layers: {layer_numbers: [x]}
   transformer_engine:
     DisableFP8GEMM: {enabled: True, gemms: [fprob]}
 """,
-    "in a feature": """
+        id="in a section",
+    ),
+    pytest.param(
+        [7, 8, 9],
+        """
 one:
   enabled: True
   layers: {layer_types: [fc1]}
@@ -127,7 +141,11 @@ one:
       tensors: [weigt]
       stats: [maxx]
 """,
-    "a key twice": """
+        id="in a feature",
+    ),
+    pytest.param(
+        [6, 10, 10],
+        """
 one:
   enabled: True
   layers: {layer_types: [fc1]}
@@ -140,7 +158,11 @@ two:
   transformer_engine:
     DisableFP8Layer: {enabled: True}
 """,
-    "in a namespace": """
+        id="a key twice",
+    ),
+    pytest.param(
+        [2, 4, 7],
+        """
 one:
   enabled: True
   transformer_engin:
@@ -148,18 +170,107 @@ one:
   transformer_engine:
     FakeQuant: {enable: True, gemms: [fprop], tensors: [weight], quant_format: FP8E4M3}
 """,
-}
-LINES = {
-    "in three sections": (6, 8, 14),
-    "in a section": (2, 4, 6),
-    "in a feature": (7, 8, 9),
-    "a key twice": (6, 10, 10),
-    "in a namespace": (2, 4, 7),
-}
+        id="in a namespace",
+    ),
+]
 
 
-@pytest.mark.parametrize("case", THREE)
-def test_three_mistakes_are_three_errors(tmp_path: Path, case: str) -> None:
-    problems = error_of(tmp_path, THREE[case]).problems
-    results = [int(re.search(r"line (\d+)", problem)[1]) for problem in problems]  # type: ignore[index]
-    assert sorted(results) == list(LINES[case]), problems
+@pytest.mark.parametrize(("lines", "text"), THREE)
+def test_three_mistakes_are_three_errors(tmp_path: Path, lines: list[int], text: str) -> None:
+    problems = error_of(tmp_path, text).problems
+    assert sorted(int(re.search(r"line (\d+)", problem)[1]) for problem in problems) == lines, problems  # type: ignore[index]
+
+
+# ------------------------------------------------------------------------------------------------------------- any text
+
+
+CONTRACTS = (
+    "precision_contract:\n  share: {fp8: 90, fp8 wgrad: 85}\n  layers: {.*mlp.*: mxfp8}\n"
+    "  state: {optimizer: float32}\n  by_step: 3\n  on_broken: warn\n",
+    "precision_contract:\n  share: [fp8 >= 95%, fp32 < 5%]\n",
+)
+
+WORDS = sorted({word for text in (*CONFIGS, *CONTRACTS) for word in WORD.findall(text)})
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 5),
+    st.sampled_from([10**30, -(10**30), math.nan, math.inf, -0.0, 1e-320, 0.5]),
+    st.text(max_size=6),
+    st.sampled_from(WORDS),
+    st.sampled_from(["0-3", "3-0", "(", "[a-", "*", "1,2", "fp8 >= 95%", "fp8 >", ">= 3", "100 GB", "1e9 KiB"]),
+    st.binary(max_size=3),
+    st.dates(),
+)
+
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.one_of(st.sampled_from(WORDS), st.integers(0, 3), st.text(max_size=3)), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+"""What can stand in a mapping."""
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in parts:
+        yield from places(value, (*path, key))
+
+
+@st.composite
+def changed(draw: st.DrawFn, texts: tuple[str, ...]) -> Any:
+    """One of these documents, in which one or two values are others, or stand under another key."""
+    tree = copy.deepcopy(yaml.safe_load(draw(st.sampled_from(texts))))
+    for _ in range(draw(st.integers(1, 2))):
+        path = draw(st.sampled_from(list(places(tree))))
+        if not path:
+            return draw(VALUES)
+        owner = tree
+        for key in path[:-1]:
+            owner = owner[key]
+        if isinstance(owner, dict) and draw(st.booleans()):
+            owner[draw(st.one_of(st.sampled_from(WORDS), st.text(max_size=3)))] = owner.pop(path[-1])
+        else:
+            owner[path[-1]] = draw(VALUES)
+    return tree
+
+
+@st.composite
+def garbled(draw: st.DrawFn, texts: tuple[str, ...]) -> str:
+    """The text of one of these documents, in which a part is left out, doubled or written over."""
+    text = draw(st.sampled_from(texts))
+    start = draw(st.integers(0, len(text)))
+    end = min(len(text), start + draw(st.integers(0, 12)))
+    marks = st.text(alphabet="{}[]:,&*!|>-?#%@`'\"\\ \t\n\0\x85\ufeffa0=<", max_size=6)
+    put = draw(st.one_of(marks, st.text(max_size=4), st.sampled_from([*WORDS, text[start:end] * 2])))
+    return text[:start] + put + text[end:]
+
+
+def reads(source: Any) -> None:
+    with contextlib.suppress(ConfigError):
+        assert isinstance(load_config(source), Config)
+    with contextlib.suppress(ConfigError):
+        assert isinstance(read_contract(source), Contract | None)
+
+
+@given(source=st.one_of(changed(tuple(CONFIGS)), st.dictionaries(st.text(max_size=3), VALUES, max_size=3)))
+@examples(100)
+def test_any_mapping(source: Any) -> None:
+    reads(source if isinstance(source, dict) else {"section": source})
+
+
+TEXTS = st.one_of(garbled(tuple(CONFIGS)), garbled(CONTRACTS), st.text(max_size=40))
+
+
+@given(content=st.one_of(TEXTS.map(lambda text: text.encode(errors="surrogatepass")), st.binary(max_size=60)))
+@examples(200)
+def test_any_text(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "config.yaml"
+    path.write_bytes(content)
+    reads(path)

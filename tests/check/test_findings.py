@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import warnings
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +13,21 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
+import yaml
 from transformer_engine.common import recipe as recipes
+from typer.testing import CliRunner
 
+import te_precision_callbacks
+from te_precision_callbacks import cli
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.check import CheckedModel, RecipeError, check_model
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.coverage.coverage import Coverage, Reason
+from te_precision_callbacks.instrumentation import upstream
 from te_precision_callbacks.session import InspectSession
 from tests.check.running import BF16, RECIPES, gpu_with
-from tests.conftest import feature
+from tests.conftest import feature, statistics
+from tests.functions import Function
 
 WATCHED = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}
 
@@ -133,8 +142,7 @@ def test_a_dtype_that_nvfp4_refuses(tmp_path: Path) -> None:
 
 def test_layers_that_the_debug_path_refuses_run_without_features() -> None:
     off = {"s": feature("DisableFP8Layer", ["all"])}
-    delayed = te.Linear(32, 32, delay_wgrad_compute=True)
-    checked = check(torch.nn.Sequential(delayed, te.Linear(32, 32)), off)
+    checked = check(torch.nn.Sequential(te.Linear(32, 32, delay_wgrad_compute=True), te.Linear(32, 32)), off)
     [finding] = checked.findings
     assert (finding.kind, finding.layers) == ("refused", ("0",))
     assert "delay_wgrad_compute" in finding.text
@@ -143,8 +151,7 @@ def test_layers_that_the_debug_path_refuses_run_without_features() -> None:
 
 
 def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
-    delayed = te.Linear(32, 32, delay_wgrad_compute=True)
-    model = torch.nn.Sequential(delayed, te.LayerNormMLP(32, 32))
+    model = torch.nn.Sequential(te.Linear(32, 32, delay_wgrad_compute=True), te.LayerNormMLP(32, 32))
     config = {"s": feature("LogTensorStats", ["all"], tensors=["output"], stats=["max"])}
     checked = check(model, config)
     assert checked.findings == ()
@@ -164,23 +171,21 @@ def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
         check(model, observe="fast")
 
 
-class Mixed(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(10, 32)
-        self.conv = torch.nn.Conv2d(4, 8, 3, groups=2)
-        self.attention = torch.nn.MultiheadAttention(32, 2)
-        self.fc = te.Linear(32, 64)
-        self.ops = te.ops.Sequential(te.ops.Linear(64, 32), te.ops.GELU())
-        self.own = torch.nn.Module()
-        self.own.table = torch.nn.Parameter(torch.zeros(4, 4))
-        self.head = torch.nn.Linear(32, 10)
-        self.head.weight.requires_grad_(False)
-
-
 def test_modules_of_any_kind() -> None:
     """The multiply-adds are the sizes' products, by hand."""
-    checked = check(Mixed(), recipe="fp8_current_scaling", tokens=64)
+    own, head = torch.nn.Module(), torch.nn.Linear(32, 10)
+    own.table = torch.nn.Parameter(torch.zeros(4, 4))
+    head.weight.requires_grad_(False)
+    parts = {
+        "embedding": torch.nn.Embedding(10, 32),
+        "conv": torch.nn.Conv2d(4, 8, 3, groups=2),
+        "attention": torch.nn.MultiheadAttention(32, 2),
+        "fc": te.Linear(32, 64),
+        "ops": te.ops.Sequential(te.ops.Linear(64, 32), te.ops.GELU()),
+        "own": own,
+        "head": head,
+    }
+    checked = check(torch.nn.ModuleDict(parts), recipe="fp8_current_scaling", tokens=64)
     macs = {(p.layer, p.gemm): p.macs for p in checked.coverage}
     of_forward = {
         "attention.out_proj": 64 * 32 * 32,
@@ -229,8 +234,7 @@ def test_features_that_act_in_a_span_are_planned_apart() -> None:
         "u": feature("DisableFP8GEMM", ["0"], gemms=["fprop"], start_step=85),
         "v": feature("DisableFP8Layer", ["1"], start_end_list=[[0, 9], [85, -1]]),
     }
-    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    checked = check(model, config, require="fp8 >= 50%")
+    checked = check(torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32)), config, require="fp8 >= 50%")
     assert checked.coverage.share("fp8") == 1
     assert {steps: round(span.share("fp8"), 3) for steps, span in checked.spans.items()} == {
         "steps 0 to 9": 0.5,
@@ -275,3 +279,172 @@ def test_what_the_rules_find_in_a_plan() -> None:
         result = check_model(torch.nn.Sequential(*parts), load_config(), recipe=recipe, tokens=32).findings
     by_rule = {finding.text.rpartition("(")[2]: finding.layers for finding in result if finding.kind == "rule"}
     assert by_rule == {"hole).": ("4",), "mxfp8-hybrid).": tuple(str(place) for place in range(9) if place != 4)}
+
+
+# -------------------------------------------------------------------------------------------------- what is not counted
+
+
+SIZE = 32
+
+
+def net(call: Callable[[torch.Tensor], torch.Tensor], **parts: torch.nn.Module) -> Function:
+    fc = te.Linear(SIZE, SIZE)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
+            x = fc(x)
+        return call(x)
+
+    return Function(forward, fc=fc, **parts)
+
+
+def recurrent() -> Function:
+    part = torch.nn.LSTM(SIZE, 64)
+    return net(lambda x: part(x.view(4, 8, SIZE))[0], part=part)
+
+
+NAMED: dict[str, tuple[str, Callable[[], Function]]] = {
+    "LSTM": ("has no counterpart", recurrent),
+    "matrix_exp": ("linalg_matrix_exp decomposes", lambda: net(torch.matrix_exp)),
+}
+"""Name -> the reason, and a model whose only counted products are those of Transformer Engine."""
+
+CONFIG = statistics(freq=100)
+CONTRACT = {"share": "fp8 >= 99%", "by_step": 1, "on_broken": "warn"}
+
+
+def ran(model: Function, folder: Path) -> Coverage:
+    with InspectSession(CONFIG, model=model, log_dir=folder, require=CONTRACT, records="off") as session:
+        model(torch.randn(SIZE, SIZE, requires_grad=True)).sum().backward()
+        session.step()
+    return session.coverage()
+
+
+def plan_of(model: Function) -> CheckedModel:
+    batch = torch.randn(SIZE, SIZE, requires_grad=True)
+    return check_model(model, load_config(CONFIG), batch=batch, require=CONTRACT, recipe=recipes.Float8CurrentScaling())
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_and_told_where_a_contract_holds(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    what, make = NAMED[name]
+    planned = plan_of(make())
+    for coverage in (ran(make(), tmp_path), planned.coverage):
+        assert coverage.share("fp8") == 1
+        assert any(what in text for text in coverage.not_counted)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("cannot be checked" in text and what in text for text in warned)
+    [finding] = planned.findings
+    assert "fp8 >= 99%: cannot be checked: not counted: " in finding.text
+    assert what in finding.text
+
+
+def test_a_plan_by_tokens_names_the_modules_that_it_leaves_out() -> None:
+    planned = check_model(recurrent(), load_config(CONFIG), recipe=recipes.Float8CurrentScaling(), require="fp8 >= 99%")
+    assert "part" in planned.not_counted
+    assert [finding.kind for finding in planned.findings] == ["not_sized", "contract"]
+    for finding in planned.findings:
+        assert "part" in finding.text
+        assert "cannot be sized without" in finding.text
+
+
+def test_a_plan_by_tokens_says_that_attention_is_not_in_its_shares() -> None:
+    def noted(**keywords: Any) -> list[str]:
+        model, recipe = te.TransformerLayer(64, 128, 4), recipes.Float8CurrentScaling()
+        planned = check_model(model, load_config(CONFIG), recipe=recipe, **keywords)
+        assert (planned.coverage.share("fp8") == 1) == ("tokens" in keywords)
+        return [note for note in planned.notes if "products of attention" in note]
+
+    [note] = noted(tokens=64)
+    assert "lengths of sequences: transformer_layer.self_attention. A batch" in note
+    assert not noted(batch=torch.ones(16, 4, 64))
+
+
+# ------------------------------------------------------------------------------------------------ warnings of a session
+
+
+PACKAGE = Path(te_precision_callbacks.__file__).parent
+
+LOGGED = feature("LogTensorStats", ["all"], tensors=["activation"], stats=["max"])
+
+
+def two() -> torch.nn.Module:
+    return torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+
+
+def delayed() -> torch.nn.Module:
+    return torch.nn.Sequential(te.Linear(32, 32, delay_wgrad_compute=True), te.Linear(32, 32))
+
+
+def plain() -> torch.nn.Module:
+    return torch.nn.Linear(32, 32)
+
+
+Case = namedtuple("Case", "config model said_in options", defaults=({},))
+"""A config and a model of which something is to be said, the function that logs it, and options of the session."""
+
+
+def selected(**layers: Any) -> dict[str, Any]:
+    return {"s": {**LOGGED, "layers": layers}}
+
+
+GEMM = feature("LogTensorStats", ["all"], tensors=["activation", "fprop"], stats=["max"])
+REPLACED = feature("FakeQuant", ["all"], quant_format="FP8E4M3", tensors=["weight"], gemms=["fprop"])
+ATTACH = "session/model.py:attach"
+
+CASES = {
+    "no section": Case({"s": LOGGED | {"enabled": False}}, two, ATTACH),
+    "no feature": Case({"s": feature("LogTensorStats", ["all"], enabled=False)}, two, ATTACH),
+    "no layer": Case({"s": LOGGED}, plain, ATTACH),
+    "a GEMM among tensors": Case({"s": GEMM}, two, "config/checking.py:_without_gemms"),
+    "a key beside one that decides": Case(
+        selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_idle_keys"
+    ),
+    "an empty pattern": Case(selected(layer_name_regex_pattern=""), two, "config/selection.py:_warn_of_idle_keys"),
+    "a type that no layer has": Case(selected(layer_types=["linear", "nothing"]), two, "config/problems.py:warn"),
+    "a name that no layer has": Case(
+        selected(exact_layer_names=["0", "5"]), two, "config/problems.py:warn", {"allow_unmatched": True}
+    ),
+    "a layer that is refused": Case({"s": REPLACED}, delayed, "instrumentation/refusals.py:warn", {"observe": "debug"}),
+    "a version that is not known": Case({"s": LOGGED}, two, "instrumentation/upstream.py:warn_unless_supported"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_session_warns_of_is_said_by_check(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    if name == "a version that is not known":
+        monkeypatch.setattr(upstream, "SUPPORTED_TE", ("1.0", "1.1"))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(case.config))
+    with caplog.at_level(logging.WARNING), InspectSession(path, model=case.model(), log_dir=tmp_path, **case.options):
+        pass
+    stated = [record for record in caplog.records if record.name.startswith("te_precision_callbacks")]
+    places = {f"{Path(record.pathname).relative_to(PACKAGE).as_posix()}:{record.funcName}" for record in stated}
+    assert case.said_in in places
+    caplog.clear()
+    monkeypatch.syspath_prepend(tmp_path)
+    observe = ["--observe", case.options["observe"]] if "observe" in case.options else []
+    model = ["--model", f"{__name__}:{case.model.__name__}"]
+    said = json.loads(CliRunner().invoke(cli.app, ["check", str(path), *model, *observe, "--json"]).stdout)
+    texts = " ".join([*said["notes"], *(finding["text"] for finding in said["findings"])])
+    for record in stated:
+        if record.funcName == "warn":  # in other words: which layers, and why
+            assert record.getMessage().partition(" (")[2].rpartition(")")[0] in texts
+        else:
+            assert record.getMessage() in texts
+    assert not caplog.records  # said once
+
+
+def test_without_a_model_the_config_alone_is_judged(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"s": feature("LogTensorStats", ["all"], enabled=False), "t": GEMM}))
+    done = CliRunner().invoke(cli.app, ["check", str(path)])
+    assert done.exit_code == 0
+    said = " ".join(done.stdout.split())
+    assert "Note: " in said
+    assert "has no enabled feature" in said
+    assert "which is a GEMM and no tensor" in said
+    assert len(json.loads(CliRunner().invoke(cli.app, ["check", str(path), "--json"]).stdout)["notes"]) == 2

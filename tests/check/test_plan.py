@@ -60,8 +60,7 @@ def test_operations(recipe: str, tmp_path: Path) -> None:
         linears[1].weight.requires_grad_(False)
         parts = {"ops": te.ops.Sequential(linears[0], te.ops.GELU(), linears[1])}
         model = Chain(64, parts, {(96, 64): "parts.ops.0", (32, 96): "parts.ops.2"})
-        config = {"kept": feature("DisableFP8Layer", ["all"])}
-        checked = compare(model, config, recipe, tmp_path)
+        checked = compare(model, {"kept": feature("DisableFP8Layer", ["all"])}, recipe, tmp_path)
     assert {product.family for product in checked.coverage} == {"te_ops"}
 
 
@@ -94,8 +93,7 @@ def configs(draw: st.DrawFn, layers: list[str], recipe: str) -> dict[str, Any]:
             options["tensors"] = list(dict.fromkeys([draw(st.sampled_from(taking_part)), *others]))
         if name == "FakeQuant":
             options["quant_format"] = draw(st.sampled_from(["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]))
-        section = feature(name, [], **options)
-        config[f"s{number}"] = {**section, "layers": {"exact_layer_names": [layer]}}
+        config[f"s{number}"] = {**feature(name, [], **options), "layers": {"exact_layer_names": [layer]}}
     return config
 
 
@@ -119,6 +117,5 @@ def test_any_model_and_config(recipe: str, data: st.DataObject) -> None:
             for path in model.shapes.values()
             for name in ([f"{path}.gemm_0", f"{path}.gemm_1"] if path.endswith("experts") else [path])
         ]
-        config = data.draw(configs(layers, recipe))
-        checked = compare(model, config, recipe, Path(folder))
+        checked = compare(model, data.draw(configs(layers, recipe)), recipe, Path(folder))
     assert {product.layer for product in checked.coverage} == set(layers)

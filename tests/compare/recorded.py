@@ -65,5 +65,4 @@ def append(run: RunWriter, values: Values, *, rank: int | None = None, first: in
 
 
 def layers(count: int) -> list[str]:
-    """Names of layers."""
     return [f"layers.{number}.fc" for number in range(count)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from tests.compare.recorded import Values, record
+from te_precision_callbacks.diagnosis import Verdict, diagnose
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.views.compare import compare, result
+from te_precision_callbacks.views.compare.result import compare_verdicts
+from tests.compare.recorded import Values, append, layers, record
+from tests.docs.pages import blocks
+from tests.planted import BAD, defective
 from tests.runs.making import RunWriter
 
 STEPS = 20
@@ -32,14 +39,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def compare(*arguments: object) -> Result:
-    # As main does it: an exception of this package becomes a message and exit code 2.
+def command(*arguments: object) -> Result:
     return CliRunner().invoke(cli.app, ["compare", *map(str, arguments)])
 
 
 def refusal(*arguments: object) -> str:
     """The message of a refusal: one of this package, which ``main`` prints with exit code 2."""
-    result = compare(*arguments)
+    result = command(*arguments)
     if result.exit_code == 2:
         return " ".join(result.output.split())
     assert isinstance(result.exception, cli.PrecisionDebugError), result.exception
@@ -47,15 +53,15 @@ def refusal(*arguments: object) -> str:
 
 
 def test_without_a_finding_the_code_is_0(folder: Path) -> None:
-    result = compare(folder / "a", folder / "a")
+    result = command(folder / "a", folder / "a")
     assert result.exit_code == 0
     assert result.output.startswith("A and B are the same run, so nothing can differ.")
     assert "All numbers that pair are equal, to the last bit." in result.output
-    assert not compare(folder / "a", folder / "b").output.startswith("A and B are")
+    assert not command(folder / "a", folder / "b").output.startswith("A and B are")
 
 
 def test_json_has_it_all(folder: Path) -> None:
-    result = compare(folder / "a", folder / "b", "--json")
+    result = command(folder / "a", folder / "b", "--json")
     assert result.exit_code == 1
     actual = json.loads(result.output)
     assert actual["findings"] is True
@@ -68,11 +74,10 @@ def test_json_has_it_all(folder: Path) -> None:
 
 def test_a_page(folder: Path) -> None:
     page = folder / "compare.html"
-    result = compare(folder / "a", folder / "b", "-o", page)
-    assert f"{page}: " in " ".join(result.output.split())
+    assert f"{page}: " in " ".join(command(folder / "a", folder / "b", "-o", page).output.split())
     assert page.stat().st_size > 1_000_000
     page.unlink()
-    assert json.loads(compare(folder / "a", folder / "b", "--report", page, "--json").output)["findings"] is True
+    assert json.loads(command(folder / "a", folder / "b", "--report", page, "--json").output)["findings"] is True
     assert page.exists()
     (folder / "folder.html").mkdir()
     assert "cannot be written" in refusal(folder / "a", folder / "b", "--report", folder / "folder.html")
@@ -80,41 +85,140 @@ def test_a_page(folder: Path) -> None:
     assert "Name it" in refusal(folder / "a", folder / "b", "--report", folder / "compare.png")
 
 
-def no_run(folder: Path) -> Path:
-    (folder / "nothing").mkdir()
-    return folder / "nothing"
-
-
-def foreign(folder: Path) -> Path:
-    pq.write_table(pa.table({"x": [1, 2]}), folder / "foreign.parquet")
-    return folder / "foreign.parquet"
-
-
-def empty(folder: Path) -> Path:
-    RunWriter.begin(folder / "empty").close("ended")
-    return folder / "empty"
-
-
-def strangers(folder: Path) -> Path:
-    return Path(record(folder / "other", {("h.0", "weight", "cur_amax"): np.ones(5)}).path)
-
-
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("name", "says"),
     [
-        (lambda folder: folder / "missing", "no such file or folder"),
-        (no_run, "no recorded run is in this folder"),
-        (foreign, "no recorded run"),
-        (empty, "has no numbers yet"),
-        (strangers, "share no layer"),
+        ("missing", "no such file or folder"),
+        ("nothing", "no recorded run is in this folder"),
+        ("foreign.parquet", "no recorded run"),
+        ("empty", "has no numbers yet"),
+        ("other", "share no layer"),
     ],
 )
-def test_what_cannot_be_compared_is_told(folder: Path, make: Any, says: str) -> None:
-    path = make(folder)
-    assert says in refusal(folder / "a", path)
-    assert says in refusal(folder / "a", folder / "b", "--noise", path)
+def test_what_cannot_be_compared_is_told(folder: Path, name: str, says: str) -> None:
+    (folder / "nothing").mkdir()
+    pq.write_table(pa.table({"x": [1, 2]}), folder / "foreign.parquet")
+    RunWriter.begin(folder / "empty").close("ended")
+    record(folder / "other", {("h.0", "weight", "cur_amax"): np.ones(5)})
+    assert says in refusal(folder / "a", folder / name)
+    assert says in refusal(folder / "a", folder / "b", "--noise", folder / name)
 
 
 def test_wrong_use_is_told(folder: Path) -> None:
     assert "give a second run to compare with" in refusal(folder / "a")
     assert "lasting= must be 1 step or more, not 0" in refusal(folder / "a", folder / "b", "--lasting", 0)
+
+
+# ------------------------------------------------------------------------ docs/comparing.md, and show in docs/report.md
+
+
+def curves(seed: int, factor: float = 1.0) -> dict[tuple[str, str, str], np.ndarray]:
+    draw = np.random.default_rng(seed)
+    results = {}
+    for layer in layers(6):
+        for statistic in ("cur_amax", "underflows%"):
+            results[layer, "weight", statistic] = np.exp(draw.normal(0, 0.1, 60))
+    results[layers(6)[3], "weight", "cur_amax"][30:] *= factor
+    return results
+
+
+@pytest.fixture
+def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    record(Path("bf16"), curves(0), order=layers(6), te_backend="compiled")
+    record(Path("bf16_again"), curves(1), order=layers(6))
+    record(Path("fp8"), curves(2, 2.0**12), order=layers(6), te_backend="reference")
+    record(Path("logs"), curves(2))
+    with RunWriter.begin("logs") as run:
+        append(run, curves(3))
+    with RunWriter.begin("run", world=2) as run:
+        append(run, curves(0), rank=0)
+        append(run, curves(1, 2.0**12), rank=1)
+
+
+@pytest.mark.usefixtures("page_folder")
+def test_the_commands() -> None:
+    codes = []
+    for page, begin in (("docs/comparing.md", ""), ("docs/report.md", "te-precision show")):
+        for line in "".join(blocks(page, "bash", begin)).splitlines():
+            program, *arguments = shlex.split(line)
+            assert program == "te-precision"
+            recorded = iter(sorted(path.name for path in Path("logs/precision_records").iterdir()))
+            for place in (number for number, argument in enumerate(arguments) if argument == "--run"):
+                arguments[place + 1] = next(recorded)  # in place of the page's example
+            result = CliRunner().invoke(cli.app, arguments)
+            assert result.output
+            codes.append(result.exit_code)
+    assert codes == [1, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("page_folder")
+def test_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    for code in blocks("docs/comparing.md", "python"):
+        exec(compile(code, "docs/comparing.md", "exec"), {})
+    assert Path("compare.html").stat().st_size > 1_000_000
+    assert capsys.readouterr().out.splitlines() == [
+        "30 layers.3.fc weight made here cur_amax",
+        "te_backend compiled reference",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- findings
+
+
+@pytest.fixture
+def healthy(tmp_path: Path) -> Path:
+    return defective(tmp_path / "healthy", power=0)
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    return defective(tmp_path / "bad")
+
+
+def test_what_b_has_and_a_has_not_comes_first(healthy: Path, bad: Path) -> None:
+    (finding,) = diagnose(bad)
+    lines = command(healthy, bad).output.splitlines()
+    assert lines[0] == "B has 1 finding that A has not."
+    text = " ".join(" ".join(lines).split())
+    assert f"warning: gradient of {BAD}: {finding.seen_in_words}" in text
+    assert finding.remedy in text
+    assert f"The verdict of A: {diagnose(healthy).summary}" in text
+    assert command(bad, healthy).output.startswith("B has no finding that A has not. A has 1 finding that B has not.")
+
+
+def test_what_both_have_is_not_listed(bad: Path, tmp_path: Path) -> None:
+    actual = compare(open_run(bad), open_run(defective(tmp_path / "again"))).verdicts
+    assert (actual.only_a, actual.only_b, actual.summary) == ((), (), "B has no finding that A has not.")
+
+
+def test_a_run_with_itself_has_none(bad: Path) -> None:
+    run = open_run(bad)
+    assert compare(run, run).verdicts is None
+
+
+def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = diagnose(bad)
+    of_model = dataclasses.replace(first, rule="model", tensor="", layers=())
+    a = (dataclasses.replace(first, layers=("x", "y")), of_model)
+    b = (
+        dataclasses.replace(first, layers=("x", "z")),
+        of_model,
+        dataclasses.replace(first, tensor="weight", layers=("x",)),
+        dataclasses.replace(first, rule="other", layers=("x",)),
+    )
+    verdicts = (Verdict(findings, ("sibling",), ()) for findings in (a, b))
+    monkeypatch.setattr(result, "diagnose", lambda run: next(verdicts))
+    actual = compare_verdicts(open_run(healthy), open_run(bad))
+    assert [(item.rule, item.tensor, item.layers) for item in actual.only_b] == [
+        ("sibling", "gradient", ("z",)),
+        ("sibling", "weight", ("x",)),
+        ("other", "gradient", ("x",)),
+    ]
+    assert (
+        actual.only_b[0].seen_in_words
+        == f"in one of them at step {first.seen_at}, {first.seen}; A has it too in other layers"
+    )
+    assert [(item.rule, item.layers) for item in actual.only_a] == [("sibling", ("y",))]
+    assert actual.not_judged_in_a == ("other",)
+    assert [" This rule was not checked in A." in text for text in actual.in_words()] == [False, False, True]

@@ -27,6 +27,7 @@ from te_precision_callbacks.config import load_config
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from tests.conftest import statistics
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, RUN_BY, Block, all_blocks, blocks
+from tests.functions import Function
 from tests.lightning.models import Plain, loader, logged_lines
 from tests.lightning.test_fabric import Net as PlainNet
 from tests.transformers.models import Net, Vectors
@@ -60,16 +61,16 @@ def run(code: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-class WithLoss(torch.nn.Module):
-    """A model as in transformers: its forward returns an object with a ``loss``, which becomes inf when it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.factor = 1.0
-
-    def forward(self, inputs: torch.Tensor) -> SimpleNamespace:
-        return SimpleNamespace(loss=(self.factor * self.last(self.first(inputs).abs())).square().mean())
+def with_loss() -> Function:
+    """A model as in transformers: its forward returns an object with a ``loss``, times ``factor``."""
+    first, last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    model = Function(
+        lambda inputs: SimpleNamespace(loss=(model.factor * last(first(inputs).abs())).square().mean()),
+        first=first,
+        last=last,
+    )
+    model.factor = 1.0
+    return model
 
 
 QUICK = "max_steps=2, accelerator='cpu', enable_progress_bar=False, default_root_dir='runs', logger=False"
@@ -77,11 +78,10 @@ QUICK = "max_steps=2, accelerator='cpu', enable_progress_bar=False, default_root
 
 
 def readme(folder: Path, first: str, line: str, accelerate: str, callback: str, pair: str, loop: str) -> None:
-    result = run(first.replace("max_steps=100", QUICK), L=L, model=Plain(), data=loader(2))
-    assert result["callback"].session.coverage().share("fp32") == 1
+    names = run(first.replace("max_steps=100", QUICK), L=L, model=Plain(), data=loader(2))
+    assert names["callback"].session.coverage().share("fp32") == 1
 
-    (config,) = blocks("README.md", "yaml")
-    Path("config.yaml").write_text(config)
+    Path("config.yaml").write_text(*blocks("README.md", "yaml"))
     trainer = run(line, L=L, PrecisionDebugCallback=PrecisionDebugCallback)["trainer"]
     assert any(isinstance(callback, PrecisionDebugCallback) for callback in trainer.callbacks)
 
@@ -104,8 +104,7 @@ def readme(folder: Path, first: str, line: str, accelerate: str, callback: str, 
 def lightning_page(folder: Path, fit: str, script: str, overflow: str, fabric: str) -> None:
     Path("config.yaml").write_text(str(statistics()))
     names = {"L": L, "PrecisionDebugCallback": PrecisionDebugCallback, "model": Plain(), "data": loader(2)}
-    callback = run(fit.replace("max_steps=100", QUICK), **names)["callback"]
-    assert callback.session.iteration == 2
+    assert run(fit.replace("max_steps=100", QUICK), **names)["callback"].session.iteration == 2
     assert len(logged_lines(folder / "runs")) == 2 * 2 * 2, "layers, statistics, steps"
     run(script.replace("max_steps=100", QUICK))
     run(overflow, PrecisionDebugCallback=PrecisionDebugCallback)
@@ -117,7 +116,7 @@ def lightning_page(folder: Path, fit: str, script: str, overflow: str, fabric: s
 
 
 def activation_overflow(folder: Path, block: str, label: str, look: str, skip: str) -> None:
-    model = WithLoss()
+    model = with_loss()
     names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
     names["loader"] = [{"inputs": torch.ones(2, 4)}] * 3
     run(block, **names)
@@ -165,8 +164,7 @@ def scopes(folder: Path, code: str) -> None:
 
 def observing(folder: Path, code: str) -> None:
     Path("config.yaml").write_text(str(statistics(tensors=["activation", "gradient"])))
-    result = run(code)
-    assert {row.tensor for row in result["records"]} == {"activation", "gradient"}
+    assert {row.tensor for row in run(code)["records"]} == {"activation", "gradient"}
 
 
 def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_transformers: str, again: str) -> None:
@@ -208,8 +206,7 @@ PYTHON: dict[str, Callable[..., None]] = {
 @pytest.mark.parametrize("page", sorted({block.page for block in HERE if block.language == "python"}))
 def test_python(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    codes = [block.code for block in HERE if (block.page, block.language) == (page, "python")]
-    PYTHON[page](tmp_path, *codes)
+    PYTHON[page](tmp_path, *[block.code for block in HERE if (block.page, block.language) == (page, "python")])
 
 
 # ---------------------------------------------------------------------- YAML

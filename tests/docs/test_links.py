@@ -13,13 +13,11 @@ from tests.docs.pages import PAGES, ROOT, tokens
 
 def anchors(page: str) -> set[str]:
     """The anchors that GitHub gives to a page's headings."""
-    result = tokens(page)
-    titles = [inline.content for opened, inline in pairwise(result) if opened.type == "heading_open"]
+    titles = [inline.content for opened, inline in pairwise(tokens(page)) if opened.type == "heading_open"]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def links(page: str) -> list[str]:
-    """The targets of its links."""
     inside = [child for token in tokens(page) for child in token.children or ()]
     return [str(child.attrs["href"]) for child in inside if child.type == "link_open"]
 

@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformer_engine.pytorch as te
 from typer.testing import CliRunner
 
-from te_precision_callbacks import cli
+from te_precision_callbacks import InspectSession, cli
+from te_precision_callbacks.base.vocabulary import PRECISIONS, SUBJECTS
+from te_precision_callbacks.config.contract import read_contract
+from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.runs import open_run
-from tests.docs.pages import blocks
+from te_precision_callbacks.session import running_session
+from te_precision_callbacks.sinks import Sink, StepRecords
+from tests.conftest import Keeper
+from tests.docs.pages import PAGES, blocks
+from tests.lightning.models import board_scalars, logged_lines
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +142,168 @@ def test_a_job_that_is_preempted_and_resumed(capsys: pytest.CaptureFixture[str])
     run = open_run("run")
     assert [segment.status for segment in run.segments] == ["ended", "ended"]
     assert run.curves["loss"].iterations.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+# ----------------------------------------------------------------------------------------------------- docs/coverage.md
+
+
+COVERAGE_SCRIPT, FRONT_DOOR, SEVERAL_CONDITIONS = blocks("docs/coverage.md", "python")
+
+
+def test_the_script_prints_the_output_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(COVERAGE_SCRIPT, {})
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    (text,) = blocks("docs/coverage.md", "text")
+    shown = text.splitlines()
+    assert shown[-1] == "..."
+    assert printed[: len(shown) - 1] == shown[:-1]
+
+
+def test_the_contract_and_the_integration_accept_the_examples_of_the_page() -> None:
+    Path("contract.yaml").write_text(*blocks("docs/coverage.md", "yaml"))
+    contract = read_contract("contract.yaml")
+    assert (len(contract.share), len(contract.layers), len(contract.state)) == (2, 1, 1)
+    exec(FRONT_DOOR, {})
+    names: dict[str, Any] = {}
+    exec(SEVERAL_CONDITIONS, names)
+    several = read_contract(names["require"])
+    assert [str(share) for share in several.share.values()] == names["require"]["share"]
+
+
+def test_the_page_names_all_words() -> None:
+    text = PAGES["docs/coverage.md"].read_text(encoding="utf-8")
+    words = (*PRECISIONS, *(reason.name for reason in Reason))
+    assert [word for word in words if f"`{word}`" not in text] == []
+    assert [subject for subject in SUBJECTS if subject.partition("_")[0] not in text] == []
+
+
+# ------------------------------------------------------------------------------------------------------ docs/session.md
+
+
+SCRIPT, ACCUMULATION, PIECES, RUNNING, SEVERAL, EVALUATION, KNOWN = blocks("docs/session.md", "python")
+
+
+def test_the_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.yaml").write_text(*blocks("docs/session.md", "yaml", "# config.yaml"))
+    names: dict[str, Any] = {}
+    exec(SCRIPT, names)
+    assert f"print(entry.layer, entry.gemm, entry.operands)  # {capsys.readouterr().out.splitlines()[0]}\n" in SCRIPT
+    assert names["session"].iteration == 4
+    numbers = 2 * 2 * 2  # layers, tensors, statistics
+    assert len(logged_lines(Path("run"))) == numbers * 4
+    exec(ACCUMULATION, names)
+    assert capsys.readouterr().out.splitlines() == [f"1 0 1 {numbers}", f"2 1 3 {numbers}"]
+    exec(PIECES, names)
+    assert (names["session"].running, names["session"].iteration) == (False, 4)
+    exec(RUNNING, names)
+    assert running_session() is None
+    exec(SEVERAL, names)
+    assert names["session"].iteration == 4
+    layers = [layer.name for layer in names["session"].layers]
+    assert layers == ["generator.0", "generator.2", "critic.0", "critic.2"]
+    results = {(statistic.layer, statistic.tensor) for statistic in names["session"].last_statistics}
+    assert results == {(layer, tensor) for layer in layers for tensor in ("activation", "gradient")}
+    assert {entry.operands["weight"] for entry in names["session"].precision if entry.gemm == "fprop"} == {"FP8 E4M3"}
+    exec(EVALUATION, names)
+    exec(KNOWN, names)
+    shown = capsys.readouterr().out
+    assert names["session"].findings.summary in shown
+    assert "of the multiply-adds" in shown
+    assert any(line.startswith("0 activation max ") for line in shown.splitlines())
+
+
+# --------------------------------------------------------------------------------------- sinks, docs/custom-features.md
+
+
+PRINTER, ALARM, LARGEST, BOARD = blocks("docs/custom-features.md", "python")[3:]
+NUMBERS = 2 * 2 * 2  # layers, tensors, statistics
+
+
+@pytest.fixture
+def names(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Return the names and the output of the first block.
+
+    What the page takes from docs/session.md is given: a model, its optimizer, four batches, and a config.
+    """
+    Path("config.yaml").write_text(*blocks("docs/session.md", "yaml", "# config.yaml"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(te.LayerNormLinear(64, 64), te.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = {"te": te, "model": model, "optimizer": optimizer, "loader": torch.randn(4, 32, 64)}
+    exec(PRINTER, results)
+    results["printed"] = capsys.readouterr().out.splitlines()
+    return results
+
+
+def train(names: dict[str, Any], *sinks: Any, **keywords: Any) -> InspectSession:
+    with InspectSession("config.yaml", model=names["model"], log_dir="run", sinks=sinks, **keywords) as session:
+        for step, batch in enumerate(names["loader"]):
+            names["model"](batch).pow(2).mean().backward()
+            session.step(logging_step=100 + step)
+    return session
+
+
+def test_the_printer(names: dict[str, Any]) -> None:
+    first, *lines, last = names["printed"]
+    assert (first, last) == ("rank 0 of 1, 2 layers", "done")
+    assert len(lines) == 4 * NUMBERS
+    assert {line.rsplit(" ", 1)[0] for line in lines} >= {f"{step} 1 gradient std" for step in range(4)}
+
+
+def test_the_columns(names: dict[str, Any], keeper: Keeper) -> None:
+    exec(LARGEST, names)
+    largest = names["Largest"]()
+    train(names, largest, keeper)
+    for records in keeper.steps:
+        assert records.logging_step == 100 + records.iteration
+        assert len(records) == len(records.series) == len(records.values) == NUMBERS
+        row = max(records, key=lambda row: row.value)
+        assert largest.found[records.iteration] == (row.layer, row.value)
+
+
+def test_the_logger(names: dict[str, Any], keeper: Keeper) -> None:
+    exec(BOARD, names)
+    train(names, names["Board"]("board"), keeper)
+    logged = board_scalars(Path("board"))
+    expected = {
+        (row.layer, row.statistic, 100 + records.iteration): row.value
+        for records in keeper.steps
+        for row in records
+        if row.tensor == "activation"
+    }
+    results = {
+        (name.split("/")[0].removeprefix("te."), name.split("/")[2], step): value
+        for name, points in logged.items()
+        if name.startswith("te.")
+        for step, value in points.items()
+    }
+    assert results == pytest.approx(expected)
+    assert {name for name in logged if name.startswith("te/")} >= {"te/all/gradient/max/median"}
+
+
+class Failing(Sink):
+    def __init__(self) -> None:
+        self.closed: list[BaseException | None] = []
+
+    def write(self, records: StepRecords) -> None:
+        if records.iteration == 1:
+            raise OSError("disk full")
+
+    def close(self, error: BaseException | None) -> None:
+        self.closed.append(error)
+
+
+def test_a_sink_that_fails_is_closed_with_its_own_exception_and_the_others_go_on(
+    names: dict[str, Any],
+    keeper: Keeper,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    exec(ALARM, names)
+    failing = Failing()
+    session = train(names, failing, names["Alarm"](), keeper)
+    assert capsys.readouterr().out == "1 writing records to Failing: OSError: disk full\n"
+    assert [str(error) for error in failing.closed] == ["disk full"]
+    assert [record.message.count("disk full") for record in caplog.records if record.levelname == "ERROR"] == [1]
+    assert keeper.iterations == list(range(session.iteration)) == [0, 1, 2, 3]
+    assert keeper.closed == [None]

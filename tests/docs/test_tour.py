@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from tests.docs.pages import ROOT, blocks
+from tools import tour
 
 PAGES = ["docs/start.md", "docs/tour.md"]
 REMEDY = "if the page should show this now: .venv/bin/python tools/tour.py"
@@ -20,39 +18,22 @@ pytestmark = pytest.mark.slow  # eight small trainings
 
 
 @pytest.fixture(scope="module")
-def tour() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("tour", ROOT / "tools" / "tour.py")
-    assert spec is not None
-    assert spec.loader is not None
-    result = importlib.util.module_from_spec(spec)
-    sys.modules["tour"] = result  # dataclasses look their module up
-    spec.loader.exec_module(result)
-    yield result
-    del sys.modules["tour"]
-
-
-@pytest.fixture(scope="module")
-def outputs(tour: ModuleType, folder: Path) -> dict[str, list[object]]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Page -> its outputs: all pages are run once, in their order, since later ones go on with runs of earlier ones."""
     threads = torch.get_num_threads()
-    with tour.surroundings(folder):
+    with tour.surroundings(tmp_path_factory.mktemp("tour")):
         results = {page.relative_to(ROOT).as_posix(): tour.run(page) for page in tour.PAGES}
     torch.set_num_threads(threads)
     sys.modules.pop("small_model", None)
     return results
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tour")
-
-
 @pytest.mark.parametrize("page", PAGES)
-def test_the_outputs_of_a_page_are_current(page: str, outputs: dict[str, list[object]]) -> None:
+def test_the_outputs_of_a_page_are_current(page: str, outputs: dict[str, list[Any]]) -> None:
     result = outputs[page]
     assert len(result) == len(blocks(page, "text")) > 0
     for output in result:
-        assert output.is_true, f"{page} shows\n{output.shown}\nand there came\n{output.renewed}\n{REMEDY}"  # type: ignore[attr-defined]
+        assert output.is_true, f"{page} shows\n{output.shown}\nand there came\n{output.renewed}\n{REMEDY}"
 
 
 @pytest.mark.parametrize(
@@ -69,11 +50,11 @@ def test_the_outputs_of_a_page_are_current(page: str, outputs: dict[str, list[ob
         ("one", "one\ntwo", False),
     ],
 )
-def test_similar_outputs(tour: ModuleType, shown: str, came: str, is_alike: bool) -> None:
+def test_similar_outputs(shown: str, came: str, is_alike: bool) -> None:
     assert tour.alike(shown, came) is is_alike
 
 
-def test_lines_that_are_left_out(tour: ModuleType) -> None:
+def test_lines_that_are_left_out() -> None:
     came = ["head", "a 1", "noise", "b 1", "b 2", "tail", "end"]
     assert tour.cut(["head", "...", "b 1", "-", "...", "end"], came) == ["head", "...", "b 1", "b 2", "...", "end"]
     assert tour.cut(["head"], came) == came

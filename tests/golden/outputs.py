@@ -108,7 +108,6 @@ def outputs(folder: Path) -> Mapping[str, str]:
 
 @contextmanager
 def environment() -> Iterator[None]:
-    """The variables that outputs depend on."""
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     try:
@@ -119,7 +118,6 @@ def environment() -> Iterator[None]:
 
 
 def printed(command: str) -> str:
-    """Return a command with its output and exit code."""
     result = CliRunner().invoke(cli.app, command.split(), env=ENVIRONMENT)
     error = f"{result.exception}\n" if isinstance(result.exception, cli.PrecisionDebugError) else ""
     lines = "".join(f"{line.rstrip()}\n" for line in f"{result.output}{error}".splitlines())
@@ -183,8 +181,7 @@ def by_session() -> None:
 
 
 def by_lightning() -> None:
-    callback = PrecisionDebugCallback(log_dir=Path("lightning"))
-    made = trainer(Path(), callbacks=[callback])
+    made = trainer(Path(), callbacks=[PrecisionDebugCallback(log_dir=Path("lightning"))])
     made.fit(Module(), torch.utils.data.DataLoader(batches(), batch_size=None))
 
 
@@ -211,8 +208,7 @@ def by_fabric() -> None:
     model, optimizer = fabric.setup(net := blocks(), torch.optim.SGD(net.parameters(), lr=1e-3))
     with callback:
         for index, batch in enumerate(batches()):
-            loss = step(model, batch, optimizer, fabric.backward)
-            fabric.call("on_train_batch_end", loss, index)
+            fabric.call("on_train_batch_end", step(model, batch, optimizer, fabric.backward), index)
 
 
 def step(model: Any, batch: torch.Tensor, optimizer: Any, backward: Callable[[torch.Tensor], object]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,27 +24,10 @@ from te_precision_callbacks.overflow import (
 from te_precision_callbacks.overflow.hooks import ModelHooks
 
 
-class Collectives:
-    """Counts the detector's messages to the other rank, and the all_reduce calls of Python, of which it makes none:
-    DDP's own come from C++."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._all_reduce, self._merge = dist.all_reduce, Messages.merge
-        dist.all_reduce = self._reduces  # type: ignore[assignment]
-        Messages.merge = self._sends  # type: ignore[assignment, method-assign]
-
-    def _reduces(self, *arguments: Any, **keywords: Any) -> object:
-        self.count += 1
-        return self._all_reduce(*arguments, **keywords)
-
-    @property
-    def _sends(self) -> Any:
-        def exchange(messages: Messages, *arguments: Any) -> bytes:
-            self.count += 1
-            return self._merge(messages, *arguments)
-
-        return exchange
+def counted(owner: Any, name: str) -> mock.Mock:
+    counter = mock.Mock(wraps=getattr(owner, name))
+    setattr(owner, name, lambda *arguments, **keywords: counter(*arguments, **keywords))
+    return counter
 
 
 def fails(hooks: ModelHooks) -> bool:
@@ -56,13 +40,11 @@ def accumulate(model: torch.nn.Sequential, parallel: DistributedDataParallel, ra
         inputs = torch.ones(2, 4)
         if rank == 0 and micro == 2:
             inputs[0, 0] = float("inf")
+        factor = float("inf") if rank == 1 and micro == 1 else 1.0
+        handle = model[1].register_forward_hook(lambda m, i, o, factor=factor: o.abs() * factor)
         with parallel.no_sync():
-            if rank == 1 and micro == 1:
-                handle = model[1].register_forward_hook(lambda m, i, o: o.abs() * float("inf"))
-                parallel(inputs).sum().backward()
-                handle.remove()
-            else:
-                parallel(inputs).sum().backward()
+            parallel(inputs).sum().backward()
+        handle.remove()
 
 
 def main(case: str, folder: Path, rank: int) -> None:
@@ -71,13 +53,13 @@ def main(case: str, folder: Path, rank: int) -> None:
     )
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    collectives = Collectives()
+    # The detector's messages to the other rank, and Python's all_reduce, of which it makes none: DDP's come from C++.
+    counters = [counted(dist, "all_reduce"), counted(Messages, "merge")]
     ended: dict[str, object] = {"rank": rank, "error": None}
-    inside = case == "hooks inside"
-    if inside:
+    if case == "hooks inside":
         watching = DebugActivationOverflow(model)
     parallel = DistributedDataParallel(model)
-    if not inside:
+    if case != "hooks inside":
         watching = DebugActivationOverflow(parallel, distributed=case != "not distributed")
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     steps = 0
@@ -97,16 +79,15 @@ def main(case: str, folder: Path, rank: int) -> None:
                         model(inputs)
             if case == "failure" and rank == 0 and step == 2:
                 ModelHooks.synchronize = fails  # type: ignore[assignment, method-assign]
-            before = collectives.count
+            before = sum(counter.call_count for counter in counters)
             if case == "no room" and bad:
                 accumulate(model, parallel, rank)
-            loss = parallel(inputs).sum()
-            loss.backward()
+            parallel(inputs).sum().backward()
             if case == "not distributed" and bad and rank == 0:
                 break  # the other one stops alone, before its step
             optimizer.step()
             optimizer.zero_grad()
-            ended["collectives in a step"] = collectives.count - before
+            ended["collectives in a step"] = sum(counter.call_count for counter in counters) - before
             steps += 1
     except ActivationOverflowError as error:
         ended |= {"error": str(error), "path": error.path, "role": error.role, "bad rank": error.rank}
@@ -114,7 +95,7 @@ def main(case: str, folder: Path, rank: int) -> None:
     except DetectionFailedError as failure:
         ended |= {"error": str(failure), "bad rank": failure.rank, "cause": repr(failure.__cause__)}
     ended |= {"steps": steps, "finite": all(bool(p.isfinite().all()) for p in model.parameters())}
-    ended["collectives"] = collectives.count
+    ended["collectives"] = sum(counter.call_count for counter in counters)
     watching.close()
     (folder / f"{rank}.json").write_text(json.dumps(ended))
     # gloo waits for what the other rank has not joined.

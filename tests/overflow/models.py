@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import namedtuple
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,8 +31,7 @@ def mini_t5(*, dtype: torch.dtype = torch.float16) -> torch.nn.Module:
         pad_token_id=0,
         use_cache=False,
     )
-    model: torch.nn.Module = T5ForConditionalGeneration(config)
-    return model.to(dtype).train()
+    return T5ForConditionalGeneration(config).to(dtype).train()
 
 
 def tokens(seed: int = 0) -> torch.Tensor:
@@ -44,25 +44,16 @@ def overflow_at(model: torch.nn.Module, path: str, weight: float = 6e4) -> None:
         model.get_parameter(f"{path}.weight").fill_(weight)
 
 
-class Line(NamedTuple):
-    """A frame of a report, taken apart."""
-
-    abs_max: str
-    sign: str
-    batch: int
-    path: str
-    class_name: str
-    role: str
-
+Line = namedtuple("Line", "abs_max sign batch path class_name role")
+"""A frame of a report, taken apart."""
 
 _LINE = re.compile(r"abs_max=(.{9}) ([<>=]) \[(\d+)\] (?:(?:(\S+): )?(\w+): )?(.+)")
 
 
 def lines_of(report: str) -> list[Line]:
     """The frames of a report, whose form is checked on the way."""
-    head, _, rest = report.partition("\n\n\n")
-    first, *_ = head.splitlines()
-    count, *frames = rest.splitlines()
+    first = report.partition("\n")[0]
+    count, *frames = report.partition("\n\n\n")[2].splitlines()
     assert count == f"last {len(frames)} frames:"
     results = []
     for frame in frames:
@@ -81,17 +72,17 @@ def seen_by_plain_hooks(model: torch.nn.Module, run: Callable[[], object]) -> li
     handles = []
 
     def watch(path: str, module: torch.nn.Module) -> None:
-        name = type(module).__name__
-
         def before(module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             entered.append(_amaxes(dict(enumerate(inputs)) | keywords, "input"))
 
         def after(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            results.extend(Line(amax, ">", 0, path, name, role) for role, amax in entered.pop())
-            results.extend(Line(amax, "<", 0, path, name, role) for role, amax in _amaxes(output, "output"))
+            seen = [(">", entered.pop()), ("<", _amaxes(output, "output"))]
+            name = type(module).__name__
+            results.extend(Line(amax, sign, 0, path, name, role) for sign, amaxes in seen for role, amax in amaxes)
 
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
+        handles.extend(
+            [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+        )
 
     for path, module in model.named_modules():
         watch(path, module)
@@ -109,7 +100,6 @@ def _amaxes(value: Any, role: str) -> list[tuple[str, str]]:
 
 
 def hooks_on(model: torch.nn.Module) -> int:
-    """How many hooks there are on modules and parameters."""
     count = 0
     for module in model.modules():
         count += len(module._forward_hooks) + len(module._forward_pre_hooks)

@@ -51,8 +51,7 @@ def test_fsdp(kind: str, gradients: str | None, where: str, one_rank: None) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model, 100):
         for bad in (False, True):
-            inputs = torch.full((1, 4), 1e25 if bad and where == "forward" else 1e-20)
-            loss = model(inputs).sum()
+            loss = model(torch.full((1, 4), 1e25 if bad and where == "forward" else 1e-20)).sum()
             (loss * (1e20 if bad and where == "backward" else 1.0)).backward()
             optimizer.step()
     error = raised.value

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import gc
 import io
 import logging
 import math
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +28,13 @@ from te_precision_callbacks.overflow import (
     OverflowDetectorError,
     OverflowOptionError,
 )
+from tests.functions import Function
 from tests.overflow.models import Line, hooks_on, lines_of
 
 INF = float("inf")
 
 
 class Scale(torch.nn.Module):
-    """Multiplies by a parameter."""
-
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
         self.factor = torch.nn.Parameter(torch.tensor(factor))
@@ -58,14 +60,10 @@ def test_a_layer_that_is_replaced_later_is_watched() -> None:
     """As Accelerate does it between the construction and the first step."""
     model = torch.nn.Sequential(Scale(), Scale())
     replaced = model[1]
-    detector = DebugActivationOverflow(model)
-    model[1] = Scale(INF)
-    with pytest.raises(ActivationOverflowError, match=r"1: Scale: output has infs"):
+    with pytest.raises(ActivationOverflowError, match=r"1: Scale: output has infs"), DebugActivationOverflow(model):
+        model[1] = Scale(INF)
         model(torch.ones(1)).sum().backward()
-        detector.look()
-    assert hooks_on(replaced) == 0
-    detector.close()
-    assert hooks_on(model) == 0
+    assert hooks_on(replaced) == hooks_on(model) == 0
 
 
 def test_a_layer_that_left_and_parameters_that_changed() -> None:
@@ -85,8 +83,7 @@ def test_a_layer_that_left_and_parameters_that_changed() -> None:
 def test_in_place_operations() -> None:
     """An input is measured before the module changes it, and its gradient is that of what it was."""
     model = torch.nn.Sequential(Scale(-3.0), torch.nn.ReLU(inplace=True), Scale(5.0), torch.nn.Hardtanh(inplace=True))
-    detector = DebugActivationOverflow(model)
-    lines = frames(model, lambda: model(torch.tensor([2.0, -1.0])).sum().backward(), detector)
+    lines = frames(model, lambda: model(torch.tensor([2.0, -1.0])).sum().backward(), DebugActivationOverflow(model))
     assert roles(lines[:10]) == [
         (">", "0", "input[0]", "2.00e+00"),
         ("<", "0", "output", "6.00e+00"),
@@ -99,8 +96,7 @@ def test_in_place_operations() -> None:
         (">", "", "input[0]", "2.00e+00"),
         ("<", "", "output", "1.00e+00"),
     ]
-    gradients = [line for line in roles(lines[10:]) if "grad of" not in line[2]]
-    assert gradients == [
+    assert [line for line in roles(lines[10:]) if "grad of" not in line[2]] == [
         (">", "", "grad_output", "1.00e+00"),
         (">", "3", "grad_output", "1.00e+00"),
         ("<", "3", "grad_input[0]", "1.00e+00"),
@@ -113,20 +109,10 @@ def test_in_place_operations() -> None:
 
 
 def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
-    class Twice(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = Scale(2.0)
-            self.same = self.scale
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.same(self.scale(x))  # type: ignore[no-any-return]
-
-    model = Twice()
-    detector = DebugActivationOverflow(model)
-    lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), detector)
-    shown = [line for line in roles(lines) if line[1] == "scale"]
-    assert shown[:8] == [
+    scale = Scale(2.0)
+    model = Function(lambda x: scale(scale(x)), scale=scale, same=scale)
+    lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), DebugActivationOverflow(model))
+    assert [line for line in roles(lines) if line[1] == "scale"][:8] == [
         (">", "scale", "input[0]", "1.00e+00"),
         ("<", "scale", "output", "2.00e+00"),
         (">", "scale", "input[0]", "2.00e+00"),
@@ -143,41 +129,28 @@ def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
 def test_recompute(reentrant: bool) -> None:
     """Frames of the first forward alone, and each gradient once."""
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = Scale(3.0)
-            self.block = torch.nn.Sequential(Scale(2.0), Scale(5.0))
-            self.recomputes = True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.embed(x)
-            if not self.recomputes:
-                return self.block(x)  # type: ignore[no-any-return]
-            return checkpoint(self.block, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+    def made(*, recomputes: bool) -> torch.nn.Module:
+        embed, block = Scale(3.0), torch.nn.Sequential(Scale(2.0), Scale(5.0))
+        again = functools.partial(checkpoint, block, use_reentrant=reentrant) if recomputes else block
+        return Function(lambda x: again(embed(x)), embed=embed, block=block)
 
     def run(*, recomputes: bool) -> list[tuple[str, str, str, str]]:
-        model = Model()
-        model.recomputes = recomputes
+        model = made(recomputes=recomputes)
         detector = DebugActivationOverflow(model, 100)
-        run = lambda: model(torch.tensor([1.0])).sum().backward()  # noqa: E731
-        results = [line for line in frames(model, run, detector) if line.batch == 0]
-        assert detector.batch_number == 1
-        assert hooks_on(model) == 0
-        return roles(results)
+        lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), detector)
+        assert (detector.batch_number, hooks_on(model)) == (1, 0)
+        return roles([line for line in lines if line.batch == 0])
 
     with_recompute, without = run(recomputes=True), run(recomputes=False)
-    assert [line for line in with_recompute if "grad" not in line[2]] == [
-        line for line in without if "grad" not in line[2]
-    ]
+    forward = [[line for line in lines if "grad" not in line[2]] for lines in (with_recompute, without)]
+    assert forward[0] == forward[1]
     # Both copies of a reentrant checkpoint's tensors see a gradient, in turn.
     assert sorted(set(with_recompute)) == sorted(set(without))
     if not reentrant:
         assert with_recompute == without
     with pytest.raises(ActivationOverflowError, match=r"block\.1: Scale: grad_input\[0\] has infs"):
-        model = Model()
-        with torch.no_grad():
-            model.block[1].factor.fill_(1e30)
+        model = made(recomputes=True)
+        torch.nn.init.constant_(model.block[1].factor, 1e30)
         with DebugActivationOverflow(model):
             (model(torch.tensor([1e-35])) * 1e30).sum().backward()
 
@@ -189,8 +162,7 @@ def test_wrappers_and_chunks_do_not_show_in_paths() -> None:
     with pytest.raises(ActivationOverflowError, match=r"< \[0\] chunk1\.1: Scale: output") as raised:
         with DebugActivationOverflow([Scale(), inner]):
             inner(torch.ones(1))
-    lines = lines_of(raised.value.report)
-    assert [(line.path, line.class_name) for line in lines[:2]] == [("chunk1.0", "Scale")] * 2
+    assert [(line.path, line.class_name) for line in lines_of(raised.value.report)[:2]] == [("chunk1.0", "Scale")] * 2
 
 
 def test_copies_are_not_watched() -> None:
@@ -213,9 +185,9 @@ def test_a_second_detector_takes_the_place_of_the_first(caplog: pytest.LogCaptur
     first = DebugActivationOverflow(model[1])
     model[1](torch.tensor([INF]))
     with DebugActivationOverflow(model) as second:
-        takes_over, results = (record.getMessage() for record in caplog.records)
+        takes_over, report = (record.getMessage() for record in caplog.records)
         assert "replaces another detector" in takes_over
-        assert results.startswith("> [0] 0: Scale: input[0] has infs"), "what the first had not told yet"
+        assert report.startswith("> [0] 0: Scale: input[0] has infs"), "what the first had not told yet"
         model(torch.ones(1)).sum().backward()
         hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
         assert len({id(hook.call.__self__) for hook in hooks}) == 1
@@ -243,10 +215,14 @@ def test_it_goes_on_watching_after_a_find() -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["counted", "begin_batch"])
 def test_evaluation_batches_are_counted_apart(given: bool) -> None:
     model = torch.nn.Sequential(Scale(), Scale())
+
+    def evaluate(*values: float) -> None:
+        with torch.no_grad():
+            for value in values:
+                model(torch.tensor([value]))
+
     with DebugActivationOverflow(model) as detector:
-        for _ in range(2):  # a sanity check
-            with torch.no_grad():
-                model(torch.ones(1))
+        evaluate(1.0, 1.0)  # a sanity check
         for step in range(4):
             if given:
                 detector.begin_batch()
@@ -255,14 +231,13 @@ def test_evaluation_batches_are_counted_apart(given: bool) -> None:
                 model[0](torch.ones(1))  # a teacher, or a user's own
             detector.look()
             assert detector.batch_number == step
-            with torch.no_grad():
-                for index in range(3):
-                    bad = (step, index) == (2, 1)
-                    match = r"> \[1\] 0: Scale: input\[0\] has infs, in evaluation batch 1\."
-                    with pytest.raises(ActivationOverflowError, match=match) if bad else contextlib.nullcontext() as e:
-                        model(torch.tensor([INF if bad else 1.0]))
-                    if e is not None:
-                        assert (e.value.evaluation, e.value.batch) == (True, 1)
+            if step == 2:
+                match = r"> \[1\] 0: Scale: input\[0\] has infs, in evaluation batch 1\."
+                with pytest.raises(ActivationOverflowError, match=match) as raised:
+                    evaluate(1.0, INF)
+                assert (raised.value.evaluation, raised.value.batch) == (True, 1)
+            else:
+                evaluate(1.0, 1.0, 1.0)
 
 
 def test_closing_after_an_error_logs_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -275,45 +250,31 @@ def test_closing_after_an_error_logs_and_raises_nothing(caplog: pytest.LogCaptur
 
 
 def test_a_forward_that_raises() -> None:
-    class Moody(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = Scale()
-            self.raises = True
+    scale = Scale()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.scale(x)
-            if self.raises:
-                raise ValueError("not today")
-            return x
+    def moody(x: torch.Tensor) -> torch.Tensor:
+        scale(x)
+        raise ValueError("not today")
 
-    model = torch.nn.Sequential(Moody(), Scale(INF))
+    model = torch.nn.Sequential(Function(moody, scale=scale), Scale(INF))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         detector = DebugActivationOverflow(model)
         for _ in range(2):
             with pytest.raises(ValueError, match="not today"):
                 model(torch.ones(1))
-        model[0].raises = False
+        model[0].function = lambda x: scale(x)
         with pytest.raises(ActivationOverflowError, match=r"< \[0\] 1: Scale: output") as raised, torch.no_grad():
             model(torch.ones(1))
-    assert detector.batch_number == 1
-    assert raised.value.evaluation
+    assert (detector.batch_number, raised.value.evaluation) == (1, True)
     assert [line.path for line in lines_of(raised.value.report)] == ["0.scale", "0.scale", "0", "0", "1", "1"]
 
 
 def test_a_model_that_calls_itself() -> None:
     """As Lightning's strategies do: the model's call runs training_step, which calls the model."""
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = Scale(2.0)
-
-        def forward(self, x: torch.Tensor, outer: bool = True) -> torch.Tensor:
-            return self(x, outer=False) * 3 if outer else self.scale(x)  # type: ignore[no-any-return]
-
-    model = Model()
+    scale = Scale(2.0)
+    model = Function(lambda x, outer=True: model(x, outer=False) * 3 if outer else scale(x), scale=scale)
     watching = DebugActivationOverflow(model)
     lines = [line for line in frames(model, lambda: model(torch.tensor([1.0])), watching) if line.batch == 0]
     assert [(line.sign, line.path, line.abs_max.strip()) for line in lines] == [
@@ -347,8 +308,7 @@ def test_compiled(how: str, caplog: pytest.LogCaptureFixture) -> None:
         whole(torch.tensor([1.0])).sum().backward()
     assert list(dict.fromkeys(line.path for line in lines_of(raised.value.report))) == paths
     assert raised.value.class_name == ("Scale" if how == "graph" else "Sequential")
-    stated = [record.getMessage() for record in caplog.records if "is compiled" in record.getMessage()]
-    assert len(stated) == (how != "graph")
+    assert caplog.text.count("is compiled") == (how != "graph")
     assert hooks_on(model) == 0
 
 
@@ -365,18 +325,10 @@ def test_scripted_and_traced(caplog: pytest.LogCaptureFixture) -> None:
                 model(torch.ones(1))
         with DebugActivationOverflow(module):
             module(torch.ones(1))
-    stated = [
-        record.getMessage()
-        for record in caplog.records
-        if "is compiled, so the modules inside are not watched" in record.getMessage()
-    ]
-    assert len(stated) == 4
+    assert caplog.text.count("is compiled, so the modules inside are not watched") == 4
 
 
 def test_the_model_is_let_go() -> None:
-    import gc
-    import weakref
-
     model = Scale()
     gone = weakref.ref(model)
     DebugActivationOverflow(model)
@@ -457,25 +409,25 @@ def test_tracing_of_batches(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_the_names_of_transformers() -> None:
+def test_the_names_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
     """Both end after the same batch of the same loop, and log the same batches."""
 
-    def ended_after(make: Callable[..., object], error: type[Exception]) -> int:
-        model = torch.nn.Sequential(Scale())
+    def ended_after(make: Callable[..., Any], error: type[Exception]) -> int:
+        model = Scale()
         detector = make(model, 21, trace_batch_nums=[1], abort_after_batch_num=1)
-        for batch in range(5):
-            try:
+        look = getattr(detector, "look", lambda: None)
+        done = []
+        with pytest.raises(error):
+            for batch in range(5):
                 model(torch.ones(1)).sum().backward()
-                if isinstance(detector, DebugActivationOverflow):
-                    detector.look()
-            except error:
-                return batch
-        return 5
+                look()
+                done.append(batch)
+        return len(done)
 
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()):
         theirs = ended_after(DebugUnderflowOverflow, ValueError)
     assert ended_after(DebugActivationOverflow, AbortAfterBatch) == theirs == 1
-    assert "batch number=1" in printed.getvalue()
+    assert "*** batch 1 ***" in caplog.text
 
 
 @pytest.mark.parametrize("steps", [True, False])
@@ -511,13 +463,12 @@ def test_closing_twice_and_using_it_afterwards() -> None:
 def test_an_interrupt_inside_of_a_forward() -> None:
     """The interrupted call ends with the next look."""
 
-    class Interrupted(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.sum() < 0:
-                raise KeyboardInterrupt
-            return x
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() < 0:
+            raise KeyboardInterrupt
+        return x
 
-    model = torch.nn.Sequential(Scale(), Interrupted(), Scale(1e30))
+    model = torch.nn.Sequential(Scale(), Function(interrupted), Scale(1e30))
     with DebugActivationOverflow(model) as watching:
         with pytest.raises(KeyboardInterrupt):
             model(torch.tensor([-1.0]))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from dataclasses import make_dataclass
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,38 +22,20 @@ from te_precision_callbacks.overflow import (
     detect_overflow,
 )
 from te_precision_callbacks.overflow.extreme_slots import Slots
+from tests.functions import Function
 from tests.overflow.models import Line, lines_of
 
 INF = float("inf")
 
 
-class Function(torch.nn.Module):
-    """A function as a module."""
+def report_of(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> list[Line]:
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        return self.function(*inputs, **keywords)
-
-
-class ThenBad(torch.nn.Module):
-    """Runs a module, and makes an inf after it."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *inputs: Any, **keywords: Any) -> torch.Tensor:
-        self.model(*inputs, **keywords)
+    def then_bad(*inputs: Any, **keywords: Any) -> torch.Tensor:
+        model(*inputs, **keywords)
         return torch.tensor(INF)
 
-
-def report_of(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> list[Line]:
-    """All frames of a call of a model."""
-    outer = ThenBad(model)
-    with pytest.raises(ActivationOverflowError, match="ThenBad: output has infs") as raised:
+    outer = Function(then_bad, model=model)
+    with pytest.raises(ActivationOverflowError, match="Function: output has infs") as raised:
         with DebugActivationOverflow(outer, 1000):
             outer(*inputs, **keywords)
     return [line for line in lines_of(raised.value.report) if line.path == "model"]
@@ -62,16 +45,8 @@ def shown(lines: list[Line]) -> list[tuple[str, str, str]]:
     return [(line.sign, line.role, line.abs_max.strip()) for line in lines]
 
 
-class Pair(NamedTuple):
-    first: torch.Tensor
-    second: torch.Tensor | None
-
-
-@dataclass
-class Fields:
-    number: int
-    tensor: torch.Tensor
-    more: dict[str, Any]
+Pair = namedtuple("Pair", "first second")
+Fields = make_dataclass("Fields", ["number", "tensor", "more"])
 
 
 @pytest.mark.parametrize(
@@ -93,9 +68,8 @@ def test_nested_outputs(output: Callable[[torch.Tensor], Any], role: str) -> Non
         model = torch.nn.Sequential(OrderedDict(inner=Function(lambda x, bad=bad: output(x * bad))))
         with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model):
             model(torch.ones(2))
-        error = raised.value
-        assert (error.path, error.class_name, error.role) == ("inner", "Function", role)
-        assert error.report.startswith(f"< [0] inner: Function: {role} has {kind}\n")
+        assert (raised.value.path, raised.value.class_name, raised.value.role) == ("inner", "Function", role)
+        assert raised.value.report.startswith(f"< [0] inner: Function: {role} has {kind}\n")
 
 
 def test_inputs_by_keyword_and_nested() -> None:
@@ -141,8 +115,7 @@ def test_inputs_by_keyword_and_nested() -> None:
     ],
 )
 def test_any_tensor(tensor: torch.Tensor, abs_max: str) -> None:
-    lines = report_of(Function(lambda x: None), tensor)
-    assert shown(lines) == [(">", "input[0]", abs_max)]
+    assert shown(report_of(Function(lambda x: None), tensor)) == [(">", "input[0]", abs_max)]
 
 
 def test_inference_mode_and_vmap() -> None:
@@ -201,37 +174,27 @@ def test_each_number_of_16_bits_has_its_place_among_the_others(dtype: torch.dtyp
 # ---------------------------------------------------------------------------------------------------------------- masks
 
 
-class Attention(torch.nn.Module):
+def attention() -> torch.nn.Module:
     """One head, under an additive mask."""
+    qkv, softmax = torch.nn.Linear(8, 24), torch.nn.Softmax(dim=-1)
 
-    def __init__(self, size: int = 8) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(size, 3 * size)
-        self.softmax = torch.nn.Softmax(dim=-1)
+    def forward(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value = qkv(x).chunk(3, dim=-1)
+        return softmax(query @ key.mT + mask) @ value, mask
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key, value = self.qkv(x).chunk(3, dim=-1)
-        return self.softmax(query @ key.mT + mask) @ value, mask
-
-
-class Masked(torch.nn.Module):
-    """Makes its own mask, with ``lowest`` in it, and hands it to two attentions."""
-
-    def __init__(self, lowest: float) -> None:
-        super().__init__()
-        self.lowest = lowest
-        self.first, self.second = Attention(), Attention()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.full((x.shape[1], x.shape[1]), self.lowest).triu(1)
-        hidden, mask = self.first(x, mask)
-        return self.second(hidden, mask=mask)[0]
+    return Function(forward, qkv=qkv, softmax=softmax)
 
 
 @pytest.mark.parametrize("lowest", [-INF, torch.finfo(torch.float32).min, -1e4])
 def test_masks_are_no_alarm(lowest: float, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model = Masked(lowest)
+    first, second = attention(), attention()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        hidden, mask = first(x, torch.full((x.shape[1], x.shape[1]), lowest).triu(1))
+        return second(hidden, mask=mask)[0]  # type: ignore[no-any-return]
+
+    model = Function(forward, first=first, second=second)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with DebugActivationOverflow(model):
         for _ in range(3):
@@ -242,43 +205,25 @@ def test_masks_are_no_alarm(lowest: float, caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
 
 
-def test_neg_inf_that_a_module_makes() -> None:
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.log = Function(torch.log)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.log(x)  # type: ignore[no-any-return]
-
-    zeros = torch.zeros(2)
-    with pytest.raises(ActivationOverflowError, match=r"log: Function: output has infs"):
-        model = Model()
-        with DebugActivationOverflow(model):
-            model(zeros)
-    for pattern in ("log", "l*", "?og"):
-        model = Model()
-        with DebugActivationOverflow(model, allow_neg_inf=[pattern]):
-            model(zeros)  # nor is what the model around it passes on
-    model = Model()
-    with pytest.raises(ActivationOverflowError), DebugActivationOverflow(model, allow_neg_inf=["lo"]):
-        model(zeros)
-    model = Model()
-    with pytest.raises(ActivationOverflowError, match="has nans"):
-        with DebugActivationOverflow(model, allow_neg_inf=["*"]):
-            model(torch.tensor([-1.0]))
-    model = Model()
-    with pytest.raises(ActivationOverflowError, match=r"< \[1\] log: Function: output has nans"):
-        with DebugActivationOverflow(model, allow_neg_inf=["log"]):
-            for value in (0.0, -1.0):  # what was excused in a batch is not in the next one
+@pytest.mark.parametrize(
+    ("allow_neg_inf", "values", "said"),
+    [
+        ([], [0.0], r"log: Function: output has infs"),
+        (["log"], [0.0], None),  # nor is what the model around it passes on
+        (["l*"], [0.0], None),
+        (["?og"], [0.0], None),
+        (["lo"], [0.0], "has infs"),
+        (["*"], [-1.0], "has nans"),
+        (["log"], [0.0, -1.0], r"< \[1\] log: Function: output has nans"),  # what was excused is not in the next batch
+    ],
+)
+def test_neg_inf_that_a_module_makes(allow_neg_inf: list[str], values: list[float], said: str | None) -> None:
+    log = Function(torch.log)
+    model = Function(lambda x: log(x), log=log)
+    with nullcontext() if said is None else pytest.raises(ActivationOverflowError, match=said):
+        with DebugActivationOverflow(model, allow_neg_inf=allow_neg_inf):
+            for value in values:
                 model(torch.tensor([value]))
-
-
-def test_pos_inf_that_enters_is_an_alarm() -> None:
-    model = Function(lambda x: 1 / x)
-    with pytest.raises(ActivationOverflowError, match=r"> \[0\] Function: input\[0\] has infs"):
-        with DebugActivationOverflow(model):
-            model(torch.tensor([1.0, INF]))
 
 
 # ------------------------------------------------------------------------------------------------------ detect_overflow
@@ -305,19 +250,13 @@ def test_detect_overflow(tensor: torch.Tensor, kind: str | None, caplog: pytest.
 
 
 def test_detect_overflow_adds_a_frame() -> None:
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.dense = torch.nn.Identity(), torch.nn.Identity()
+    norm, dense = torch.nn.Identity(), torch.nn.Identity()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.norm(x)
-            detect_overflow(x, "after norm")
-            x = self.dense(x) * 1e30
-            detect_overflow(x, "after the product")
-            return x / 1e30
+    def forward(x: torch.Tensor) -> None:
+        detect_overflow(norm(x), "after norm")
+        detect_overflow(dense(x) * 1e30, "after the product")
 
-    model = torch.nn.Sequential(Block())
+    model = torch.nn.Sequential(Function(forward, norm=norm, dense=dense))
     with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model):
         model(torch.full((2,), 3e10))
     assert raised.value.report.splitlines() == [

@@ -41,7 +41,7 @@ class Look:
     place: Path | None = None
     opened: tuple[Path, int, bool] | None = None
 
-    def open(self, report: Path, address: str = "", *, dark: bool = False, by_link: bool = False) -> None:
+    def open(self, report: Path, address: str = "", *, dark: bool = False) -> None:
         """Open a report, turn to a page, and wait until it is drawn.
 
         A report that is open already is only turned: what it shows is all in its address.
@@ -50,10 +50,9 @@ class Look:
             report: the file.
             address: what the page shows.
             dark: whether the system prefers dark pages.
-            by_link: open it at the address, for which Chromium compiles plotly.js again.
         """
         wanted = (report, report.stat().st_mtime_ns, dark)
-        if wanted == self.opened and not by_link:
+        if wanted == self.opened:
             self.page.evaluate("history.replaceState(null, '', '#left'); scrollTo(0, 0)")
             self.turn(address)
             return
@@ -61,25 +60,20 @@ class Look:
         self.page.emulate_media(color_scheme="dark" if dark else "light")
         if self.place:
             report = Path(shutil.copyfile(report, self.place))
-        self.page.goto(f"{report.as_uri()}#{address}" if by_link else report.as_uri())
+        self.page.goto(report.as_uri())
         self.page.wait_for_selector("body[data-shown]")
-        if address and not by_link:
+        if address:
             self.turn(address)
         self.opened = wanted
 
     def close(self) -> None:
-        """Close the report that is open."""
         self.page.goto("about:blank")
         self.opened = None
 
     def turn(self, address: str) -> None:
-        """Go to another page of the report that is open."""
-        before = self.page.get_attribute("body", "data-shown")
-        self.page.evaluate("address => { location.hash = address; }", address)
-        self.page.wait_for_function("before => document.body.dataset.shown !== before", arg=before)
+        self.go_by(lambda: self.page.evaluate("address => { location.hash = address; }", address))
 
     def go(self, press: Locator) -> None:
-        """Press what leads to another page, and wait until that is drawn."""
         self.go_by(press.click)
 
     def go_by(self, act: Callable[[], object]) -> None:
@@ -88,11 +82,12 @@ class Look:
         act()
         self.page.wait_for_function("before => document.body.dataset.shown !== before", arg=before)
 
-    def everything_drawn(self) -> int:
-        """Scroll through the page, and wait for all of its plots; their number."""
+    def everything_drawn(self, address: str = "") -> int:
+        """Turn to a page if one is named, scroll through it, and wait for all of its plots; their number."""
+        if address:
+            self.turn(address)
         plots = self.page.locator(".plot")
-        for number in range(plots.count()):
-            plot = plots.nth(number)
+        for plot in plots.all():
             plot.scroll_into_view_if_needed()
             plot.locator("xpath=self::*[@data-drawn='yes']").wait_for()
             assert plot.locator("svg.main-svg").count() >= 2
@@ -133,8 +128,10 @@ class Look:
             button.click()
         return list(csv.reader(io.StringIO(Path(download.value.path()).read_text())))
 
-    def tip(self) -> str:
-        """What is said of the place under the mouse."""
+    def tip(self, x: float, y: float) -> str:
+        """Move the mouse to a place of the first plot, and return what is said of it."""
+        self.page.mouse.move(*self.at(x, y))
+        self.page.wait_for_timeout(150)
         self.page.wait_for_selector(".tip:not([hidden])")
         return self.page.locator(".tip").inner_text()
 

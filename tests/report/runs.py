@@ -26,11 +26,8 @@ from te_precision_callbacks.runs.tables import (
     SERIES,
     STATES,
     STEPS,
-    VALUES,
-    VECTORS,
 )
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
-from tests.runs.making import RunWriter
 
 PARTS = ("self_attention.qkv", "self_attention.proj", "mlp.fc1", "mlp.fc2")
 TENSORS = ("activation", "weight", "gradient")
@@ -41,8 +38,6 @@ BAD_STEP = 0.6
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run has."""
-
     blocks: int = 6
     steps: int = 60
     tensors: Sequence[str] = TENSORS
@@ -55,8 +50,7 @@ class Plan:
 
     @property
     def layers(self) -> list[str]:
-        made = [f"decoder.layers.{block}.{part}" for block in range(self.blocks) for part in PARTS]
-        return [*self.names, *made]
+        return [*self.names, *(f"decoder.layers.{block}.{part}" for block in range(self.blocks) for part in PARTS)]
 
 
 class _Made:
@@ -64,14 +58,13 @@ class _Made:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        every = [
+        self.scalars = [
             (layer, tensor, statistic, rank)
             for tensor in plan.tensors
             for statistic in plan.statistics
             for layer in plan.layers
             for rank in plan.ranks
         ]
-        self.scalars = every
         self.vectors = [
             (layer, tensor, "exponent_histogram", rank)
             for tensor in plan.tensors
@@ -94,25 +87,16 @@ class _Made:
         drift = np.clip((time - BAD_STEP) / (1 - BAD_STEP), 0, 1) if layer == self.bad else np.zeros(plan.steps)
         shift = {"activation": 0.0, "weight": -3.0, "gradient": -14.0}.get(tensor, 0.0)
         amax = np.exp2(3 + shift + 2 * depth + part * 0.7 + 0.6 * time + 0.15 * noise + 6 * drift + (rank or 0) * 0.3)
-        match statistic:
-            case "cur_amax" | "max":
-                return amax
-            case "min":
-                return -amax * 0.97
-            case "mean":
-                return amax * 1e-3 * (noise + 4 * drift + np.sin(7 * depth))
-            case "std":
-                return amax / 16
-            case "dynamic_range":
-                return 18 + 3 * depth + 0.4 * noise + 6 * drift
-            case "sqnr_db":
-                return 31 - 3 * depth - part - 1.5 * time + 0.3 * noise - 12 * drift
-            case "scale_inv_max" | "scale_inv_min":
-                return np.roll(amax, 1) / 448
-            case "nonfinite_num":
-                return np.where(drift > 0.98, 3.0, 0.0)
+        curves = {
+            "cur_amax": amax,
+            "mean": amax * 1e-3 * (noise + 4 * drift + np.sin(7 * depth)),
+            "dynamic_range": 18 + 3 * depth + 0.4 * noise + 6 * drift,
+            "sqnr_db": 31 - 3 * depth - part - 1.5 * time + 0.3 * noise - 12 * drift,
+            "scale_inv_max": np.roll(amax, 1) / 448,
+            "nonfinite_num": np.where(drift > 0.98, 3.0, 0.0),
+        }
         base = np.exp2(-6 + 5 * depth + part + 0.4 * noise + 9 * drift)
-        return np.minimum(np.where(noise < -1.5, 0.0, base), 100.0)
+        return curves.get(statistic, np.minimum(np.where(noise < -1.5, 0.0, base), 100.0))
 
     def _columns(self, numbers: Sequence[int], each: int) -> dict[str, Any]:
         return {
@@ -123,9 +107,8 @@ class _Made:
 
     def values(self, wanted: list[int] | None) -> pa.Table:
         numbers = [n for n in (range(len(self.subjects)) if wanted is None else wanted) if n < len(self.scalars)]
-        steps = self.plan.steps
         result = np.concatenate([self.curve(number) for number in numbers]) if numbers else np.empty(0)
-        columns = self._columns(numbers, steps)
+        columns = self._columns(numbers, self.plan.steps)
         return pa.table({**columns, "value": result, "flags": pa.array(np.zeros(len(result), np.uint8))})
 
     def histograms(self, wanted: list[int] | None) -> pa.Table:
@@ -134,9 +117,7 @@ class _Made:
         powers = np.arange(len(EXPONENT_COLUMNS)) - 127
         for number in numbers:
             layer, tensor, _, rank = self.subjects[number]
-            of_amax = next(
-                n for n, s in enumerate(self.scalars) if s[:2] == (layer, tensor) and s[2] in ("cur_amax", "max")
-            )
+            of_amax = next(n for n, s in enumerate(self.scalars) if s[:2] == (layer, tensor) and s[2] == "cur_amax")
             top = np.log2(self.curve(of_amax + self.plan.ranks.index(rank)))
             shape = np.exp(-0.5 * ((powers[None] - (top[:, None] - 4)) / 2.2) ** 2) * 4096
             shape = np.floor(np.where(powers[None] <= np.floor(top[:, None]), shape, 0))
@@ -153,22 +134,12 @@ class _Made:
         )
 
     def series(self) -> pa.Table:
-        rows = []
-        for number, (layer, tensor, statistic, rank) in enumerate(self.subjects):
-            rows.append(
-                {
-                    "series": number,
-                    "scope": "",
-                    "layer": layer,
-                    "tensor": tensor,
-                    "gemm": "",
-                    "statistic": statistic,
-                    "rank": rank,
-                    "count": self.plan.steps,
-                    "first": 0,
-                    "last": self.plan.steps - 1,
-                }
-            )
+        plan = self.plan
+        alike = {"scope": "", "gemm": "", "count": plan.steps, "first": 0, "last": plan.steps - 1}
+        rows = [
+            {**alike, "series": number, "layer": layer, "tensor": tensor, "statistic": statistic, "rank": rank}
+            for number, (layer, tensor, statistic, rank) in enumerate(self.subjects)
+        ]
         return pa.Table.from_pylist(rows, SERIES)
 
 
@@ -184,8 +155,7 @@ def drifting(**wanted: Any) -> RecordedRun:
     plan = Plan(**wanted)
     made = _Made(plan)
     time = np.linspace(0, 1, plan.steps)
-    random = np.random.default_rng(plan.seed)
-    loss = 2.3 + 3 * np.exp(-5 * time) + 0.03 * random.normal(size=plan.steps)
+    loss = 2.3 + 3 * np.exp(-5 * time) + 0.03 * np.random.default_rng(plan.seed).normal(size=plan.steps)
     steps = [
         {
             "segment": 0,
@@ -311,58 +281,8 @@ def drifting(**wanted: Any) -> RecordedRun:
 
 
 def empty() -> RecordedRun:
-    """A run that has recorded nothing."""
     run = drifting(blocks=1, steps=1)
-    changes = {
-        name: schema.empty_table()
-        for name, schema in {
-            "layers": LAYERS,
-            "gemms": GEMMS,
-            "operands": OPERANDS,
-            "states": STATES,
-            "plan": PLAN,
-            "series": SERIES,
-            "steps": STEPS,
-            "scalars": SCALARS,
-            "events": EVENTS,
-        }.items()
-    }
-    nothing = VALUES.empty_table().select(["segment", "iteration", "series", "value", "flags"])
-    no_vectors = VECTORS.empty_table().select(["segment", "iteration", "series", "bin", "count"])
-    return replace(run, **changes, read_values=lambda _: nothing, read_vectors=lambda _: no_vectors)
-
-
-def write(run: RecordedRun, log_dir: Path) -> Path:
-    """Write a run's files as a session does.
-
-    Returns:
-        The folder of the run.
-    """
-    (segment,) = run.segments
-    with RunWriter.begin(log_dir, run_id="run", world=segment.world, **segment.facts) as writer:
-        for name in ("layers", "gemms", "operands", "states", "plan"):
-            writer.put_facts(name, getattr(run, name).to_pylist())
-        numbers = []
-        for row in run.series.to_pylist():
-            subject = (row["layer"], row["tensor"], row["statistic"])
-            numbers.append(writer.series(*subject, gemm=row["gemm"] or None, scope=row["scope"], rank=row["rank"]))
-        for iteration in run.steps["iteration"].to_pylist():
-            writer.add_step(iteration, step_seconds=1.4)
-        for row in run.scalars.to_pylist():
-            writer.add_scalars(row["iteration"], {row["name"]: row["value"]})
-        for row in run.events.to_pylist():
-            writer.add_event(row["kind"], row["text"], iteration=row["iteration"], layer=row["layer"])
-        values = run.values()
-        order = np.argsort(values["iteration"].to_numpy(), kind="stable")
-        series = np.array(numbers, np.int32)[values["series"].to_numpy()[order]]
-        iterations, places = np.unique(values["iteration"].to_numpy()[order], return_index=True)
-        for iteration, begin, end in zip(iterations, places, [*places[1:], len(order)], strict=True):
-            writer.add_values(int(iteration), series[begin:end], values["value"].to_numpy()[order][begin:end])
-        for row in run.vectors().to_pylist():
-            counts = np.zeros(len(EXPONENT_COLUMNS))
-            counts[row["bin"]] = row["count"]
-            writer.add_vector(row["iteration"], numbers[row["series"]], counts)
-    return writer.folder.parent
-
-
-__all__ = ["BAD_STEP", "Plan", "drifting", "empty", "write"]
+    tables = ("layers", "gemms", "operands", "states", "plan", "series", "steps", "scalars", "events")
+    changes = {name: getattr(run, name).slice(0, 0) for name in tables}
+    values, vectors = run.values().slice(0, 0), run.vectors().slice(0, 0)
+    return replace(run, **changes, read_values=lambda _: values, read_vectors=lambda _: vectors)

@@ -65,7 +65,6 @@ def _with_a_defect(folder: Path) -> RecordedRun:
 
 
 def main() -> None:
-    """Overwrites the pictures."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         runs = {
             "drifting": drifting(steps=200),

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import transformer_engine.pytorch as te
 
+from te_precision_callbacks import InspectSession
 from te_precision_callbacks.cli import main
-from tests.report.runs import drifting, write
+from tests.conftest import statistics
+from tests.docs.pages import blocks
+from tests.planted import defective
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("logs")
-    write(drifting(blocks=2, steps=12), folder)
-    return folder
+    return defective(tmp_path_factory.mktemp("logs"), scalars={"loss": np.ones(40)})
 
 
 @pytest.fixture
@@ -30,9 +35,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
         monkeypatch.setattr(sys, "argv", ["te-precision", "report", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capsys.readouterr()
-        code = ended.value.code
-        return code if isinstance(code, int) else 0, said.out, said.err
+        return (ended.value.code or 0, *capsys.readouterr())
 
     return call
 
@@ -68,11 +71,44 @@ def test_what_there_is_not(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_part_is_told(report: Any, tmp_path: Path) -> None:
-    folder = write(drifting(blocks=1, steps=4, histograms=False), tmp_path / "logs")
-    (part,) = (folder / "seg-000" / "rank-00000").glob("values-*.parquet")
+def test_a_damaged_part_is_told(report: Any, log_dir: Path) -> None:
+    (part,) = log_dir.rglob("values-*.parquet")
     part.write_bytes(part.read_bytes()[:100])
-    code, out, _ = report(str(tmp_path / "logs"))
+    code, out, _ = report(str(log_dir))
     assert code == 0
-    assert "note:" in out
-    assert part.name in out
+    assert re.search(rf"note:.*{part.name}", out, re.DOTALL)
+
+
+# ------------------------------------------------------------------------------------------------------- docs/report.md
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    config = statistics(tensors=["activation", "weight"], stats=["min", "max", "std"])
+    with InspectSession(config, model=model, log_dir="logs") as session:
+        for _ in range(3):
+            model(torch.randn(32, 32)).sum().backward()
+            session.step()
+    return tmp_path
+
+
+@pytest.mark.slow  # three reports
+def test_the_commands(logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for block in blocks("docs/report.md", "bash", "te-precision report") for line in block.splitlines()]
+    assert len(lines) == 3
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code in (0, None), capsys.readouterr().err
+    assert (logs / "report.html").stat().st_size > 100
+
+
+@pytest.mark.slow
+def test_the_code(logs: Path) -> None:
+    (code,) = blocks("docs/report.md", "python")
+    exec(code, {})
+    assert (logs / "report.html").stat().st_size > 1_000_000

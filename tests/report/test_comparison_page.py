@@ -122,15 +122,13 @@ def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
 
 def growing(seed: int) -> np.ndarray:
     """The loss of a seed's run in another order of sums: the runs are equal before the first update, and diverge."""
-    draw = np.random.default_rng(seed)
-    apart = 0.05 * draw.normal(size=STEPS) * np.minimum(1, np.arange(STEPS) / 8)
+    apart = 0.05 * np.random.default_rng(seed).normal(size=STEPS) * np.minimum(1, np.arange(STEPS) / 8)
     return np.asarray((1 + 9 * np.exp(-np.arange(STEPS) / 6)) * np.exp(apart))
 
 
 def loss_curve(folder: Path, *losses: np.ndarray) -> tuple[Comparison, ComparedSeries]:
     """The loss in a comparison of two runs, with the others as the floor."""
-    runs = [record(folder / str(n), values(0), scalars={"loss": item}) for n, item in enumerate(losses)]
-    a, b, *noise = runs
+    a, b, *noise = [record(folder / str(n), values(0), scalars={"loss": item}) for n, item in enumerate(losses)]
     numbers = ComparedNumbers()
     result = compare(a, b, noise=noise, numbers=numbers)
     (curve,) = [curve for curve in numbers.curves if curve.subject.statistic == "loss"]

@@ -19,7 +19,7 @@ from te_precision_callbacks.views.report.facts import speed_facts
 from te_precision_callbacks.views.show.view import look as look_at
 from tests.report.conftest import Look
 from tests.report.runs import drifting, empty
-from tests.speed.planted import products
+from tests.speed.planted import products, tables
 
 pytestmark = pytest.mark.processes
 
@@ -28,25 +28,13 @@ NASTY = "fc<script>window.hurt=1</script>$x$.0"
 
 
 def on(run: RecordedRun, gpu: str | None) -> RecordedRun:
-    """The run, on a GPU."""
     (segment,) = run.segments
     return replace(run, segments=(replace(segment, facts={**segment.facts, "gpu": gpu}),))
 
 
 def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], str] = str) -> RecordedRun:
     """A run of the model of the planted trace."""
-    gemms, operands = [], []
-    for number, product in enumerate(products()):
-        low = product.precision == "fp8"
-        facts = {name: getattr(product, name) for name in ("gemm", "family", "backward", "n", "m", "k", "macs")}
-        gemms.append({
-            **facts, "gemm_id": number, "scope": "", "layer": rename(product.layer), "batch": 1,
-            "calls": 1, "order": number, "runs": "seen", "not_run": "", "precision": product.precision, "since": 0,
-            "reason": None if low else "NOT_TE", "reason_ref": "", "recipe": "fp8_current_scaling" if low else None,
-        })  # fmt: skip
-        for tensor, kind in product.operands.items():
-            row = {"gemm_id": number, "layer": rename(product.layer), "gemm": product.gemm, "tensor": tensor}
-            operands.append({**row, "format": kind, "source": "seen", "since": 0})
+    gemms, operands = tables([replace(product, layer=rename(product.layer)) for product in products()])
     return replace(
         on(drifting(blocks=1, steps=4, names=("head",)), gpu),
         path=folder,
@@ -95,19 +83,12 @@ def report(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow  # a browser
 def test_the_page_begins_with_the_answer_and_draws_all(look: Look, run: RecordedRun, report: Path) -> None:
-    facts = speed_facts(run)
-    look.open(report, "page=speed", dark=True)
-    region = look.page.get_by_role("region", name=facts["summary"])
-    box = region.bounding_box()
-    assert box is not None
-    assert box["y"] < 160
-    assert look.everything_drawn() == 1
-    assert look.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert look.page.locator("[role=alert]").count() == 0
-    colours = look.page.evaluate("[...document.querySelectorAll('.plot')][0].data.map((t) => t.marker.color)")
+    look.open_in_the_dark(report, {"speed": 1})
+    region = look.page.get_by_role("region", name=speed_facts(run)["summary"])
+    assert region.bounding_box()["y"] < 160  # type: ignore[index]
+    names, colours = zip(*look.plot("plot.data.map((trace) => [trace.name, trace.marker.color])"), strict=True)
+    assert names == ("BF16", "as it runs: GEMMs", "as it runs: casts", "interval of 95 %")
     assert len(set(colours)) == len(colours)
-    names = look.page.evaluate("[...document.querySelectorAll('.plot')][0].data.map((t) => t.name)")
-    assert names == ["BF16", "as it runs: GEMMs", "as it runs: casts", "interval of 95 %"]
 
 
 @pytest.mark.slow  # a browser

@@ -11,10 +11,13 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
+from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks import InspectSession, PrecisionDebugCallback
 from te_precision_callbacks.base.errors import MissingExtraError, OptionError
-from te_precision_callbacks.runs import list_runs, open_run
+from te_precision_callbacks.runs import RecordedRun, list_runs, open_run
+from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.views.report import facts, write_report
 from tests.conftest import feature, statistics
 from tests.lightning.models import Plain, loader
 from tests.report.conftest import Look
@@ -75,8 +78,7 @@ def test_a_run_that_failed_names_the_command_only(tmp_path: Path, caplog: pytest
 
 def test_a_page_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
-    callback = fit(tmp_path, report=True)
-    assert callback.session.iteration == 3
+    assert fit(tmp_path, report=True).session.iteration == 3
 
 
 def test_what_report_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,15 +105,76 @@ def test_the_page_of_a_real_run(look: Look, tmp_path: Path) -> None:
     run = open_run(tmp_path)
     look.open(tmp_path / "report.html", "page=nowhere")
     for page in ("heatmap", "layer&layer=0", "profile&tensor=gradient", "config", "summary"):
-        look.turn(f"page={page}")
-        look.everything_drawn()
+        look.everything_drawn(f"page={page}")
     shares = dict(look.plot("plot.data.map((trace) => [trace.name, trace.x[2]])"))
     assert shares["FP8"] == pytest.approx(100 * session.coverage().share("fp8"))
     look.turn("page=layer&layer=1")
-    table = look.page.locator("table").first.inner_text()
-    assert "FP8 E4M3" in table
-    look.turn("page=profile&tensor=activation&format=E4M3&step=5")
-    look.everything_drawn()
+    assert "FP8 E4M3" in look.page.locator("table").first.inner_text()
+    look.everything_drawn("page=profile&tensor=activation&format=E4M3&step=5")
     (top,) = look.plot("plot.data.filter((t) => t.name === 'E4M3: largest').map((t) => [...t.x])")
     scales = run.grid("scale_inv_max", "activation").values[:, 5]
     assert top[::2] == pytest.approx(torch.tensor(448 * scales).log2().tolist(), abs=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------- a run that was resumed
+
+
+FREQ = 4
+LOSSES = {
+    "lost": feature(
+        "LogFp8TensorStats", ["all"], tensors=["gradient", "weight"], stats=["underflows%", "sqnr_db"], freq=FREQ
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """Ten steps; eight more from the state of step 8; and twelve from that of step 4, which replace what is later. No
+    start has scales."""
+    folder = tmp_path_factory.mktemp("resumed")
+    states: dict[int, dict[str, Any]] = {}
+    for begin, steps in ((0, 10), (8, 8), (4, 12)):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(3))
+        with InspectSession(LOSSES, model=model, log_dir=folder) as session:
+            if begin:
+                session.load_state_dict(states[begin])
+            for _ in range(steps):
+                with te.autocast(enabled=True, recipe=DelayedScaling()):
+                    outs = [layer(torch.randn(16, 32, requires_grad=True)) for layer in model]
+                sum((out * torch.randn_like(out) * 7e-6).sum() for out in outs).backward()
+                session.step()
+                states.setdefault(session.iteration, session.state_dict())
+    return open_run(folder)
+
+
+def test_the_run_is_one_with_three_segments(resumed: RecordedRun) -> None:
+    assert resumed.steps["iteration"].to_pylist() == [0, 4, 8, 12]
+    assert resumed.steps["segment"].to_pylist() == [0, 2, 2, 2]
+    values = resumed.values()
+    assert set(values.filter(values["flags"].to_numpy() & STEP0 != 0)["iteration"].to_pylist()) == {0, 4}
+
+
+def test_a_step_takes_what_a_step_takes(resumed: RecordedRun) -> None:
+    """Not what lies between two steps with records."""
+    took = facts.duration(resumed)
+    times = resumed.steps["wall_time"].to_pylist()
+    assert took["median_step_seconds"] == pytest.approx((times[3] - times[1]).total_seconds() / 2 / FREQ)
+
+
+@pytest.mark.slow  # a browser
+def test_first_steps_have_no_cell_and_no_point(resumed: RecordedRun, look: Look) -> None:
+    """In a page with whole curves, and in one with heat maps alone."""
+    for most in (10**7, 1):
+        page = write_report(resumed, resumed.path / f"{most}.html", most=most)
+        look.open(page, "page=heatmap&statistic=underflows%&tensor=gradient")
+        look.everything_drawn()
+        assert look.plot("plot.data[0].x") == [7.5, 10, 12.5]
+        assert look.plot("plot.data[0].z.map((row) => row.map((cell) => cell === null))") == [[False, False]] * 3
+        look.turn("page=layer&layer=0")
+        card = look.page.locator(".card", has_text="underflows%").last
+        card.scroll_into_view_if_needed()
+        card.locator(".plot[data-drawn=yes]").wait_for()
+        assert ("from the overview" in card.inner_text()) == (most == 1)
+        drawn = card.locator(".plot").evaluate("plot => plot.data.map(({name, x}) => [name, [...x]])")
+        assert next(item for item in drawn if item[0] == "gradient")[1] == [8, 12]

@@ -36,12 +36,11 @@ Counts = Counter[tuple[str, str, str]]
 
 @contextmanager
 def counting_saved(modules: Sequence[NamedModule], counts: Counts) -> Iterator[None]:
-    """Count what forwards save for the backward while it is entered."""
-    seen = {pointer(held) for named in modules for p in named.module.parameters() for _, held in parts(p)}
+    seen = {held.data_ptr() for named in modules for p in named.module.parameters() for _, held in parts(p)}
 
     def look(module: Any, _: Any, output: Any) -> None:
         for workspace in vars(module).get("_fp8_workspaces", {}).values():
-            seen.update(pointer(held) for _, held in parts(workspace))
+            seen.update(held.data_ptr() for _, held in parts(workspace))
         node = node_behind(output)
         objects = restore_from_saved(node.tensor_objects, list(node.saved_tensors))
         for tensor in objects:
@@ -50,7 +49,7 @@ def counting_saved(modules: Sequence[NamedModule], counts: Counts) -> Iterator[N
             if kept is not None and not isinstance(kept, torch.Tensor):
                 tensor.prepare_for_saving()
 
-    names = {id(named.module): module_name(named) for named in modules}
+    names = {id(named.module): named.layers[0].name.partition(".")[0] for named in modules}
     handles = [named.module.register_forward_hook(look) for named in modules]
     yield
     for handle in handles:
@@ -58,11 +57,10 @@ def counting_saved(modules: Sequence[NamedModule], counts: Counts) -> Iterator[N
 
 
 def count_kept(modules: Sequence[NamedModule], counts: Counts) -> None:
-    """Count what modules keep from step to step."""
     seen: set[int] = set()
     for named in modules:
         module: Any = named.module
-        name = module_name(named)
+        name = named.layers[0].name.partition(".")[0]
         for parameter in module.parameters(recurse=False):
             count(name, parameter, "always", seen, counts)
             if parameter.grad is not None:
@@ -77,17 +75,9 @@ def count(name: str, tensor: Any, lives: str, seen: set[int], counts: Counts) ->
     for part, held in parts(tensor):
         if held.is_floating_point() is False and part == "high":
             continue  # offsets of groups
-        if held.numel() and pointer(held) not in seen:
-            seen.add(pointer(held))
+        if held.numel() and held.data_ptr() not in seen:
+            seen.add(held.data_ptr())
             counts[name, part, lives] += held.nbytes
-
-
-def module_name(named: NamedModule) -> str:
-    return named.layers[0].name.partition(".")[0]
-
-
-def pointer(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr()
 
 
 def node_behind(output: Any) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
-from collections.abc import Iterator
+from collections import namedtuple
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed.trace.range_names import iteration_range, layer_range
 
@@ -18,14 +21,30 @@ FP8 = {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
 BF16 = {"activation": "BF16", "weight": "BF16"}
 
 
-class Kernel(NamedTuple):
-    """The truth of a kernel."""
+Kernel = namedtuple("Kernel", "layer gemm of_pass kind us")
+"""The truth of a kernel."""
 
-    layer: str
-    gemm: str
-    of_pass: str
-    kind: str
-    us: float
+
+CAST = "void transformer_engine::detail::cast_transpose_general_kernel<8, 16, true>"
+ATTENTION = "void pytorch_flash::flash_fwd_kernel<Traits>"
+ATTENTION_BACKWARD = "void flash_bwd_dq_dk_dv_loop_kernel<Traits>"
+KINDS = {CAST: "cast", ATTENTION: "attention", ATTENTION_BACKWARD: "attention"}
+
+BLOCK: dict[str, tuple[str, dict[str, float], dict[str, float]]] = {
+    "qkv": (
+        "_LayerNormLinear",
+        {"void ln_fwd_tuned_kernel<Kernel_traits>": 30, CAST: 20, "fprop": 200},
+        {CAST: 20, "dgrad": 210, "wgrad": 215, "void ln_bwd_tuned_kernel<Traits>": 40},
+    ),
+    "attention": ("FusedAttnFunc", {ATTENTION: 150}, {ATTENTION_BACKWARD: 400}),
+    "proj": ("_Linear", {CAST: 20, "fprop": 80}, {CAST: 20, "dgrad": 80, "wgrad": 85}),
+    "mlp": (
+        "_LayerNormMLP",
+        {"void rmsnorm_fwd_tuned_kernel<Traits>": 30, ".fc1 fprop": 260, CAST: 20, ".fc2 fprop": 250},
+        {CAST: 20, ".fc2 dgrad": 260, ".fc2 wgrad": 270, ".fc1 dgrad": 260, ".fc1 wgrad": 270},
+    ),
+}
+"""A part of a block -> its node of autograd, and the microseconds of its kernels in the forward and in the backward."""
 
 
 class Planted:
@@ -50,19 +69,17 @@ class Planted:
         self.truth: list[Kernel] = []
         self._ranges, self._recompute, self._late = ranges, recompute, late
         self._now = self._free = 1000.0
-        self._count = self._sequence = 0
+        self._numbers = itertools.count(1)
         self._thread = 1
         self._pass = "forward"
         self._forwards: dict[str, list[tuple[int, float, int]]] = {}
-        self._arrows = 0
         with self._range(iteration_range(7)):
             for _ in range(again):
                 self._forward()
                 self._backward()
             self._pass = "optimizer"
-            with self._range("Optimizer.step#FusedAdam.step"):
-                with self._operator("aten::_fused_adamw_"):
-                    self._kernel("void multi_tensor_apply_kernel<AdamFunctor>", 300, "", "", "other")
+            with self._range("Optimizer.step#FusedAdam.step"), self._operator("aten::_fused_adamw_"):
+                self._kernel("void multi_tensor_apply_kernel<AdamFunctor>", 300, "", "", "other")
 
     # ------------------------------------------------------------------ the model
 
@@ -70,37 +87,25 @@ class Planted:
         self._pass = "forward"
         for block in ("layers.0", "layers.1"):
             self._block(block)
-        with self._module("head"), self._node("aten::linear", "head"):
+        with self._range(layer_range("head")), self._node("aten::linear", "head"):
             with self._operator("aten::addmm"):
                 self._kernel("nvjet_sm90_tst_256x128_64x4_TNT", 900, "head", "", "gemm")
         with self._node("aten::_log_softmax", "loss"):
             self._kernel("void cunn_SoftMaxForward<4, float>", 50, "", "", "other")
 
     def _block(self, block: str) -> None:
-        with (
-            self._module(f"{block}.qkv"),
-            self._node("_LayerNormLinear", f"{block}.qkv"),
-        ):
-            self._kernel("void ln_fwd_tuned_kernel<Kernel_traits>", 30, f"{block}.qkv", "", "other")
-            self._cast(f"{block}.qkv")
-            self._gemm(f"{block}.qkv", "fprop", 200)
-        with self._module(f"{block}.attention"), self._node("FusedAttnFunc", f"{block}.attention"):
-            self._kernel("void pytorch_flash::flash_fwd_kernel<Traits>", 150, f"{block}.attention", "", "attention")
-        with (
-            self._module(f"{block}.proj"),
-            self._node("_Linear", f"{block}.proj"),
-        ):
-            self._cast(f"{block}.proj")
-            self._gemm(f"{block}.proj", "fprop", 80)
-        mlp = f"{block}.mlp"
-        with (
-            self._module(mlp),
-            self._node("_LayerNormMLP", mlp),
-        ):
-            self._kernel("void rmsnorm_fwd_tuned_kernel<Traits>", 30, mlp, "", "other")
-            self._gemm(f"{mlp}.fc1", "fprop", 260)
-            self._cast(mlp)
-            self._gemm(f"{mlp}.fc2", "fprop", 250)
+        for part, (node, kernels, _) in BLOCK.items():
+            layer = f"{block}.{part}"
+            with self._range(layer_range(layer)), self._node(node, layer):
+                self._kernels(layer, kernels)
+
+    def _kernels(self, layer: str, kernels: dict[str, float]) -> None:
+        for name, us in kernels.items():
+            part, _, gemm = name.rpartition(" ")
+            if gemm in GEMMS:
+                self._gemm(layer + part, gemm, us)
+            else:
+                self._kernel(name, us, layer, "", KINDS.get(name, "other"))
 
     def _backward(self) -> None:
         self._pass, self._thread = "backward", 2
@@ -112,34 +117,21 @@ class Planted:
                 self._kernel("void cublasLt::splitKreduce_kernel<32, __nv_bfloat16>", 9, "head", "", "gemm")
         for block in ("layers.1", "layers.0"):
             if self._recompute:
-                with self._operator("autograd::engine::evaluate_function: CheckpointFunctionBackward"):
-                    with self._operator("CheckpointFunctionBackward"):
-                        self._pass = "recompute"
-                        self._block(block)
-                        self._pass = "backward"
-                        self._backward_of_block(block)
+                name = "CheckpointFunctionBackward"
+                with self._operator(f"autograd::engine::evaluate_function: {name}"), self._operator(name):
+                    self._pass = "recompute"
+                    self._block(block)
+                    self._pass = "backward"
+                    self._backward_of_block(block)
             else:
                 self._backward_of_block(block)
         self._thread = 1
 
     def _backward_of_block(self, block: str) -> None:
-        mlp = f"{block}.mlp"
-        with self._backward_of("_LayerNormMLP", mlp, "_LayerNormMLPBackward", mlp):
-            self._cast(mlp)
-            for layer in (f"{mlp}.fc2", f"{mlp}.fc1"):
-                self._gemm(layer, "dgrad", 260)
-                self._gemm(layer, "wgrad", 270)
-        with self._backward_of("_Linear", f"{block}.proj", "_LinearBackward", f"{block}.proj"):
-            self._cast(f"{block}.proj")
-            self._gemm(f"{block}.proj", "dgrad", 80)
-            self._gemm(f"{block}.proj", "wgrad", 85)
-        with self._backward_of("FusedAttnFunc", f"{block}.attention", "FusedAttnFuncBackward"):
-            self._kernel("void flash_bwd_dq_dk_dv_loop_kernel<Traits>", 400, f"{block}.attention", "", "attention")
-        with self._backward_of("_LayerNormLinear", f"{block}.qkv", "_LayerNormLinearBackward", f"{block}.qkv"):
-            self._cast(f"{block}.qkv")
-            self._gemm(f"{block}.qkv", "dgrad", 210)
-            self._gemm(f"{block}.qkv", "wgrad", 215)
-            self._kernel("void ln_bwd_tuned_kernel<Traits>", 40, f"{block}.qkv", "", "other")
+        for part, (node, _, kernels) in reversed(BLOCK.items()):
+            layer = f"{block}.{part}"
+            with self._backward_of(node, layer, f"{node}Backward", "" if part == "attention" else layer):
+                self._kernels(layer, kernels)
         node = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
         with self._operator(node), self._operator("c10d::allreduce_"):
             name = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -147,18 +139,9 @@ class Planted:
 
     # ------------------------------------------------------------------ its parts
 
-    def _cast(self, layer: str) -> None:
-        name = "void transformer_engine::detail::cast_transpose_general_kernel<8, 16, true>"
-        self._kernel(name, 20, layer, "", "cast")
-
     def _gemm(self, layer: str, gemm: str, us: float) -> None:
         with self._range(layer_range(layer, gemm, backward=gemm != "fprop")):
             self._kernel("nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_TNT", us, layer, gemm, "gemm")
-
-    @contextmanager
-    def _module(self, name: str) -> Iterator[None]:
-        with self._range(layer_range(name)):
-            yield
 
     @contextmanager
     def _range(self, name: str) -> Iterator[None]:
@@ -173,16 +156,15 @@ class Planted:
 
     @contextmanager
     def _node(self, name: str, key: str) -> Iterator[None]:
-        self._sequence += 1
-        self._forwards.setdefault(f"{name} {key}", []).append((self._thread, self._now, self._sequence))
-        with self._operator(name, self._sequence):
+        sequence = next(self._numbers)
+        self._forwards.setdefault(f"{name} {key}", []).append((self._thread, self._now, sequence))
+        with self._operator(name, sequence):
             yield
 
     @contextmanager
     def _backward_of(self, name: str, key: str, node: str, ranged: str = "") -> Iterator[None]:
         thread, begin, sequence = self._forwards[f"{name} {key}"].pop()
-        self._arrows += 1
-        facts = {"cat": "fwdbwd", "name": "fwdbwd", "pid": 1, "id": self._arrows}
+        facts = {"cat": "fwdbwd", "name": "fwdbwd", "pid": 1, "id": next(self._numbers)}
         with self._operator(f"autograd::engine::evaluate_function: {node}", sequence):
             self.events.append({"ph": "s", "tid": thread, "ts": begin, **facts})
             self.events.append({"ph": "f", "bp": "e", "tid": self._thread, "ts": self._now, **facts})
@@ -199,73 +181,85 @@ class Planted:
         self._now += 1
         self._event("cpu_op", name, begin, self._now - begin, facts)
 
-    def _kernel(self, name: str, us: float, layer: str, gemm: str, kind: str, of_pass: str | None = None) -> None:
-        self._count += 1
-        facts = {"correlation": self._count, "External id": 0}
+    def _kernel(self, name: str, us: float, layer: str, gemm: str, kind: str) -> None:
+        facts = {"correlation": next(self._numbers), "External id": 0}
         self._event("cuda_runtime", "cudaLaunchKernel", self._now, self._late - 0.5, facts)
         begin = max(self._free, self._now + 4)
         self._now += self._late
         self._free = begin + us
         self._event("kernel", name, begin, us, {"stream": 7, **facts}, pid=0, tid=7)
-        self.truth.append(Kernel(layer, gemm, self._pass if of_pass is None else of_pass, kind, us))
+        self.truth.append(Kernel(layer, gemm, self._pass, kind, us))
 
     def _event(
         self, category: str, name: str, begin: float, us: float, facts: dict[str, Any] | None = None, **where: int
     ) -> None:
-        place = {"pid": 1, "tid": self._thread, **where}
-        if category == "user_annotation" and "iteration" in name:
-            place["tid"] = 1
-        self.events.append(
-            {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": us, **place, "args": facts or {}}
-        )
+        event = {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": us, "args": facts or {}}
+        self.events.append({"pid": 1, "tid": self._thread, **event, **where})
 
     # ------------------------------------------------------------------ its file, and the products of its run
 
-    @property
-    def text(self) -> str:
-        """The file."""
-        head = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]}
-        head["distributedInfo"] = {"backend": "nccl", "rank": 3, "world_size": 8}  # type: ignore[assignment]
-        return json.dumps({**head, "traceEvents": self.events, "traceName": "planted"}, indent=1)
-
     def write(self, path: Path) -> Path:
-        """Write the file; with gzip if its name says so."""
-        text = self.text.encode()
+        head = {
+            "schemaVersion": 1,
+            "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
+            "distributedInfo": {"backend": "nccl", "rank": 3, "world_size": 8},
+        }
+        text = json.dumps({**head, "traceEvents": self.events, "traceName": "planted"}, indent=1).encode()
         path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
         return path
 
 
-def products(*, again: int = 1) -> list[Product]:
-    """What a run of the model has counted."""
-    sizes = {
-        "qkv": (3 * HIDDEN, HIDDEN),
-        "proj": (HIDDEN, HIDDEN),
-        "mlp.fc1": (4 * HIDDEN, HIDDEN),
-        "mlp.fc2": (HIDDEN, 4 * HIDDEN),
-    }
+PARTS = {
+    "qkv": (3 * HIDDEN, HIDDEN),
+    "attention": None,
+    "proj": (HIDDEN, HIDDEN),
+    "mlp.fc1": (4 * HIDDEN, HIDDEN),
+    "mlp.fc2": (HIDDEN, 4 * HIDDEN),
+}
+"""A part of a block -> the rows and the width of its weight."""
 
+
+def products() -> list[Product]:
     results: list[Product] = []
 
-    def one(layer: str, family: Any, gemm: Any, n: int, m: int, k: int, operands: dict[str, str]) -> Product:
+    def add(layer: str, family: Any, gemm: Any, n: int, m: int, k: int) -> None:
         backward = gemm in ("dgrad", "wgrad") or any(product.backward for product in results)
-        return Product(layer, family, gemm, backward, n, m, k, 1, again, n * m * k * again, operands)
+        operands = FP8 if family == "te" else BF16
+        results.append(Product(layer, family, gemm, backward, n, m, k, 1, 1, n * m * k, operands))
 
     for block in ("layers.0", "layers.1"):
-        for part in ("qkv", "attention", "proj", "mlp.fc1", "mlp.fc2"):
-            if part == "attention":
-                results += [one(f"{block}.attention", "attention", gemm, 512, 512, 64, BF16) for gemm in ("qk", "pv")]
+        for part, sizes in PARTS.items():
+            if sizes is None:
+                add(f"{block}.{part}", "attention", "qk", 512, 512, 64)
+                add(f"{block}.{part}", "attention", "pv", 512, 512, 64)
             else:
-                rows, width = sizes[part]
-                results.append(one(f"{block}.{part}", "te", "fprop", TOKENS, rows, width, FP8))
-    results.append(one("head", "torch", "fprop", TOKENS, WORDS, HIDDEN, BF16))
-    results.append(one("head", "torch", "dgrad", TOKENS, HIDDEN, WORDS, BF16))
-    results.append(one("head", "torch", "wgrad", WORDS, HIDDEN, TOKENS, BF16))
+                add(f"{block}.{part}", "te", "fprop", TOKENS, *sizes)
+    add("head", "torch", "fprop", TOKENS, WORDS, HIDDEN)
+    add("head", "torch", "dgrad", TOKENS, HIDDEN, WORDS)
+    add("head", "torch", "wgrad", WORDS, HIDDEN, TOKENS)
     for block in ("layers.1", "layers.0"):
-        for part in ("mlp.fc2", "mlp.fc1", "proj", "attention", "qkv"):
-            if part == "attention":
-                results += [one(f"{block}.attention", "attention", gemm, 512, 512, 64, BF16) for gemm in ("pv", "qk")]
-                continue
-            rows, width = sizes[part]
-            results.append(one(f"{block}.{part}", "te", "dgrad", TOKENS, width, rows, FP8))
-            results.append(one(f"{block}.{part}", "te", "wgrad", rows, width, TOKENS, FP8))
+        for part, sizes in reversed(PARTS.items()):
+            if sizes is None:
+                add(f"{block}.{part}", "attention", "pv", 512, 512, 64)
+                add(f"{block}.{part}", "attention", "qk", 512, 512, 64)
+            else:
+                rows, width = sizes
+                add(f"{block}.{part}", "te", "dgrad", TOKENS, width, rows)
+                add(f"{block}.{part}", "te", "wgrad", rows, width, TOKENS)
     return results
+
+
+Rows = list[dict[str, Any]]
+
+
+def tables(counted: Sequence[Product], **facts: Any) -> tuple[Rows, Rows]:
+    """Products as a run records them: the rows of the GEMMs, each with more ``facts``, and of their operands."""
+    gemms, operands = [], []
+    names = ("layer", "gemm", "family", "backward", "n", "m", "k", "batch", "calls", "macs", "precision", "runs")
+    for number, product in enumerate(counted):
+        own = {name: getattr(product, name) for name in names}
+        recipe = "fp8_current_scaling" if product.is_low else ""
+        gemms.append({"gemm_id": number, "scope": "", "recipe": recipe, "since": 0, **own, **facts})
+        place = {"gemm_id": number, "layer": product.layer, "gemm": product.gemm, "since": 0, **facts}
+        operands += [{**place, "tensor": tensor, "format": text} for tensor, text in product.operands.items()]
+    return gemms, operands

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.runs.run_files import own_traces
 from te_precision_callbacks.speed import Calibration, Time, device_named
 from te_precision_callbacks.speed.calibration import cast_key, gemm_key, high_key
 from te_precision_callbacks.speed.costs import Shape, cast_users, operand_sizes
+from te_precision_callbacks.speed.estimate import estimate_step, layer_rows
+from te_precision_callbacks.speed.recorded import run_speed
+from te_precision_callbacks.speed.trace import TraceError
 from tests.runs.making import RunWriter
+from tests.speed.planted import Planted, products, tables
+from tests.speed.test_expected import layer
 
 KEYS = {
     "layer", "gemm", "m", "n", "k", "recipe", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high",
@@ -34,18 +45,7 @@ class Net(torch.nn.Module):
         self.small = te.Linear(1024, 256, params_dtype=torch.bfloat16)
         self.head = torch.nn.Linear(256, 32000, dtype=torch.bfloat16)
 
-class Other(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(64, 64))
-
-class Attends(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = te.TransformerLayer(256, 1024, 4, params_dtype=torch.bfloat16)
-        self.alone = te.DotProductAttention(4, 64)
-
-build, other, attends = Net, Other, Attends
+build = Net
 """
 
 
@@ -59,51 +59,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("speed_models", None)
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
+def run(*arguments: str, columns: int = 200) -> Result:
+    return CliRunner().invoke(cli.app, arguments, env={"COLUMNS": str(columns)})
 
 
 def read(*arguments: str) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
-    actual: dict[str, Any] = json.loads(result.stdout)
-    return actual
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
-def write(gpus: list[str | None], *, recipe: str = "fp8_current_scaling", macs: int | None = None) -> str:
+def write(gpus: list[str | None], *, macs: int | None = None) -> None:
     """A run of a linear layer, with a segment for each GPU."""
+    products = [replace(item, macs=item.macs if macs is None else macs) for item in layer("fc", 8192, (1024, 4096))]
     run_id = None
-    for number, gpu in enumerate(gpus):
-        with RunWriter.begin("logs", run_id=run_id, first_iteration=10 * number, gpu=gpu, world=1) as writer:
+    for begin, gpu in enumerate(gpus):
+        gemms, operands = tables(products, since=begin)
+        with RunWriter.begin("logs", run_id=run_id, first_iteration=begin, gpu=gpu, world=1) as writer:
             run_id = writer.run_id
-            sizes = {"fprop": (8192, 4096, 1024), "dgrad": (8192, 1024, 4096), "wgrad": (4096, 1024, 8192)}
-            gemms = []
-            for gemm_id, (gemm, (n, m, k)) in enumerate(sizes.items()):
-                gemms.append(
-                    {
-                        "gemm_id": gemm_id, "scope": "", "layer": "fc", "gemm": gemm, "family": "te",
-                        "backward": gemm != "fprop", "n": n, "m": m, "k": k, "batch": 1, "calls": 1,
-                        "macs": n * m * k if macs is None else macs, "runs": "seen", "precision": "fp8",
-                        "recipe": recipe, "since": 10 * number,
-                    }
-                )  # fmt: skip
-            operands = [
-                {
-                    "gemm_id": n,
-                    "layer": "fc",
-                    "gemm": gemm,
-                    "tensor": tensor,
-                    "format": "FP8 E4M3",
-                    "since": 10 * number,
-                }
-                for n, gemm in enumerate(sizes)
-                for tensor in ("a", "b")
-            ]
-            writer.put_facts("layers", [{"layer": "fc", "since": 10 * number}])
+            writer.put_facts("layers", [{"layer": "fc", "since": begin}])
             writer.put_facts("gemms", gemms)
             writer.put_facts("operands", operands)
-            writer.add_step(10 * number)
-    return str(run_id)
+            writer.add_step(begin)
 
 
 def test_a_calibrated_shape_has_its_measured_speed_up() -> None:
@@ -130,9 +107,7 @@ def test_a_calibrated_shape_has_its_measured_speed_up() -> None:
 
 
 def raise_of(*arguments: str) -> None:
-    exception = run(*arguments).exception
-    assert exception is not None
-    raise exception
+    raise run(*arguments).exception or AssertionError
 
 
 @pytest.mark.parametrize(
@@ -145,9 +120,8 @@ def raise_of(*arguments: str) -> None:
 )
 def test_the_device_of_a_run(gpus: list[str | None], said: str) -> None:
     write(gpus)
-    with pytest.raises(PrecisionDebugError) as raised:
+    with pytest.raises(PrecisionDebugError, match=re.escape(said)):
         raise_of("speed", "logs")
-    assert said in str(raised.value)
     assert read("speed", "logs", "--device", "h200")["device"] == "NVIDIA H200 SXM"
 
 
@@ -184,9 +158,8 @@ def test_what_cannot_be_read_of_a_run_is_reported(table: str) -> None:
 )
 def test_what_cannot_be_asked(arguments: tuple[str, ...], said: str) -> None:
     write(["NVIDIA H200"])
-    with pytest.raises(PrecisionDebugError) as raised:
+    with pytest.raises(PrecisionDebugError, match=re.escape(said)):
         raise_of("speed", "logs", *arguments)
-    assert said in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +167,7 @@ def test_what_cannot_be_asked(arguments: tuple[str, ...], said: str) -> None:
     [
         (("speed",), "Missing argument 'RUN'"),
         (("check", "empty.yaml", "--speed"), "give --model, too"),
+        (("check", "empty.yaml", "--memory"), "give --model, too"),
         (("check", "empty.yaml", "--device", "h200"), "give --speed, too"),
         (("check", "empty.yaml", "--model", "speed_models:build", "--tokens", "64", "--speed"), "need a device"),
         (("check", "empty.yaml", "--model", "speed_models:build", "--speed", "--device", "h200"), "need --tokens or"),
@@ -229,3 +203,96 @@ def test_a_plan_and_its_patch() -> None:
 def test_a_recipe_that_the_device_does_not_run_is_refused_with_its_remedy() -> None:
     with pytest.raises(PrecisionDebugError, match=r"H200 SXM does not run nvfp4: .* or another device with --device"):
         raise_of(*PLAN[:5], "nvfp4", *PLAN[6:], "--speed", "--device", "h200")
+
+
+# ---------------------------------------------------------------------------------------------- with a trace of the run
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+LONG = "a_module_with_a_name_that_is_far_longer_than_a_terminal_is_wide_and_has_no_place_to_break"
+
+
+def write_planted(gpu: str | None, *, inside: str = "") -> Path:
+    """The run of the planted model, and where its traces lie."""
+    with RunWriter.begin("logs", gpu=gpu, world=1) as writer:
+        gemms, operands = tables([replace(p, layer=f"{inside}.{p.layer}" if inside else p.layer) for p in products()])
+        writer.put_facts("gemms", gemms)
+        writer.put_facts("operands", operands)
+        writer.add_step(0)
+    traces = Path("logs/precision_records") / writer.run_id / "traces"
+    traces.mkdir()
+    return traces / "seg-000.rank-00000.iterations-000007-000007.json.gz"
+
+
+def test_measured_gemms_stand_beside_expected_ones() -> None:
+    planted = Planted()
+    planted.write(write_planted(H100))
+    truth: dict[str, float] = defaultdict(float)
+    for item in planted.truth:
+        if item.kind in ("gemm", "cast"):
+            truth[item.layer] += item.us / 1e3
+    known = run_speed(open_run("logs"), estimate_step)
+    rows = {row.layers: row.measured_ms for row in layer_rows(known.expected, known.measured_layers)}
+    assert rows["head",] == pytest.approx(truth["head"])
+    both = ("layers.0.qkv", "layers.1.qkv")
+    assert rows[both] == pytest.approx(sum(truth[layer] for layer in both))
+    assert rows["layers.0.attention", "layers.1.attention"] is None
+    result = read("speed", "logs")
+    gemms = [row for row in result["measured"]["products"] if row["kind"] == "gemm"]
+    assert len({(row["layer"], row["gemm"]) for row in gemms}) == 25
+    assert result["measured"]["device"] == H100
+    text = run("speed", "logs").output
+    for words in (" measured ", "Measured in the trace"):
+        assert words in text
+
+
+def test_a_trace_of_another_device_is_not_compared() -> None:
+    Planted().write(write_planted(None))
+    result = read("speed", "logs", "--device", "h200")
+    assert result["products"]
+    assert any("not comparable" in note for note in result["notes"])
+    result = read("speed", "logs")
+    assert result["products"] == [], "no device is known, so nothing is expected"
+    assert result["measured"]["wall_ms"] > 0
+
+
+def test_a_run_without_records_has_the_trace_in_its_log_folder() -> None:
+    traces = Path("logs/precision_traces")
+    traces.mkdir(parents=True)
+    trace = Planted().write(traces / "rank-00000.iterations-000000-000000.json.gz")
+    statistics = Path("logs/nvdlfw_inspect_statistics_logs")
+    statistics.mkdir()
+    line = "2026-03-01 09:30:00,718 - INFO - fc_activation_max \t\t\t\t iteration=000000 \t\t\t\t value=1.5\n"
+    (statistics / "nvdlfw_inspect_globalrank-0.log").write_text(line)
+    assert read("speed", "logs")["measured"]["device"] == H100
+    with RunWriter.begin("logs", gpu=H100, world=1) as writer:
+        writer.add_step(0)
+    assert own_traces(Path("logs"), writer.run_id) == [], "it is of another run"
+    assert own_traces(Path("logs"), "logs") == [trace]
+
+
+def test_a_damaged_trace_is_left_out_where_it_was_not_asked_for() -> None:
+    trace = write_planted(H100)
+    trace.write_bytes(b"not a trace")
+    result = read("speed", "logs")
+    assert result["measured"] is None
+    assert any("own trace is not used" in note for note in result["notes"])
+    with pytest.raises(TraceError):
+        raise_of("speed", "logs", "--trace", str(trace))
+
+
+def test_a_trace_of_another_model_is_not_compared() -> None:
+    Planted().write(write_planted(H100, inside="decoder"))
+    assert any("trace of another model" in note for note in read("speed", "logs")["notes"])
+
+
+def test_a_patch_can_be_copied() -> None:
+    write_planted(H100, inside=LONG)
+    lines = run("speed", "logs", columns=80).output.splitlines()
+    [begin, *_] = [number for number, line in enumerate(lines) if line.strip() == "keep_in_high_precision:"]
+    patch = []
+    for line in lines[begin:]:
+        if line.strip() and not line.startswith("    "):
+            break
+        patch.append(line)
+    assert LONG in yaml.safe_load("\n".join(patch))["keep_in_high_precision"]["layers"]["layer_name_regex_pattern"]

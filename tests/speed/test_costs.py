@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -105,9 +106,7 @@ def test_the_known_devices() -> None:
         assert device.fitted.measured_on
     assert device_named("H200").title == "NVIDIA H200 SXM"
     assert device_named("h100-pcie").bandwidth_tbs == 2.0
-    reported = device_reported("NVIDIA B300 SXM6 AC")
-    assert reported is not None
-    assert reported.is_measured
+    assert device_reported("NVIDIA B300 SXM6 AC").is_measured  # type: ignore[union-attr]
     assert device_reported("NVIDIA A100") is None
 
 
@@ -124,10 +123,8 @@ def test_the_known_devices() -> None:
 def test_a_device_file_that_cannot_be_used(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(DeviceError) as raised:
+    with pytest.raises(DeviceError, match=rf"{re.escape(str(path))}.*{re.escape(said)}"):
         device_named(str(path))
-    assert said in str(raised.value)
-    assert str(path) in str(raised.value)
 
 
 def test_a_device_that_is_not_known(tmp_path: Path) -> None:
@@ -147,6 +144,5 @@ def test_a_device_that_is_not_known(tmp_path: Path) -> None:
     ],
 )
 def test_a_recipe_that_a_device_does_not_run(device: str, recipe: str, said: str) -> None:
-    with pytest.raises(SpeedError) as raised:
+    with pytest.raises(SpeedError, match=re.escape(said)):
         device_named(device).check_recipe(recipe)
-    assert said in str(raised.value)

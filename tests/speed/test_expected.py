@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_precision_callbacks.config import load_config
 from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage, Product, Reason
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
-from te_precision_callbacks.speed.devices import Device, device_named
-from te_precision_callbacks.speed.estimate import Step, estimate_step, layer_rows
+from te_precision_callbacks.speed import Calibration, CalibrationError, Device, Shape, Time, calibrate, device_named
+from te_precision_callbacks.speed.calibration import gemm_key, high_key
+from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step, layer_rows
 from te_precision_callbacks.speed.expected import ProductTime, recipe_of_product, timed, total, with_recipes
 from te_precision_callbacks.speed.printing import show_times
+from tests.capability import any_capability, stand_for
 
 B300, H200 = device_named("b300"), device_named("h200")
 CURRENT = "fp8_current_scaling"
@@ -51,10 +55,13 @@ def expected(products: list[Product], recipe: str, device: Device) -> list[Produ
     return timed(with_recipes(products, recipe), device)
 
 
+def estimated(products: list[Product], ran: str = CURRENT, device: Device = B300, **keywords: Any) -> StepSpeed:
+    return estimate_step(Step(Coverage(products), ran), device, **keywords)
+
+
 def test_the_input_the_weight_and_the_gradient_are_cast_once() -> None:
     """A layer of 8192 tokens, 4096 x 1024, in four micro-batches."""
-    products = layer("fc", 8192, (4096, 1024), calls=4)
-    fprop, dgrad, wgrad = expected(products, CURRENT, H200)
+    fprop, dgrad, wgrad = expected(layer("fc", 8192, (4096, 1024), calls=4), CURRENT, H200)
     # On Hopper in both directions: 6 bytes an element; the weight once a step
     moved = {"activation": 4 * 6 * 8192 * 4096, "weight": 6 * 4096 * 1024, "gradient": 4 * 6 * 8192 * 1024}
     rate = H200.bandwidth_tbs * 1e9 * H200.fitted.cast[CURRENT]
@@ -89,7 +96,7 @@ def test_attention_counts_without_its_mask() -> None:
     causal = replace(attention, mask_share=513 / 1024)
     [whole], [half] = (expected([item], CURRENT, H200) for item in (attention, causal))
     assert half.high_ms / whole.high_ms == pytest.approx(513 / 1024)
-    rows = [layer_rows(estimate_step(Step(Coverage([item]), CURRENT), H200)) for item in (attention, causal)]
+    rows = [layer_rows(estimated([item], device=H200)) for item in (attention, causal)]
     assert [[row.why for row in item] for item in rows] == [
         [("counted in full: mask unknown",)],
         [("counted at 50.1 %: causal mask",)],
@@ -98,9 +105,8 @@ def test_attention_counts_without_its_mask() -> None:
 
 def test_each_row_names_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
     """Layers of one shape with other names are rows of their own, with their own sums."""
-    names = ("layers.0.fc2", "router", "layers.1.fc2")
-    products = [product for name in names for product in layer(name, 64, (64, 64))]
-    show_times(estimate_step(Step(Coverage(products), CURRENT), H200))
+    products = [product for name in ("layers.0.fc2", "router", "layers.1.fc2") for product in layer(name, 64, (64, 64))]
+    show_times(estimated(products))
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "64x64x64" in line}
     assert rows.keys() == {"layers.{0-1}.fc2", "router"}
     of_two, of_one = (float(rows[name].split()[4]) for name in ("layers.{0-1}.fc2", "router"))
@@ -128,27 +134,24 @@ def test_what_is_not_known_is_in_no_figure() -> None:
     attention = Product(
         "core", "attention", "qk", False, 512, 512, 64, 32, 1, 512 * 512 * 64 * 32, {"q": "FP8 E4M3", "k": "FP8 E4M3"}
     )
-    products = [*layer("fc", 4096, (4096, 4096)), attention]
-    alone = estimate_step(Step(Coverage(products[:3]), CURRENT), B300)
-    both = estimate_step(Step(Coverage(products), CURRENT), B300)
-    assert both.total.low_ms == alone.total.low_ms
-    assert both.total.unknown == 1
+    products = layer("fc", 4096, (4096, 4096))
+    both = estimated([*products, attention])
+    assert (both.total.low_ms, both.total.unknown) == (estimated(products).total.low_ms, 1)
     assert any("1 product in low precision is unknown" in note for note in both.notes)
     assert both.as_json()["products"][3]["low_ms"] is None
-    unknown = estimate_step(Step(Coverage(products[:3]), ""), B300)
-    assert unknown.total.unknown == 3
+    unknown = estimated(products, "")
+    assert (unknown.total.low_ms, unknown.total.unknown) == (0, 3)
     assert math.isnan(unknown.times[0].low_ms)
-    assert unknown.total.low_ms == 0
 
 
 def test_the_interval_of_many_shapes_is_narrower() -> None:
-    first = total(expected(layer("fc", 8192, (4096, 4096)), CURRENT, B300), B300)
-    more = total(
-        expected([p for k in range(1, 9) for p in layer(f"fc{k}", 8192, (4096, 1024 * k))], CURRENT, B300), B300
-    )
-    alike = total(expected([p for k in range(8) for p in layer(f"fc{k}", 8192, (4096, 4096))], CURRENT, B300), B300)
-    assert alike.interval == pytest.approx(first.interval), "layers of one shape err together"
-    assert math.log(more.interval[1] / more.interval[0]) < math.log(first.interval[1] / first.interval[0])
+    def interval(*sizes: int) -> tuple[float, float]:
+        products = [p for number, size in enumerate(sizes) for p in layer(f"fc{number}", 8192, (4096, size))]
+        return total(expected(products, CURRENT, B300), B300).interval
+
+    alone, several = interval(4096), interval(*range(1024, 9216, 1024))
+    assert interval(*[4096] * 8) == pytest.approx(alone), "layers of one shape err together"
+    assert several[1] / several[0] < alone[1] / alone[0]
 
 
 PRODUCTS = st.lists(
@@ -168,13 +171,12 @@ PRODUCTS = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(PRODUCTS, st.sampled_from(["h100", "h200_nvl", "b300"]))
 def test_the_total_is_the_sum_of_the_products(
-    found: list[tuple[int, int, int, tuple[str, ...], Reason, int]], name: str
+    drawn: list[tuple[int, int, int, tuple[str, ...], Reason, int]], name: str
 ) -> None:
     products = []
-    for number, (tokens, k, n, low, reason, calls) in enumerate(found):
+    for number, (tokens, k, n, low, reason, calls) in enumerate(drawn):
         products += layer(f"l{number}", tokens, (k, n), low=low, reason=reason, calls=calls)
-    device = device_named(name)
-    speed = estimate_step(Step(Coverage(products), CURRENT), device)
+    speed = estimated(products, device=device_named(name))
     assert speed.total.low_ms == pytest.approx(sum(time.low_ms for time in speed.times), rel=1e-9)
     assert speed.total.high_ms == pytest.approx(sum(time.high_ms for time in speed.times), rel=1e-9)
 
@@ -185,49 +187,116 @@ def test_advice_names_the_section_and_its_steps() -> None:
         *(replace(item, reason_ref=ref) for item in layer("fc1", 8192, (4096, 4096), low=())),
         *layer("fc2", 8192, (4096, 4096)),
     ]
-    results = [item.text for item in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice]
+    results = [item.text for item in estimated(products, "", H200, recipe=CURRENT).advice]
     assert f"fc1 ({ref}): take the GEMM or the layer out of that section" in results
 
 
-def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
+def test_advice_is_in_the_order_of_milliseconds() -> None:
     products = [
         *layer("big", 8192, (8192, 8192), calls=2),
         *layer("small.0", 2048, (1024, 256), calls=2),
         *layer("head", 8192, (8192, 32000), low=(), family="torch", reason=Reason.NOT_TE, calls=2),
     ]
-    step = Step(Coverage(products), CURRENT)
-    result = estimate_step(step, B300).advice
-    saved = [item.saves_ms for item in result]
+    speed = estimated(products)
+    saved = [item.saves_ms for item in speed.advice]
     assert saved == sorted(saved, reverse=True)
-    texts = {item.text: item for item in result}
-    kept = next(item for text, item in texts.items() if text.startswith("keep small.0 in BF16"))
-    (tmp_path / "patch.yaml").write_text(kept.patch)
-    assert [section.name for section in load_config(tmp_path / "patch.yaml").sections] == ["keep_in_high_precision"]
-    assert "small\\\\.0" in kept.patch
-    before, after = (
-        estimate_step(step, B300),
-        estimate_step(
-            Step(
-                Coverage([*products[:3], *layer("small.0", 2048, (1024, 256), low=(), calls=2), *products[6:]]), CURRENT
-            ),
-            B300,
-        ),
-    )
-    assert kept.saves_ms == pytest.approx(before.total.low_ms - after.total.low_ms)
-    assert kept.interval[0] < kept.saves_ms < kept.interval[1]
-    assert "fp8_delayed_scaling instead of fp8_current_scaling" in texts
+    texts = {item.text: item for item in speed.advice}
     assert f"head: {REMEDIES[Reason.NOT_TE]}" in texts
+    kept = next(item for text, item in texts.items() if text.startswith("keep small.0 in BF16"))
+    assert "small\\\\.0" in kept.patch
+    assert kept.interval[0] < kept.saves_ms < kept.interval[1]
     delayed = texts["fp8_delayed_scaling instead of fp8_current_scaling"]
-    other = estimate_step(Step(Coverage(products), "fp8_delayed_scaling"), B300)
-    assert delayed.saves_ms == pytest.approx(before.total.low_ms - other.total.low_ms)
+    other = estimated(products, "fp8_delayed_scaling")
+    assert delayed.saves_ms == pytest.approx(speed.total.low_ms - other.total.low_ms)
 
 
 def test_sizes_that_are_refused_are_padded() -> None:
     products = layer("fc", 8192, (8192, 8200), low=(), reason=Reason.NOT_TE)
-    [advice] = [
-        item
-        for item in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice
-        if "padded" in item.text
-    ]
-    assert advice.text.startswith(f"fc: {REMEDIES[Reason.NOT_TE]}, padded from")
-    assert "8200 to 8208" in advice.text
+    [text] = [item.text for item in estimated(products, "", H200, recipe=CURRENT).advice if "padded" in item.text]
+    assert text.startswith(f"fc: {REMEDIES[Reason.NOT_TE]}, padded from")
+    assert "8200 to 8208" in text
+
+
+# ------------------------------------------------------------------------------------------------------- measured times
+
+
+FORMATS = {
+    "fp8_delayed_scaling": "9",
+    "fp8_current_scaling": "9",
+    "fp8_block_scaling": "9",
+    "mxfp8": "10",
+    "nvfp4": "10",
+}
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_everything_that_is_needed_is_measured(recipe: str) -> None:
+    """As the same code does it on a GPU: each time then comes from the table."""
+    capability = (int(FORMATS[recipe]), 0)
+    device = device_named("h200" if capability == (9, 0) else "b300").model_copy(update={"title": "cpu"})
+    with any_capability():
+        stand_for(capability)
+        products = with_recipes(layer("fc", 128, (64, 96)), recipe)
+        table = calibrate(products, device="cpu")
+    assert {key.split()[0] for key in table.times} == {"high", "gemm", "cast"}
+    times = timed(products, device, table=table)
+    assert {time.source for time in times} == {"calibrated"}
+    for time in times:
+        assert time.high_ms == table.times[high_key(time.shape)].ms
+        assert time.low_ms > 0
+    table.check_device(device)
+    times_before = dict(table.times)
+    assert calibrate(products, device="cpu", table=table).times == times_before, "nothing is measured twice"
+
+
+def test_what_is_refused_is_left_to_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    device = device_named("h200").model_copy(update={"title": "cpu"})
+    products = with_recipes(layer("fc", 7, (30, 10), low=("fprop",)), "fp8_current_scaling")
+    table = calibrate(products, device="cpu")
+    assert "was not measured; using the model's time" in caplog.text
+    time = timed(products, device, table=table)[0]
+    assert time.source == "model"
+    assert time.high_ms == timed(products, device)[0].high_ms, "both sides of a speed-up come from one source"
+
+
+def test_a_gemm_without_a_measured_cast_is_modeled() -> None:
+    device = device_named("h200").model_copy(update={"title": "cpu"})
+    products = with_recipes(layer("fc", 128, (64, 96)), "fp8_current_scaling")
+    table = calibrate(products, device="cpu")
+    whole = timed(products, device, table=table)
+    table.times = {key: time for key, time in table.times.items() if not key.startswith("cast")}
+    fprop, dgrad, wgrad = timed(products, device, table=table)
+    assert [fprop, dgrad] == timed(products, device)[:2]
+    assert wgrad.source == "calibrated", "its casts count with the others"
+    spread = math.hypot(
+        *(table.times[key].spread for key in (high_key(wgrad.shape), gemm_key(wgrad.shape, wgrad.recipe)))
+    )
+    assert math.log(wgrad.interval[1] / wgrad.interval[0]) == pytest.approx(2 * 1.96 * spread)
+    assert total([fprop, dgrad, wgrad], device).source == "model"
+    assert total(whole, device).source == "calibrated"
+
+
+def test_the_file(tmp_path: Path) -> None:
+    table = Calibration("NVIDIA H200", {"torch": torch.__version__}, {"high 1x2x3": Time(0.5, 0.01)})
+    table.write(tmp_path / "table.json")
+    assert Calibration.read(tmp_path / "table.json") == table
+    assert table.times[high_key(Shape(1, 2, 3))].ms == 0.5
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "Invalid JSON"),
+        (json.dumps({"device": "x", "versions": {}, "times": {"a": 3}}), r"times\.a"),
+        (json.dumps({"device": "x", "times": {"a": {"ms": -1, "spread": 0}}}), r"(?s)times\.a\.ms.*greater than 0"),
+    ],
+)
+def test_a_file_that_cannot_be_used(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(content)
+    with pytest.raises(CalibrationError, match=said):
+        Calibration.read(tmp_path / "table.json")
+
+
+def test_a_table_of_another_device() -> None:
+    with pytest.raises(CalibrationError, match="Choose another file"):
+        calibrate([], device="cpu", table=Calibration("NVIDIA H200"))

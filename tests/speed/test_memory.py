@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import json
+import shlex
+import sys
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
+from typer.testing import CliRunner
 
+from te_precision_callbacks import cli
+from te_precision_callbacks.check import check_model
+from te_precision_callbacks.check.factory import recipe_named
+from te_precision_callbacks.config import load_config
 from te_precision_callbacks.layers.naming import named_te_modules
-from te_precision_callbacks.speed.memory import plan_memory
+from te_precision_callbacks.speed.memory import Memory, plan_memory, show
 from tests.capability import any_capability, stand_for
 from tests.check.running import BF16, RECIPES
+from tests.conftest import feature
+from tests.docs.pages import blocks
 from tests.speed.counting import Counts, count_kept, counting_saved
 
 TOKENS = 256
@@ -51,14 +62,12 @@ class Layers(torch.nn.Module):
         self.grouped = te.GroupedLinear(2, 96, 96, params_dtype=BF16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in ("linear", "norm_linear", "rms_linear", "gelu", "swiglu"):
-            x = self.get_submodule(name)(x)
-        result: torch.Tensor = self.grouped(x, [TOKENS // 2] * 2)
-        return result
+        for name, layer in self.named_children():
+            x = layer(x, [TOKENS // 2] * 2) if name == "grouped" else layer(x)
+        return x
 
 
 def both(model: torch.nn.Module, recipe: Any) -> tuple[Counts, Counts]:
-    """Planned and counted bytes of each module."""
     modules = named_te_modules(model)
     memory = plan_memory(model, modules, recipe, tokens=TOKENS)
     counted: Counts = Counter()
@@ -82,15 +91,6 @@ def test_all_recipes(case: str) -> None:
     assert planned == counted
 
 
-class WithoutMlp(Layers):
-    """Without LayerNormMLP, which refuses a backward in another precision."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.rms_linear(self.norm_linear(self.linear(x)))
-        result: torch.Tensor = self.grouped(x, [TOKENS // 2] * 2)
-        return result
-
-
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("case", ["fp8_current_scaling", "mxfp8"])
 def test_a_backward_in_high_precision(case: str, override: str) -> None:
@@ -98,8 +98,8 @@ def test_a_backward_in_high_precision(case: str, override: str) -> None:
         stand_for(CASES[case][0])
         recipe = CASES[case][1]()
         recipe.backward_override = override
-        model = WithoutMlp()
-        del model.gelu, model.swiglu
+        model = Layers()
+        del model.gelu, model.swiglu  # LayerNormMLP refuses a backward in another precision
         planned, counted = both(model, recipe)
     assert planned == counted
 
@@ -117,22 +117,11 @@ def test_primary_quantized_weights(case: str) -> None:
     assert planned["linear", "high", "always"] == 160 * 2, "the bias alone"
 
 
-class Recomputed(torch.nn.Module):
-    """A LayerNormMLP that computes its activations again in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = te.LayerNormMLP(96, 224, params_dtype=BF16, checkpoint=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.mlp(x)
-        return result
-
-
 def test_recomputed_activations() -> None:
     with any_capability():
         stand_for((9, 0))
-        planned, counted = both(Recomputed(), recipes.Float8CurrentScaling())
+        mlp = te.LayerNormMLP(96, 224, params_dtype=BF16, checkpoint=True)
+        planned, counted = both(torch.nn.Sequential(OrderedDict(mlp=mlp)), recipes.Float8CurrentScaling())
     assert planned == counted
     assert planned["mlp", "high", "to_backward"] == TOKENS * 96 * 2
     assert ("mlp", "codes", "to_backward") not in planned
@@ -146,3 +135,147 @@ def test_the_original_input_is_saved() -> None:
         planned, counted = both(model, recipes.Float8CurrentScaling())
     assert planned == counted
     assert planned["linear", "high", "to_backward"] == TOKENS * 96 * 2
+
+
+# -------------------------------------------------------------------------------------------------------------- by hand
+
+
+M = 8192
+N, K = 14336, 4096
+
+
+def planned(module: torch.nn.Module, recipe: str, capability: tuple[int, int] = (9, 0), **keywords: Any) -> Memory:
+    with any_capability():
+        stand_for(capability)
+        model = torch.nn.ModuleDict({"layer": module})
+        return plan_memory(model, named_te_modules(model), recipe_named(recipe), tokens=M, **keywords)
+
+
+def linear(n: int = N, k: int = K) -> te.Linear:
+    return te.Linear(k, n, bias=False, params_dtype=BF16, device="meta")
+
+
+Codes = namedtuple("Codes", "one_way weight")
+"""Bytes of codes and scales: of n numbers in one direction, and of a weight in both."""
+
+CODES = {
+    "mxfp8": Codes(lambda n: n + n // 32, lambda n, k: 2 * (n * k + n * k // 32)),
+    "nvfp4": Codes(lambda n: n // 2 + n // 16 + 4, lambda n, k: 2 * (n * k // 2 + n * k // 16 + 4)),
+    "fp8_block_scaling": Codes(lambda n: n + 4 * n // 128, lambda n, k: 2 * (n * k + 4 * (n // 128) * (k // 128))),
+    "fp8_current_scaling": Codes(lambda n: n + 4, lambda n, k: 2 * n * k + 4),
+    "fp8_delayed_scaling": Codes(lambda n: n + 4, lambda n, k: 2 * n * k + 4),
+}
+CAPABILITIES = {"mxfp8": (10, 0), "nvfp4": (10, 0)}
+
+
+@pytest.mark.parametrize("recipe", CODES)
+def test_linear(recipe: str) -> None:
+    codes = CODES[recipe]
+    gradient = 2 * codes.one_way(M * N) - (4 if "current" in recipe or "delayed" in recipe else 0)  # one scale for both
+    expected = {
+        "parameter": (2 * N * K, 2 * N * K),
+        "weight_codes": (codes.weight(N, K), 0),
+        "gradient": (2 * N * K, 2 * N * K),
+        "saved_high": (0, 2 * M * K),
+        "saved_codes": (codes.one_way(M * K), 0),
+        "gradient_codes": (gradient, 0),
+    }
+    if recipe == "fp8_delayed_scaling":
+        expected["scaling_state"] = (5 * 1025 * 4, 0)
+    memory = planned(linear(), recipe, CAPABILITIES.get(recipe, (9, 0)))
+    assert {kind: tuple(value) for kind, value in memory.by_kind().items()} == expected
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_layer_norm_mlp(activation: str) -> None:
+    module = te.LayerNormMLP(K, N, bias=False, activation=activation, params_dtype=BF16, device="meta")
+    memory = planned(module, "nvfp4", (10, 0))
+    before = N * (2 if activation == "swiglu" else 1)
+    high = 2 * M * K + 8 * M + 2 * M * before
+    assert memory.bytes("saved_high") == (high, high + 2 * M * (K + N))
+    assert memory.bytes("saved_codes").low == 2 * sum(CODES["nvfp4"].one_way(M * size) for size in (K, N))
+    # in both directions, and only for the layer with more outputs
+    assert memory.bytes("gradient_codes").low == 2 * CODES["nvfp4"].one_way(M * max(K, before))
+
+
+def test_what_is_not_planned_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with any_capability():
+        stand_for((9, 0))
+        model = torch.nn.ModuleDict({"layer": linear(), "operation": te.ops.Linear(K, N, device="meta")})
+        memory = plan_memory(model, named_te_modules(model), recipe_named("fp8_current_scaling"))
+    assert not any(row.kind.startswith("saved") for row in memory)
+    show(memory)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tokens of a forward are unknown" in text
+    assert "Not planned: operation: operations of te.ops are not planned." in text
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = te.Linear(64, 128, bias=False, params_dtype=BF16)
+        self.second = te.Linear(128, 64, bias=False, params_dtype=BF16)
+        self.head = torch.nn.Linear(64, 32, bias=False, dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x)[:64]))  # type: ignore[no-any-return]
+
+
+def memory_of(config: dict[str, Any], **keywords: Any) -> Memory:
+    with any_capability():
+        stand_for((9, 0))
+        checked = check_model(
+            Net(), load_config(config), recipe="fp8_current_scaling", memory=True, allow_unmatched=True, **keywords
+        )
+    return checked.memory
+
+
+def test_the_plan_of_a_config() -> None:
+    kept = {"kept": feature("DisableFP8Layer", ["second"])}
+    memory = memory_of(kept, tokens=256)
+    assert memory.bytes("saved_codes", layer="first") == (256 * 64 + 4, 0)
+    assert memory.bytes("saved_high", layer="second") == (256 * 128 * 2, 256 * 128 * 2)
+    assert memory.bytes("saved_high", layer="head") == (256 * 64 * 2, 256 * 64 * 2)
+    assert memory.bytes("weight_codes", layer="second") == (0, 0)
+    batch = memory_of(kept, batch=torch.empty(256, 64, dtype=BF16))
+    assert batch.bytes("saved_codes", layer="first") == (256 * 64 + 4, 0)
+    assert batch.bytes("saved_high", layer="second").low == 64 * 128 * 2, "64 tokens arrive there"
+    partly = memory_of({"kept": feature("DisableFP8GEMM", ["second"], gemms=["dgrad"])}, tokens=256)
+    assert partly.bytes("saved_codes", layer="second").low == 256 * 128 + 4
+    assert any("some of their GEMMs" in note and "second" in note for note in partly.notes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "config.yaml").write_text("s: {enabled: False}\n")
+    monkeypatch.chdir(tmp_path)
+    with any_capability():
+        stand_for((9, 0))
+        yield tmp_path
+
+
+def test_the_command(folder: Path) -> None:
+    plan = shlex.split(f"check config.yaml --model {__name__}:Net --recipe fp8_delayed_scaling --tokens 256")
+    printed = CliRunner().invoke(cli.app, [*plan, "--memory"])
+    assert printed.exit_code == 0, printed.output
+    assert "256 tokens a forward" in printed.stdout
+    rows = json.loads(CliRunner().invoke(cli.app, [*plan, "--memory", "--json"]).stdout)["memory"]["rows"]
+    assert {row["layer"] for row in rows} == {"first", "second", "head"}
+    assert json.loads(CliRunner().invoke(cli.app, [*plan, "--json"]).stdout)["memory"] is None
+
+
+def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (models,), (use,) = (
+        blocks("docs/speed.md", "python", "# llama.py"),
+        blocks("docs/speed.md", "python", "from te_precision_callbacks.check"),
+    )
+    (folder / "llama.py").write_text(models)
+    commands, outputs = blocks("docs/speed.md", "bash"), blocks("docs/speed.md", "text")[:2]
+    for command, drawn in zip(commands, outputs, strict=True):
+        done = CliRunner().invoke(cli.app, shlex.split(command)[1:], env={"COLUMNS": "200"})
+        assert done.exit_code == 0, done.output
+        output = [line.split() for line in done.output.splitlines()]
+        for line in drawn.splitlines():
+            assert line.split() in output, done.output
+    exec(use, {"model": sys.modules.pop("llama").build()})
+    assert "all on the device" in capsys.readouterr().out

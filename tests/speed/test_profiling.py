@@ -32,15 +32,12 @@ QUIET: dict[str, Any] = {"quiet": True, "statistics_log": "off"}
 
 
 class Checkpointed(ByteLanguageModel):
-    """Runs its blocks again in the backward."""
-
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for layer in self.layers:
             with te.autocast(enabled=True):
                 hidden = te.checkpoint(layer, hidden, use_reentrant=False)
-        logits: torch.Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)  # type: ignore[no-any-return]
 
 
 def byte_lm(
@@ -55,8 +52,7 @@ def byte_lm(
     def step() -> None:
         for _ in range(micro_batches):
             tokens = torch.randint(256, (4, 33))
-            logits = model(tokens[:, :-1])
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -64,7 +60,6 @@ def byte_lm(
 
 
 def tiny() -> tuple[torch.nn.Module, Callable[[], None]]:
-    """A model of one layer, and a step of its training."""
     torch.manual_seed(0)
     model = te.Linear(32, 32)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -88,17 +83,20 @@ def trained(
     return session.coverage()
 
 
-def only_trace(folder: Path) -> Path:
+def traces(folder: Path) -> list[Path]:
     (run,) = list_runs(folder)
-    (path,) = traces_of(folder / FOLDER / run)
+    return traces_of(folder / FOLDER / run)
+
+
+def only_trace(folder: Path) -> Path:
+    (path,) = traces(folder)
     return path
 
 
 def gemms_of(folder: Path, of_pass: str) -> Counter[tuple[str, str]]:
     """(layer, GEMM) -> calls in a step, of the only trace in a folder."""
-    step = measure(read_trace(only_trace(folder)))
     counts: Counter[tuple[str, str]] = Counter()
-    for row in step.products:
+    for row in measure(read_trace(only_trace(folder))).products:
         if row.kind == "gemm" and row.gemm and row.of_pass == of_pass:
             counts[row.layer, row.gemm] += round(row.calls)
     return counts
@@ -118,18 +116,13 @@ def test_each_gemm_has_its_layer(micro_batches: int, again: bool, tmp_path: Path
 def test_a_profile_is_the_iterations_that_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, step = byte_lm()
     trained(tmp_path, step, model, 8, profile="6-7")
-    path = only_trace(tmp_path)
-    assert path.name == "seg-000.rank-00000.iterations-000006-000007.json.gz"
-    step_ = measure(read_trace(path))
+    step_ = measure(read_trace(only_trace(tmp_path)))
     assert step_.iterations == (6, 7)
     assert all(row.layer for row in step_.products if row.kind == "gemm")
-    assert {row.of_pass for row in step_.products if row.layer == "head" and row.kind == "gemm"} == {
-        "forward",
-        "backward",
-    }
+    of_head = {row.of_pass for row in step_.products if row.layer == "head" and row.kind == "gemm"}
+    assert of_head == {"forward", "backward"}
     show(step_)
     assert "layers.0.layernorm_mlp.fc1" in capsys.readouterr().out
-    assert not profiler_runs()
 
 
 class OtherLayers(torch.nn.Module):
@@ -164,23 +157,23 @@ def test_other_layers_have_their_gemms_too(tmp_path: Path) -> None:
         optimizer.zero_grad()
 
     trained(tmp_path, step, model, 5, profile="3-4")
-    measured = measure(read_trace(only_trace(tmp_path)))
-    results = {(row.layer, row.gemm) for row in measured.products if row.kind == "gemm" and row.layer}
+    gemms = [row for row in measure(read_trace(only_trace(tmp_path))).products if row.kind == "gemm"]
     layers = ("operations.0", "operations.2", "experts", "late")  # one kernel may run all experts
-    assert results == {("conv", ""), *((layer, gemm) for layer in layers for gemm in GEMMS)}
-    convolutions = {(row.layer, row.of_pass) for row in measured.products if row.kind == "gemm" and row.layer == "conv"}
-    assert convolutions == {("conv", "forward"), ("conv", "backward")}
-    assert sum(row.calls for row in measured.products if row.kind == "gemm" and not row.layer) == 3, "of compiled"
+    expected = {("conv", ""), *((layer, gemm) for layer in layers for gemm in GEMMS)}
+    assert {(row.layer, row.gemm) for row in gemms if row.layer} == expected
+    assert {row.of_pass for row in gemms if row.layer == "conv"} == {"forward", "backward"}
+    assert sum(row.calls for row in gemms if not row.layer) == 3, "of compiled"
     assert len({*hooked[1:]}) == 1, "a hook would compile the module again"
 
 
-def test_rank_0_is_profiled_unless_all_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("value", "count"), [("1", 0), ("1, all", 1)])
+def test_rank_0_is_profiled_unless_all_are(
+    value: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profiling_module, "own_rank", lambda: 1)
-    for number, (value, count) in enumerate([("1", 0), ("1, all", 1)]):
-        model, step = tiny()
-        trained(tmp_path / str(number), step, model, steps=2, profile=value)
-        (run,) = list_runs(tmp_path / str(number))
-        assert len(traces_of(tmp_path / str(number) / FOLDER / run)) == count
+    model, step = tiny()
+    trained(tmp_path, step, model, steps=2, profile=value)
+    assert len(traces(tmp_path)) == count
 
 
 def test_nothing_is_there_before_a_profile_and_nothing_is_left_of_it(tmp_path: Path) -> None:
@@ -225,13 +218,9 @@ def test_a_profiler_of_the_users_own_gets_the_ranges(
     if when != "before":
         own.stop()
     own.export_chrome_trace(str(tmp_path / "own.json"))
-    stated = [record.getMessage() for record in caplog.records if "another profiler of torch" in record.getMessage()]
-    assert len(stated) == 1
-    (run,) = list_runs(tmp_path)
-    assert traces_of(tmp_path / FOLDER / run) == []
-    step_ = measure(read_trace(tmp_path / "own.json"))
-    assert {row.layer for row in step_.products if row.gemm} == {"linear"}
-    assert not profiler_runs()
+    assert caplog.text.count("another profiler of torch") == 1
+    assert traces(tmp_path) == []
+    assert {row.layer for row in measure(read_trace(tmp_path / "own.json")).products if row.gemm} == {"linear"}
 
 
 def test_a_trace_that_cannot_be_written_ends_no_training(
@@ -245,7 +234,6 @@ def test_a_trace_that_cannot_be_written_ends_no_training(
     with caplog.at_level(logging.ERROR):
         trained(tmp_path, step, model, steps=3, profile=1)
     assert "writing a profile: OSError" in caplog.text
-    assert not profiler_runs()
 
 
 def test_a_run_that_ends_in_a_profile_writes_what_there_is(tmp_path: Path) -> None:
@@ -265,20 +253,19 @@ def test_a_run_that_ends_in_a_profile_writes_what_there_is(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("profile", "begins", "ran", "said"),
     [
-        ("7", 0, None, "asked for iteration 7, of which none ran: the run ended before iter"),
-        ("1-9", 0, "1-3", "asked for iterations 1 to 9, of which 3 ran: the run ended before"),
-        ("0-3", 2, "2-3", "asked for iterations 0 to 3, of which 2 ran: the run began with"),
-        ("0", 2, None, "asked for iteration 0, of which none ran: the run began with a later"),
-        ("2-3", 0, "2-3", ""),
+        ("7", 0, [], "asked for iteration 7, of which none ran: the run ended before iter"),
+        ("1-9", 0, ["000001-000003"], "asked for iterations 1 to 9, of which 3 ran: the run ended before"),
+        ("0-3", 2, ["000002-000003"], "asked for iterations 0 to 3, of which 2 ran: the run began with"),
+        ("0", 2, [], "asked for iteration 0, of which none ran: the run began with a later"),
+        ("2-3", 0, ["000002-000003"], ""),
     ],
 )
 def test_iterations_that_the_run_does_not_have(
-    profile: str, begins: int, ran: str | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    profile: str, begins: int, ran: list[str], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, step = tiny()
     with InspectSession(None, model=model, log_dir=tmp_path, **QUIET, profile=profile) as session:
-        if begins:
-            session.iteration = begins
+        session.iteration = begins
         for _ in range(begins, 4):
             step()
             session.step()
@@ -287,10 +274,8 @@ def test_iterations_that_the_run_does_not_have(
     assert said in "".join(stated)
     known = CliRunner().invoke(app, ["speed", str(tmp_path), "--device", "h200", "--json"])
     assert [note for note in json.loads(known.stdout)["notes"] if "profile= asked" in note] == stated
-    (run,) = list_runs(tmp_path)
-    names = [path.name for path in traces_of(tmp_path / FOLDER / run)]
-    numbers = "" if ran is None else "-".join(f"{int(number):06d}" for number in ran.split("-"))
-    assert names == ([] if ran is None else [f"seg-000.rank-00000.iterations-{numbers}.json.gz"])
+    names = [path.name for path in traces(tmp_path)]
+    assert names == [f"seg-000.rank-00000.iterations-{numbers}.json.gz" for numbers in ran]
 
 
 @pytest.mark.parametrize("when", ["it has warmed up", "it runs", "the other one has warmed up"])
@@ -311,8 +296,7 @@ def test_a_profile_that_is_given_up_leaves_the_other_one_whole(when: str, tmp_pa
     assert first.stop() is None
     other.stop_trace()
     export(other, tmp_path / "other.json.gz")
-    trace = read_trace(tmp_path / "other.json.gz")
-    assert "aten::add" in {event.name for event in trace.host}
+    assert "aten::add" in {event.name for event in read_trace(tmp_path / "other.json.gz").host}
 
 
 @pytest.fixture(autouse=True)

@@ -39,19 +39,11 @@ def test_the_cells_that_nothing_was_fitted_to(model: ModuleType) -> None:
     errors = [abs(cell.error) for cell in cells]
     assert statistics.median(errors) < 0.10
     assert max(errors) < 0.30
-    low = [cell for cell in cells if cell.recipe != "bf16"]
-    assert all(item.interval[0] <= item.measured_speedup <= item.interval[1] for item in low)
-
-
-def test_the_attention_output_is_not_resolved(model: ModuleType) -> None:
-    """Measured: 0.307 ms in BF16, 0.317 in current scaling."""
-    [first] = [
-        cell
-        for cell in model.cells(model.constants()["b300"])
-        if (cell.layer, cell.recipe) == ("attention output", model.CURRENT)
-    ]
-    assert first.measured_speedup == pytest.approx(0.97, abs=0.005)
-    assert first.interval[0] < 1 < first.interval[1]
+    low = {(cell.layer, cell.recipe): cell for cell in cells if cell.recipe != "bf16"}
+    assert all(item.interval[0] <= item.measured_speedup <= item.interval[1] for item in low.values())
+    not_resolved = low["attention output", model.CURRENT]  # 0.307 ms in BF16, 0.317 in current scaling
+    assert not_resolved.measured_speedup == pytest.approx(0.97, abs=0.005)
+    assert not_resolved.interval[0] < 1 < not_resolved.interval[1]
 
 
 def test_the_transfer_to_another_device(model: ModuleType) -> None:

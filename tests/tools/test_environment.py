@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass  # pytest brings it
+from tools import environment
 
 ROOT = Path(__file__).parents[2]
 INSTALLER = """\
@@ -37,29 +32,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def environment() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("environment", ROOT / "tools" / "environment.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def needed(extra: str) -> set[str]:
     """The names of all that an extra needs on this machine, from what is installed."""
     results: set[tuple[str, str]] = set()
     wanted = [("te-precision-callbacks", item) for item in ("", extra)]
     while wanted:
         entry = wanted.pop()
-        if entry in results:
-            continue
         results.add(entry)
         for text in distribution(entry[0]).requires or []:
             first = Requirement(text)
             if first.marker is None or first.marker.evaluate({"extra": entry[1]}):
-                wanted += [(canonicalize_name(first.name), asked) for asked in ("", *first.extras)]
+                wanted += {(canonicalize_name(first.name), asked) for asked in ("", *first.extras)} - results
     return {name for name, _ in results} - {"te-precision-callbacks"}
 
 
@@ -73,15 +56,12 @@ def test_every_package_is_pinned_and_every_pin_is_needed() -> None:
         results = needed("dev")
     except PackageNotFoundError as error:
         pytest.skip(f"an environment that 'make install' did not make: {error}")
-    results = {
-        name for name in results if not name.startswith(("nvidia-", "cuda-"))
-    }  # what a build of torch for GPUs brings
-    if sys.version_info[:2] == (3, 11):
-        assert results == pins()
+    if sys.version_info[:2] == (3, 11):  # but for what a build of torch for GPUs brings
+        assert {name for name in results if not name.startswith(("nvidia-", "cuda-"))} == pins()
 
 
 @pytest.fixture
-def calls(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with a pip and a uv of its own, which write down how they were called and what they found."""
     (tmp_path / "requirements.lock").write_text("rich==15.0.0\n")
     (tmp_path / "pyproject.toml").write_text("")
@@ -103,7 +83,7 @@ def calls(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.processes
 def test_what_is_set_up_is_left_and_what_has_changed_is_done_again(
-    environment: ModuleType, calls: Path, capsys: pytest.CaptureFixture[str]
+    calls: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = calls.parent / ".venv"
 
@@ -128,7 +108,7 @@ def test_what_is_set_up_is_left_and_what_has_changed_is_done_again(
 
 @pytest.mark.processes
 def test_an_interrupted_set_up_goes_on(
-    environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One that failed or was killed leaves no environment that is taken for whole, and no packages that are."""
     folder = calls.parent / ".venv"

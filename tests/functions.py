@@ -1,0 +1,21 @@
+"""A function as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Function(torch.nn.Module):
+    """A function as a module, with the modules and parameters that it uses."""
+
+    def __init__(self, function: Callable[..., Any], **parts: torch.nn.Module | torch.nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self.function(*inputs, **keywords)
