@@ -160,44 +160,32 @@ class Pair(NamedTuple):
 
 
 def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Every statistic of blocks, of all matrices together, by a loop over the blocks."""
-    ranges: list[float] = []
-    number = zero = saturated = flushed = underflowing = overflowing = 0
-    worst = 0.0
-    low, high = LIMITS[recipe]
-    for x, quantized in pairs:
-        for block, limit in zip(quantized.blocks, limits(quantized), strict=True):
-            number += 1
-            with np.errstate(invalid="ignore", over="ignore"):
-                y = quantized.number_format.numbers(block.codes) * block.factor
-            kept = np.isfinite(x[block.where])
-            magnitude = np.abs(x[block.where][kept].astype(np.float64))
-            lost = (magnitude > 0) & (y[kept] == 0)
-            underflowing += lost.any()
-            overflowing += (magnitude > limit).any()
-            worst = max(worst, float(lost.mean()) if len(lost) else 0.0)
-            nonzero = magnitude[magnitude > 0]
-            if len(nonzero):
-                flushed += block.stored_scale <= low
-                saturated += block.stored_scale <= low or block.stored_scale >= high
-                ranges.append(math.log2(nonzero.max() / nonzero.min()))
-            zero += not len(nonzero)
+    """Every statistic of blocks, of all matrices together."""
+    columns = [columns_by_block(recipe, pair) for pair in pairs]
+
+    def total(place: str, name: str) -> float:
+        return math.fsum(of_pair[place][name] for of_pair in columns)
+
+    def largest(place: str, name: str) -> float:
+        return max(of_pair[place][name] for of_pair in columns)
+
+    number, ranges = total("limits", "blocks"), total("ranges", "ranges")
     return {
-        "block_dynamic_range_min": min(ranges, default=0.0),
-        "block_dynamic_range_max": max(ranges, default=0.0),
-        "block_dynamic_range_mean": math.fsum(ranges) / len(ranges) if ranges else 0.0,
-        "saturated_scales%": 100 * saturated / number,
-        "flushed_scales%": 100 * flushed / number,
-        "zero_blocks%": 100 * zero / number,
-        "underflow_blocks%": 100 * underflowing / number,
-        "overflow_blocks%": 100 * overflowing / number,
-        "block_underflows%_max": 100 * worst,
+        "block_dynamic_range_min": -largest("range_maxima", "negated_range_min") if ranges else 0.0,
+        "block_dynamic_range_max": largest("range_maxima", "range_max") if ranges else 0.0,
+        "block_dynamic_range_mean": total("ranges", "range_sum") / ranges if ranges else 0.0,
+        "saturated_scales%": 100 * total("limits", "saturated") / number,
+        "flushed_scales%": 100 * total("limits", "flushed") / number,
+        "zero_blocks%": 100 * total("limits", "zero_blocks") / number,
+        "underflow_blocks%": 100 * total("losses", "underflow_blocks") / number,
+        "overflow_blocks%": 100 * total("losses", "overflow_blocks") / number,
+        "block_underflows%_max": 100 * largest("loss_maxima", "underflow_share"),
     }
 
 
 @np.errstate(invalid="ignore", over="ignore")
 def columns_by_block(recipe: str, pair: Pair) -> dict[str, dict[Any, float]]:
-    """What the engine keeps of blocks, by its place: columns by their names."""
+    """What the engine keeps of blocks, by a loop over them: places -> columns by their names."""
     low, high = LIMITS[recipe]
     x, quantized = pair
     results: dict[str, dict[Any, float]] = {
