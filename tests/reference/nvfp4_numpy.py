@@ -140,6 +140,15 @@ def unpack(data: np.ndarray) -> np.ndarray:
     return np.stack([data & 0xF, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
 
 
+def assert_next_to(codes: np.ndarray, exact: np.ndarray) -> None:
+    """Each code stands for the number below or above the exact one, whose sign it has."""
+    magnitude, index = np.clip(np.abs(exact), 0, 6), codes & 7
+    lower, upper = E2M1[np.maximum(index, 1) - 1], E2M1[np.minimum(index + 1, 7)]
+    assert ((magnitude > lower) | (index == 0)).all()
+    assert ((magnitude < upper) | (index == 7)).all()
+    np.testing.assert_array_equal(codes >= 8, np.signbit(exact))
+
+
 def swizzle(scales: np.ndarray) -> np.ndarray:
     """One after the other, by cuBLAS's formula for the place of a scale."""
     rows, columns = scales.shape

@@ -1,5 +1,4 @@
 """Buffers of quantized tensors, for all families of quantizers: of new tensors, and of tensors written again."""
-# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
@@ -8,11 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-
-from te_precision_callbacks import reference
-
-reference.install()
-
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage

@@ -1,5 +1,4 @@
 """Matrix products of the reference extension, against float64."""
-# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
@@ -9,12 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-
-from te_precision_callbacks import reference
-from te_precision_callbacks.base.numerics import gemm_shapes
-
-reference.install()
-
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
@@ -23,6 +16,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
+from te_precision_callbacks.base.numerics import gemm_shapes
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension import products

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from te_precision_callbacks import reference
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.extension import missing
@@ -66,7 +65,6 @@ def test_what_is_missing_says_so(name: str) -> None:
 
 
 def test_enumerations_agree_with_transformer_engines_own() -> None:
-    reference.install()
     from transformer_engine.pytorch import constants
     from transformer_engine.pytorch.cpp_extensions import fused_attn
 

@@ -1,5 +1,4 @@
 """Per-tensor FP8 quantization through Transformer Engine's own quantizers, against torch's own casts."""
-# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
@@ -8,11 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from te_precision_callbacks import reference
-
-reference.install()
-
 from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,

@@ -1,15 +1,9 @@
 """Rotary position embedding of the reference extension, against complex numbers and Transformer Engine's own torch."""
-# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
 import pytest
 import torch
-
-from te_precision_callbacks import reference
-
-reference.install()
-
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 from te_precision_callbacks.reference import extension as tex

@@ -1,5 +1,4 @@
 """FP8 block scaling on the reference backend, bit for bit against numpy."""
-# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
@@ -8,11 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from te_precision_callbacks import reference
-
-reference.install()
-
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
 from te_precision_callbacks.reference import extension as tex

@@ -1,16 +1,10 @@
 """Rounding of what a GPU runs as one kernel: once, at the end."""
-# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-from te_precision_callbacks import reference
-
-reference.install()
-
 from transformer_engine.pytorch import jit
 
 from te_precision_callbacks.reference import extension as tex
