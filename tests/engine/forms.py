@@ -35,6 +35,7 @@ from te_precision_callbacks.engine.quantization import read
 from tests.drawn import normal
 from tests.engine import exact, recipes
 from tests.engine.recipes import INF, NAN, Pair, Quantized, quantize
+from tests.quantizers import fp8_dtype
 
 Add = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]
 """A pass over tensors, into sums and maxima."""
@@ -55,22 +56,6 @@ EXTREMES = {
     "range_maxima": RANGE_MAXIMA,
 }
 """Places -> the columns there."""
-
-
-def fp8_dtype(e5m2: bool) -> Any:
-    return te.DType.kFloat8E5M2 if e5m2 else te.DType.kFloat8E4M3
-
-
-def quantizer(recipe: str, *, weight: bool = False, e5m2: bool = False, **options: Any) -> Any:
-    """As the recipe's default has it, without random rounding and without the random Hadamard transform."""
-    if recipe == "mxfp8":
-        return te.MXFP8Quantizer(fp8_dtype(e5m2), **options)
-    if recipe == "fp8_block_scaling":
-        options |= {"rowwise": True, "columnwise": True, "block_scaling_dim": 1 + weight}
-        return te.Float8BlockQuantizer(fp8_dtype(e5m2), **options)
-    if recipe == "nvfp4":
-        return te.NVFP4Quantizer(with_2d_quantization=weight, **options)
-    return te.Float8CurrentScalingQuantizer(fp8_dtype(e5m2), device=torch.device("cpu"), **options)
 
 
 def spread(*shape: int, seed: int = 0, by: float = 3.0) -> torch.Tensor:

@@ -25,9 +25,10 @@ from tests.drawn import normal
 from tests.engine import exact, forms
 from tests.engine.difficult import drawn
 from tests.engine.exact import BLOCK_STATISTICS
-from tests.engine.forms import FORMS, NAMES, SPECIAL_SCALES, Form, fp8_dtype, matrix, quantizer, spread
+from tests.engine.forms import FORMS, NAMES, SPECIAL_SCALES, Form, matrix, spread
 from tests.engine.one_step import Found, one_step, statistics
 from tests.engine.recipes import BLOCKS, INF, NAN, Pair, by_block, factors_of, quantize
+from tests.quantizers import fp8_dtype, quantizer
 
 COMPILED_FROM = compiled.SMALLEST
 OF_ANY_RECIPE = [name for name in QUANTIZED_STATISTICS if name not in BLOCK_STATISTICS]
@@ -201,12 +202,10 @@ def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: b
     """Beside float64 of torch's own cast, and beside what Transformer Engine's own functions say."""
     x = spread(40, 96, by=4).to(dtype)
     x[3] = 0
-    its = quantizer(recipe, e5m2=e5m2)
+    options = {"scale": scale} if recipe == "fp8_delayed_scaling" else {}
+    its = quantizer(recipe, e5m2=e5m2, **options)
     float8, largest = exact.FLOAT8[e5m2]
-    factor = torch.tensor(largest) / x.float().abs().max()
-    if recipe == "fp8_delayed_scaling":
-        factor = torch.tensor(scale)
-        its = te.Float8Quantizer(factor.reshape(1), torch.zeros(1), fp8_dtype(e5m2))
+    factor = torch.tensor(scale) if options else torch.tensor(largest) / x.float().abs().max()
     real = its(x)
     result = statistics([Watched("layer", "activation", 0, x, real, real, its)], OF_ANY_RECIPE)
 

@@ -16,8 +16,8 @@ from te_precision_callbacks.engine.quantization import PerTensor, default_settin
 from te_precision_callbacks.layers.gemm_events import Watched
 from tests.engine import exact, forms
 from tests.engine.exact import BLOCK_STATISTICS
-from tests.engine.forms import quantizer
 from tests.engine.one_step import Found, statistics
+from tests.quantizers import quantizer
 
 ROWS, COLUMNS = 160, 288
 

@@ -29,8 +29,8 @@ from te_precision_callbacks.statistics.table import (
 from tests.drawn import normal
 from tests.engine import exact
 from tests.engine.difficult import drawn
-from tests.engine.forms import quantizer
 from tests.engine.one_step import Found, statistics
+from tests.quantizers import quantizer
 from tools.statistics_page import table
 
 INF, NAN = math.inf, math.nan

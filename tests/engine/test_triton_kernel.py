@@ -27,7 +27,7 @@ from te_precision_callbacks.statistics.names import quantized_request, tensor_re
 from tests.drawn import normal
 from tests.engine import exact
 from tests.engine.exact import columns, measured_by, named, quantized
-from tests.engine.forms import quantizer
+from tests.quantizers import quantizer
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

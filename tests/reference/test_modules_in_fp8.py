@@ -39,7 +39,7 @@ class Write(training.Write):
         return self.quantizer.scale.untyped_storage().data_ptr(), self.quantizer.scale.storage_offset()
 
     def check(self, scale: np.float32) -> None:
-        """The data is the saturating cast of source times scale; the transpose is the data's; scale_inv is 1 / scale."""
+        """The data is the saturating cast of source times scale, the transpose the data's, scale_inv 1 / scale."""
         data, transpose, largest = self.buffers["data"], self.buffers["transpose"], float(MAX[self.format])
         expected = (self.source.float() * torch.tensor(scale)).clamp(-largest, largest).to(CAST[self.format])
         assert torch.equal(data, expected.view(torch.uint8))
@@ -102,16 +102,13 @@ def test_delayed_scaling(name: str, options: tuple[str, int, Format], dtype: tor
             of_slot = [write for write in writes if write.slot == key]
             amax = max(write.amax for write in of_slot)
             histories[key].update(amax, MAX[of_slot[0].format], algorithm, margin)
-    metas = [part.fp8_meta[key] for part in module.modules() if hasattr(part, "fp8_meta")
-             for key in ("scaling_fwd", "scaling_bwd") if key in part.fp8_meta]  # fmt: skip
-    stored = {
-        (meta.scale.untyped_storage().data_ptr(), index): (
-            meta.amax_history[:, index].tolist(),
-            meta.scale[index].item(),
-        )
-        for meta in metas
-        for index in range(meta.scale.numel())
-    }
+    stored = {}
+    for part in module.modules():
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            meta = getattr(part, "fp8_meta", {}).get(direction)
+            for index, scale in enumerate([] if meta is None else meta.scale.tolist()):
+                place = meta.scale.untyped_storage().data_ptr(), index
+                stored[place] = meta.amax_history[:, index].tolist(), scale
     assert histories
     for key, history in histories.items():
         assert stored[key] == (history.amaxes.tolist(), history.scale)
