@@ -36,6 +36,7 @@ from tests.drawn import normal
 from tests.engine import exact, recipes
 from tests.engine.recipes import INF, NAN, Pair, Quantized, quantize
 from tests.quantizers import fp8_dtype
+from tests.reference import block_formats
 
 Add = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]
 """A pass over tensors, into sums and maxima."""
@@ -109,14 +110,7 @@ SPECIAL_SCALES: list[tuple[Form, Scales]] = [
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
-    """As cuBLAS's documentation has the layout: tiles of 128 x 4, 512 bytes each, one after the other along a row."""
-    rows, columns = scales.shape
-    flat = torch.empty(scales.numel(), dtype=scales.dtype)
-    for row in range(rows):
-        for column in range(columns):
-            tile = (row // 128) * (columns // 4) + column // 4
-            flat[tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4] = scales[row, column]
-    return flat.view(rows, columns)
+    return torch.from_numpy(block_formats.swizzled(scales.numpy()))
 
 
 def padded(scales: npt.NDArray[Any], height: int, width: int, filler: float) -> torch.Tensor:

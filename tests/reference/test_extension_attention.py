@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -9,18 +11,33 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import MissingFunctionError
 
-DTYPES = [torch.bfloat16, torch.float16]
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 SCALE = 0.3
 
 
-def _check(
-    scores: torch.Tensor, masked: torch.Tensor | None, value: torch.Tensor, backward: object, dtype: torch.dtype
-) -> None:
+GENERATOR = torch.Generator().manual_seed(0)
+MASK = (torch.rand(2, 1, 8, 16, generator=GENERATOR) > 0.5).index_fill(2, torch.tensor(2), True)  # all of some rows
+CAUSAL = torch.ones(16, 16).triu(1).bool()
+SOFTMAX: dict[str, tuple[str, tuple[int, ...], torch.Tensor | None, tuple[Any, ...]]] = {
+    # name in the extension, shape, what is masked, arguments
+    "plain": ("scaled_softmax", (2, 3, 8, 16), None, ()),
+    "masked": ("scaled_masked_softmax", (2, 3, 8, 16), MASK, (MASK.to(torch.uint8),)),
+    "masked alike": ("scaled_masked_softmax", (2, 3, 8, 16), MASK[:1], (MASK[:1].to(torch.uint8),)),
+    "causal": ("scaled_upper_triang_masked_softmax", (6, 16, 16), CAUSAL, ()),
+}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmax(name: str, dtype: torch.dtype) -> None:
     """Against softmax in float64, and its gradient at the rounded result."""
+    kind, shape, masked, arguments = SOFTMAX[name]
+    torch.manual_seed(0)
+    scores = torch.randn(shape).to(dtype)
+    value = getattr(tex, f"{kind}_forward")(scores, *arguments, SCALE)
     exact = scores.double() * SCALE
     if masked is not None:
-        exact = exact.masked_fill(masked, float("-inf"))
+        exact = exact.masked_fill(masked.expand(shape), float("-inf"))
     expected = torch.softmax(exact, dim=-1).nan_to_num(0.0)
     assert value.dtype == dtype
     torch.testing.assert_close(value.double(), expected, rtol=ROUNDING[dtype], atol=1e-6)
@@ -28,36 +45,8 @@ def _check(
     grad = torch.randn(value.shape).to(dtype)
     y, dy = value.double(), grad.double()
     expected = SCALE * y * (dy - (dy * y).sum(dim=-1, keepdim=True))
-    assert callable(backward)
-    torch.testing.assert_close(backward(grad, value, SCALE).double(), expected, rtol=ROUNDING[dtype], atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_softmax(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(2, 3, 8, 16).to(dtype)
-    _check(scores, None, tex.scaled_softmax_forward(scores, SCALE), tex.scaled_softmax_backward, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batches", [1, 2])
-def test_masked_softmax(dtype: torch.dtype, batches: int) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(2, 3, 8, 16).to(dtype)
-    mask = torch.rand(batches, 1, 8, 16) > 0.5
-    mask[:, :, 2] = True
-    value = tex.scaled_masked_softmax_forward(scores, mask.to(torch.uint8), SCALE)
-    assert not value[:, :, 2].any()
-    _check(scores, mask.expand(2, 3, 8, 16), value, tex.scaled_masked_softmax_backward, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_causal_softmax(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(6, 16, 16).to(dtype)
-    masked = torch.ones(16, 16).triu(1).bool().expand(6, 16, 16)
-    value = tex.scaled_upper_triang_masked_softmax_forward(scores, SCALE)
-    _check(scores, masked, value, tex.scaled_upper_triang_masked_softmax_backward, dtype)
+    result = getattr(tex, f"{kind}_backward")(grad, value, SCALE)
+    torch.testing.assert_close(result.double(), expected, rtol=ROUNDING[dtype], atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["p2p", "a2a", "all_gather"])

@@ -20,6 +20,7 @@ from tests.capability import any_capability, stand_for
 from tests.combinations import half
 from tests.reference import nvfp4_numpy as expected
 from tests.reference import training
+from tests.reference.block_formats import swizzled
 from tests.reference.training import MODULES, check_linear, inputs
 
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
@@ -87,7 +88,7 @@ class Write(training.Write):
             stored = self.buffer("{}_scale_inv", columnwise).numpy()
             padded = np.zeros(stored.shape, dtype=np.uint8)
             padded[: scales.shape[0], : scales.shape[1]] = scales
-            np.testing.assert_array_equal(stored, expected.swizzle(padded) if self.swizzled else padded)
+            np.testing.assert_array_equal(stored, swizzled(padded) if self.swizzled else padded)
             data = self.data(columnwise)
             if self.quantizer.stochastic_rounding:
                 expected.assert_next_to(data, matrix * multiplier.repeat(16, 1))
