@@ -158,17 +158,18 @@ class Split(torch.nn.Module):
         self.second_row = te.Linear(FFN, HIDDEN, parallel_mode="row", **keywords)
         self.mlp = te.LayerNormMLP(HIDDEN, FFN, set_parallel_mode=True, **keywords)
         with torch.no_grad():
-            self._load("copied.weight", HIDDEN, HIDDEN)
-            self._load("column.weight", FFN, HIDDEN, split=0)
-            self._load("row.weight", HIDDEN, FFN, split=1)
-            self._load("norm_column.weight", FFN, HIDDEN, split=0)
-            self._load("second_row.weight", HIDDEN, FFN, split=1)
-            self._load("mlp.fc1_weight", FFN, HIDDEN, split=0)
-            self._load("mlp.fc2_weight", HIDDEN, FFN, split=1)
-
-    def _load(self, name: str, *shape: int, split: int | None = None) -> None:
-        whole = normal(name, *shape) / 8
-        self.get_parameter(name).copy_(whole if split is None else whole.chunk(self.size, split)[self.rank])
+            for name, shape, split in (
+                ("copied.weight", (HIDDEN, HIDDEN), None),
+                ("column.weight", (FFN, HIDDEN), 0),
+                ("row.weight", (HIDDEN, FFN), 1),
+                ("norm_column.weight", (FFN, HIDDEN), 0),
+                ("second_row.weight", (HIDDEN, FFN), 1),
+                ("mlp.fc1_weight", (FFN, HIDDEN), 0),
+                ("mlp.fc2_weight", (HIDDEN, FFN), 1),
+            ):
+                weight = normal(name, *shape) / 8
+                own = weight if split is None else weight.chunk(self.size, split)[self.rank]
+                self.get_parameter(name).copy_(own)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """What this rank has of a sequence."""
@@ -180,13 +181,6 @@ class Split(torch.nn.Module):
         x = self.row(gelu(self.column(self.copied(x))))
         x = self.mlp(self.second_row(self.norm_column(x)))
         (x * self.part(normal(seed + 100, ROWS, HIDDEN))).sum().backward()
-
-
-def wide(seed: int, columns: int) -> torch.Tensor:
-    """Numbers over seven decades, some of which E4M3 cannot hold beside the largest."""
-    return normal(seed, ROWS, columns) * 10 ** (
-        7 * torch.rand(ROWS, columns, generator=torch.Generator().manual_seed(seed)) - 7
-    )
 
 
 # ---------------------------------------------------------------------- counting
