@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,18 @@ IN_FLOAT = 10 * 2.0**-24
 
 STD_IN_FLOAT = 14 * 2.0**-24
 """How far a standard deviation may be off there."""
+
+ADDITIONS = 16
+"""Into a sum of float32 in the Triton kernels, at most: ``k`` in their description, which has the bounds."""
+
+IN_TRITON = {
+    "sum": 2 * (ADDITIONS + 1) * 2.0**-24,
+    "abs_sum": ADDITIONS * 2.0**-24,
+    "square_sum": (2 * ADDITIONS + 4) * 2.0**-24,
+    "signal_square_sum": (2 * ADDITIONS + 4) * 2.0**-24,
+    "error_square_sum": (ADDITIONS + 3) * 2.0**-24,
+}
+"""How far sums may be off there."""
 
 FLOAT8 = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0)}  # e5m2? -> torch's dtype, largest
 
@@ -141,15 +153,23 @@ def named(sums: torch.Tensor, maxima: torch.Tensor, *, compared: bool = False, h
     return results | dict(zip(extremes, maxima.tolist(), strict=True))
 
 
-def assert_same(found: Columns, expected: Columns, *, rel: float = 1e-13) -> None:
-    """Counts and extremes are exact; sums are as good as float64 can add, unless ``rel`` says otherwise."""
+def assert_same(found: Columns, expected: Columns, *, rel: float | Mapping[str, float] = 1e-13) -> None:
+    """Counts and extremes are exact; sums, and logarithms, are as good as float64, unless ``rel`` says otherwise."""
     assert found.keys() == expected.keys()
-    sums = {name for name in found if name.endswith("sum")}
-    for name in sums:
-        size = expected["abs_sum"] if name == "sum" else expected[name]
-        assert found[name] == pytest.approx(expected[name], rel=rel, abs=rel * size, nan_ok=True), name
-    rest = found.keys() - sums
+    rounded = {name for name in found if name.endswith("sum") or "range" in name}
+    for name in rounded:
+        bound = rel if isinstance(rel, float) else rel.get(name, 1e-13)
+        size = expected["abs_sum"] if name == "sum" else abs(expected[name])
+        assert found[name] == pytest.approx(expected[name], rel=bound, abs=bound * size, nan_ok=True), name
+    rest = found.keys() - rounded
     assert {name: found[name] for name in rest} == {name: expected[name] for name in rest}
+
+
+def quantized(values: torch.Tensor, scale_inv: float, *, e5m2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes by torch's own cast, saturating, and ``scale_inv``."""
+    dtype, largest = FLOAT8[e5m2]
+    scaled = (values.float() / scale_inv).clamp(-largest, largest)
+    return scaled.to(dtype).view(torch.uint8), torch.tensor([scale_inv])
 
 
 def statistic(name: str, *passes: Columns) -> float:

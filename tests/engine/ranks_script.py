@@ -42,6 +42,7 @@ from tests.engine.exact import BLOCK_STATISTICS
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 STATISTICS = ["l1_norm", "numel", "std", "mean", "max", "nonfinite_num"]
+OPTIONS = {"tensors": TENSORS, "stats": STATISTICS, "freq": 1}
 HIDDEN, FFN, ROWS = 32, 64, 32
 
 Values = dict[str, float]
@@ -50,12 +51,11 @@ Values = dict[str, float]
 CASES: dict[int, dict[str, Callable[[Path], Any]]] = {2: {}, 4: {}}
 
 
-def case(*worlds: int) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]]:
-    """A case for these numbers of processes."""
+def case(world: int) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]]:
+    """A case for this number of processes."""
 
     def register(run: Callable[[Path], Any]) -> Callable[[Path], Any]:
-        for world in worlds:
-            CASES[world][run.__name__] = run
+        CASES[world][run.__name__] = run
         return run
 
     return register
@@ -66,9 +66,8 @@ def case(*worlds: int) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any
 
 def config(layers: Sequence[str] = ("all",), **sections: Sequence[str]) -> dict[str, Any]:
     """All statistics of all tensors, of ``layers``, or a section for each keyword."""
-    options = {"tensors": TENSORS, "stats": STATISTICS, "freq": 1}
     chosen = sections or {"all": layers}
-    return {name: feature("LogTensorStats", list(types), **options) for name, types in chosen.items()}
+    return {name: feature("LogTensorStats", list(types), **OPTIONS) for name, types in chosen.items()}
 
 
 @contextmanager
@@ -159,17 +158,18 @@ class Split(torch.nn.Module):
         self.second_row = te.Linear(FFN, HIDDEN, parallel_mode="row", **keywords)
         self.mlp = te.LayerNormMLP(HIDDEN, FFN, set_parallel_mode=True, **keywords)
         with torch.no_grad():
-            self._load("copied.weight", HIDDEN, HIDDEN)
-            self._load("column.weight", FFN, HIDDEN, split=0)
-            self._load("row.weight", HIDDEN, FFN, split=1)
-            self._load("norm_column.weight", FFN, HIDDEN, split=0)
-            self._load("second_row.weight", HIDDEN, FFN, split=1)
-            self._load("mlp.fc1_weight", FFN, HIDDEN, split=0)
-            self._load("mlp.fc2_weight", HIDDEN, FFN, split=1)
-
-    def _load(self, name: str, *shape: int, split: int | None = None) -> None:
-        whole = normal(name, *shape) / 8
-        self.get_parameter(name).copy_(whole if split is None else whole.chunk(self.size, split)[self.rank])
+            for name, shape, split in (
+                ("copied.weight", (HIDDEN, HIDDEN), None),
+                ("column.weight", (FFN, HIDDEN), 0),
+                ("row.weight", (HIDDEN, FFN), 1),
+                ("norm_column.weight", (FFN, HIDDEN), 0),
+                ("second_row.weight", (HIDDEN, FFN), 1),
+                ("mlp.fc1_weight", (FFN, HIDDEN), 0),
+                ("mlp.fc2_weight", (HIDDEN, FFN), 1),
+            ):
+                weight = normal(name, *shape) / 8
+                own = weight if split is None else weight.chunk(self.size, split)[self.rank]
+                self.get_parameter(name).copy_(own)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """What this rank has of a sequence."""
@@ -183,39 +183,29 @@ class Split(torch.nn.Module):
         (x * self.part(normal(seed + 100, ROWS, HIDDEN))).sum().backward()
 
 
-def wide(seed: int, columns: int) -> torch.Tensor:
-    """Numbers over seven decades, some of which E4M3 cannot hold beside the largest."""
-    return normal(seed, ROWS, columns) * 10 ** (
-        7 * torch.rand(ROWS, columns, generator=torch.Generator().manual_seed(seed)) - 7
-    )
-
-
 # ---------------------------------------------------------------------- counting
 
 
 _PACKAGE = str(Path(te_precision_callbacks.__file__).parent)
+_CODE = _PACKAGE, str(Path(_PACKAGE).parent / "features")
 _REFERENCE = str(Path(_PACKAGE, "reference"))
 _NUMERICS = str(Path(_PACKAGE, "base", "numerics"))
 
 
 class Counted(TorchDispatchMode):
-    """Counts collectives with their elements, and what makes the host wait for a device, where some code asks for it.
+    """Counts collectives, and what makes the host wait for a device, where this project's code asks for it.
 
     Every call counts, wherever the tensor is: on a machine without a GPU a copy to the host is no copy.
 
-    Args:
-        code: the folders of the code; this project's own where there are none. What the reference backend does, in the
-            place of a GPU's kernels, does not count.
+    What the reference backend does, in the place of a GPU's kernels, does not count.
     """
 
     _WAITING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount")
     _WAITING_METHODS = ("item", "cpu", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
 
-    def __init__(self, *code: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._code = code or (_PACKAGE, str(Path(_PACKAGE).parent / "features"))
-        self.collectives: list[tuple[str, int]] = []
-        self.messages: list[tuple[str, int]] = []
+        self._kinds: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self._patches: list[Any] = []
         self._inside = False
@@ -223,10 +213,7 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "c10d":
-            tensors = [
-                t for arg in args[:2] for t in torch.utils._pytree.tree_leaves(arg) if isinstance(t, torch.Tensor)
-            ]
-            self.collectives.append((name.rstrip("_"), sum(tensor.numel() for tensor in tensors)))
+            self._kinds[name] += 1
         elif name in self._WAITING_OPS and not self._inside and self._asks():
             self.waits[name] += 1
         elif name == "copy_" and type(args[0]) is torch.Tensor and args[0].device.type == "cpu" and self._asks():
@@ -263,11 +250,11 @@ class Counted(TorchDispatchMode):
         return call
 
     def _noting(self, original: Callable[..., bytes]) -> Callable[..., bytes]:
-        """Notes the messages of our own, with their numbers."""
+        """Notes the messages of our own."""
 
-        def exchange(messages: Messages, kind: str, why: str, numbers: Any, *arguments: Any) -> bytes:
-            self.messages.append((kind, len(numbers)))
-            return original(messages, kind, why, numbers, *arguments)
+        def exchange(messages: Messages, kind: str, *arguments: Any) -> bytes:
+            self._kinds[kind] += 1
+            return original(messages, kind, *arguments)
 
         return exchange
 
@@ -281,7 +268,7 @@ class Counted(TorchDispatchMode):
             if frame.f_code.co_name == "__torch_dispatch__":  # another mode, through which all operators go
                 frame = frame.f_back
                 continue
-            if name.startswith(self._code) and not name.startswith(_NUMERICS):
+            if name.startswith(_CODE) and not name.startswith(_NUMERICS):
                 return True
             frame = frame.f_back
         return False
@@ -289,45 +276,28 @@ class Counted(TorchDispatchMode):
     @property
     def kinds(self) -> dict[str, int]:
         """How many messages of ours and collectives of the training's process groups, of each kind."""
-        return dict(Counter(name for name, _ in (*self.messages, *self.collectives)))
+        return dict(self._kinds)
 
 
 # ---------------------------------------------------------------------- the cases
 
 
 @case(2)
-def programs(folder: Path) -> dict[str, Any]:
-    """The statistics of each step of each program, and the collectives of its steps."""
+def programs(folder: Path) -> dict[str, list[Values]]:
+    """The statistics of each step of each program."""
     results = {}
     for name, program in PROGRAMS.items():
-        names = owned(name, dist.get_rank())
-        counts = []
-        model = Layers(names)
+        model = Layers(owned(name, dist.get_rank()))
         with session(model, folder / name) as (running, keeper):
             for calls in program[dist.get_rank()]:
                 model.run(calls)
-                with Counted() as counted:
-                    running.step()
-                counts.append(counted.kinds)
-        results[name] = {"steps": steps(keeper), "collectives": counts}
-    return results
-
-
-@case(2)
-def tensor_parallel(folder: Path) -> dict[str, Values]:
-    """One batch that both ranks compute together, with and without sequence parallelism."""
-    results = {}
-    for name, sequence_parallel in {"tp": False, "sp": True}.items():
-        model = Split(dist.group.WORLD, sequence_parallel=sequence_parallel)
-        with session(model, folder / name) as (running, keeper):
-            model.run(0)
-            running.step()
-        (results[name],) = steps(keeper)
+                running.step()
+        results[name] = steps(keeper)
     return results
 
 
 @case(4)
-def data_and_tensor_parallel(folder: Path) -> dict[str, Values]:
+def data_and_tensor_parallel(folder: Path) -> dict[str, list[Values]]:
     """Two batches in two tensor-parallel groups; in the second step one of the data-parallel replicas rests."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -342,18 +312,6 @@ def data_and_tensor_parallel(folder: Path) -> dict[str, Values]:
             running.step()
         results[name] = steps(keeper)
     return results
-
-
-@case(4)
-def stages_of_tensor_parallel_layers(folder: Path) -> list[Values]:
-    """Two pipeline stages of two tensor-parallel ranks each, whose layers have different names."""
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = Split(groups[rank // 2])
-    with session(torch.nn.ModuleDict({f"stage{rank // 2}": model}), folder) as (running, keeper):
-        model.run(rank // 2)
-        running.step()
-    return steps(keeper)
 
 
 @case(2)
@@ -501,50 +459,33 @@ def costs(folder: Path) -> dict[str, Any]:
     return results
 
 
-@case(2, 4)
-def messages(folder: Path) -> list[list[tuple[str, int]]]:
-    """The collectives of each step with the number of their elements; a second layer comes up in step 1."""
-    model = Layers("ab")
-    results = []
-    with session(model, folder) as (running, _):
-        for calls in ([("a", 0)], [("a", 1), ("b", 2)], [("a", 3), ("b", 4)]):
-            model.run(calls)
-            with Counted() as counted:
-                running.step()
-            results.append([*counted.messages, *counted.collectives])
-    return results
-
-
 @case(2)
 def attaching(folder: Path) -> dict[str, Any]:
-    """Models of which each rank has one layer, and configs that each rank can use, that none can, that one cannot."""
+    """Models of which each rank has one layer, and configs that none can use, that one cannot, that differ."""
     rank = dist.get_rank()
     model = torch.nn.ModuleDict({f"stage{rank}": te.Linear(16, 16)})
     own = folder / "features of rank 1"
     own.mkdir(parents=True, exist_ok=True)
     wrong = {"config": {"wrong": feature("NoSuchFeature", ["all"])}, "feature_dirs": own}  # known when it starts
-    attempts: dict[str, Callable[[], dict[str, Any]]] = {
-        "a section for each stage": lambda: {"config": config(first=["stage0"], second=["stage1"])},
-        "exact names": lambda: {"config": exactly("stage0", "stage1")},
-        "an exact name that no rank has": lambda: {"config": exactly("stage0", "stage7")},
-        "a section for no stage": lambda: {"config": config(first=["stage0"], third=["stage2"])},
-        "allowed": lambda: {"config": config(first=["stage0"], third=["stage2"]), "allow_unmatched": True},
-        "one rank's config is wrong": lambda: wrong if rank == 1 else {"config": config()},
-        "one rank's model is wrong": lambda: {"config": config(), "model": "no model" if rank == 1 else model},
-        "another freq": lambda: {"config": with_freq(2 if rank == 1 else 1)},
-        "one more statistic": lambda: {"config": with_more() if rank == 0 else config()},
-        "other names": lambda: {"config": config(), "layer_names": "upstream" if rank == 1 else None},
-        "another start_step": lambda: {"config": config(), "start_step": 5 * rank},
-        "no reduction": lambda: {"config": config(first=["stage0"]), "reduce": False},
+    exactly = config()
+    exactly["all"]["layers"] = {"exact_layer_names": ["stage0", "stage7"]}
+    attempts: dict[str, dict[str, Any]] = {
+        "an exact name that no rank has": {"config": exactly},
+        "a section for no stage": {"config": config(first=["stage0"], third=["stage2"])},
+        "one rank's config is wrong": wrong if rank == 1 else {"config": config()},
+        "one rank's model is wrong": {"config": config(), "model": "no model" if rank == 1 else model},
+        "another freq": {"config": with_options(freq=1 + rank)},
+        "one more statistic": {"config": config() if rank == 1 else with_options(stats=[*STATISTICS, "min"])},
+        "other names": {"config": config(), "layer_names": "upstream" if rank == 1 else None},
+        "another start_step": {"config": config(), "start_step": 5 * rank},
     }
     results: dict[str, Any] = {}
-    for name, make in attempts.items():
-        keywords = {"model": model, **make()}
-        running = InspectSession(log_dir=folder / name, **{k: v for k, v in keywords.items() if k != "model"})
+    for name, keywords in attempts.items():
+        attached = keywords.pop("model", model)
+        running = InspectSession(log_dir=folder / name, **keywords)
         try:
             running.start()
-            running.attach(keywords["model"])
-            results[name] = {layer.name: list(layer.sections) for layer in running.layers}
+            running.attach(attached)
         except Exception as error:
             results[name] = [type(error).__name__, str(error)]
         finally:
@@ -552,39 +493,23 @@ def attaching(folder: Path) -> dict[str, Any]:
     return results
 
 
-def exactly(*names: str) -> dict[str, Any]:
-    chosen = config()
-    chosen["all"]["layers"] = {"exact_layer_names": list(names)}
-    return chosen
-
-
-def with_freq(freq: int) -> dict[str, Any]:
-    chosen = config()
-    chosen["all"]["transformer_engine"]["LogTensorStats"]["freq"] = freq
-    return chosen
-
-
-def with_more() -> dict[str, Any]:
-    chosen = config()
-    chosen["all"]["transformer_engine"]["LogTensorStats"]["stats"] = [*STATISTICS, "min"]
-    return chosen
+def with_options(**options: Any) -> dict[str, Any]:
+    return {"all": feature("LogTensorStats", ["all"], **{**OPTIONS, **options})}
 
 
 @case(2)
 def out_of_step(folder: Path) -> dict[str, Any]:
-    """Rank 1 skips the step() of its second batch, or is set to another iteration after the first; or its optimizer
-    steps half as often."""
+    """Rank 1 skips the step() of its second batch, or is set to another iteration after the first."""
     rank = dist.get_rank()
     results = {}
-    for name in ("half as often", "skips a step", "another iteration"):
+    for name in ("skips a step", "another iteration"):
         model = Layers("a")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         counts = []
         with said() as lines, session(model, folder / name, strict=False) as (running, keeper):
             for step in range(4 if name == "another iteration" else 6):
                 model.run([("a", 10 * rank + step)])
-                if name != "half as often" or rank == 0 or step % 2 == 0:
-                    optimizer.step()
+                optimizer.step()
                 if name == "skips a step" and (rank, step) == (1, 1):
                     continue
                 if name == "another iteration" and (rank, step) == (1, 1):
@@ -640,9 +565,8 @@ def a_rank_leaves(folder: Path) -> dict[str, Any]:
                 break
             with Counted() as counted:
                 running.step()
-            counts.append(len(counted.messages))
-    local = [records.local for records in keeper.steps]
-    return {"steps": steps(keeper), "messages": counts, "local": local}
+            counts.append(counted.kinds)
+    return {"steps": steps(keeper), "messages": counts, "local": [records.local for records in keeper.steps]}
 
 
 def main(rank: int, world: int, folder: Path) -> None:

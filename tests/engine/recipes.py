@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from tests.reference.block_formats import E2M1, E4M3, E5M2, Format
 
 INF, NAN = math.inf, math.nan
 FLOAT32_MAX = np.finfo(np.float32).max
@@ -17,48 +17,7 @@ Matrix = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, eq=False)
-class Format:
-    """A format by its definition: its numbers from 0 on, whose places are their codes."""
-
-    table: npt.NDArray[np.float64]
-    sign: int
-
-    @classmethod
-    def of(cls, exponent_bits: int, mantissa_bits: int, largest: float) -> Format:
-        bias, fractions = 2 ** (exponent_bits - 1) - 1, np.arange(2**mantissa_bits) / 2**mantissa_bits
-        normal = [(1 + fractions) * 2.0 ** (exponent - bias) for exponent in range(1, 2**exponent_bits)]
-        table = np.concatenate([fractions * 2.0 ** (1 - bias), *normal])
-        return cls(table[table <= largest], 2 ** (exponent_bits + mantissa_bits))
-
-    @property
-    def largest(self) -> np.float32:
-        return np.float32(self.table[-1])
-
-    @cached_property
-    def middles(self) -> npt.NDArray[np.float64]:
-        """Between each two numbers; behind the last there is none."""
-        return np.append((self.table[1:] + self.table[:-1]) / 2, NAN)
-
-    @cached_property
-    def of_code(self) -> Matrix:
-        """The number of each code."""
-        gap = np.zeros(self.sign - len(self.table))
-        return np.concatenate([self.table, gap, -self.table]).astype(np.float32)
-
-    def codes(self, x: Matrix) -> Codes:
-        """Of the nearest numbers: of two at the same distance the one with the even code."""
-        magnitude = np.abs(x.astype(np.float64))
-        code = np.searchsorted(self.middles[:-1], magnitude)  # of the lower number, where it lies between two
-        tie = self.middles[code] == magnitude
-        return (code + (tie & (code % 2 == 1)) + self.sign * np.signbit(x)).astype(np.uint8)
-
-    def numbers(self, codes: Codes) -> Matrix:
-        return self.of_code[codes]
-
-
-FP8 = {False: Format.of(4, 3, 448), True: Format.of(5, 2, 57344)}  # e5m2?
-FP4 = Format.of(2, 1, 6)
+FP8 = {False: E4M3, True: E5M2}  # e5m2?
 BLOCKS = {  # recipe -> block of a tensor, of a weight
     "fp8_current_scaling": (None, None),
     "mxfp8": ((1, 32), (1, 32)),
@@ -94,7 +53,7 @@ class Quantized(NamedTuple):
     @property
     def values(self) -> Matrix:
         with np.errstate(over="ignore", invalid="ignore"):  # a factor may be infinite
-            return self.over([self.number_format.numbers(block.codes) * block.factor for block in self.blocks])
+            return self.over([self.number_format.decode(block.codes) * block.factor for block in self.blocks])
 
     @property
     def codes(self) -> Codes:
@@ -111,7 +70,7 @@ def quantize(
 ) -> Quantized:
     """As the recipe is defined; inf and nan become 0 and do not count, and float64 is rounded to float32 first."""
     x = np.where(np.isfinite(x), x.clip(-FLOAT32_MAX, FLOAT32_MAX), 0).astype(np.float32)
-    number_format = FP4 if recipe == "nvfp4" else FP8[e5m2]
+    number_format = E2M1 if recipe == "nvfp4" else FP8[e5m2]
     size = BLOCKS[recipe][weight] or x.shape
     height, width = size[::-1] if columnwise and BLOCKS[recipe][0] else size
     tensor_amax = np.abs(x).max(initial=np.float32(0))
@@ -119,8 +78,8 @@ def quantize(
     for top in range(0, x.shape[0], height):
         for left in range(0, x.shape[1], width):
             where = slice(top, top + height), slice(left, left + width)
-            multiplier, stored, factor = scale_of(recipe, np.abs(x[where]).max(), tensor_amax, number_format.largest)
-            blocks.append(Block(where, number_format.codes(x[where] * multiplier), stored, factor))
+            multiplier, stored, factor = scale_of(recipe, np.abs(x[where]).max(), tensor_amax, number_format.max)
+            blocks.append(Block(where, number_format.encode(x[where] * multiplier), stored, factor))
     return Quantized(number_format, blocks, (x.shape[0], x.shape[1]), tensor_amax)
 
 
@@ -131,8 +90,8 @@ def scale_of(
     first = np.float32(1)
     if recipe == "nvfp4":  # the scale of a block is E4M3, in units of a factor of the whole tensor
         encode = min(np.float32(448 * 6) / tensor_amax, FLOAT32_MAX) if tensor_amax else first
-        stored = FP8[False].codes(np.array([amax * (encode * (first / np.float32(6)))]))
-        scale = FP8[False].numbers(stored)[0]
+        stored = E4M3.encode(np.array([amax * (encode * (first / np.float32(6)))]))
+        scale = E4M3.decode(stored)[0]
         multiplier = min(first / (scale * (first / encode)), FLOAT32_MAX)
         return multiplier, stored[0], scale * tensor_amax * np.float32(1 / (448 * 6))
     if recipe == "mxfp8":  # the smallest power of two by which no element overflows; 2^-127 is E8M0's smallest
@@ -160,44 +119,32 @@ class Pair(NamedTuple):
 
 
 def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Every statistic of blocks, of all matrices together, by a loop over the blocks."""
-    ranges: list[float] = []
-    number = zero = saturated = flushed = underflowing = overflowing = 0
-    worst = 0.0
-    low, high = LIMITS[recipe]
-    for x, quantized in pairs:
-        for block, limit in zip(quantized.blocks, limits(quantized), strict=True):
-            number += 1
-            with np.errstate(invalid="ignore", over="ignore"):
-                y = quantized.number_format.numbers(block.codes) * block.factor
-            kept = np.isfinite(x[block.where])
-            magnitude = np.abs(x[block.where][kept].astype(np.float64))
-            lost = (magnitude > 0) & (y[kept] == 0)
-            underflowing += lost.any()
-            overflowing += (magnitude > limit).any()
-            worst = max(worst, float(lost.mean()) if len(lost) else 0.0)
-            nonzero = magnitude[magnitude > 0]
-            if len(nonzero):
-                flushed += block.stored_scale <= low
-                saturated += block.stored_scale <= low or block.stored_scale >= high
-                ranges.append(math.log2(nonzero.max() / nonzero.min()))
-            zero += not len(nonzero)
+    """Every statistic of blocks, of all matrices together."""
+    columns = [columns_by_block(recipe, pair) for pair in pairs]
+
+    def total(place: str, name: str) -> float:
+        return math.fsum(of_pair[place][name] for of_pair in columns)
+
+    def largest(place: str, name: str) -> float:
+        return max(of_pair[place][name] for of_pair in columns)
+
+    number, ranges = total("limits", "blocks"), total("ranges", "ranges")
     return {
-        "block_dynamic_range_min": min(ranges, default=0.0),
-        "block_dynamic_range_max": max(ranges, default=0.0),
-        "block_dynamic_range_mean": math.fsum(ranges) / len(ranges) if ranges else 0.0,
-        "saturated_scales%": 100 * saturated / number,
-        "flushed_scales%": 100 * flushed / number,
-        "zero_blocks%": 100 * zero / number,
-        "underflow_blocks%": 100 * underflowing / number,
-        "overflow_blocks%": 100 * overflowing / number,
-        "block_underflows%_max": 100 * worst,
+        "block_dynamic_range_min": -largest("range_maxima", "negated_range_min") if ranges else 0.0,
+        "block_dynamic_range_max": largest("range_maxima", "range_max") if ranges else 0.0,
+        "block_dynamic_range_mean": total("ranges", "range_sum") / ranges if ranges else 0.0,
+        "saturated_scales%": 100 * total("limits", "saturated") / number,
+        "flushed_scales%": 100 * total("limits", "flushed") / number,
+        "zero_blocks%": 100 * total("limits", "zero_blocks") / number,
+        "underflow_blocks%": 100 * total("losses", "underflow_blocks") / number,
+        "overflow_blocks%": 100 * total("losses", "overflow_blocks") / number,
+        "block_underflows%_max": 100 * largest("loss_maxima", "underflow_share"),
     }
 
 
 @np.errstate(invalid="ignore", over="ignore")
 def columns_by_block(recipe: str, pair: Pair) -> dict[str, dict[Any, float]]:
-    """What the engine keeps of blocks, by its place: columns by their names."""
+    """What the engine keeps of blocks, by a loop over them: places -> columns by their names."""
     low, high = LIMITS[recipe]
     x, quantized = pair
     results: dict[str, dict[Any, float]] = {
@@ -207,7 +154,7 @@ def columns_by_block(recipe: str, pair: Pair) -> dict[str, dict[Any, float]]:
     }
     factors, ranges = [], []
     for block, limit in zip(quantized.blocks, limits(quantized), strict=True):
-        y = quantized.number_format.numbers(block.codes) * block.factor
+        y = quantized.number_format.decode(block.codes) * block.factor
         kept = np.isfinite(x[block.where])
         magnitude = np.abs(x[block.where][kept].astype(np.float64))
         lost = (magnitude > 0) & (y[kept] == 0)
@@ -253,4 +200,4 @@ def factors_of(recipe: str, pairs: Iterable[Pair]) -> npt.NDArray[np.float64]:
 def limits(quantized: Quantized) -> list[float]:
     """The largest magnitude that each block can have; none where the factor is 0, so that all of it underflows."""
     with np.errstate(over="ignore"):
-        return [block.factor * quantized.number_format.largest if block.factor else INF for block in quantized.blocks]
+        return [block.factor * quantized.number_format.max if block.factor else INF for block in quantized.blocks]

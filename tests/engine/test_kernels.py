@@ -26,7 +26,6 @@ INF, NAN = math.inf, math.nan
 WIDE = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 PRIME = 20_011  # not a multiple of anything, and large enough for what torch compiles
-BYTES = torch.arange(256, dtype=torch.uint8)
 
 Measure = Callable[..., exact.Columns]
 Same = Callable[[exact.Columns, exact.Columns], None]
@@ -82,23 +81,6 @@ def nothing_failed() -> None:
 # --- moments ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [*WIDE, *FP8], ids=str)
-def test_moments_of_every_dtype(measure: Measure, assert_same: Same, dtype: torch.dtype) -> None:
-    values = (normal(PRIME) * 3 + 0.5).to(dtype)
-    assert_same(measure(values), exact.columns(values))
-
-
-@pytest.mark.parametrize("dtype", [*WIDE, *FP8], ids=str)
-def test_every_bit_pattern(measure: Measure, assert_same: Same, dtype: torch.dtype) -> None:
-    """Subnormals, both zeros, infinities and every NaN; of float32 and float64 those that bfloat16 has."""
-    if dtype in FP8:
-        values = BYTES.repeat(80).view(dtype)
-    else:
-        bits = torch.arange(2**16, dtype=torch.int32)
-        values = bits.to(torch.int16).view(dtype if dtype.itemsize == 2 else torch.bfloat16).to(dtype)
-    assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
-
-
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda x: x.view(163, -1).t(),
     "permuted": lambda x: x.view(2, 326, -1).permute(2, 0, 1),
@@ -111,12 +93,6 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "short": lambda x: x[:77],
     "whole rows": lambda x: x[:32768],
 }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(measure: Measure, assert_same: Same, layout: str) -> None:
-    values = LAYOUTS[layout](normal(163 * 300))
-    assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
 
 
 def special(*values: float) -> torch.Tensor:
@@ -151,9 +127,25 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("name", SPECIAL)
-def test_special_values(measure: Measure, assert_same: Same, name: str) -> None:
-    values = SPECIAL[name]
+def every_bit_pattern(dtype: torch.dtype) -> torch.Tensor:
+    """Subnormals, both zeros, infinities and every NaN; of float32 and float64 those that bfloat16 has."""
+    if dtype in FP8:
+        return torch.arange(256, dtype=torch.uint8).repeat(80).view(dtype)
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    return bits.view(dtype if dtype.itemsize == 2 else torch.bfloat16).to(dtype)
+
+
+VALUES = {
+    **{f"{dtype}": (normal(PRIME) * 3 + 0.5).to(dtype) for dtype in (*WIDE, *FP8)},
+    **{f"every {dtype}": every_bit_pattern(dtype) for dtype in (*WIDE, *FP8)},
+    **{name: view(normal(163 * 300)) for name, view in LAYOUTS.items()},
+    **SPECIAL,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_moments_and_histogram(measure: Measure, assert_same: Same, name: str) -> None:
+    values = VALUES[name]
     assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
 
 
@@ -167,7 +159,7 @@ def test_nothing() -> None:
 def test_sums_of_random_numbers_are_nearer_than_their_bounds(measure: Measure) -> None:
     """In C++ roundings go up and down alike."""
     values = normal(2**20).bfloat16() + 0.3
-    codes, scale_inv = quantized(values, 0.01)
+    codes, scale_inv = exact.quantized(values, 0.01)
     exact.assert_same(measure(values, codes, scale_inv), exact.columns(values, codes, scale_inv), rel=1e-8)
 
 
@@ -224,24 +216,6 @@ def test_the_bounds_hold(name: str, measure: Measure, assert_same: Same) -> None
     assert std == pytest.approx(exactly, rel=exact.STD_IN_FLOAT)
 
 
-@pytest.mark.parametrize("scale_inv", [2.0**-120, 2.0**-99, 2.0**99, 2.0**120])
-def test_scales_at_the_ends_of_float32(measure: Measure, assert_same: Same, scale_inv: float) -> None:
-    """Where products of codes and scale may be subnormal, or overflow."""
-    values = normal(PRIME).clamp(-3, 3) * scale_inv
-    codes, factor = quantized(values, scale_inv)
-    assert_same(measure(values, codes, factor), exact.columns(values, codes, factor))
-
-
-@pytest.mark.parametrize("error", [0.0, 2.0**-40, 2.0**-50, 2.0**-51, 2.0**-64, 2.0**-70])
-def test_errors_whose_squares_float_could_lose(measure: Measure, assert_same: Same, error: float) -> None:
-    """Of numbers that codes of 0 stand for; the others have none."""
-    codes = (normal(PRIME) * 2.0**-10).to(torch.float8_e4m3fn)
-    values = torch.where(codes.float() == 0, error, codes.float())
-    expected = exact.columns(values, codes.view(torch.uint8), torch.ones(1))
-    assert_same(measure(values, codes.view(torch.uint8), torch.ones(1)), expected)
-    assert (expected["error_square_sum"] > 0) is (error > 0)
-
-
 @pytest.mark.parametrize("value", [0.1, 3.7, 1 / 3, -1e20, 1e-30])
 def test_equal_elements_have_no_spread(measure: Measure, value: float) -> None:
     """Their sums are rounded; of 2^22 numbers, compiled, by 10^-7 of the value."""
@@ -258,7 +232,7 @@ def test_a_tensor_of_many_pieces(measure: Measure, assert_same: Same, monkeypatc
     """In C++ a piece has 2^16 elements."""
     monkeypatch.setattr(eager, "PIECE", 10_000)
     values = normal(3 * 2**16 + 4096 + 5)
-    codes, scale_inv = quantized(values, 0.01, e5m2=True)
+    codes, scale_inv = exact.quantized(values, 0.01, e5m2=True)
     result = measure(values, codes, scale_inv, e5m2=True, histogram=True)
     assert_same(result, exact.columns(values, codes, scale_inv, e5m2=True, histogram_too=True))
 
@@ -266,40 +240,55 @@ def test_a_tensor_of_many_pieces(measure: Measure, assert_same: Same, monkeypatc
 # --- comparison with codes --------------------------------------------------------------------------------------------
 
 
-def quantized(values: torch.Tensor, scale_inv: float, *, e5m2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes by torch's own cast, saturating, and ``scale_inv``."""
-    dtype, largest = exact.FLOAT8[e5m2]
-    scaled = (values.float() / scale_inv).clamp(-largest, largest)
-    return scaled.to(dtype).view(torch.uint8), torch.tensor([scale_inv])
+def lossy(error: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of which those that codes of 0 stand for have this error; the others have none."""
+    codes = (normal(PRIME) * 2.0**-10).to(torch.float8_e4m3fn)
+    return torch.where(codes.float() == 0, error, codes.float()), codes.view(torch.uint8)
 
 
-@pytest.mark.parametrize(("dtype", "e5m2"), [(torch.bfloat16, False), (torch.float32, True)], ids=["E4M3", "E5M2"])
-@pytest.mark.parametrize("scale_inv", [0.003, 7.5, 1e-9])
-def test_comparison(measure: Measure, assert_same: Same, dtype: torch.dtype, e5m2: bool, scale_inv: float) -> None:
-    """Nothing is lost; most underflows; most overflows. With inf and nan, and without."""
-    for item in (special(0.0, INF, NAN), special(0.0), normal(PRIME)):
-        values = item.to(dtype)
-        codes, factor = quantized(values, scale_inv, e5m2=e5m2)
-        expected = exact.columns(values, codes, factor, e5m2=e5m2)
-        assert_same(measure(values, codes, factor, e5m2=e5m2), expected)
-        if not e5m2:
-            assert expected["underflows"] > 0 or expected["overflows"] > 0
+def decoded(e5m2: bool, *, finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Beside every code, also those of NaN, which make an error of nan."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(100)
+    if finite:
+        codes = codes[codes.view(exact.FLOAT8[e5m2][0]).float().isfinite()]
+    return normal(len(codes)).to(torch.float32 if e5m2 else torch.bfloat16), codes
 
 
-@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
-def test_every_code_is_decoded_as_torch_does(measure: Measure, assert_same: Same, e5m2: bool) -> None:
-    codes = BYTES.repeat(100)
-    decoded = codes.view(exact.FLOAT8[e5m2][0]).float()
-    for finite in (decoded.isfinite(), torch.ones(len(codes), dtype=torch.bool)):  # with codes of NaN: an error of nan
-        values = normal(len(codes)).to(torch.float32 if e5m2 else torch.bfloat16)
-        result = measure(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2)
-        assert_same(result, exact.columns(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2))
+CODES: dict[str, tuple[torch.Tensor, torch.Tensor | None, float, bool]] = {
+    # values, codes or None for torch's own, scale, E5M2? Nothing is lost; most underflows; most overflows.
+    **{
+        f"{name}, {'E5M2' if e5m2 else 'E4M3'}, {scale}": (values.to(dtype), None, scale, e5m2)
+        for dtype, e5m2 in ((torch.bfloat16, False), (torch.float32, True))
+        for scale in (0.003, 7.5, 1e-9)
+        for name, values in {"inf, nan": special(0.0, INF, NAN), "0": special(0.0), "normal": normal(PRIME)}.items()
+    },
+    # Products of codes and scale may be subnormal, or overflow.
+    **{f"of {s}": (normal(PRIME).clamp(-3, 3) * s, None, s, False) for s in (2.0**-120, 2.0**-99, 2.0**99, 2.0**120)},
+    # Errors whose squares float could lose.
+    **{f"off by {error}": (*lossy(error), 1.0, False) for error in (0.0, *(2.0**-n for n in (40, 50, 51, 64, 70)))},
+    **{
+        f"every {'finite ' * finite}code of {'E5M2' if e5m2 else 'E4M3'}": (*decoded(e5m2, finite=finite), 0.7, e5m2)
+        for e5m2 in (False, True)
+        for finite in (False, True)
+    },
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_comparison(measure: Measure, assert_same: Same, name: str) -> None:
+    values, codes, scale_inv, e5m2 = CODES[name]
+    by_torch, factor = exact.quantized(values, scale_inv, e5m2=e5m2)
+    codes = by_torch if codes is None else codes
+    expected = exact.columns(values, codes, factor, e5m2=e5m2)
+    assert_same(measure(values, codes, factor, e5m2=e5m2), expected)
+    if name.startswith("off by"):
+        assert (expected["error_square_sum"] > 0) is (name != "off by 0.0")
 
 
 @pytest.mark.parametrize("threads", [2, 5])
 def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
     values, before = normal(9 * 2**16 + 17) * 1e3, torch.get_num_threads()
-    codes, scale_inv = quantized(values, 3.0)
+    codes, scale_inv = exact.quantized(values, 3.0)
     expected = exact.measured_by(native.add, values, codes, scale_inv)
     try:
         torch.set_num_threads(threads)
@@ -338,7 +327,23 @@ def rows_of(values: torch.Tensor) -> torch.Tensor:
     return values[: 4096 * 4].view(-1, 4096)
 
 
-def measured_twice_with_one_warning(logger: str, caplog: pytest.LogCaptureFixture) -> str:
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("logger", [compiled.__name__, compiling.__name__])
+@pytest.mark.parametrize("has_compiler", [False, True])
+def test_without_a_compiler_and_where_compiling_fails(
+    has_compiler: bool, logger: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch._inductor import config
+    from torch._inductor.codecache import CppCodeCache
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no space left on device\nand more")
+
+    if has_compiler:
+        monkeypatch.setattr(torch, "compile", lambda *args, **options: fail)
+        monkeypatch.setattr(CppCodeCache, "load", fail)
+    else:
+        monkeypatch.setattr(config.cpp, "cxx", ("/no/such/compiler",))
     values = normal(PRIME)
     for _ in range(2):
         sums, maxima = exact.measure(values)
@@ -346,32 +351,9 @@ def measured_twice_with_one_warning(logger: str, caplog: pytest.LogCaptureFixtur
         assert_row_sums(rows_of(values))
     (record,) = (record for record in caplog.records if record.name == logger)
     assert record.levelname == "WARNING"
-    return record.getMessage()
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("logger", [compiled.__name__, compiling.__name__])
-def test_without_a_compiler(logger: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from torch._inductor import config
-
-    monkeypatch.setattr(config.cpp, "cxx", ("/no/such/compiler",))
-    assert "C++ compiler" in measured_twice_with_one_warning(logger, caplog)
-    assert kernels._pass_for(normal(PRIME)) is eager.add
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("logger", [compiled.__name__, compiling.__name__])
-def test_where_compiling_fails(logger: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from torch._inductor.codecache import CppCodeCache
-
-    def fail(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("no space left on device\nand more")
-
-    monkeypatch.setattr(torch, "compile", lambda *args, **options: fail)
-    monkeypatch.setattr(CppCodeCache, "load", fail)
-    message = measured_twice_with_one_warning(logger, caplog)
-    assert "RuntimeError: no space left on device)" in message
-    assert kernels._pass_for(normal(PRIME)) is eager.add
+    reason = "RuntimeError: no space left on device)" if has_compiler else "C++ compiler"
+    assert reason in record.getMessage()
+    assert kernels._pass_for(values) is eager.add
 
 
 A_PROCESS_OF_ITS_OWN = """

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,9 +42,8 @@ Ranks = list[dict[str, Any]]
 
 
 def launch(world: int, folder: Path) -> Ranks:
-    script = Path(ranks_script.__file__)
-    ended = ranks(script, [[str(rank), str(world), str(folder)] for rank in range(world)])
-    said = "\n".join(rank.stderr[-2000:] for rank in ended)
+    arguments = [[str(rank), str(world), str(folder)] for rank in range(world)]
+    said = "\n".join(rank.stderr[-2000:] for rank in ranks(Path(ranks_script.__file__), arguments))
     assert all((folder / f"{rank}.json").exists() for rank in range(world)), said
     results: Ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
     assert not [rank["error"] for rank in results if "error" in rank], said
@@ -66,8 +64,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 def alone(tmp_path: Path) -> Iterator[Callable[..., list[Values]]]:
     """``alone(model, [step, ...])``: the statistics of each step, which is a list of the arguments of ``model.run``."""
 
-    def run(model: Any, program: list[Any], *, whole: torch.nn.Module | None = None) -> list[Values]:
-        with session(whole or model, tmp_path) as (running, keeper):
+    def run(model: Any, program: list[Any]) -> list[Values]:
+        with session(model, tmp_path) as (running, keeper):
             for calls in program:
                 for call in calls:
                     model.run(call)
@@ -100,11 +98,9 @@ def test_ranks_that_run_their_own_layers(two: Ranks, alone: Any, name: str) -> N
     together = [[[call] for program in ranks for call in program[step]] for step in range(len(ranks[0]))]
     expected = alone(Layers(layers), together)
     for rank in two:
-        result = rank["programs"][name]["steps"]
-        assert len(result) == len(expected)
-        for step, values in enumerate(expected):
-            assert_equal(result[step], values)
-    assert two[0]["programs"][name]["steps"] == two[1]["programs"][name]["steps"]
+        for values, expected_values in zip(rank["programs"][name], expected, strict=True):
+            assert_equal(values, expected_values)
+    assert two[0]["programs"][name] == two[1]["programs"][name]
 
 
 TERMS = {
@@ -121,26 +117,16 @@ def split_tensors(found: Values, parallelism: str) -> Values:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("parallelism", ["tp", "sp"])
-def test_layers_that_are_split_over_ranks(two: Ranks, alone: Any, parallelism: str) -> None:
-    (expected,) = alone(Split(), [[0]])
-    assert {key.split()[1] for key in expected} == set(TENSORS)
-    for rank in two:
-        assert_equal(
-            split_tensors(rank["tensor_parallel"][parallelism], parallelism), split_tensors(expected, parallelism)
-        )
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("parallelism", ["tp", "sp"])
-def test_of_terms_of_a_sum_all_are_counted(two: Ranks, alone: Any, parallelism: str) -> None:
+def test_of_terms_of_a_sum_all_are_counted(four: Ranks, alone: Any, parallelism: str) -> None:
+    """In the step in which one of the replicas rests."""
     model = Split()
     seen: dict[str, torch.Tensor] = {}
     model.row.register_forward_pre_hook(lambda module, inputs: seen.update(input=inputs[0].detach()))
     model.column.register_forward_hook(
         lambda module, inputs, output: output.register_hook(lambda grad: seen.update(grad=grad)) and None
     )
-    (expected,) = alone(model, [[0]])
-    result = two[0]["tensor_parallel"][parallelism]
+    (expected,) = alone(model, [[2]])
+    result = four[0]["data_and_tensor_parallel"][parallelism][1]
     for tensor in TERMS[parallelism]:
         assert result[f"{tensor} numel"] == 2 * expected[f"{tensor} numel"]
         assert result[f"{tensor} l1_norm"] > 1.01 * expected[f"{tensor} l1_norm"]
@@ -157,28 +143,10 @@ def test_of_terms_of_a_sum_all_are_counted(two: Ranks, alone: Any, parallelism: 
 @pytest.mark.parametrize("parallelism", ["tp", "sp"])
 def test_data_parallel_replicas_of_split_layers(four: Ranks, alone: Any, parallelism: str) -> None:
     expected = alone(Split(), [[0, 1], [2]])
+    assert {key.split()[1] for key in expected[0]} == set(TENSORS)
     for rank in four:
-        for step in range(2):
-            result = rank["data_and_tensor_parallel"][parallelism][step]
-            assert_equal(split_tensors(result, parallelism), split_tensors(expected[step], parallelism))
-
-
-@pytest.mark.processes
-def test_pipeline_stages_of_split_layers(four: Ranks, alone: Any) -> None:
-    models = [Split(), Split()]
-    whole = torch.nn.ModuleDict({"stage0": models[0], "stage1": models[1]})
-    both = SimpleNamespace(run=lambda stage: models[stage].run(stage))
-    (expected,) = alone(both, [[0, 1]], whole=whole)
-
-    def without_stage(values: Values, stage: int) -> Values:
-        prefix = f"stage{stage}."
-        own = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
-        return split_tensors(own, "tp")
-
-    for rank in four:
-        (result,) = rank["stages_of_tensor_parallel_layers"]
-        for stage in range(2):
-            assert_equal(without_stage(result, stage), without_stage(expected, stage))
+        for result, values in zip(rank["data_and_tensor_parallel"][parallelism], expected, strict=True):
+            assert_equal(split_tensors(result, parallelism), split_tensors(values, parallelism))
 
 
 @pytest.mark.processes
@@ -278,7 +246,7 @@ def test_a_single_process_needs_no_collective_and_copies_once(tmp_path: Path, fp
             assert (at_end.kinds, dict(at_end.waits)) == ({}, {"copy_": 1})
 
 
-def plain(step: int, *, statistics: bool = True) -> dict[str, int]:
+def plain(step: int, *, statistics: bool) -> dict[str, int]:
     """The messages of a step of a strict session; in few steps the ranks compare their parameters."""
     wanted = {"statistics": statistics, "parameters": is_due(step), "agreement": True}
     return {kind: 1 for kind, sent in wanted.items() if sent}
@@ -287,10 +255,8 @@ def plain(step: int, *, statistics: bool = True) -> dict[str, int]:
 @pytest.mark.processes
 def test_ranks_meet_in_the_steps_in_which_a_statistic_is_due_on_any(two: Ranks) -> None:
     for rank in two:
-        steps_with = [step for step, counts in enumerate(rank["schedules"]) if "statistics" in counts]
-        assert steps_with == [0, 2, 3, 4]
-        for step in range(1, 6):
-            assert rank["schedules"][step] == plain(step, statistics=step in (2, 3, 4))
+        assert "statistics" in rank["schedules"][0]
+        assert rank["schedules"][1:] == [plain(step, statistics=step in (2, 3, 4)) for step in range(1, 6)]
 
 
 # ---------------------------------------------------------------------- what goes wrong
@@ -300,7 +266,7 @@ def test_ranks_meet_in_the_steps_in_which_a_statistic_is_due_on_any(two: Ranks) 
 def test_after_a_failed_reduction_a_rank_is_on_its_own(two: Ranks, alone: Any) -> None:
     survivor, left = (rank["a_rank_leaves"] for rank in two)
     assert survivor["local"] == [False, True, True, True]
-    assert survivor["messages"][1:] == [1, 0, 0], "nothing is sent after the one that failed"
+    assert survivor["messages"][1:] == [{"statistics": 1}, {}, {}], "nothing is sent after the one that failed"
     assert left["local"] == [False, True]
     for item, own, first in ((survivor, range(1, 4), 0), (left, [11], 10)):
         expected = alone(Layers("a"), [[[("a", seed)]] for seed in own])
@@ -358,40 +324,15 @@ def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -
         ("one more statistic", "ConfigError", "config 1 on rank 0; config 2 on rank 1"),
         ("other names", "ConfigError", "The first difference: layer_names is None in one and 'upstream' in the other."),
         ("another start_step", "SessionError", "iteration 0 on rank 0; iteration 5 on rank 1"),
-    ],
-)
-def test_ranks_that_were_given_something_else_do_not_begin(two: Ranks, attempt: str, kind: str, said: str) -> None:
-    first, second = (rank["attaching"][attempt] for rank in two)
-    assert first == second
-    assert first[0] == kind
-    assert said in first[1]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("attempt", "said"),
-    [
-        ("a section for no stage", "the section 'third' matches none of the 2 layers."),
-        ("an exact name that no rank has", "there is no layer 'stage7'. Did you mean 'stage1'?"),
-    ],
-)
-def test_what_matches_on_no_rank_is_an_error_on_all(two: Ranks, attempt: str, said: str) -> None:
-    first, second = (rank["attaching"][attempt] for rank in two)
-    assert first == second
-    assert first[0] == "ConfigError"
-    assert said in first[1]
-
-
-@pytest.mark.processes
-def test_what_one_rank_cannot_attach_raises_on_all(two: Ranks) -> None:
-    first, second = (rank["attaching"] for rank in two)
-    for attempt, kind, said in (
+        ("a section for no stage", "ConfigError", "the section 'third' matches none of the 2 layers."),
+        ("an exact name that no rank has", "ConfigError", "there is no layer 'stage7'. Did you mean 'stage1'?"),
         ("one rank's config is wrong", "ConfigError", "there is no feature 'NoSuchFeature'"),
         ("one rank's model is wrong", "SessionError", "not 'no model'"),
-    ):
-        assert first[attempt] == [kind, f"On rank 1: {second[attempt][1]}"]
-        assert second[attempt][0] == kind
-        assert said in second[attempt][1]
-
-
-# ---------------------------------------------------------------------- how a layer is split
+    ],
+)
+def test_what_one_rank_cannot_attach_raises_on_all(two: Ranks, attempt: str, kind: str, said: str) -> None:
+    first, second = (rank["attaching"][attempt] for rank in two)
+    where = "On rank 1: " if attempt.startswith("one rank's") else ""
+    assert first == [kind, where + second[1]]
+    assert second[0] == kind
+    assert said in second[1]

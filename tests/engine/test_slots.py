@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,33 +39,17 @@ def test_a_segment_moves_with_its_layer_but_not_within_a_step() -> None:
     assert (sums[-2:].tolist(), maxima[-1:].tolist()) == ([1.0, 1.0], [1.0])
 
 
-class Stream(NamedTuple):
-    """Stands for a stream of a GPU."""
-
-    name: str
-
-
-class Streams:
-    """What is done on which stream, on a CPU.
-
-    Attributes:
-        now: the current stream.
-        log: each reading: the stream that reads, the stream that has written, where the vectors lie.
-    """
-
-    def __init__(self) -> None:
-        self.now = Stream("first")
-        self.log: list[tuple[str, str, tuple[int, ...]]] = []
-
-    def follow(self, stream: Stream, tensors: Iterator[torch.Tensor]) -> None:
-        self.log.append((self.now.name, stream.name, tuple(tensor.data_ptr() for tensor in tensors)))
-
-
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    result = Streams()
+def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The name of the stream that is current, and each reading: the stream that reads, the stream that has written,
+    where the vectors lie. All on a CPU."""
+    result = SimpleNamespace(now="first", log=[])
+
+    def follow(stream: str, tensors: Iterator[torch.Tensor]) -> None:
+        result.log.append((result.now, stream, tuple(tensor.data_ptr() for tensor in tensors)))
+
     monkeypatch.setattr(slots_module, "current_stream", lambda device: result.now)
-    monkeypatch.setattr(slots_module, "follow", result.follow)
+    monkeypatch.setattr(slots_module, "follow", follow)
     return result
 
 
@@ -103,17 +87,17 @@ def test_growing_moves_and_copies_nothing() -> None:
     assert [item.data_ptr() for item in slots.on(CPU)] == [item.data_ptr() for item in after], "and the longest stays"
 
 
-def test_each_stream_adds_to_vectors_of_its_own_and_the_reading_waits_for_all(streams: Streams) -> None:
+def test_each_stream_adds_to_vectors_of_its_own_and_the_reading_waits_for_all(streams: SimpleNamespace) -> None:
     slots = Segments()
     added(slots, "layer", 1.0)
     of_first = slots.on(CPU)
-    streams.now = Stream("second")
+    streams.now = "second"
     added(slots, "layer", 2.0)
     of_second = slots.on(CPU)
     assert {item.data_ptr() for item in of_first}.isdisjoint(item.data_ptr() for item in of_second)
     assert of_first[0][:2].tolist() == [1.0, 1.0]
     assert streams.log == [], "no stream waits for another before the reading"
-    streams.now = Stream("first")
+    streams.now = "first"
     added(slots, "layer", 4.0)
     assert slots.on(CPU)[0].data_ptr() == of_first[0].data_ptr()
     assert read(slots) == ([7.0, 7.0], [4.0])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,25 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels.columns import (
-    COMPARISON_SUMS,
-    ColumnPlaces,
-    Pending,
-    layout,
-)
+from te_precision_callbacks.engine.kernels.columns import SCALE_SUMS, ColumnPlaces, Pending, layout
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.drawn import normal
-from tests.engine.exact import columns, measured_by, named
-from tests.engine.test_quantization import fp8_dtype, te
+from tests.engine import exact
+from tests.engine.exact import columns, measured_by, named, quantized
+from tests.quantizers import quantizer
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 INF, NAN = math.inf, math.nan
-WIDE = [torch.float32, torch.float16, torch.bfloat16]
-FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 BYTES = torch.arange(256, dtype=torch.uint8)
 BITS = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
 
@@ -158,77 +152,47 @@ def measure(kernel: ModuleType) -> Measure:
 
 # --- the same numbers in float64 --------------------------------------------------------------------------------------
 
+assert_same = partial(exact.assert_same, rel=exact.IN_TRITON | dict.fromkeys(SCALE_SUMS, 0.0))
 
-ADDITIONS = 16
-"""Into a sum of float32, at most: ``k`` in the kernel's description, which has the bounds."""
-
-BOUNDS = {
-    "sum": 2 * (ADDITIONS + 1) * 2.0**-24,
-    "abs_sum": ADDITIONS * 2.0**-24,
-    "square_sum": (2 * ADDITIONS + 4) * 2.0**-24,
-    "signal_square_sum": (2 * ADDITIONS + 4) * 2.0**-24,
-    "error_square_sum": (ADDITIONS + 3) * 2.0**-24,
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.view(96, 60).t(),
+    "permuted": lambda x: x.view(20, 32, 9).permute(2, 0, 1),
+    "every second": lambda x: x[::2],
+    "every second column": lambda x: x.view(96, 60)[:, ::2],
+    "some columns": lambda x: x.view(72, 80)[:, 8:51],
+    "rows of a multiple of a run": lambda x: x.view(2, 2880)[:, 100:2148],
+    "rows of a part of a run": lambda x: x.view(4, 1440)[:, 100:740],
+    "rows and columns": lambda x: x.view(72, 80)[3:40, :77].t(),
+    "one row": lambda x: x.view(96, 60)[7],
+    "expanded in front": lambda x: x[:50].expand(4, 50),
+    "expanded behind": lambda x: x[:50].unsqueeze(1).expand(50, 4),
+    "one number, expanded": lambda x: x[3].expand(5, 7),
+    "overlapping": lambda x: x.as_strided((100, 30), (3, 1)),
+    "four dimensions that stay": lambda x: x.view(8, 9, 8, 10)[:7, 1:8, 2:7, 3:9].permute(3, 1, 0, 2),
+    "five dimensions that stay": lambda x: x.view(4, 6, 4, 6, 10)[:3, :5, :3, :5, :9],
+    "more dimensions than the kernel has": lambda x: x.view(4, 3, 4, 3, 4, 10)[:3, :2, :3, :2, :3, :9],
+}
+VALUES = {
+    # Several tiles for each program, the last one not whole.
+    **{f"random {dtype}": normal(3, 5003).to(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)},
+    **{f"every {dtype}": BITS.view(dtype) for dtype in (torch.float16, torch.bfloat16)},
+    **{f"every {dtype}": BYTES.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)},
+    "one": torch.tensor([-3.25]),
+    "zeros": torch.tensor([0.0, -0.0, 0.0]),
+    "subnormal": torch.tensor([1e-45, -3e-45, 2.0**-127, 0.0, 2.0**-126]),
+    "squares above the range of float32": torch.tensor([1e20, -3e38, 3.4028234663852886e38, 1e30]),
+    "squares below the range of float32": torch.tensor([1e-30, -2e-35, 1e-38, 1e-45]),
+    "inf and nan": torch.tensor([INF, 1.0, -INF, NAN, -2.0, 0.0, -NAN]),
+    "nothing but nan": torch.tensor([NAN] * 3),
+    "nothing but inf": torch.tensor([INF, -INF]),
+    "below zero": torch.tensor([-1.0, -2.0, -0.5]),
+    **{name: view(normal(5760).to(torch.float8_e5m2)) for name, view in VIEWS.items()},
 }
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Counts and extremes are exact; sums keep their bounds."""
-    assert found.keys() == expected.keys()
-    sums = found.keys() & BOUNDS.keys()
-    for name in sums:
-        size = expected["abs_sum"] if name == "sum" else expected[name]
-        assert found[name] == pytest.approx(expected[name], rel=BOUNDS[name], abs=BOUNDS[name] * size), name
-    rest = found.keys() - sums
-    assert {name: found[name] for name in rest} == {name: expected[name] for name in rest}
-
-
-def quantized(values: torch.Tensor, scale_inv: float, *, e5m2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of values that saturate, by torch's casts, and ``scale_inv``."""
-    dtype, largest = (torch.float8_e5m2, 57344.0) if e5m2 else (torch.float8_e4m3fn, 448.0)
-    scaled = (values.float() / scale_inv).clamp(-largest, largest)
-    return scaled.to(dtype).view(torch.uint8), torch.tensor([scale_inv])
-
-
-# --- one tensor -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", WIDE)
-def test_random_values(measure: Measure, dtype: torch.dtype) -> None:
-    values = normal(3, 5003).to(dtype)  # several tiles for each program, the last one not whole
-    assert_same(measure(values, histogram=True), columns(values, histogram_too=True))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        pytest.param(BITS.view(torch.float16), id="float16"),
-        pytest.param(BITS.view(torch.bfloat16), id="bfloat16"),
-        pytest.param(BYTES.view(torch.float8_e4m3fn), id="e4m3"),
-        pytest.param(BYTES.view(torch.float8_e5m2), id="e5m2"),
-    ],
-)
-def test_every_number_of_a_format(measure: Measure, values: torch.Tensor) -> None:
-    assert_same(measure(values, histogram=True), columns(values, histogram_too=True))
-
-
-NUMBERS = {
-    "one": [-3.25],
-    "zeros": [0.0, -0.0, 0.0],
-    "subnormal": [1e-45, -3e-45, 2.0**-127, 0.0, 2.0**-126],
-    "squares above the range of float32": [1e20, -3e38, 3.4028234663852886e38, 1e30],
-    "squares below the range of float32": [1e-30, -2e-35, 1e-38, 1e-45],
-    "inf and nan": [INF, 1.0, -INF, NAN, -2.0, 0.0, -NAN],
-    "nothing but nan": [NAN] * 3,
-    "nothing but inf": [INF, -INF],
-    "below zero": [-1.0, -2.0, -0.5],
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_unusual_numbers(measure: Measure, name: str) -> None:
-    values = torch.tensor(NUMBERS[name])
-    result = measure(values, histogram=True)
-    assert_same(result, columns(values, histogram_too=True))
+@pytest.mark.parametrize("name", VALUES)
+def test_a_tensor(measure: Measure, name: str) -> None:
+    assert_same(measure(VALUES[name], histogram=True), columns(VALUES[name], histogram_too=True))
 
 
 @pytest.mark.parametrize(
@@ -249,34 +213,6 @@ def test_a_mean_of_a_thousand_deviations(measure: Measure, dtype: torch.dtype, f
     deviation = math.sqrt(result["square_sum"] / result["finite"] - mean**2)
     expected = values[values.isfinite()].double().std(correction=0).item()
     assert deviation == pytest.approx(expected, rel=12 * 2.0**-24)
-
-
-# --- shapes and strides -----------------------------------------------------------------------------------------------
-
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "transposed": lambda x: x.view(96, 60).t(),
-    "permuted": lambda x: x.view(20, 32, 9).permute(2, 0, 1),
-    "every second": lambda x: x[::2],
-    "every second column": lambda x: x.view(96, 60)[:, ::2],
-    "some columns": lambda x: x.view(72, 80)[:, 8:51],
-    "rows of a multiple of a run": lambda x: x.view(2, 2880)[:, 100:2148],
-    "rows of a part of a run": lambda x: x.view(4, 1440)[:, 100:740],
-    "rows and columns": lambda x: x.view(72, 80)[3:40, :77].t(),
-    "one row": lambda x: x.view(96, 60)[7],
-    "expanded in front": lambda x: x[:50].expand(4, 50),
-    "expanded behind": lambda x: x[:50].unsqueeze(1).expand(50, 4),
-    "one number, expanded": lambda x: x[3].expand(5, 7),
-    "overlapping": lambda x: x.as_strided((100, 30), (3, 1)),
-    "four dimensions that stay": lambda x: x.view(8, 9, 8, 10)[:7, 1:8, 2:7, 3:9].permute(3, 1, 0, 2),
-    "five dimensions that stay": lambda x: x.view(4, 6, 4, 6, 10)[:3, :5, :3, :5, :9],
-    "more dimensions than the kernel has": lambda x: x.view(4, 3, 4, 3, 4, 10)[:3, :2, :3, :2, :3, :9],
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_views(measure: Measure, view: str) -> None:
-    values = VIEWS[view](normal(5760).to(torch.float8_e5m2))
-    assert_same(measure(values, histogram=True), columns(values, histogram_too=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
@@ -312,52 +248,33 @@ def test_indices_beyond_int32_take_the_same_path(kernel: ModuleType, monkeypatch
 
 # --- values and their codes -------------------------------------------------------------------------------------------
 
+MANY = normal(7000) * 10.0 ** normal(7000, seed=1)
+LIMIT = torch.tensor(448.0) * torch.tensor(0.3)
+FINITE = [BYTES[BYTES.view(dtype).float().isfinite()] for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
+CODES: dict[str, tuple[torch.Tensor, Any, float, bool]] = {  # values, codes or None for torch's own, scale, E5M2?
+    "float32 in E4M3": (MANY, None, 0.0123, False),
+    "float16 in E5M2": (MANY.half(), None, 3.0, True),
+    "bfloat16 in E4M3": (MANY.bfloat16(), None, 3.0, False),
+    "bfloat16 in E5M2": (MANY.bfloat16(), None, 0.0123, True),
+    "every E4M3": (normal(len(FINITE[0])), FINITE[0], 0.7, False),
+    "every E5M2": (normal(len(FINITE[1])), FINITE[1], 0.7, True),
+    "at the limit and above": (
+        torch.stack([LIMIT, -LIMIT, LIMIT.nextafter(torch.tensor(INF)), -LIMIT * 2]), None, 0.3, False,
+    ),
+    "not finite": (torch.tensor([INF, NAN, -INF, 2.0, 0.0]), [0x7F, 0x7F, 0xFE, 0x38, 0x00], 1.0, False),
+    "a code of inf": (torch.ones(2), [0x7C, 0x3C], 1.0, True),
+    "a code of nan": (torch.ones(2), [0x7F, 0x3C], 1.0, True),
+}  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("dtype", "e5m2", "scale_inv"),
-    [
-        (torch.float32, False, 0.0123),
-        (torch.float16, True, 3.0),
-        (torch.bfloat16, False, 3.0),
-        (torch.bfloat16, True, 0.0123),
-    ],
-)
-def test_random_values_and_codes(measure: Measure, dtype: torch.dtype, e5m2: bool, scale_inv: float) -> None:
-    values = (normal(7000) * 10.0 ** normal(7000, seed=1)).to(dtype)
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_tensor_and_its_codes(measure: Measure, name: str) -> None:
+    values, given, scale_inv, e5m2 = CODES[name]
     codes, scale = quantized(values, scale_inv, e5m2=e5m2)
+    if given is not None:
+        codes = torch.as_tensor(given, dtype=torch.uint8)
     result = measure(values, codes, scale, e5m2=e5m2, histogram=True)
-    assert result["underflows"] > 0 or e5m2
-    assert result["overflows"] > 0 or e5m2 or scale_inv == 3.0
     assert_same(result, columns(values, codes, scale, e5m2=e5m2, histogram_too=True))
-
-
-@pytest.mark.parametrize("e5m2", [False, True])
-def test_every_code_that_is_a_number(measure: Measure, e5m2: bool) -> None:
-    codes = BYTES[BYTES.view(FP8[e5m2]).float().isfinite()]
-    values, scale_inv = normal(len(codes)), torch.tensor(0.7)
-    assert_same(measure(values, codes, scale_inv, e5m2=e5m2), columns(values, codes, scale_inv, e5m2=e5m2))
-
-
-def test_an_element_overflows_above_the_limit_not_at_it(measure: Measure) -> None:
-    limit = torch.tensor(448.0) * torch.tensor(0.3)
-    values = torch.stack([limit, -limit, limit.nextafter(torch.tensor(INF)), -limit * 2, torch.tensor(INF)])
-    codes, scale_inv = quantized(values, 0.3)
-    assert measure(values, codes, scale_inv)["overflows"] == 2
-
-
-def test_elements_that_are_not_finite_are_not_compared(measure: Measure) -> None:
-    values = torch.tensor([INF, NAN, -INF, 2.0, 0.0])
-    codes = torch.tensor([0x7F, 0x7F, 0xFE, 0x38, 0x00], dtype=torch.uint8)  # nan, nan, -448, 1, 0
-    result = measure(values, codes, torch.ones(1))
-    assert [result[name] for name in COMPARISON_SUMS] == [2, 0, 0, 1.0, 4.0]
-
-
-@pytest.mark.parametrize(("code", "error"), [(0x7C, INF), (0x7F, NAN)])
-def test_a_quantized_value_that_is_not_finite_shows_in_the_error(measure: Measure, code: int, error: float) -> None:
-    codes = torch.tensor([code, 0x3C], dtype=torch.uint8)
-    result = measure(torch.tensor([1.0, 1.0]), codes, torch.ones(1), e5m2=True)
-    assert result["error_square_sum"] == pytest.approx(error, nan_ok=True)
-    assert (result["compared"], result["square_sum"]) == (2, 2.0)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -471,7 +388,7 @@ def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType,
 def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of a GEMM, in two micro-batches, with statistics of their own and of codes."""
     names = ("mean", "std", "min", "max", "l1_norm", "l2_norm")
-    quantizer = te().Float8CurrentScalingQuantizer(fp8_dtype(False), torch.device("cpu"), columnwise=False)
+    its = quantizer("fp8_current_scaling", columnwise=False)
     launches: list[int] = []
 
     def add(pending: Sequence[Pending], *into: torch.Tensor) -> None:
@@ -483,10 +400,10 @@ def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.Monk
         for batch in range(2):
             for number, tensor in enumerate(("activation", "weight", "output")):
                 values = normal(16 * (number + 1), 48, seed=10 * batch + number).to(torch.bfloat16)
-                quantized = None if tensor == "output" else quantizer(values)
-                engine.note(Watched("fc1", tensor, 0, values, quantized, quantized), of_tensor)
-                if quantized is not None:
-                    engine.note(Watched("fc1", tensor, 0, values, quantized, quantized), of_codes)
+                real = None if tensor == "output" else its(values)
+                engine.note(Watched("fc1", tensor, 0, values, real, real), of_tensor)
+                if real is not None:
+                    engine.note(Watched("fc1", tensor, 0, values, real, real), of_codes)
             engine.measure()
         return {(row.tensor, row.statistic): row.value for row in engine.flush(reduce=False)}
 
@@ -580,7 +497,7 @@ def loads(code: str) -> list[str]:
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize(
     ("dtype", "together"),
-    [(torch.float32, 1), (torch.bfloat16, 3), (FP8[0], 1)],
+    [(torch.float32, 1), (torch.bfloat16, 3), (torch.float8_e4m3fn, 1)],
 )
 def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype, together: int) -> None:
     code = ptx(torch.zeros(64, 64, dtype=dtype).t(), together=together)
@@ -590,7 +507,7 @@ def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype, together:
 
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize(
-    ("dtype", "e5m2", "together"), [(torch.float32, True, 1), (torch.float16, False, 2), (FP8[1], True, 1)]
+    ("dtype", "e5m2", "together"), [(torch.float32, True, 1), (torch.float16, False, 2), (torch.float8_e5m2, True, 1)]
 )
 def test_codes_and_histogram_compile(dtype: torch.dtype, e5m2: bool, together: int) -> None:
     values, codes = torch.zeros(64, 64, dtype=dtype), torch.zeros(64, 64, dtype=torch.uint8)

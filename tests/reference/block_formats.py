@@ -1,13 +1,14 @@
 """FP8 in blocks computed anew with numpy, from the formats' specifications and the recipes' formulas.
 
-Nothing of the package is used: E4M3 and E5M2 are those of the "OCP 8-bit Floating Point Specification", E8M0 that of
-the "OCP Microscaling Formats Specification"; a scale is what the docstrings of Transformer Engine's recipes and the
-comments of its kernels say. Products are rounded to float32 where the kernels round.
+Nothing of the package is used: E4M3 and E5M2 are those of the "OCP 8-bit Floating Point Specification", E8M0 and E2M1
+those of the "OCP Microscaling Formats Specification"; a scale is what the docstrings of Transformer Engine's recipes
+and the comments of its kernels say. Products are rounded to float32 where the kernels round.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,13 +21,19 @@ LARGEST = {torch.float32: 3.4028235e38, torch.bfloat16: 3.3895314e38, torch.floa
 
 
 @dataclass(frozen=True)
-class FP8:
-    """E4M3 (no infinity, one NaN) or E5M2 (IEEE)."""
+class Format:
+    """E4M3 (no infinity, one NaN), E5M2 (IEEE) or E2M1 (finite numbers alone)."""
 
     exponent_bits: int
     mantissa_bits: int
     max_code: int
 
+    @property
+    def sign(self) -> int:
+        """The bit of the sign."""
+        return 1 << (self.exponent_bits + self.mantissa_bits)
+
+    @cached_property
     def magnitudes(self) -> Array:
         """What the codes 0 to ``max_code`` stand for: float64."""
         codes = np.arange(self.max_code + 1)
@@ -35,29 +42,35 @@ class FP8:
         fractions = mantissas / 2**self.mantissa_bits + (exponents > 0)
         return np.ldexp(fractions, np.maximum(exponents, 1) - bias)
 
+    @cached_property
+    def middles(self) -> Array:
+        """Between each two numbers; behind the last there is none."""
+        return np.append((self.magnitudes[1:] + self.magnitudes[:-1]) / 2, np.nan)
+
+    @cached_property
+    def numbers(self) -> Array:
+        """What all codes stand for: float32, NaN where there is no finite number."""
+        numbers = np.append(self.magnitudes, [np.nan] * (self.sign - self.max_code - 1))
+        return np.concatenate([numbers, -numbers]).astype(np.float32)
+
     @property
     def max(self) -> np.float32:
-        return np.float32(self.magnitudes()[-1])
+        return np.float32(self.magnitudes[-1])
 
     def encode(self, values: Array) -> Array:
         """The nearest code, of two the even one; what is beyond the largest number is the largest number."""
-        magnitudes = self.magnitudes()
-        middles = (magnitudes[1:] + magnitudes[:-1]) / 2
         size = np.abs(values.astype(np.float64))
-        codes = np.searchsorted(middles, size, side="left")  # at a middle: the lower one
-        at_middle = (codes < len(middles)) & (size == middles[np.minimum(codes, len(middles) - 1)])
-        codes = np.where(at_middle & (codes % 2 == 1), codes + 1, codes)
-        codes = np.where(np.isnan(values), 0x7F, codes | (np.signbit(values) << 7))
-        return codes.astype(np.uint8)
+        codes = np.searchsorted(self.middles[:-1], size)  # at a middle: the lower one
+        codes = codes + ((size == self.middles[codes]) & (codes % 2 == 1))
+        return np.where(np.isnan(values), self.sign - 1, codes + self.sign * np.signbit(values)).astype(np.uint8)
 
     def decode(self, codes: Array) -> Array:
-        """float32, of codes of finite numbers."""
-        numbers = self.magnitudes()[codes & 0x7F]
-        return np.where(codes & 0x80, -numbers, numbers).astype(np.float32)
+        return self.numbers[codes]
 
 
-E4M3 = FP8(4, 3, 0x7E)
-E5M2 = FP8(5, 2, 0x7B)
+E4M3 = Format(4, 3, 0x7E)
+E5M2 = Format(5, 2, 0x7B)
+E2M1 = Format(2, 1, 7)
 
 
 def example(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -106,7 +119,7 @@ def spread(of_blocks: Array, block: tuple[int, int], shape: tuple[int, ...]) -> 
     return of_blocks[rows][:, columns]
 
 
-def e8m0(amax: Array, fmt: FP8) -> Array:
+def e8m0(amax: Array, fmt: Format) -> Array:
     """The code of the smallest power of two that is not below amax / the largest number, within 2**-127 to 2**127."""
     with np.errstate(over="ignore", under="ignore"):
         quotient = amax * np.float32(1.0 / float(fmt.max))
@@ -121,7 +134,7 @@ def power_of_two(codes: Array) -> Array:
     return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
 
 
-def mxfp8(values: Array, block: tuple[int, int], fmt: FP8) -> tuple[Array, Array]:
+def mxfp8(values: Array, block: tuple[int, int], fmt: Format) -> tuple[Array, Array]:
     """Codes, and the E8M0 code of each block."""
     scales = e8m0(amaxes(values, block), fmt)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -130,7 +143,7 @@ def mxfp8(values: Array, block: tuple[int, int], fmt: FP8) -> tuple[Array, Array
 
 
 def fp8_block(
-    values: Array, block: tuple[int, int], fmt: FP8, *, power_of_2: bool, epsilon: float, largest: float
+    values: Array, block: tuple[int, int], fmt: Format, *, power_of_2: bool, epsilon: float, largest: float
 ) -> tuple[Array, Array]:
     """Codes, and the inverse scale of each block: float32."""
     amax = np.maximum(amaxes(values, block), np.float32(epsilon))

@@ -1,52 +1,17 @@
 """NVFP4 from the definitions of its formats, in numpy: what the tests hold the backend against.
 
-E2M1 and E4M3 of the "OCP Microscaling Formats (MX) Specification" 1.0 as lists of their numbers, the nearest one found
-by distance in float64; the scales in float32, one operation after the other.
+The scales in float32, one operation after the other.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from tests.reference.block_formats import E2M1, E4M3
+
 f32 = np.float32
 F32_MAX = np.finfo(f32).max
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float64)
-E4M3 = np.array(
-    [
-        (mantissa / 8) * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-        for exponent in range(16)
-        for mantissa in range(8)
-    ][:127],
-    dtype=np.float64,
-)
-
-
-def nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The code of the nearest number, ties to the even code, beyond the last one the last one; values >= 0."""
-    values = values.astype(np.float64)
-    above = np.clip(np.searchsorted(numbers, values), 1, len(numbers) - 1)
-    low, high = values - numbers[above - 1], numbers[above] - values
-    even = np.where(above % 2 == 0, above, above - 1)
-    return np.where(low < high, above - 1, np.where(low > high, above, even)).astype(np.uint8)
-
-
-def e2m1_codes(values: np.ndarray) -> np.ndarray:
-    codes = nearest(E2M1, np.abs(np.nan_to_num(values, nan=0.0, posinf=1e9, neginf=-1e9)))
-    codes = codes | np.where(np.signbit(values), 8, 0).astype(np.uint8)
-    return np.where(np.isnan(values), 7, codes).astype(np.uint8)
-
-
-def e4m3_codes(values: np.ndarray) -> np.ndarray:
-    codes = nearest(E4M3, np.nan_to_num(values, nan=0.0, posinf=1e9))
-    return np.where(np.isnan(values), 0x7F, codes).astype(np.uint8)
-
-
-def e4m3_numbers(codes: np.ndarray) -> np.ndarray:
-    return np.append(E4M3, np.nan)[codes].astype(f32)
-
-
-def e2m1_numbers(codes: np.ndarray) -> np.ndarray:
-    return (np.where(codes & 8, -1.0, 1.0) * E2M1[codes & 7]).astype(f32)
+e2m1_numbers, e4m3_numbers = E2M1.decode, E4M3.decode
 
 
 def amax(matrix: np.ndarray) -> f32:
@@ -85,10 +50,10 @@ def quantize(
             largest = largest.reshape(rows // 16, 16, -1).max(1).repeat(16, 0)
 
         def cast(scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            codes = e4m3_codes(scale)
+            codes = E4M3.encode(scale)
             multiplier = f32(1) / (e4m3_numbers(codes) * (f32(1) / encode))
             multiplier = np.minimum(multiplier, F32_MAX) if fused else np.fmin(multiplier, F32_MAX)
-            return codes, multiplier, e2m1_codes(blocks * multiplier[..., None])
+            return codes, multiplier, E2M1.encode(blocks * multiplier[..., None])
 
         if better_of_two is None:
             scales, multiplier, codes = cast(np.minimum(largest * (encode * (f32(1) / f32(6))), F32_MAX))
@@ -140,12 +105,10 @@ def unpack(data: np.ndarray) -> np.ndarray:
     return np.stack([data & 0xF, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
 
 
-def swizzle(scales: np.ndarray) -> np.ndarray:
-    """One after the other, by cuBLAS's formula for the place of a scale."""
-    rows, columns = scales.shape
-    flat = np.empty(rows * columns, dtype=scales.dtype)
-    for row in range(rows):
-        for column in range(columns):
-            tile = (row // 128) * (columns // 4) + column // 4
-            flat[tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4] = scales[row, column]
-    return flat.reshape(rows, columns)
+def assert_next_to(codes: np.ndarray, exact: np.ndarray) -> None:
+    """Each code stands for the number below or above the exact one, whose sign it has."""
+    magnitude, index = np.clip(np.abs(exact), 0, 6), codes & 7
+    lower, upper = E2M1.decode(np.maximum(index, 1) - 1), E2M1.decode(np.minimum(index + 1, 7))
+    assert ((magnitude > lower) | (index == 0)).all()
+    assert ((magnitude < upper) | (index == 7)).all()
+    np.testing.assert_array_equal(codes >= 8, np.signbit(exact))

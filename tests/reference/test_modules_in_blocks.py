@@ -7,7 +7,6 @@ must come out is computed anew with numpy, and results of modules are held again
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,18 +24,8 @@ from te_precision_callbacks.reference.extension import float8_block, mxfp8
 from tests.capability import any_capability, stand_for
 from tests.combinations import half
 from tests.reference import block_formats as spec
-from tests.reference.training import check_linear, inputs, run
-
-MODULES: dict[str, Callable[[], Any]] = {
-    "Linear": lambda **kw: te.Linear(64, 96, **kw),
-    "LayerNormLinear": lambda **kw: te.LayerNormLinear(64, 96, normalization="RMSNorm", **kw),
-    "LayerNormMLP": lambda **kw: te.LayerNormMLP(64, 128, activation="swiglu", **kw),
-    "GroupedLinear": lambda **kw: te.GroupedLinear(2, 64, 96, **kw),
-    "MultiheadAttention": lambda **kw: te.MultiheadAttention(64, 4, attention_dropout=0.0, fuse_qkv_params=True, **kw),
-    "TransformerLayer": lambda **kw: te.TransformerLayer(
-        64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **kw
-    ),
-}
+from tests.reference import training
+from tests.reference.training import check_linear, inputs
 
 
 def float32_scales() -> Any:
@@ -56,18 +45,14 @@ RECIPES: dict[str, tuple[tuple[int, int], Callable[[], Any]]] = {
     "MXFP8, hybrid, Blackwell": ((10, 0), lambda: MXFP8BlockScaling(fp8_format=Format.HYBRID)),
 }
 FORMATS = {"kFloat8E4M3": spec.E4M3, "kFloat8E5M2": spec.E5M2}
+SWIGLU = {"LayerNormMLP": lambda **kw: te.LayerNormMLP(64, 128, activation="swiglu", **kw)}
+ATTENTION = {
+    "MultiheadAttention": lambda **kw: te.MultiheadAttention(64, 4, attention_dropout=0.0, fuse_qkv_params=True, **kw)
+}
+MODULES = training.MODULES | SWIGLU | ATTENTION
 
 
-@dataclass
-class Write:
-    """One quantized tensor."""
-
-    quantizer: Any
-    source: torch.Tensor
-    rowwise: tuple[torch.Tensor, torch.Tensor] | None
-    columnwise: tuple[torch.Tensor, torch.Tensor] | None
-    swizzled: bool
-
+class Write(training.Write):
     def expected(self, columnwise: bool) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
         """Codes and scales, of the matrix or, for FP8 blocks columnwise, of its transpose, and the block."""
         values, fmt = spec.matrix(self.source), FORMATS[self.quantizer.dtype.name]
@@ -89,55 +74,35 @@ class Write:
         """What the data stand for: float64, the matrix or its transpose."""
         codes, scales, block = self.expected(columnwise)
         decoded = FORMATS[self.quantizer.dtype.name].decode(codes).astype(np.float64)
-        if scales.dtype == np.uint8:
-            numbers = torch.from_numpy(decoded * spec.spread(spec.power_of_two(scales), block, codes.shape))
-            return numbers.t() if columnwise else numbers
-        return torch.from_numpy(decoded * spec.spread(scales.astype(np.float64), block, codes.shape))
+        is_mxfp8 = scales.dtype == np.uint8
+        factors = spec.power_of_two(scales) if is_mxfp8 else scales.astype(np.float64)
+        numbers = torch.from_numpy(decoded * spec.spread(factors, block, codes.shape))
+        return numbers.t() if is_mxfp8 and columnwise else numbers
+
+    def check(self) -> None:
+        """Data and scales as they lie in memory."""
+        assert self.directions
+        for columnwise in self.directions:
+            codes, scales, block = self.expected(columnwise)
+            assert np.array_equal(self.buffer("{}_data", columnwise).reshape(codes.shape).numpy(), codes)
+            if scales.dtype == np.uint8:
+                wanted = spec.pad(scales, 4, 128) if columnwise else spec.pad(scales, 128, 4)
+                if self.swizzled:
+                    wanted = spec.swizzled(wanted.T if columnwise else wanted).reshape(wanted.shape)
+            else:
+                wanted = spec.pad(scales if block[0] == 128 else scales.T, 1, 4)
+            assert np.array_equal(self.buffer("{}_scale_inv", columnwise).numpy(), wanted)
 
 
-def assert_bytes(write: Write) -> None:
-    """Data and scales as they lie in memory."""
-    assert write.rowwise is not None or write.columnwise is not None
-    for columnwise, direction in ((False, write.rowwise), (True, write.columnwise)):
-        if direction is None:
-            continue
-        codes, scales, block = write.expected(columnwise)
-        data, stored = direction
-        assert np.array_equal(data.reshape(codes.shape).numpy(), codes)
-        if scales.dtype == np.uint8:
-            wanted = spec.pad(scales, 4, 128) if columnwise else spec.pad(scales, 128, 4)
-            if write.swizzled:
-                wanted = spec.swizzled(wanted.T if columnwise else wanted).reshape(wanted.shape)
-        else:
-            wanted = spec.pad(scales if block[0] == 128 else scales.T, 1, 4)
-        assert np.array_equal(stored.numpy(), wanted)
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[Write]:
+    return training.recorded(monkeypatch, Write, float8_block.Float8BlockCasting, mxfp8.Mxfp8Casting)
 
 
 @pytest.fixture(name="stand_for")
 def changing() -> Iterator[Callable[[tuple[int, int]], None]]:
     with any_capability():
         yield stand_for
-
-
-@pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> list[Write]:
-    """Every write of quantized data, in order."""
-    recorded: list[Write] = []
-    for scaling in (float8_block.Float8BlockCasting, mxfp8.Mxfp8Casting):
-
-        def recording(
-            self: Any, quantizer: Any, source: torch.Tensor, out: Any, *rest: Any, write: Any = scaling.write, **kw: Any
-        ) -> None:
-            write(self, quantizer, source, out, *rest, **kw)
-            kept = {}
-            for direction in ("rowwise", "columnwise"):
-                data, scales = getattr(out, f"_{direction}_data"), getattr(out, f"_{direction}_scale_inv")
-                kept[direction] = None if data is None else (data.clone(), scales.clone())
-            swizzled = bool(getattr(out, "_with_gemm_swizzled_scales", False))
-            recorded.append(Write(quantizer, source.clone(), **kept, swizzled=swizzled))
-
-        monkeypatch.setattr(scaling, "write", recording)
-    return recorded
 
 
 @pytest.mark.parametrize(("name", "recipe", "dtype"), half(MODULES, RECIPES, (torch.bfloat16, torch.float32)))
@@ -148,19 +113,14 @@ def test_bytes(name: str, recipe: str, dtype: torch.dtype, writes: list[Write], 
     module = MODULES[name]().to(dtype)
     for x in inputs(2, dtype):
         writes.clear()
-        with te.autocast(enabled=True, recipe=make()):
-            out = run(module, x)
-        (10 * out.float().pow(2).mean()).backward()
+        training.step(module, make(), x)
         assert len(writes) >= 3
         for write in writes:
-            assert_bytes(write)
+            write.check()
         formats = {write.quantizer.dtype.name for write in writes}
         assert formats == ({"kFloat8E4M3", "kFloat8E5M2"} if "hybrid" in recipe else {"kFloat8E4M3"})
         if "MXFP8" in recipe:
             assert any(write.swizzled for write in writes), "an ordinary step has its scales in the order of GEMMs"
-        assert x.grad is not None
-        assert bool(x.grad.isfinite().all())
-        assert all(bool(parameter.grad.isfinite().all()) for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -181,24 +141,20 @@ def test_quantized_model_parameters(name: str, recipe: str, writes: list[Write],
     with te.quantized_model_init(enabled=True, recipe=make()):
         module = MODULES[name](params_dtype=torch.bfloat16)
     quantized = [p for p in module.parameters() if hasattr(p, "_rowwise_data")]
-    assert len(quantized) == {
-        "LayerNormMLP": 2,
-        "GroupedLinear": 2,
-        "MultiheadAttention": 2,
-        "TransformerLayer": 4,
-    }.get(name, 1)
+    twice = ("LayerNormMLP", "GroupedLinear", "MultiheadAttention")
+    assert len(quantized) == {"TransformerLayer": 4, **dict.fromkeys(twice, 2)}.get(name, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for x in inputs(2, torch.bfloat16):
         writes.clear()
         optimizer.zero_grad()
         with te.autocast(enabled=True, recipe=make()):
-            run(module, x).float().pow(2).mean().backward()
+            training.run(module, x).float().pow(2).mean().backward()
         assert not [write for write in writes if write.source.shape in {p.shape for p in quantized}], "they are kept"
         before = [p.dequantize() for p in quantized]
         writes.clear()
         optimizer.step()
         assert len(writes) == len(quantized)
         for parameter, old, write in zip(quantized, before, writes, strict=True):
-            assert_bytes(write)
+            write.check()
             torch.testing.assert_close(write.source, old - 0.05 * parameter.grad, rtol=2**-7, atol=1e-6)
-            assert torch.equal(parameter._rowwise_data, write.rowwise[0])
+            assert torch.equal(parameter._rowwise_data, write.buffers["rowwise_data"])

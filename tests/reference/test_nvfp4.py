@@ -1,5 +1,4 @@
 """NVFP4 through Transformer Engine's own quantizer: against the formats' definitions, and TE's pure-torch reference."""
-# ruff: noqa: E402 (the backend is installed before Transformer Engine is imported)
 
 from __future__ import annotations
 
@@ -11,11 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from te_precision_callbacks import reference
-
-reference.install()
-
 from transformer_engine.pytorch import NVFP4Quantizer
 from transformer_engine.pytorch.custom_recipes import reference_utils
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
@@ -25,6 +19,7 @@ from te_precision_callbacks.reference.errors import ReferenceBackendError
 from tests.capability import extension_of
 from tests.combinations import half
 from tests.reference import nvfp4_numpy as expected
+from tests.reference.block_formats import swizzled
 from tests.reference.processes import answers
 
 INF, NAN = float("inf"), float("nan")
@@ -51,8 +46,7 @@ def tensor_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int =
     elif kind == "huge":
         values = values.clamp(-3, 3) / 3 * info.max
     elif kind == "zero":
-        values = values * 0.0
-        values = values.abs()
+        values = torch.zeros(shape)
     elif kind == "negative zero":
         values = torch.where(values > 0.5, values, -0.0)
     elif kind == "sparse":
@@ -80,11 +74,20 @@ def check(
     stored = getattr(quantized, f"_{direction}_scale_inv")
     padded = np.zeros((-(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 4) * 4), dtype=np.uint8)
     padded[: scales.shape[0], : scales.shape[1]] = scales
-    np.testing.assert_array_equal(stored.numpy(), expected.swizzle(padded) if swizzled else padded)
+    np.testing.assert_array_equal(stored.numpy(), swizzled(padded) if swizzled else padded)
     assert quantized._with_gemm_swizzled_scales is swizzled
     np.testing.assert_array_equal(
         getattr(quantized, f"_amax_{direction}").numpy(), np.asarray(amax, np.float32).reshape(-1)
     )
+
+
+def check_both(quantized: Any, source: torch.Tensor, *, by_row: bool = False, **options: Any) -> None:
+    """Both directions, with one amax or one for each row."""
+    matrix = as_matrix(source)
+    for direction, part in (("rowwise", matrix), ("columnwise", matrix.T)):
+        amax = np.array([expected.amax(row) for row in part]) if by_row else expected.amax(matrix)
+        codes, scales, _ = expected.quantize(part, amax, **options)
+        check(quantized, direction, codes, scales, amax)
 
 
 @pytest.mark.parametrize(("shape", "kind", "dtype", "square"), half(SHAPES, INPUTS, TYPES, (False, True)), ids=str)
@@ -92,12 +95,7 @@ def test_bytes_scales_and_amax_are_those_of_the_definitions(
     shape: tuple[int, int], kind: str, dtype: str, square: bool
 ) -> None:
     source = tensor_of(kind, shape, TYPES[dtype])
-    quantized = NVFP4Quantizer(with_2d_quantization=square)(source)
-    matrix = as_matrix(source)
-    amax = expected.amax(matrix)
-    for direction, part in (("rowwise", matrix), ("columnwise", matrix.T)):
-        codes, scales, _ = expected.quantize(part, amax, square=square)
-        check(quantized, direction, codes, scales, amax)
+    check_both(NVFP4Quantizer(with_2d_quantization=square)(source), source, square=square)
 
 
 @pytest.mark.parametrize(
@@ -116,18 +114,8 @@ def test_four_over_six_takes_the_better_scale(
         nvfp4_4over6_err_mode=error,
     )
     quantized = quantizer(source)
-    matrix = as_matrix(source)
-    amax = expected.amax(matrix)
-    for direction, part in (("rowwise", matrix), ("columnwise", matrix.T)):
-        codes, scales, _ = expected.quantize(
-            part,
-            amax,
-            square=square,
-            largest_scale=largest_scale,
-            better_of_two=error,
-            in_e4m3_units=in_e4m3_units,
-        )
-        check(quantized, direction, codes, scales, amax)
+    options = {"largest_scale": largest_scale, "better_of_two": error, "in_e4m3_units": in_e4m3_units}
+    check_both(quantized, source, square=square, **options)
     assert (quantized._nvfp4_use_4over6, quantized._nvfp4_e4m3_max) == (True, largest_scale)
 
 
@@ -135,11 +123,7 @@ def test_four_over_six_takes_the_better_scale(
 def test_row_scaled_has_an_amax_for_each_row_and_for_each_column(kind: str) -> None:
     source = tensor_of(kind, (64, 96), torch.bfloat16)
     quantized = NVFP4Quantizer(row_scaled_nvfp4=True)(source)
-    matrix = as_matrix(source)
-    for direction, part in (("rowwise", matrix), ("columnwise", matrix.T)):
-        amaxes = np.array([expected.amax(row) for row in part], dtype=np.float32)
-        codes, scales, _ = expected.quantize(part, amaxes)
-        check(quantized, direction, codes, scales, amaxes)
+    check_both(quantized, source, by_row=True)
     assert quantized._row_scaled_nvfp4
 
 
@@ -150,15 +134,16 @@ def test_hadamard_transform_of_the_columns(shape: tuple[int, int], kind: str, ra
     source = tensor_of(kind, shape, torch.bfloat16)
     quantizer = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=random_signs)
     quantized = quantizer(source)
-    fused = shape == (64, 128)
     matrix = as_matrix(source)
-    codes, scales, _ = expected.quantize(matrix, expected.amax(matrix), fused=fused)
-    check(quantized, "rowwise", codes, scales, expected.amax(matrix))
-    transformed = expected.hadamard(matrix.T, SIGNS if random_signs else [1] * 16)
-    transformed = torch.from_numpy(transformed).bfloat16().float().numpy()
-    amax = expected.amax(transformed)
-    codes, scales, _ = expected.quantize(transformed, amax, fused=fused)
-    check(quantized, "columnwise", codes, scales, amax)
+    transformed = transformed_columns(matrix, SIGNS if random_signs else [1] * 16)
+    for direction, part in (("rowwise", matrix), ("columnwise", transformed)):
+        amax = expected.amax(part)
+        codes, scales, _ = expected.quantize(part, amax, fused=shape == (64, 128))
+        check(quantized, direction, codes, scales, amax)
+
+
+def transformed_columns(matrix: np.ndarray, signs: list[int]) -> np.ndarray:
+    return np.asarray(torch.from_numpy(expected.hadamard(matrix.T, signs)).bfloat16().float().numpy())
 
 
 REFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -190,11 +175,9 @@ def test_as_transformer_engines_reference(how: str, kind: str) -> None:
         wanted = NVFP4QuantizerRef(dtype=reference_utils.Fp4Formats.E2M1, **theirs).quantize(source)
         for suffix, direction in (("", "rowwise"), ("_t", "columnwise")):
             data, scales = getattr(wanted, f"data{suffix}"), getattr(wanted, f"scale{suffix}").view(torch.uint8)
+            usable = torch.ones(data.shape[0], dtype=torch.bool)
             if how == "row-scaled" and kind in ("zero", "sparse"):
-                # An amax of 0 is no division by 0 in the kernel.
-                usable = getattr(quantized, f"_amax_{direction}") > 0
-            else:
-                usable = torch.ones(data.shape[0], dtype=torch.bool)
+                usable = getattr(quantized, f"_amax_{direction}") > 0  # 0 is no division by 0 in the kernel
             torch.testing.assert_close(getattr(quantized, f"_{direction}_data")[usable], data[usable], rtol=0, atol=0)
             stored = getattr(quantized, f"_{direction}_scale_inv")[: scales.shape[0], : scales.shape[1]]
             torch.testing.assert_close(stored[usable], scales[usable], rtol=0, atol=0)
@@ -217,21 +200,13 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_repeatable(how: str) -> No
     assert not torch.equal(another._rowwise_data, quantized._rowwise_data)
     assert not torch.equal(another._columnwise_data, quantized._columnwise_data)
     matrix = as_matrix(source)
-    columns = matrix.T
-    if rht:
-        columns = torch.from_numpy(expected.hadamard(columns, SIGNS)).bfloat16().float().numpy()
+    columns = transformed_columns(matrix, SIGNS) if rht else matrix.T
     for direction, part in (("rowwise", matrix), ("columnwise", columns)):
         amax = expected.amax(part)
         _, scales, multiplier = expected.quantize(part, amax, square=how == "2d")
         codes = expected.unpack(getattr(quantized, f"_{direction}_data").numpy())
         check(quantized, direction, codes, scales, amax)
-        exact = np.clip(part * multiplier.repeat(16, 1), -6, 6)
-        index = codes & 7
-        chosen = expected.E2M1[index]
-        lower, upper = expected.E2M1[np.maximum(index, 1) - 1], expected.E2M1[np.minimum(index + 1, 7)]
-        assert ((np.abs(exact) > lower) | (chosen == 0)).all()
-        assert ((np.abs(exact) < upper) | (chosen == 6)).all()
-        assert (np.signbit(exact) == (codes >= 8)).all()
+        expected.assert_next_to(codes, part * multiplier.repeat(16, 1))
 
 
 @pytest.mark.parametrize("how", ["2d", "2d padded", "1d", "rht", "row-scaled", "4over6"])
@@ -246,7 +221,7 @@ def test_optimize_for_gemm_swizzles_the_scales(how: str) -> None:
         for direction in ("rowwise", "columnwise"):
             scales = getattr(compact, f"_{direction}_scale_inv").numpy()
             stored = getattr(quantized, f"_{direction}_scale_inv").numpy()
-            np.testing.assert_array_equal(stored, expected.swizzle(scales))
+            np.testing.assert_array_equal(stored, swizzled(scales))
             assert not np.array_equal(stored, scales)
             torch.testing.assert_close(getattr(quantized, f"_{direction}_data"), getattr(compact, f"_{direction}_data"))
         torch.testing.assert_close(quantized.dequantize(), compact.dequantize(), rtol=0, atol=0)

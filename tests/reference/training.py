@@ -2,13 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import transformer_engine.pytorch as te
 
 ROWS = 320  # unlike any dimension of a weight
+
+
+MODULES: dict[str, Callable[..., Any]] = {
+    "Linear": lambda **kw: te.Linear(64, 96, **kw),
+    "LayerNormLinear": lambda **kw: te.LayerNormLinear(64, 96, normalization="RMSNorm", **kw),
+    "LayerNormMLP": lambda **kw: te.LayerNormMLP(64, 128, **kw),
+    "GroupedLinear": lambda **kw: te.GroupedLinear(2, 64, 96, **kw),
+    "TransformerLayer": lambda **kw: te.TransformerLayer(
+        64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **kw
+    ),
+}
+BUFFERS = ("data", "transpose", "scale_inv", *(
+    name.format(way) for way in ("rowwise", "columnwise") for name in ("{}_data", "{}_scale_inv", "amax_{}")
+))  # fmt: skip
+
+
+class Write:
+    """One quantized tensor.
+
+    Attributes:
+        quantizer, source: what quantized, and what.
+        measured_before: whether the amax came with it.
+        buffers: data, scales and amax as they lie in memory; None where a direction is not there.
+        swizzled: whether the scales are in the order of a GEMM.
+    """
+
+    def __init__(self, quantizer: Any, source: torch.Tensor, out: Any, *, measured_before: bool) -> None:
+        self.quantizer, self.source, self.measured_before = quantizer, source.clone(), measured_before
+        buffers = {name: getattr(out, f"_{name}", None) for name in BUFFERS}
+        self.buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+        self.swizzled = bool(getattr(out, "_with_gemm_swizzled_scales", False))
+
+    @property
+    def directions(self) -> list[bool]:
+        """Columnwise? For those that there are."""
+        return [columnwise for columnwise in (False, True) if self.buffer("{}_data", columnwise) is not None]
+
+    def buffer(self, name: str, columnwise: bool) -> Any:
+        return self.buffers[name.format("columnwise" if columnwise else "rowwise")]
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, kind: Callable[..., Any], *castings: type) -> list[Any]:
+    """Every write of quantized data from now on, in order."""
+    writes: list[Any] = []
+    for casting in castings:
+
+        def recording(
+            self: Any, quantizer: Any, source: Any, out: Any, *rest: Any, write: Any = casting.write, **keywords: Any
+        ) -> None:
+            write(self, quantizer, source, out, *rest, **keywords)
+            amax = keywords.get("amax", rest[1] if len(rest) > 1 else None)
+            writes.append(kind(quantizer, source, out, measured_before=amax is not None))
+
+        monkeypatch.setattr(casting, "write", recording)
+    return writes
+
+
+def step(module: Any, recipe: Any, x: torch.Tensor, **keywords: Any) -> None:
+    """Forward and backward, of which all gradients are finite."""
+    with te.autocast(enabled=True, recipe=recipe):
+        out = run(module, x, **keywords)
+    (10 * out.float().pow(2).mean()).backward()
+    for tensor in (x, *module.parameters()):
+        assert tensor.grad is not None
+        assert bool(tensor.grad.isfinite().all())
 
 
 def run(module: Any, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
