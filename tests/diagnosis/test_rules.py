@@ -677,9 +677,10 @@ def test_amaxes_that_are_not_reduced(row: dict[str, Any], found: list[str]) -> N
     assert len(stages) == (0 if row["reduced"] and not row["outside"] else len(found)), "a group without other stages"
 
 
-def told(*logged: Mapping[str, float]) -> Verdict:
+def told(*logged: Mapping[str, float], settings: Settings | None = None) -> Verdict:
     """The verdict on what the trainer logs in one iteration after the other."""
     diagnosis = Diagnosis()
+    diagnosis.know(Facts(settings=settings), 0)
     diagnosis.has_run = True
     for iteration, values in enumerate(logged):
         diagnosis.scalars(iteration, values)
