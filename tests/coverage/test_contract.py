@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.session import InspectSession, PrecisionContractError, running_session
+from te_precision_callbacks.session import InspectSession, PrecisionContractError, context, running_session
 from tests.conftest import feature
 
 CONFIG = {"watched": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}
@@ -33,8 +33,7 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with te.autocast(enabled=self.fp8, recipe=Float8CurrentScaling()):
             x = self.fc(x)
-        result: torch.Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 def run(
@@ -82,17 +81,13 @@ def test_a_satisfied_contract(require: Any, tmp_path: Path) -> None:
     assert run(tmp_path, require) == 5
 
 
-@pytest.mark.parametrize(("skipped", "judged"), [((1, 2), 2), (range(30), 12)])
-def test_it_is_judged_on_a_step_with_a_backward(skipped: Collection[int], judged: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("skipped", "judged"), [((1, 2), "2:\n- .*: it is 50.0 %"), (range(30), "12:\n- .*: there are no such")]
+)
+def test_it_is_judged_on_a_step_with_a_backward(skipped: Collection[int], judged: str, tmp_path: Path) -> None:
     """Batches that the script skips have none. A run without any is judged all the same."""
-    backward = "fp8 wgrad >= 45%"
-    if judged == 12:
-        with pytest.raises(PrecisionContractError, match=r"after step 12:\n- fp8 wgrad >= 45%: there are no such"):
-            run(tmp_path, backward, steps=14, skipped=skipped)
-        return
-    assert run(tmp_path, backward, skipped=skipped) == 5
-    with pytest.raises(PrecisionContractError, match=rf"after step {judged}:\n- fp8 wgrad >= 95%: it is 50.0 %"):
-        run(tmp_path, "fp8 wgrad >= 95%", skipped=skipped)
+    with pytest.raises(PrecisionContractError, match=f"after step {judged}"):
+        run(tmp_path, "fp8 wgrad >= 95%", steps=14, skipped=skipped)
 
 
 def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path) -> None:
@@ -225,9 +220,6 @@ def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path, caplog: pytest
 
 
 def test_without_a_change_nothing_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    from te_precision_callbacks.session import context
-
     asked: list[int] = []
     own = context.RunResults.coverage_at
     monkeypatch.setattr(

@@ -82,16 +82,16 @@ class Case(NamedTuple):
 
 
 class Net(torch.nn.Module):
-    """A module with these children, whose forward is a function of it and the input."""
+    """A module with these children, whose forward is a function of it and what it is given."""
 
-    def __init__(self, compute: Callable[[Any, torch.Tensor], torch.Tensor], **children: torch.nn.Module) -> None:
+    def __init__(self, compute: Callable[..., torch.Tensor], **children: torch.nn.Module) -> None:
         super().__init__()
         self.compute = compute
         for name, child in children.items():
             setattr(self, name, child)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compute(self, x)
+    def forward(self, *given: Any) -> torch.Tensor:
+        return self.compute(self, *given)
 
 
 def ones() -> torch.Tensor:

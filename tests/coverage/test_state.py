@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from tests.coverage.test_coverage import Layers, words
-
-Rows = dict[tuple[str, str], tuple[int, int]]
-"""(subject, type) -> tensors and bytes."""
-
-
-def kept(model: torch.nn.Module, step: Callable[[], torch.Tensor], folder: Path, *, micro: int = 1) -> Rows:
-    """What a step keeps."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    with InspectSession(None, model=model, log_dir=folder, statistics_log="off", strict=True) as session:
-        for _ in range(micro):
-            step().backward()
-        optimizer.step()
-        session.step()
-        rows = session.coverage().state
-    assert not any(module._forward_pre_hooks for module in model.modules()), "the session has taken its hooks back"
-    return {(row.subject, row.dtype): (row.tensors, row.bytes) for row in rows}
 
 
 def test_a_gpt(tmp_path: Path) -> None:
     model = Layers()
-    result = kept(model, lambda: model(words()).sum(), tmp_path, micro=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+        for _ in range(2):
+            model(words()).sum().backward()
+        optimizer.step()
+        session.step()
+        rows = session.coverage().state
+    assert not any(module._forward_pre_hooks for module in model.modules()), "the session has taken its hooks back"
+    result = {(row.subject, row.dtype): (row.tensors, row.bytes) for row in rows}
     numbers = sum(parameter.numel() for parameter in model.parameters())
     tensors = len(list(model.parameters()))
     assert result["parameter", "float32"] == result["gradient", "float32"] == (tensors, 4 * numbers)
@@ -40,8 +31,6 @@ def test_a_gpt(tmp_path: Path) -> None:
 
 
 def test_a_contract_on_the_type_of_parameters(tmp_path: Path) -> None:
-    from te_precision_callbacks.session import PrecisionContractError
-
     model = Layers().bfloat16()
     demanded = {"state": {"parameter": "float32"}, "by_step": 1}
     with (
