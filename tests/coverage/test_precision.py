@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,38 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.vocabulary import Observe
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import GemmPrecision, InspectSession
 from tests.conftest import feature, statistics
 
+FP8 = DelayedScaling()
 
-def audit(
-    config: Any,
+
+def trained(
+    net: torch.nn.Module,
     log_dir: Path,
+    recipes: Sequence[Any],
+    config: Any = None,
     *,
-    recipe: Any = None,
-    observe: Observe = "auto",
-) -> dict[str, str]:
-    """GEMM -> formats of its operands, of one linear layer."""
-    net = te.Linear(32, 32)
-    with InspectSession(config, model=net, log_dir=log_dir, observe=observe) as session:
-        for _ in range(2):
-            with te.autocast(enabled=True, recipe=recipe):
-                out = net(torch.randn(16, 32, requires_grad=True))
+    before: Callable[[int], object] = lambda step: None,
+    needs_gradient: bool = False,
+    **options: Any,
+) -> tuple[InspectSession, list[tuple[GemmPrecision, ...]]]:
+    """A step in each recipe, or in high precision; the session, and what it told behind each of them."""
+    shown = []
+    with InspectSession(config, model=net, log_dir=log_dir, **options) as session:
+        for step, recipe in enumerate(recipes):
+            before(step)
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                out = net(torch.randn(16, 32, requires_grad=needs_gradient))
             out.sum().backward()
             session.step()
+            shown.append(tuple(session.precision))
+    return session, shown
+
+
+def audit(config: Any, log_dir: Path, recipe: Any = None, **options: Any) -> dict[str, str]:
+    """GEMM -> formats of its operands, of one linear layer."""
+    session, _ = trained(te.Linear(32, 32), log_dir, [recipe] * 2, config, needs_gradient=True, **options)
     assert all(entry.layer == "linear" for entry in session.precision)
     return {entry.gemm: " ".join(entry.operands.values()) for entry in session.precision}
 
@@ -39,9 +52,9 @@ def audit(
 def test_a_feature_that_modifies_tensors_is_told_by_what_it_gave(tmp_path: Path) -> None:
     """A plan of "modify_tensor()" says nothing: FakeQuant gives plain tensors, PerTensorScaling FP8 ones."""
     fake = {"s": feature("FakeQuant", ["linear"], gemms=["fprop"], tensors=["weight"], quant_format="FP8E4M3")}
-    assert audit(fake, tmp_path)["fprop"] == "FP32 FP32 (modified)"
+    assert audit(fake, tmp_path, FP8)["fprop"] == "FP32 FP32 (modified)"
     scaled = {"s": feature("PerTensorScaling", ["linear"], gemms=["fprop"], tensors=["weight", "activation"])}
-    assert audit(scaled, tmp_path, recipe=DelayedScaling())["fprop"] == "FP8 E4M3 (modified) FP8 E4M3 (modified)"
+    assert audit(scaled, tmp_path, FP8)["fprop"] == "FP8 E4M3 (modified) FP8 E4M3 (modified)"
 
 
 def toggled(folder: Path, regions: str, *, says_when: bool, config: Any = None) -> InspectSession:
@@ -95,37 +108,29 @@ def test_the_log_of_events_has_the_plans_of_training(tmp_path: Path) -> None:
         assert len([line for line in events(tmp_path) if line.endswith(f" - {plan}")]) == 6
 
 
-OVERRIDES = ("high_precision", "dequantized")
-
-
-@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_a_backward_in_high_precision_is_told_and_what_is_missing_is_said(
     tmp_path: Path, override: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = Float8CurrentScaling(backward_override=override)
     config = statistics(tensors=["activation", "gradient", "dgrad", "wgrad"])
     fp8, high = "FP8 E4M3 FP8 E4M3", "FP32 FP32"
-    assert audit(config, tmp_path, recipe=recipe, observe="debug") == {"fprop": fp8, "dgrad": high, "wgrad": high}
+    assert audit(config, tmp_path, recipe, observe="debug") == {"fprop": fp8, "dgrad": high, "wgrad": high}
     assert "What features do with dgrad, wgrad, gradient of linear cannot be observed" in caplog.text
     assert f"backward_override='{override}'" in caplog.text
     assert "Tensor: gradient, gemm wgrad - High Precision" in " ".join(f"Tensor: {line}" for line in events(tmp_path))
 
 
 def test_what_is_missing_of_a_backward_raises_if_strict(tmp_path: Path) -> None:
-    net = te.Linear(32, 32)
     recipe = Float8CurrentScaling(backward_override="dequantized")
-    with InspectSession(statistics(tensors=["gradient"]), model=net, log_dir=tmp_path, strict=True, observe="debug"):
-        with te.autocast(enabled=True, recipe=recipe), pytest.raises(ObservationError, match="backward_override"):
-            net(torch.randn(16, 32))
-    with InspectSession(statistics(), model=net, log_dir=tmp_path, strict=True) as session:
-        with te.autocast(enabled=True, recipe=recipe):
-            net(torch.randn(16, 32)).sum().backward()
-        session.step()
+    with pytest.raises(ObservationError, match="backward_override"):
+        audit(statistics(tensors=["gradient"]), tmp_path, recipe, strict=True, observe="debug")
+    audit(statistics(), tmp_path, recipe, strict=True)
 
 
-def not_run(session: InspectSession) -> dict[str, str]:
+def not_run(precision: Iterable[GemmPrecision]) -> dict[str, str]:
     """Layer and GEMM -> why it has not run."""
-    return {f"{entry.layer} {entry.gemm}": entry.not_run for entry in session.precision if entry.not_run}
+    return {f"{entry.layer} {entry.gemm}": entry.not_run for entry in precision if entry.not_run}
 
 
 @pytest.mark.parametrize("layers", [["all"], ["nowhere"]])
@@ -134,68 +139,53 @@ def test_a_gemm_that_a_backward_leaves_out_is_told_as_not_run(tmp_path: Path, la
     net = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormMLP(32, 64))
     net[1].fc2_weight.requires_grad_(False)
     config = statistics(tensors=["activation", "gradient"], layers=layers)
-    with InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True) as session:
-        with te.autocast(enabled=True):
-            net(torch.randn(16, 32)).sum().backward()
-        session.step()
-    assert not_run(session) == {"0 dgrad": "input needs no gradient", "1.fc2 wgrad": "frozen weight"}
-    stated = {f"{entry.layer} {entry.gemm}": entry for entry in session.precision}
-    assert stated["0 dgrad"].operands == {}
-    assert stated["1.fc2 dgrad"].operands == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
+    session, _ = trained(net, tmp_path, [FP8], config, allow_unmatched=True)
+    assert not_run(session.precision) == {"0 dgrad": "input needs no gradient", "1.fc2 wgrad": "frozen weight"}
+    stated = {f"{entry.layer} {entry.gemm}": entry.operands for entry in session.precision}
+    assert stated["0 dgrad"] == {}
+    assert stated["1.fc2 dgrad"] == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
     assert all(entry.seen or entry.not_run for entry in session.precision)
 
 
 def test_a_layer_that_no_backward_reaches_has_run_its_fprop_only(tmp_path: Path) -> None:
     net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    net[1].register_forward_pre_hook(lambda _, given: (given[0].detach(),) if session.iteration == 0 else None)
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        for detached in (True, False):
-            out = net[0](torch.randn(16, 32, requires_grad=True))
-            net[1](out.detach() if detached else out).sum().backward()
-            session.step()
-            stated = not_run(session)
-            expected = {
-                "0 dgrad": "no backward has reached it",
-                "0 wgrad": "no backward has reached it",
+        for expected in (
+            {
+                **dict.fromkeys(["0 dgrad", "0 wgrad"], "no backward has reached it"),
                 "1 dgrad": "input needs no gradient",
-            }
-            assert stated == (expected if detached else {})
+            },
+            {},
+        ):
+            net(torch.randn(16, 32, requires_grad=True)).sum().backward()
+            session.step()
+            assert not_run(session.precision) == expected
 
 
 @pytest.mark.parametrize("layers", [["all"], ["nowhere"]])
 def test_what_is_unfrozen_later_is_told_from_then_on(tmp_path: Path, layers: list[str]) -> None:
     """As by a callback for finetuning: in steps in which nothing is due, too."""
     net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    net[0].requires_grad_(False)
-    with InspectSession(
-        statistics(freq=100, layers=layers), model=net, log_dir=tmp_path, allow_unmatched=True
-    ) as session:
-        for step in range(5):
-            if step == 2:
-                net[0].requires_grad_(True)
-            net(torch.randn(16, 32)).sum().backward()
-            session.step()
-            if step == 1:
-                frozen = "neither input nor parameters need a gradient"
-                upper = {"1 dgrad": "input needs no gradient"}
-                assert not_run(session) == {"0 dgrad": frozen, "0 wgrad": frozen, **upper}
-    assert not_run(session) == {"0 dgrad": "input needs no gradient"}
+    _, shown = trained(
+        net,
+        tmp_path,
+        [None] * 5,
+        statistics(freq=100, layers=layers),
+        before=lambda step: net[0].requires_grad_(step >= 2),
+        allow_unmatched=True,
+    )
+    frozen = "neither input nor parameters need a gradient"
+    upper = {"1 dgrad": "input needs no gradient"}
+    assert not_run(shown[1]) == {"0 dgrad": frozen, "0 wgrad": frozen, **upper}
+    assert not_run(shown[4]) == {"0 dgrad": "input needs no gradient"}
 
 
 def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) -> None:
     """Every tenth step is due here. A step in high precision alone is told, and not as seen."""
-    net = te.Linear(32, 32)
-    with InspectSession(None, model=net, log_dir=tmp_path, early_steps=False) as session:
-        shown = []
-        for fp8 in (True, True, False, True, True):
-            with te.autocast(enabled=fp8):
-                net(torch.randn(16, 32)).sum().backward()
-            session.step()
-            shown.append((session.precision[0].operands["weight"], session.precision[0].seen))
-    assert shown == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3 -> FP32", False)] * 3
-    with InspectSession(None, model=net, log_dir=tmp_path, early_steps=False) as session:
-        for fp8 in (False, False, True, False, False):
-            with te.autocast(enabled=fp8):
-                net(torch.randn(16, 32)).sum().backward()
-            session.step()
-    assert session.precision[0].operands["weight"] == "FP32 -> FP8 E4M3"
-    assert not session.precision[0].seen
+    results = []
+    for recipes in ([FP8, FP8, None, FP8, FP8], [None, None, FP8, None, None]):
+        _, shown = trained(te.Linear(32, 32), tmp_path, recipes, early_steps=False)
+        results.append([(fprop.operands["weight"], fprop.seen) for fprop, *_ in shown])
+    assert results[0] == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3 -> FP32", False)] * 3
+    assert results[1][-1] == ("FP32 -> FP8 E4M3", False)
