@@ -90,8 +90,8 @@ class Net(torch.nn.Module):
         for name, child in children.items():
             setattr(self, name, child)
 
-    def forward(self, *given: Any) -> torch.Tensor:
-        return self.compute(self, *given)
+    def forward(self, *given: Any, **keywords: Any) -> torch.Tensor:
+        return self.compute(self, *given, **keywords)
 
 
 def ones() -> torch.Tensor:
