@@ -20,6 +20,7 @@ from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
 from tests.coverage.test_contract import CONFIG as WATCHED
 from tests.coverage.test_contract import Net
+from tests.instrumentation.steps import stepped
 
 pytestmark = pytest.mark.filterwarnings("ignore:Recipe type changed")
 
@@ -28,16 +29,8 @@ ALL_GEMMS = "FP8 in 100 % of the multiply-adds (fprop 100, dgrad 100, wgrad 100)
 ONE_LAYER = "FP8 in 50.0 % of the multiply-adds (fprop 50.0, dgrad 50.0, wgrad 50.0)"
 
 
-def trained(folder: Path, sections: dict[str, Any], recipes: list[Any], **options: Any) -> InspectSession:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    with InspectSession(sections, model=model, log_dir=folder, **options) as session:
-        for recipe in recipes:
-            with te.autocast(enabled=recipe is not None, recipe=recipe):
-                out = model(torch.randn(16, 32, requires_grad=True))
-            out.sum().backward()
-            session.step()
-    return session
+def trained(folder: Path, sections: dict[str, Any], recipes: list[Any]) -> InspectSession:
+    return stepped(torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32)), folder, recipes, sections)
 
 
 def lines(session: InspectSession) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,38 +13,20 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.session import GemmPrecision, InspectSession
+from te_precision_callbacks.session import GemmPrecision, InspectSession, running_session
 from tests.conftest import feature, statistics
+from tests.instrumentation.steps import stepped
 
 FP8 = DelayedScaling()
 
 
-def trained(
-    net: torch.nn.Module,
-    log_dir: Path,
-    recipes: Sequence[Any],
-    config: Any = None,
-    *,
-    before: Callable[[int], object] = lambda step: None,
-    needs_gradient: bool = False,
-    **options: Any,
-) -> tuple[InspectSession, list[tuple[GemmPrecision, ...]]]:
-    """A step in each recipe, or in high precision; the session, and what it told behind each of them."""
-    shown = []
-    with InspectSession(config, model=net, log_dir=log_dir, **options) as session:
-        for step, recipe in enumerate(recipes):
-            before(step)
-            with te.autocast(enabled=recipe is not None, recipe=recipe):
-                out = net(torch.randn(16, 32, requires_grad=needs_gradient))
-            out.sum().backward()
-            session.step()
-            shown.append(tuple(session.precision))
-    return session, shown
+def inputs() -> torch.Tensor:
+    return torch.randn(16, 32)
 
 
 def audit(config: Any, log_dir: Path, recipe: Any = None, **options: Any) -> dict[str, str]:
     """GEMM -> formats of its operands, of one linear layer."""
-    session, _ = trained(te.Linear(32, 32), log_dir, [recipe] * 2, config, needs_gradient=True, **options)
+    session = stepped(te.Linear(32, 32), log_dir, [recipe] * 2, config, **options)
     assert all(entry.layer == "linear" for entry in session.precision)
     return {entry.gemm: " ".join(entry.operands.values()) for entry in session.precision}
 
@@ -139,7 +121,7 @@ def test_a_gemm_that_a_backward_leaves_out_is_told_as_not_run(tmp_path: Path, la
     net = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormMLP(32, 64))
     net[1].fc2_weight.requires_grad_(False)
     config = statistics(tensors=["activation", "gradient"], layers=layers)
-    session, _ = trained(net, tmp_path, [FP8], config, allow_unmatched=True)
+    session = stepped(net, tmp_path, [FP8], config, inputs=inputs, allow_unmatched=True)
     assert not_run(session.precision) == {"0 dgrad": "input needs no gradient", "1.fc2 wgrad": "frozen weight"}
     stated = {f"{entry.layer} {entry.gemm}": entry.operands for entry in session.precision}
     assert stated["0 dgrad"] == {}
@@ -149,43 +131,44 @@ def test_a_gemm_that_a_backward_leaves_out_is_told_as_not_run(tmp_path: Path, la
 
 def test_a_layer_that_no_backward_reaches_has_run_its_fprop_only(tmp_path: Path) -> None:
     net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    net[1].register_forward_pre_hook(lambda _, given: (given[0].detach(),) if session.iteration == 0 else None)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        for expected in (
-            {
-                **dict.fromkeys(["0 dgrad", "0 wgrad"], "no backward has reached it"),
-                "1 dgrad": "input needs no gradient",
-            },
-            {},
-        ):
-            net(torch.randn(16, 32, requires_grad=True)).sum().backward()
-            session.step()
-            assert not_run(session.precision) == expected
+    net[1].register_forward_pre_hook(
+        lambda _, given: (given[0].detach(),) if running_session().iteration == 0 else None
+    )
+    shown: list[dict[str, str]] = []
+    stepped(net, tmp_path, [None] * 2, statistics(), after=lambda session: shown.append(not_run(session.precision)))
+    unreached = dict.fromkeys(["0 dgrad", "0 wgrad"], "no backward has reached it")
+    assert shown == [{**unreached, "1 dgrad": "input needs no gradient"}, {}]
 
 
 @pytest.mark.parametrize("layers", [["all"], ["nowhere"]])
 def test_what_is_unfrozen_later_is_told_from_then_on(tmp_path: Path, layers: list[str]) -> None:
     """As by a callback for finetuning: in steps in which nothing is due, too."""
     net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    _, shown = trained(
+    shown: list[dict[str, str]] = []
+    stepped(
         net,
         tmp_path,
         [None] * 5,
         statistics(freq=100, layers=layers),
+        inputs=inputs,
         before=lambda step: net[0].requires_grad_(step >= 2),
+        after=lambda session: shown.append(not_run(session.precision)),
         allow_unmatched=True,
     )
     frozen = "neither input nor parameters need a gradient"
     upper = {"1 dgrad": "input needs no gradient"}
-    assert not_run(shown[1]) == {"0 dgrad": frozen, "0 wgrad": frozen, **upper}
-    assert not_run(shown[4]) == {"0 dgrad": "input needs no gradient"}
+    assert shown[1] == {"0 dgrad": frozen, "0 wgrad": frozen, **upper}
+    assert shown[4] == {"0 dgrad": "input needs no gradient"}
 
 
 def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) -> None:
     """Every tenth step is due here. A step in high precision alone is told, and not as seen."""
-    results = []
+    shown: list[tuple[str, bool]] = []
+
+    def show(session: InspectSession) -> None:
+        shown.append((session.precision[0].operands["weight"], session.precision[0].seen))
+
     for recipes in ([FP8, FP8, None, FP8, FP8], [None, None, FP8, None, None]):
-        _, shown = trained(te.Linear(32, 32), tmp_path, recipes, early_steps=False)
-        results.append([(fprop.operands["weight"], fprop.seen) for fprop, *_ in shown])
-    assert results[0] == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3 -> FP32", False)] * 3
-    assert results[1][-1] == ("FP32 -> FP8 E4M3", False)
+        stepped(te.Linear(32, 32), tmp_path, recipes, inputs=inputs, after=show, early_steps=False)
+    assert shown[:5] == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3 -> FP32", False)] * 3
+    assert shown[9] == ("FP32 -> FP8 E4M3", False)

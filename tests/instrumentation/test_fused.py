@@ -22,6 +22,7 @@ from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
 from tests.conftest import Keeper, feature, statistics
 from tests.instrumentation.gemm_spy import BLACKWELL, MODULES, RECIPES, ROWS, can_run
+from tests.instrumentation.steps import stepped
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
 
@@ -254,11 +255,12 @@ def test_auto_takes_the_fused_path_where_it_can(
     net = torch.nn.Sequential(te.LayerNormMLP(32, 64, params_dtype=BF16), te.Linear(32, 32, params_dtype=BF16))
     caplog.set_level(logging.INFO, logger="te_precision_callbacks")
     config = statistics(tensors=["output"])
-    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], observe="auto") as session:
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            out = net(torch.randn(ROWS, 32, dtype=BF16))
-        out.float().sum().backward()
-        session.step()
+    options: dict[str, Any] = {
+        "inputs": lambda: torch.randn(ROWS, 32, dtype=BF16),
+        "sinks": [keeper],
+        "observe": "auto",
+    }
+    stepped(net, tmp_path, [Float8CurrentScaling()], config, **options)
     assert {row.layer for row in keeper.steps[0]} == {"0.fc1", "0.fc2", "1"}
     (text,) = [record.getMessage() for record in caplog.records if "observe=" in record.getMessage()]
     assert text.startswith('observe="auto": 1 of 2 modules with features are observed on their own fused path.')

@@ -27,6 +27,7 @@ from tests.combinations import half
 from tests.conftest import Keeper, feature
 from tests.coverage.test_coverage import Net
 from tests.instrumentation.gemm_spy import GEMM_OF
+from tests.instrumentation.steps import stepped
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
 
@@ -299,24 +300,17 @@ def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatc
 def test_training_does_not_notice(observe: str, tmp_path: Path, keeper: Keeper) -> None:
     """Neither its numbers nor its random state; under the steps that are not sampled nothing is measured."""
 
-    def run(folder: Path | None) -> list[torch.Tensor]:
+    def run(folder: Path, config: Any) -> list[torch.Tensor]:
         stand_for((10, 0))
         torch.manual_seed(0)
         net, x = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), inputs()
-        options = config(freq=2) if folder is not None else {"s": feature("LogTensorStats", ["all"], **NEVER)}
-        with InspectSession(
-            options, model=net, log_dir=folder or tmp_path / "without", sinks=[keeper], observe=observe
-        ) as running:
-            for _ in range(3):
-                with te.autocast(enabled=True, recipe=recipes.NVFP4BlockScaling()):
-                    out = net(torch.nn.functional.dropout(x))
-                out.float().square().mean().backward()
-                running.step()
-        assert x.grad is not None
-        return [out.detach(), x.grad, net.weight.grad, torch.get_rng_state()]
+        recipe = recipes.NVFP4BlockScaling()
+        options: dict[str, Any] = {"inputs": lambda: torch.nn.functional.dropout(x), "sinks": [keeper]}
+        stepped(net, folder, [recipe] * 3, config, observe=observe, **options)
+        return [x.grad, net.weight.grad, torch.get_rng_state()]  # type: ignore[list-item]
 
-    for first, other in zip(run(None), run(tmp_path / "with"), strict=True):
-        assert torch.equal(first, other)
+    without = run(tmp_path / "without", {"s": feature("LogTensorStats", ["all"], **NEVER)})
+    assert all(map(torch.equal, without, run(tmp_path / "with", config(freq=2))))
     assert sorted({records.iteration for records in keeper.steps if len(records)}) == [0, 2]
 
 

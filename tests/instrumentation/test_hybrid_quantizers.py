@@ -14,8 +14,8 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
-from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, feature
+from tests.instrumentation.steps import stepped
 
 
 def current(dtype: DType) -> Float8CurrentScalingQuantizer:
@@ -36,11 +36,8 @@ def test_statistics_are_of_what_the_gemm_reads(tmp_path: Path, keeper: Keeper) -
     stats = ["mse", "scale_inv_max", "underflows%"]
     config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["activation", "gradient"], stats=stats)}
     net = te.Linear(32, 64, bias=False)
-    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper]) as session:
-        with te.autocast(enabled=True, recipe=CustomRecipe(qfactory=hybrid)):
-            out = net(x.clone().requires_grad_())
-        out.sum().backward()
-        session.step()
+    inputs = x.clone().requires_grad_()
+    session = stepped(net, tmp_path, [CustomRecipe(qfactory=hybrid)], config, inputs=lambda: inputs, sinks=[keeper])
     scale = torch.finfo(torch.float8_e5m2).max / x.abs().amax()
     rounded = (x * scale).to(torch.float8_e5m2).float() / scale
     assert keeper.values("scale_inv_max")[0] == pytest.approx(1 / scale.item(), rel=1e-6)

@@ -25,9 +25,14 @@ from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.conftest import feature, statistics
 from tests.coverage.test_coverage import Net
 from tests.instrumentation.gemm_spy import CHECKPOINTS, HOPPER, INSIDE, MODULES, RECIPES, ROWS, can_run
+from tests.instrumentation.steps import stepped
 from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
 
 BF16 = torch.bfloat16
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(ROWS, 32, dtype=BF16, requires_grad=True)
 
 
 def train(net: torch.nn.Module, recipe: Any, checkpoint: str = "none", *, sequences: bool = False) -> None:
@@ -279,10 +284,8 @@ def test_the_order_of_execution_is_that_of_the_first_step(tmp_path: Path) -> Non
     layers = {name: te.Linear(32, 32, params_dtype=BF16) for name in ("last", "first", "never")}
     net = Net(lambda net, x: net.last(net.first(x)), **layers)
     for config in (statistics(layers=["nowhere"]), statistics()):
-        with InspectSession(config, model=net, log_dir=tmp_path / str(len(config)), allow_unmatched=True) as session:
-            for _ in range(2):
-                train(net, None)
-                session.step()
+        folder = tmp_path / str(len(config))
+        session = stepped(net, folder, [None] * 2, config, inputs=inputs, allow_unmatched=True)
         order = {info.name: (info.exec_fwd, info.exec_bwd) for info in session.layers}
         assert order == {"last": (1, 0), "first": (0, 1), "never": (None, None)}
 
@@ -291,10 +294,8 @@ def test_the_precision_of_te_ops(tmp_path: Path) -> None:
     """It is seen in the first step, and in the step after another recipe has come."""
     net = torch.nn.Sequential(te.ops.Linear(32, 32, dtype=BF16), te.Linear(32, 32, params_dtype=BF16))
     config = {"s": feature("DisableFP8Layer", ["nowhere"])}
-    with InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True) as session:
-        for recipe in (None, None, Float8CurrentScaling(), Float8CurrentScaling(), Float8CurrentScaling()):
-            train(net, recipe)
-            session.step()
+    recipes = [None, None, *[Float8CurrentScaling()] * 3]
+    session = stepped(net, tmp_path, recipes, config, inputs=inputs, allow_unmatched=True)
     of_ops = {at: {e.gemm: e for e in session.precision(at=at) if e.layer == "0"} for at in range(5)}
     assert of_ops[0]["dgrad"].operands == {"gradient": "BF16", "weight": "BF16"}
     assert of_ops[4]["dgrad"].operands == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
