@@ -86,17 +86,16 @@ def only_step_0(model: Changing, step: int) -> list[dict[str, Any]]:
     return [{}]
 
 
-def test_a_path_that_begins_later_counts(tmp_path: Any) -> None:
-    session = train(8, from_step_4, log_dir=tmp_path)
-    assert session.coverage().share("fp8") == pytest.approx(WITH_HEAD)
-    assert session.coverage(at=3).share("fp8") == 1
-    assert "steps 0 to 3" in "".join(map(str, session._results.other_steps()))
-
-
-def test_a_path_that_has_ended_counts_no_longer(tmp_path: Any) -> None:
-    session = train(8, only_step_0, log_dir=tmp_path)
-    assert session.coverage(at=0).share("fp8") == pytest.approx(WITH_HEAD)
-    assert session.coverage().share("fp8") == 1
+@pytest.mark.parametrize(
+    ("batches", "with_head", "without"), [(from_step_4, None, 3), (only_step_0, 0, None)], ids=["begins", "has ended"]
+)
+def test_a_path_that_begins_later_or_has_ended(
+    tmp_path: Any, batches: Any, with_head: int | None, without: int | None
+) -> None:
+    session = train(8, batches, log_dir=tmp_path)
+    assert session.coverage(with_head).share("fp8") == pytest.approx(WITH_HEAD)
+    assert session.coverage(without).share("fp8") == 1
+    assert ("steps 0 to 3" if without else "step 0") in "".join(map(str, session._results.other_steps()))
 
 
 def test_a_contract_about_a_path_that_begins_later(tmp_path: Any) -> None:

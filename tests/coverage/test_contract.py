@@ -180,18 +180,14 @@ def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
             session.step()
 
 
-def test_a_change_is_judged_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("freq", "off"), [(1, (3,)), (100, (3, 4))])
+def test_a_change_is_judged_again(freq: int, off: tuple[int, ...], tmp_path: Path) -> None:
+    """Also that of a layer that no feature watches in that step."""
+    config = {"kept": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"], freq=freq)}
     with pytest.raises(PrecisionContractError, match=r"^3: .*\n- fp8 >= 50%: it is 0 %") as caught:
-        run(tmp_path, "fp8 >= 50%", off=(3,))
-    assert "fc fprop, dgrad, wgrad: 50.0 % in fp32: runs inside te.autocast(enabled=False). To change that, run" in str(
-        caught.value
-    )
-
-
-def test_a_change_of_a_layer_that_no_feature_watches(tmp_path: Path) -> None:
-    config = {"kept": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"], freq=100)}
-    with pytest.raises(PrecisionContractError, match=r"^3: .*\n- fp8 >= 50%: it is 0 %"):
-        run(tmp_path, "fp8 >= 50%", off=(3, 4), config=config)
+        run(tmp_path, "fp8 >= 50%", off=off, config=config)
+    why = "fc fprop, dgrad, wgrad: 50.0 % in fp32: runs inside te.autocast(enabled=False). To change that, run"
+    assert why in str(caught.value)
 
 
 def test_one_that_only_warns_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

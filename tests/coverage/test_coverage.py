@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -24,10 +25,10 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor.nvfp4_tensor import get_rht_matrix
 
 from te_precision_callbacks.accelerate import unconverted_layers
-from te_precision_callbacks.coverage.coverage import Coverage, Reason
+from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
 from te_precision_callbacks.coverage.micro_batches import NOT_CALLED
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature
 from tests.fused_attention import emulate_kernel
@@ -982,3 +983,98 @@ def test_another_way_through_the_model_is_noticed(tmp_path: Path) -> None:
     assert "1 of 2 micro-batches took another way" in what
     assert what in str(coverage)
     assert "% of the multiply-adds, an estimate" in str(coverage)
+
+
+@pytest.mark.parametrize("how", ["torch", "te", "autocast inside"])
+def test_a_reentrant_checkpoint_outside_of_autocast(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The remedies of the message: Transformer Engine's checkpoint, and an autocast inside of what is checkpointed."""
+    net = te.Linear(WIDTH, WIDTH)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=CURRENT()) if how == "autocast inside" else nullcontext():
+            return net(x)
+
+    run = te.checkpoint if how == "te" else functools.partial(again, reentrant=True)
+    with InspectSession(None, model=net, log_dir=tmp_path, records="off") as session:
+        for _ in range(2):
+            with te.autocast(enabled=how != "autocast inside", recipe=CURRENT()):
+                result = run(net if how == "te" else part, torch.randn(WIDTH, WIDTH, requires_grad=True))
+            result.sum().backward()
+            session.step()
+    for at in (0, 1):
+        reasons = {product.reason for product in session.coverage(at) if product.macs}
+        assert reasons == ({Reason.RECOMPUTED} if how == "torch" else {None}), at
+    said = [record.getMessage() for record in caplog.records if "Gradient checkpointing" in record.getMessage()]
+    assert len(said) == (how == "torch")
+
+
+def test_nested_reentrant_checkpoints(tmp_path: Path) -> None:
+    """The forward runs three times, and is one product; the two that are computed again are no dgrad."""
+    net = te.Linear(WIDTH, WIDTH)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=CURRENT()):
+            return net(x)
+
+    with InspectSession(None, model=net, log_dir=tmp_path, records="off") as session:
+        nested(part, torch.randn(WIDTH, WIDTH, requires_grad=True), outer=True, inner=True).sum().backward()
+        session.step()
+    assert {(product.layer, product.gemm): product.macs for product in session.coverage() if product.macs} == {
+        ("linear", gemm): WIDTH**3 for gemm in ("fprop", "dgrad", "wgrad")
+    }
+
+
+def product(macs: int, *formats: str) -> Product:
+    operands = dict(zip(("activation", "weight"), formats, strict=True))
+    return Product(f"layer{macs}", "te", "fprop", False, macs, 1, 1, 1, 1, macs, operands)
+
+
+@pytest.mark.parametrize(
+    ("products", "line"),
+    [
+        ([("MXFP8 E4M3", "MXFP8 E4M3")], "MXFP8 in 100 % of the multiply-adds"),
+        ([("NVFP4", "NVFP4")], "NVFP4 in 100 % of the multiply-adds"),
+        ([("FP8 block E4M3", "FP8 block E4M3")], "FP8 block in 100 % of the multiply-adds"),
+        ([("FP8 E4M3", "FP8 E5M2")], "FP8 in 100 % of the multiply-adds"),
+        (
+            [("NVFP4", "NVFP4"), ("MXFP8 E4M3", "MXFP8 E4M3"), ("FP8 E4M3", "FP8 E4M3")],
+            "NVFP4 in 16.7 % of the multiply-adds (fprop 16.7); MXFP8 in 33.3 % of the multiply-adds (fprop 33.3);"
+            " FP8 in 50.0 % of the multiply-adds (fprop 50.0)",
+        ),
+    ],
+)
+def test_a_line_names_the_format(products: list[tuple[str, str]], line: str) -> None:
+    coverage = Coverage(product(place, *formats) for place, formats in enumerate(products, 1))
+    assert str(coverage).startswith(line)
+    without_nvfp4 = sum(place for place, formats in enumerate(products, 1) if "NVFP4" not in formats)
+    assert coverage.share("fp8") == pytest.approx(without_nvfp4 / coverage.macs()), "a contract's fp8 includes MXFP8"
+
+
+def test_the_state_of_a_gpt(tmp_path: Path) -> None:
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+        for _ in range(2):
+            model(words()).sum().backward()
+        optimizer.step()
+        session.step()
+        rows = session.coverage().state
+    assert not any(module._forward_pre_hooks for module in model.modules()), "the session has taken its hooks back"
+    result = {(row.subject, row.dtype): (row.tensors, row.bytes) for row in rows}
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    tensors = len(list(model.parameters()))
+    assert result["parameter", "float32"] == result["gradient", "float32"] == (tensors, 4 * numbers)
+    assert result["optimizer_state", "float32"] == (2 * tensors, 2 * 4 * numbers)
+    assert not any(subject == "reduce" for subject, _ in result), "there is one rank"
+
+
+def test_a_contract_on_the_type_of_parameters(tmp_path: Path) -> None:
+    model = Layers().bfloat16()
+    demanded = {"state": {"parameter": "float32"}, "by_step": 1}
+    with (
+        pytest.raises(PrecisionContractError, match=r"parameter must be float32: some are bfloat16"),
+        te.autocast(enabled=False),
+        InspectSession(None, model=model, log_dir=tmp_path, require=demanded) as session,
+    ):
+        model(words()).sum().backward()
+        session.step()

@@ -123,8 +123,11 @@ def test_micro_batches_that_are_skipped_in_the_first_step(skipped: Collection[in
                     out.sum().backward()
             session.step()
     for coverage, backwards in ((session.coverage(at=0), 3 - len(skipped)), (session.coverage(at=1), 3)):
-        calls = {product.gemm: product.calls for product in coverage if product.layer == "head"}
-        assert calls == {"fprop": 3, "dgrad": backwards, "wgrad": backwards}
+        assert {product.gemm: product.calls for product in coverage if product.layer == "head"} == {
+            "fprop": 3,
+            "dgrad": backwards,
+            "wgrad": backwards,
+        }
         assert (coverage.is_estimate, coverage.share("fp8")) == (False, 0.5)
 
 

@@ -628,8 +628,7 @@ def test_a_rule_that_fails_is_not_judged_and_stops_nothing(monkeypatch: pytest.M
 
     failing = RULES[0].__class__(**{**vars(RULES[0]), "id": "failing", "judge": Failing})
     diagnosis = Diagnosis([failing, RULES[1]])
-    numbers = Splitter(SeriesTable().__getitem__).step(3, np.empty(0, np.int32), np.empty(0))
-    assert diagnosis.step(numbers) == []
+    assert diagnosis.step(Splitter(SeriesTable().__getitem__).step(3, np.empty(0, np.int32), np.empty(0))) == []
     assert diagnosis.verdict.not_judged[0][:2] == ("failing", "it failed in step 3: ZeroDivisionError: of a rule")
 
 
@@ -828,8 +827,7 @@ def test_what_does_not_apply_is_not_listed() -> None:
     """No layer runs in low precision, so nothing can be lost in it."""
     high = facts(recipe="none", reason="NO_AUTOCAST", reason_ref="runs outside of te.autocast")
     numbers = {key: value for key, value in ordinary().items() if not key[2].endswith("flows%")}
-    listed = {item.rule for item in judged([numbers] * 3, high).not_judged}
-    assert not listed & {"underflow", "overflow"}
+    assert not {item.rule for item in judged([numbers] * 3, high).not_judged} & {"underflow", "overflow"}
     assert {"underflow", "overflow"} <= {item.rule for item in judged([numbers] * 3, facts()).not_judged}
 
 

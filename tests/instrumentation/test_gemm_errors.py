@@ -304,10 +304,12 @@ def test_training_does_not_notice(observe: str, tmp_path: Path, keeper: Keeper) 
         stand_for((10, 0))
         torch.manual_seed(0)
         net, x = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), inputs()
+        results: list[torch.Tensor] = []
+        net.register_forward_hook(lambda module, given, out: results.append(out.detach().clone()))
         recipe = recipes.NVFP4BlockScaling()
         options: dict[str, Any] = {"inputs": lambda: torch.nn.functional.dropout(x), "sinks": [keeper]}
         stepped(net, folder, [recipe] * 3, config, observe=observe, **options)
-        return [x.grad, net.weight.grad, torch.get_rng_state()]  # type: ignore[list-item]
+        return [*results, x.grad, net.weight.grad, torch.get_rng_state()]  # type: ignore[list-item]
 
     without = run(tmp_path / "without", {"s": feature("LogTensorStats", ["all"], **NEVER)})
     assert all(map(torch.equal, without, run(tmp_path / "with", config(freq=2))))

@@ -131,9 +131,9 @@ def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
             assert torch.equal(part, tensor)
     rows = [rows for rows in ROWS if rows]
     for gemm, size in (("fprop", ("n", 256, 128)), ("dgrad", ("n", 128, 256)), ("wgrad", (256, 128, "n"))):
-        of_gemm = [event.sizes for event in got if event.gemm == gemm and ROWS[event.expert or 0]]
-        expected = [tuple(count if item == "n" else item for item in size) for count in rows]
-        assert of_gemm == expected
+        assert [event.sizes for event in got if event.gemm == gemm and ROWS[event.expert or 0]] == [
+            tuple(count if item == "n" else item for item in size) for count in rows
+        ]
 
 
 def observed(recipe: Any, folder: Path, *, grouped: bool) -> InspectSession:

@@ -87,8 +87,9 @@ def test_planted_defects(tmp_path: Path, name: str, copies: str) -> None:
     recipe = RECIPES[name]()
     net = model(recipe)
     verdict, findings = frozen(tmp_path, net, recipe, optimizers=ShardedMasters(net, copies, lr=1e-3).optimizer)
-    alarms = [("error", ["0", "1"])] * (copies != "at once")
-    assert [(finding.severity, sorted(finding.layers)) for finding in findings] == alarms
+    assert [(finding.severity, sorted(finding.layers)) for finding in findings] == (
+        [("error", ["0", "1"])] * (copies != "at once")
+    )
     text = "from one step earlier" if copies == "late" else "by more than rounding"
     assert all(text in finding.seen for finding in findings)
     assert "frozen-weight" in verdict.judged

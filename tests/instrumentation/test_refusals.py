@@ -218,8 +218,9 @@ def test_it_is_left_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptur
     assert info.refused == str(row)
     assert bool(info.features) is not case.is_known_before
     assert keeper.runs[0].layers == session.layers
-    read = {row.statistic for records in keeper.steps for row in records}
-    assert read == ({"scale_inv_max", "cur_amax"} if name == "CUDA graph" else set())
+    assert {row.statistic for records in keeper.steps for row in records} == (
+        {"scale_inv_max", "cur_amax"} if name == "CUDA graph" else set()
+    )
     assert str(row) in (tmp_path / "nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-0.log").read_text()
     if name != "autocast with calibrating=True":
         stated = {entry.gemm: entry.operands["weight"] for entry in session.precision if "weight" in entry.operands}

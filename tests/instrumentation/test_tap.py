@@ -77,8 +77,12 @@ def test_every_operand_in_its_order(module: str, recipe: str) -> None:
         backward = [text for text in ORDERS[module] if "fprop" not in text]
         assert layers_of(events) == [*forward * 2, *backward * 2]
     else:
-        parts = ["self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2"]
-        assert [event.layer.removeprefix("transformer_layer.") for event in events[:4]] == parts
+        assert [event.layer.removeprefix("transformer_layer.") for event in events[:4]] == [
+            "self_attention.layernorm_qkv",
+            "self_attention.proj",
+            "layernorm_mlp.fc1",
+            "layernorm_mlp.fc2",
+        ]
     assert {event.recipe for event in events} == {RECIPE_NAMES[recipe]}
 
 
@@ -105,8 +109,7 @@ def test_recomputed_forwards(module: str, checkpoint: str) -> None:
     assert_alike(events, calls)
     forward = [text for text in ORDERS[module] if "fprop" in text]
     backward = [text for text in ORDERS[module] if "fprop" not in text]
-    again = [] if checkpoint == "none" else forward
-    assert layers_of(events) == [*forward, *again, *backward]
+    assert layers_of(events) == [*forward, *([] if checkpoint == "none" else forward), *backward]
 
 
 @pytest.mark.usefixtures("backward_thread")
@@ -122,8 +125,9 @@ def test_a_wgrad_that_runs_later(make: Any) -> None:
         assert "wgrad" not in {event.gemm for event in events}
         net.backward_dw()
     assert_alike(events, calls)
-    wgrads = {event.layer for event in events if event.gemm == "wgrad"}
-    assert wgrads == {event.layer for event in events if event.gemm == "fprop"}
+    assert {event.layer for event in events if event.gemm == "wgrad"} == {
+        event.layer for event in events if event.gemm == "fprop"
+    }
 
 
 @pytest.mark.usefixtures("second_thread")
@@ -286,8 +290,11 @@ def test_the_order_of_execution_is_that_of_the_first_step(tmp_path: Path) -> Non
     for config in (statistics(layers=["nowhere"]), statistics()):
         folder = tmp_path / str(len(config))
         session = stepped(net, folder, [None] * 2, config, inputs=inputs, allow_unmatched=True)
-        order = {info.name: (info.exec_fwd, info.exec_bwd) for info in session.layers}
-        assert order == {"last": (1, 0), "first": (0, 1), "never": (None, None)}
+        assert {info.name: (info.exec_fwd, info.exec_bwd) for info in session.layers} == {
+            "last": (1, 0),
+            "first": (0, 1),
+            "never": (None, None),
+        }
 
 
 def test_the_precision_of_te_ops(tmp_path: Path) -> None:
@@ -312,5 +319,6 @@ def test_threads_of_their_own_have_layers_of_their_own() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    counted = {key: len(list(group)) for key, group in itertools.groupby(sorted(layers_of(events)))}
-    assert counted == {f"{layer} {gemm}": 3 for layer in "01" for gemm in ("fprop", "dgrad", "wgrad")}
+    assert {key: len(list(group)) for key, group in itertools.groupby(sorted(layers_of(events)))} == {
+        f"{layer} {gemm}": 3 for layer in "01" for gemm in ("fprop", "dgrad", "wgrad")
+    }
