@@ -91,16 +91,14 @@ def test_metrics_count_findings(planted: Planted) -> None:
     assert (metrics[2]["te/findings"], metrics[2]["te/findings/sibling"]) == (1.0, 1.0)
 
 
-def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("raised", [None, ValueError("the script's own")])
+def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path, raised: Exception | None) -> None:
     net = te.Linear(32, 32)
-    config = statistics(stats=["nonfinite_num"])
-    with pytest.raises(PrecisionFindingError, match="nonfinite"):
-        with InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop"):
+    with pytest.raises(type(raised) if raised else PrecisionFindingError, match=r"the script's own|nonfinite"):
+        with InspectSession(statistics(stats=["nonfinite_num"]), model=net, log_dir=tmp_path, on_finding="stop"):
             net(torch.full((16, 32), torch.nan)).sum().backward()
-    with pytest.raises(ValueError, match="the script's own"):
-        with InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop"):
-            net(torch.full((16, 32), torch.nan)).sum().backward()
-            raise ValueError("the script's own")
+            if raised:
+                raise raised
 
 
 @pytest.mark.parametrize(
@@ -505,45 +503,44 @@ def test_a_run_without_a_step_is_judged_by_its_forwards(
         assert not list_runs(tmp_path), "nothing has run that could be recorded"
 
 
+def nonfinite_counts(folder: Path) -> list[tuple[int, float]]:
+    run = open_run(folder)
+    counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
+    return [(row["iteration"], row["value"]) for row in counts]
+
+
 @pytest.mark.parametrize("asked", ["cur_amax", "std"])
 def test_inf_and_nan_are_seen_without_being_asked_for(tmp_path: Path, asked: str) -> None:
     """Statistics leave them out, and the pass that measures these counts them anyway."""
-    net = te.Linear(32, 32)
-    session = InspectSession(
-        statistics(tensors=["activation", "gradient"], stats=[asked]),
-        model=torch.nn.Sequential(net),
-        log_dir=tmp_path,
-        on_finding="stop: nonfinite",
-    )
+    net = torch.nn.Sequential(te.Linear(32, 32))
+    config = statistics(tensors=["activation", "gradient"], stats=[asked])
+    session = InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop: nonfinite")
     with pytest.raises(PrecisionFindingError, match="1 element is inf or nan"), session:
         for step in range(4):
             batch = torch.randn(16, 32)
             batch[3, 3] = math.inf if step == 2 else 0.0
-            with te.autocast(recipe=Float8CurrentScaling()):
-                net(batch).sum().backward()
+            with in_fp8(step):
+                out = net(batch)
+            out.sum().backward()
             session.step()
-    assert [(finding.rule, finding.since, finding.tensor) for finding in session.findings] == [
-        ("nonfinite", 2, "activation")
-    ]
+    (finding,) = session.findings
+    assert (finding.rule, finding.since, finding.tensor) == ("nonfinite", 2, "activation")
     assert diagnose(tmp_path) == session.findings
-    run = open_run(tmp_path)
-    counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
-    assert [(row["iteration"], row["value"]) for row in counts] == [(2, 1.0)]
+    assert nonfinite_counts(tmp_path) == [(2, 1.0)]
 
 
 def test_inf_and_nan_are_counted_from_the_first_one_on(tmp_path: Path) -> None:
     """So that the last number of the series is that of the last step, and two runs have steps in common."""
-    net = te.Linear(32, 32)
+    net = torch.nn.Sequential(te.Linear(32, 32))
+
+    def loss(step: int) -> torch.Tensor:
+        batch = torch.ones(16, 32)
+        batch[3, 3] = math.nan if step == 1 else 1.0
+        return net(batch).sum()
+
     config = statistics(tensors=["activation"], stats=["cur_amax"])
-    with InspectSession(config, model=torch.nn.Sequential(net), log_dir=tmp_path) as session:
-        for step in range(4):
-            batch = torch.ones(16, 32)
-            batch[3, 3] = math.nan if step == 1 else 1.0
-            net(batch)
-            session.step()
-    run = open_run(tmp_path)
-    counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
-    assert [(row["iteration"], row["value"]) for row in counts] == [(1, 1.0), (2, 0.0), (3, 0.0)]
+    trained(tmp_path, net, steps=4, loss=loss, around=outside, logs=False, config=config)
+    assert nonfinite_counts(tmp_path) == [(1, 1.0), (2, 0.0), (3, 0.0)]
 
 
 def test_a_run_that_fails_before_its_first_step_is_recorded(tmp_path: Path) -> None:
