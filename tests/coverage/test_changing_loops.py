@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from te_precision_callbacks.speed.devices import device_named
 from te_precision_callbacks.speed.expected import timed, with_recipes
+from tests.coverage.test_coverage import Net, counted, found
 
 WIDTH, WIDE = 64, 1024
 WRITES_NOTHING: dict[str, Any] = {"statistics_log": "off", "records": "off", "strict": True}
@@ -86,17 +86,16 @@ def only_step_0(model: Changing, step: int) -> list[dict[str, Any]]:
     return [{}]
 
 
-def test_a_path_that_begins_later_counts(tmp_path: Any) -> None:
-    session = train(8, from_step_4, log_dir=tmp_path)
-    assert session.coverage().share("fp8") == pytest.approx(WITH_HEAD)
-    assert session.coverage(at=3).share("fp8") == 1
-    assert "steps 0 to 3" in "".join(map(str, session._results.other_steps()))
-
-
-def test_a_path_that_has_ended_counts_no_longer(tmp_path: Any) -> None:
-    session = train(8, only_step_0, log_dir=tmp_path)
-    assert session.coverage(at=0).share("fp8") == pytest.approx(WITH_HEAD)
-    assert session.coverage().share("fp8") == 1
+@pytest.mark.parametrize(
+    ("batches", "with_head", "without"), [(from_step_4, None, 3), (only_step_0, 0, None)], ids=["begins", "has ended"]
+)
+def test_a_path_that_begins_later_or_has_ended(
+    tmp_path: Any, batches: Any, with_head: int | None, without: int | None
+) -> None:
+    session = train(8, batches, log_dir=tmp_path)
+    assert session.coverage(with_head).share("fp8") == pytest.approx(WITH_HEAD)
+    assert session.coverage(without).share("fp8") == 1
+    assert ("steps 0 to 3" if without else "step 0") in "".join(map(str, session._results.other_steps()))
 
 
 def test_a_contract_about_a_path_that_begins_later(tmp_path: Any) -> None:
@@ -105,28 +104,19 @@ def test_a_contract_about_a_path_that_begins_later(tmp_path: Any) -> None:
 
 
 def test_other_lengths(tmp_path: Any) -> None:
-    class Attends(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = te.Linear(WIDTH, WIDTH)
+    def attend(net: Any, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True):
+            q = net.qkv(x)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q).sum()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with te.autocast(enabled=True):
-                q = self.qkv(x)
-            return torch.nn.functional.scaled_dot_product_attention(q, q, q).sum()
-
-    model = Attends()
+    model = Net(attend, qkv=te.Linear(WIDTH, WIDTH))
     with InspectSession(model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         for step in range(8):
             model(torch.randn(1, 16 if step < 4 else 256, WIDTH)).backward()
             session.step()
-
-    def share(length: int) -> float:
+    for at, length in ((None, 256), (2, 16)):
         low, high = 2 * length * WIDTH * WIDTH, 6 * length * length * WIDTH
-        return low / (low + high)
-
-    assert session.coverage().share("fp8") == pytest.approx(share(256))
-    assert session.coverage(at=2).share("fp8") == pytest.approx(share(16))
+        assert session.coverage(at).share("fp8") == pytest.approx(low / (low + high))
 
 
 TASKS = [{"task": 0}, {"task": 1}]
@@ -162,8 +152,8 @@ def test_micro_batches_that_the_host_routes(tmp_path: Any, *, reverse: bool) -> 
             yield {}
 
     session = train(8, batches, log_dir=tmp_path)
-    right = share_by_hand((32, WIDTH, WIDTH, True), (16, WIDTH, WIDTH, True), (16, WIDTH, WIDE, False))
-    assert session.coverage().share("fp8") == pytest.approx(right)
+    products = (32, WIDTH, WIDTH, True), (16, WIDTH, WIDTH, True), (16, WIDTH, WIDE, False)
+    assert session.coverage().share("fp8") == pytest.approx(share_by_hand(*products))
     assert not session.coverage().not_counted
 
 
@@ -175,16 +165,12 @@ def test_one_step_in_high_precision(tmp_path: Any, odd: int) -> None:
 
 
 def test_a_layernorm_mlp_that_computes_its_forward_again(tmp_path: Any) -> None:
-    shares = []
-    for checkpoint in (False, True):
-        model = torch.nn.Sequential(te.LayerNormMLP(WIDTH, 4 * WIDTH, checkpoint=checkpoint), torch.nn.Linear(64, 64))
-        with InspectSession(model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
-            with te.autocast(enabled=True):
-                model(torch.randn(32, WIDTH)).sum().backward()
-            session.step()
-        coverage: Coverage = session.coverage()
-        shares.append({(item.layer, item.gemm): item.macs for item in coverage})
-    assert shares[0] == shares[1]
+    plain, again = (
+        counted(model, lambda model=model: model(torch.randn(32, WIDTH)).sum().backward(), tmp_path)
+        for checkpoint in (False, True)
+        for model in [torch.nn.Sequential(te.LayerNormMLP(WIDTH, 4 * WIDTH, checkpoint=checkpoint))]
+    )
+    assert found(plain) == found(again)
 
 
 def test_a_path_of_one_step_that_was_not_counted_is_an_estimate(tmp_path: Any) -> None:
@@ -201,20 +187,12 @@ def test_a_path_of_one_step_that_was_not_counted_is_an_estimate(tmp_path: Any) -
 
 def test_numbers_that_decide_nothing_are_counted_a_few_times(tmp_path: Any) -> None:
     counted: list[int] = []
-
-    class Scaled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = te.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-            with te.autocast(enabled=True):
-                return (self.layer(x) * number).sum()
-
-    model = Scaled()
+    model = Net(lambda net, x, number: (net.layer(x) * number).sum(), layer=te.Linear(WIDTH, WIDTH))
     with InspectSession(model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         for step in range(12):
-            model(torch.randn(16, WIDTH), step).backward()
+            with te.autocast(enabled=True):
+                loss = model(torch.randn(16, WIDTH), step)
+            loss.backward()
             counted.append(session._run.hooks.products.counting)  # type: ignore[union-attr]
             session.step()
             assert not session.coverage().is_estimate
@@ -240,20 +218,12 @@ def test_the_mean_of_more_changes_than_are_kept(tmp_path: Any) -> None:
 
 def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
     """The expected time of each expert, for micro-batches that send so many rows to each of two."""
-
-    class Experts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = te.GroupedLinear(2, WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor, splits: list[int]) -> torch.Tensor:
-            with te.autocast(enabled=True):
-                return self.experts(x, splits).sum()
-
-    model = Experts()
+    model = Net(lambda net, x, splits: net.experts(x, splits).sum(), experts=te.GroupedLinear(2, WIDTH, WIDTH))
     with InspectSession(model=model, log_dir=tempfile.mkdtemp(), **WRITES_NOTHING) as session:
         for splits in rows:
-            model(torch.randn(sum(splits), WIDTH), list(splits)).backward()
+            with te.autocast(enabled=True):
+                loss = model(torch.randn(sum(splits), WIDTH), list(splits))
+            loss.backward()
         session.step()
     times = timed(with_recipes(session.coverage(), "fp8_current_scaling"), device_named("H100"))
     return {f"{time.layer} {time.gemm}": time.high_ms for time in times}

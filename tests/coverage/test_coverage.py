@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -24,10 +25,10 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor.nvfp4_tensor import get_rht_matrix
 
 from te_precision_callbacks.accelerate import unconverted_layers
-from te_precision_callbacks.coverage.coverage import Coverage, Reason
+from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
 from te_precision_callbacks.coverage.micro_batches import NOT_CALLED
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature
 from tests.fused_attention import emulate_kernel
@@ -69,25 +70,33 @@ def found(coverage: Coverage) -> Macs:
     return macs
 
 
-class Case:
-    """A model, its input, and its products.
+class Case(NamedTuple):
+    """A model, its input, and its products, written by hand."""
 
-    Args:
-        make: makes the model.
-        batch: its input.
-        products: written by hand.
-        converted: whether Accelerate makes its linear layers Transformer Engine's.
-    """
-
-    def __init__(
-        self, make: Callable[[], torch.nn.Module], batch: Callable[[], Any], products: Macs, *, converted: bool = True
-    ) -> None:
-        self.make, self.batch, self.products, self.converted = make, batch, products, converted
+    make: Callable[[], torch.nn.Module]
+    batch: Callable[[], Any]
+    products: Any = None
 
     def loss(self, model: torch.nn.Module) -> torch.Tensor:
         batch = self.batch()
-        result: torch.Tensor = model(**batch).loss if isinstance(batch, Mapping) else model(batch).square().mean()
-        return result
+        return model(**batch).loss if isinstance(batch, Mapping) else model(batch).square().mean()
+
+
+class Net(torch.nn.Module):
+    """A module with these children, whose forward is a function of it and what it is given."""
+
+    def __init__(self, compute: Callable[..., torch.Tensor], **children: torch.nn.Module) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *given: Any, **keywords: Any) -> torch.Tensor:
+        return self.compute(self, *given, **keywords)
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(TOKENS, WIDTH)
 
 
 def words() -> torch.Tensor:
@@ -154,21 +163,12 @@ def mixtral() -> transformers.PreTrainedModel:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
 
 
-def bert() -> transformers.PreTrainedModel:
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**small(vocab_size=WORDS)))
-
-
 def gpt2() -> transformers.PreTrainedModel:
     sizes = {"n_embd": WIDTH, "n_inner": INNER, "n_layer": 1, "n_head": HEADS, "vocab_size": WORDS}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def vit() -> transformers.PreTrainedModel:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**small(image_size=32, patch_size=8)))
-
-
-def images() -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.ones(BATCH, 3, 32, 32), "labels": torch.zeros(BATCH, dtype=torch.int64)}
+CLASSES = torch.zeros(BATCH, dtype=torch.int64)
 
 
 BERT, GPT2, PATCHES = "bert.encoder.layer.0", "transformer.h.0", 16 + 1
@@ -188,8 +188,8 @@ HUGGING_FACE = {
         lookup("model.embed_tokens") | mixtral_layer("model.layers.0") | linear("lm_head", WIDTH, WORDS),
     ),
     "BERT": Case(
-        bert,
-        text(lambda: torch.zeros(BATCH, dtype=torch.int64)),
+        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**small(vocab_size=WORDS))),
+        text(lambda: CLASSES),
         {
             **lookup(*(f"bert.embeddings.{what}_embeddings" for what in ("word", "position", "token_type"))),
             **linear(f"{BERT}.attention.self.query", WIDTH, WIDTH),
@@ -217,8 +217,8 @@ HUGGING_FACE = {
         },
     ),
     "ViT": Case(
-        vit,
-        images,
+        lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**small(image_size=32, patch_size=8))),
+        lambda: {"pixel_values": torch.ones(BATCH, 3, 32, 32), "labels": CLASSES},
         {
             **linear("vit.embeddings.patch_embeddings.projection", 3 * 8 * 8, WIDTH, rows=BATCH * 16, dgrad=False),
             **linear("vit.layers.0.attention.q_proj", WIDTH, WIDTH, rows=BATCH * PATCHES),
@@ -234,26 +234,52 @@ HUGGING_FACE = {
 }
 
 
+def counted(
+    model: torch.nn.Module,
+    run: Callable[[], object],
+    folder: Path,
+    config: Any = None,
+    *,
+    unconverted: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Coverage:
+    """What a step covers in which ``run`` trains."""
+    with InspectSession(config, model=model, log_dir=folder, **WRITES_NOTHING, **options) as session:
+        session.unconverted = unconverted or {}
+        run()
+        session.step()
+        return session.coverage()
+
+
 def trained(
     case: Case,
     tmp_path: Path,
     model: torch.nn.Module | None = None,
     config: Any = None,
     *,
-    steps: int = 1,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    unconverted: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Coverage:
-    """What a model's steps cover under a session."""
+    """What a model's step covers."""
     model = case.make() if model is None else model
-    with InspectSession(config, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
-        session.unconverted = unconverted or {}
-        for _ in range(steps):
-            with around():
-                loss = case.loss(model)
-            loss.backward()
-            session.step()
-        return session.coverage()
+
+    def run() -> None:
+        with around():
+            loss = case.loss(model)
+        loss.backward()
+
+    return counted(model, run, tmp_path, config, **options)
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators of torch that are looked at."""
+    names: list[str] = []
+    look = OperatorProducts.look
+    monkeypatch.setattr(
+        OperatorProducts, "look", lambda self, name, *given: (names.append(name), look(self, name, *given))
+    )
+    return names
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "ViT"])
@@ -284,8 +310,7 @@ def test_products_of_a_model_that_accelerate_has_converted(name: str, tmp_path: 
     with torch.no_grad():
         convert_model(model)
     left = unconverted_layers(model)
-    around = lambda: te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling())  # noqa: E731
-    coverage = trained(case, tmp_path, model, around=around, unconverted=left)
+    coverage = trained(case, tmp_path, model, around=in_fp8, unconverted=left)
     assert found(coverage) == case.products
     for product in coverage:
         linears = isinstance(dict(model.named_modules()).get(product.layer), te.Linear)
@@ -309,17 +334,12 @@ def test_torchs_own_counter_counts_as_many(name: str, tmp_path: Path) -> None:
     assert counter.get_total_flops() == 2 * coverage.macs()
 
 
-def compiled(model: torch.nn.Module) -> torch.nn.Module:
-    torch._dynamo.reset()
-    result: torch.nn.Module = torch.compile(model, backend="aot_eager")
-    return result
-
-
 @pytest.mark.slow
 def test_a_compiled_model_has_the_same_products_and_stays_compiled(tmp_path: Path) -> None:
     case = HUGGING_FACE["GPT-2"]
+    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = compiled(case.make())
+    model: Any = torch.compile(case.make(), backend="aot_eager")
     coverage = trained(case, tmp_path, model)
     assert {key: macs for key, macs in found(coverage).items() if key[1] not in ("qk", "pv", "other")} == {
         key: macs for key, macs in case.products.items() if key[1] not in ("qk", "pv")
@@ -355,8 +375,7 @@ class Layers(torch.nn.Module):
         with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
             for layer in self.layers:
                 x = self.block(layer, x)
-        result: torch.Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 def te_layer(layer: str) -> Macs:
@@ -373,11 +392,15 @@ GPT = lookup("embedding") | te_layer("layers.0") | te_layer("layers.1") | linear
 CURRENT = recipes.Float8CurrentScaling
 
 
+def in_fp8() -> AbstractContextManager[Any]:
+    return te.autocast(recipe=CURRENT())
+
+
 def gpt(**more: Any) -> Case:
     return Case(lambda: Layers(CURRENT(), **more), words, GPT)
 
 
-def in_fp8(macs: Macs) -> float:
+def share_in_fp8(macs: Macs) -> float:
     """The share of those products of Transformer Engine's linear layers."""
     low = sum(count for (layer, gemm, _), count in macs.items() if "layers" in layer and gemm not in ("qk", "pv"))
     return low / sum(macs.values())
@@ -386,7 +409,7 @@ def in_fp8(macs: Macs) -> float:
 def test_a_gpt_of_transformer_engine(tmp_path: Path) -> None:
     coverage = trained(gpt(), tmp_path)
     assert found(coverage) == GPT
-    assert coverage.share("fp8") == in_fp8(GPT)
+    assert coverage.share("fp8") == share_in_fp8(GPT)
     assert coverage.share("fp8", gemm="wgrad", backward=True) == pytest.approx(
         1 - GPT["head", "wgrad", True] / sum(macs for (_, gemm, _), macs in GPT.items() if gemm == "wgrad")
     )
@@ -399,8 +422,7 @@ def test_a_gpt_of_transformer_engine(tmp_path: Path) -> None:
 
 
 def again(layer: Any, x: torch.Tensor, *, reentrant: bool) -> torch.Tensor:
-    result: torch.Tensor = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
-    return result
+    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
 
 
 def nested(layer: Any, x: torch.Tensor, *, outer: bool, inner: bool) -> torch.Tensor:
@@ -433,36 +455,23 @@ class Taught(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             wanted = self.teacher[1](self.teacher[0](x))
-        result: torch.Tensor = self.student[1](self.student[0](x)) - wanted
-        return result
+        return self.student[1](self.student[0](x)) - wanted
 
 
 def test_modules_of_a_model_that_is_not_called_itself(tmp_path: Path) -> None:
     """What torch computes between them is not seen, which the coverage says."""
     model = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
-    with InspectSession(log_dir=tmp_path) as session:
-        session.attach(model)
-        with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
-            first = model[0](torch.randn(32, 32))
-        model[1](first).sum().backward()
-        session.step()
-        coverage = session.coverage()
+    coverage = counted(model, lambda: model[1](model[0](torch.randn(32, 32))).sum().backward(), tmp_path)
     assert list(coverage.not_counted) == [NOT_CALLED]
     assert "not the model itself" in str(coverage)
 
 
 def test_what_runs_without_gradients_in_a_step_is_not_counted(tmp_path: Path) -> None:
-    coverage = trained(Case(Taught, lambda: torch.ones(TOKENS, WIDTH), {}), tmp_path)
+    coverage = trained(Case(Taught, ones), tmp_path)
     assert found(coverage) == {**linear("student.0", WIDTH, WIDTH, dgrad=False), **linear("student.1", WIDTH, WIDTH)}
 
 
-@pytest.mark.usefixtures("backward_thread")
-@pytest.mark.parametrize("block", TE_BLOCKS)
-def test_what_a_checkpoint_computes_again_is_not_counted_again(block: str, tmp_path: Path) -> None:
-    assert found(trained(gpt(block=BLOCKS[block]), tmp_path)) == GPT
-
-
-class TorchLayers(torch.nn.Module):
+def torch_layers(block: Callable[..., torch.Tensor]) -> Net:
     """Blocks of torch's layers, with a product without a weight, a loop over an autograd Function, and no checkpoint
     around the head.
 
@@ -470,20 +479,16 @@ class TorchLayers(torch.nn.Module):
         block: how each block is called.
     """
 
-    def __init__(self, block: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.block = block
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER), torch.nn.GELU(), Scores(), torch.nn.Linear(INNER, WIDTH))
-            for _ in range(2)
-        )
-        self.head = torch.nn.Linear(WIDTH, WORDS)
+    def compute(net: Any, x: torch.Tensor) -> torch.Tensor:
+        for part in net.blocks:
+            x = block(part, x)
+        return net.head(x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = self.block(block, x)
-        result: torch.Tensor = self.head(x)
-        return result
+    blocks = torch.nn.ModuleList(
+        torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER), torch.nn.GELU(), Net(scores), torch.nn.Linear(INNER, WIDTH))
+        for _ in range(2)
+    )
+    return Net(compute, blocks=blocks, head=torch.nn.Linear(WIDTH, WORDS))
 
 
 class Gram(torch.autograd.Function):
@@ -500,9 +505,8 @@ class Gram(torch.autograd.Function):
         return gradient @ (x.t() @ x)
 
 
-class Scores(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x @ x.t(), -1) @ x + Gram.apply(x)  # type: ignore[no-untyped-call]
+def scores(_: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x @ x.t(), -1) @ x + Gram.apply(x)  # type: ignore[no-untyped-call]
 
 
 def torch_block(path: str) -> Macs:
@@ -518,29 +522,27 @@ def torch_block(path: str) -> Macs:
     }
 
 
+TORCH_LAYERS = torch_block("blocks.0") | torch_block("blocks.1") | linear("head", WIDTH, WORDS)
+
+
+def once(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)
+
+
 @pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize("block", ["none", *BLOCKS])
 def test_torchs_layers_in_checkpoints_of_every_kind(block: str, tmp_path: Path) -> None:
-    case = Case(lambda: TorchLayers(BLOCKS.get(block, lambda layer, x: layer(x))),
-                lambda: torch.ones(TOKENS, WIDTH, requires_grad=True), {})  # fmt: skip
-    expected = torch_block("blocks.0") | torch_block("blocks.1") | linear("head", WIDTH, WORDS)
-    assert found(trained(case, tmp_path)) == expected
+    case = Case(lambda: torch_layers(BLOCKS.get(block, once)), lambda: ones().requires_grad_())
+    assert found(trained(case, tmp_path)) == TORCH_LAYERS
 
 
 def test_operations_and_experts(tmp_path: Path) -> None:
-    class Experts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ops = te.ops.Sequential(te.ops.Linear(WIDTH, INNER), te.ops.GELU(), te.ops.Linear(INNER, WIDTH))
-            self.experts = te.GroupedLinear(2, WIDTH, INNER)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with te.autocast(enabled=True, recipe=CURRENT()):
-                result: torch.Tensor = self.experts(self.ops(x), [16, TOKENS - 16])
-                return result
-
-    case = Case(Experts, lambda: torch.ones(TOKENS, WIDTH), {})
-    coverage = trained(case, tmp_path)
+    net = Net(
+        lambda net, x: net.experts(net.ops(x), [16, TOKENS - 16]),
+        ops=te.ops.Sequential(te.ops.Linear(WIDTH, INNER), te.ops.GELU(), te.ops.Linear(INNER, WIDTH)),
+        experts=te.GroupedLinear(2, WIDTH, INNER),
+    )
+    coverage = trained(Case(lambda: net, ones), tmp_path, around=in_fp8)
     assert found(coverage) == {
         **linear("ops.0", WIDTH, INNER),  # te.ops computes the gradient of an input that needs none, too
         **linear("ops.2", INNER, WIDTH),
@@ -620,72 +622,55 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def counted(
-    model: torch.nn.Module, run: Callable[[], None], folder: Path, looked: list[str] | None = None, **more: Any
-) -> Coverage:
-    """What a step covers in which ``run`` trains; with the operators of torch that were looked at."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        InspectSession(None, model=model, log_dir=folder, **WRITES_NOTHING, **more) as session,
-    ):
-        if looked is not None:
-            look = OperatorProducts.look
-            patch.setattr(
-                OperatorProducts, "look", lambda self, name, *given: (looked.append(name), look(self, name, *given))
-            )
-        run()
-        session.step()
-        return session.coverage()
-
-
 @pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize(
     ("schedule", "block"),
     [*((schedule, "reentrant") for schedule in SCHEDULES), ("interleaved", "none"),
      ("backwards_in_the_other_order", "not reentrant")],
 )  # fmt: skip
-def test_one_micro_batch_is_looked_at_and_counts_for_all(schedule: str, block: str, tmp_path: Path) -> None:
+def test_one_micro_batch_is_looked_at_and_counts_for_all(
+    schedule: str, block: str, tmp_path: Path, looked: list[str]
+) -> None:
     def batch(number: int) -> torch.Tensor:
         return torch.full((TOKENS, WIDTH), float(number), requires_grad=True)
 
-    model = TorchLayers(BLOCKS.get(block, lambda layer, x: layer(x)))
-    first: list[str] = []
-    counted(model, lambda: model(batch(0)).square().mean().backward(), tmp_path / "one", first)
-    looked: list[str] = []
-    coverage = counted(model, lambda: SCHEDULES[schedule](model, batch), tmp_path / "all", looked)
-    expected = torch_block("blocks.0") | torch_block("blocks.1") | linear("head", WIDTH, WORDS)
+    model = torch_layers(BLOCKS.get(block, once))
+    counted(model, lambda: model(batch(0)).square().mean().backward(), tmp_path / "one")
+    of_one = looked.count("aten::addmm")
+    coverage = counted(model, lambda: SCHEDULES[schedule](model, batch), tmp_path / "all")
     thrown = schedule == with_a_forward_that_is_thrown_away.__name__
-    assert found(coverage) == {key: (3 if thrown and key[2] else 4) * macs for key, macs in expected.items()}
+    assert found(coverage) == {key: (3 if thrown and key[2] else 4) * macs for key, macs in TORCH_LAYERS.items()}
     assert not coverage.not_counted
     most = 2 if thrown or schedule == together.__name__ else 1
-    assert looked.count("aten::addmm") <= most * first.count("aten::addmm")
+    assert looked.count("aten::addmm") <= (1 + most) * of_one
 
 
+def repeated(case: Case, model: torch.nn.Module, count: int) -> Callable[[], object]:
+    """Trains in so many micro-batches."""
+    return lambda: [case.loss(model).backward() for _ in range(count)]
+
+
+@pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("checkpoint", ["none", *TE_BLOCKS])
-def test_layers_of_transformer_engine_in_several_micro_batches(checkpoint: str, tmp_path: Path) -> None:
-    """Their GEMMs are counted each time, their attention in torch once."""
-    block = TE_BLOCKS.get(checkpoint, lambda layer, x: layer(x))
-    case, model = gpt(), Layers(CURRENT(), block)
-    looked: list[str] = []
-    coverage = counted(model, lambda: [case.loss(model).backward() for _ in range(3)] and None, tmp_path, looked)
+def test_layers_of_transformer_engine_in_several_micro_batches(
+    checkpoint: str, tmp_path: Path, looked: list[str]
+) -> None:
+    """Their GEMMs are counted each time, but not what a checkpoint computes again; their attention in torch once."""
+    model = Layers(CURRENT(), TE_BLOCKS.get(checkpoint, once))
+    coverage = counted(model, repeated(gpt(), model, 3), tmp_path)
     assert found(coverage) == {key: 3 * macs for key, macs in GPT.items()}
     assert looked.count("aten::embedding") == 1
 
 
-class Experts(torch.nn.Module):
+def to_experts(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Sends each row to one of two layers, by its values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, INNER) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = x[:, 0] > 0
-        return self.experts[0](x[first]).sum() + self.experts[1](x[~first]).sum()
+    first = x[:, 0] > 0
+    return net.experts[0](x[first]).sum() + net.experts[1](x[~first]).sum()
 
 
 def test_sizes_that_depend_on_values_are_looked_at_in_each_micro_batch(tmp_path: Path) -> None:
-    model, rows = Experts(), [3, 7, 5]
+    model = Net(to_experts, experts=torch.nn.ModuleList(torch.nn.Linear(WIDTH, INNER) for _ in range(2)))
+    rows = [3, 7, 5]
 
     def run() -> None:
         for count in rows:
@@ -699,28 +684,24 @@ def test_sizes_that_depend_on_values_are_looked_at_in_each_micro_batch(tmp_path:
 def test_models_that_follow_each_other_and_one_that_is_called_twice(tmp_path: Path) -> None:
     """As of a generator and a discriminator, whose parameters are frozen in turn."""
     first, second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, INNER)
-    model = torch.nn.ModuleDict({"first": first, "second": second})
 
     def run() -> None:
         for _ in range(2):
-            made = first(torch.ones(TOKENS, WIDTH))
-            (second(made.detach()).sum() + second(torch.ones(TOKENS, WIDTH)).sum()).backward()
+            made = first(ones())
+            (second(made.detach()).sum() + second(ones()).sum()).backward()
             second.requires_grad_(False)
             second(made).sum().backward()
             second.requires_grad_(True)
 
     coverage = counted({"a": first, "b": second}, run, tmp_path)  # type: ignore[arg-type]
-    names = {layer for layer, _, _ in found(coverage)}
-    assert len(names) == 2, model
-    macs = {(gemm, backward): 0 for _, gemm, backward in found(coverage)}
-    for (layer, gemm, backward), count in found(coverage).items():
-        if layer.startswith("b"):
-            macs[gemm, backward] = count // (TOKENS * WIDTH * INNER)
-    assert macs == {("fprop", False): 6, ("wgrad", True): 4, ("dgrad", True): 2}
-    [wgrad] = [
-        count for (layer, gemm, _), count in found(coverage).items() if layer.startswith("a") and gemm == "wgrad"
+    macs = {"a": TOKENS * WIDTH * WIDTH, "b": TOKENS * WIDTH * INNER}
+    assert sorted((layer[0], gemm, count / macs[layer[0]]) for (layer, gemm, _), count in found(coverage).items()) == [
+        ("a", "fprop", 2),
+        ("a", "wgrad", 2),
+        ("b", "dgrad", 2),
+        ("b", "fprop", 6),
+        ("b", "wgrad", 4),
     ]
-    assert wgrad == 2 * TOKENS * WIDTH * WIDTH
 
 
 REASONS: dict[str, tuple[Any, Any, Reason, str]] = {
@@ -754,48 +735,38 @@ def test_why_a_gemm_is_not_in_low_precision(case: str, tmp_path: Path) -> None:
     assert (dgrad.precision, dgrad.reason, dgrad.reason_ref) == ("fp32", reason, ref)
 
 
-@pytest.mark.parametrize("by_environment", [False, True])
+@pytest.mark.parametrize(
+    ("environment", "reason", "text"),
+    [
+        ("", Reason.BACKWARD_OVERRIDE, "backward_override='high_precision'"),
+        ("high_precision", Reason.ENVIRONMENT, "NVTE_BACKWARD_OVERRIDE=high_precision"),
+    ],
+)
 def test_a_recipe_with_a_backward_in_high_precision(
-    by_environment: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: str, reason: Reason, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if by_environment:
-        monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = te.Linear(WIDTH, INNER)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with te.autocast(enabled=True, recipe=CURRENT(backward_override="high_precision")):
-                result: torch.Tensor = self.fc(x)
-                return result
-
-    config = {"watched": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}
-    coverage = trained(Case(Net, lambda: torch.ones(TOKENS, WIDTH, requires_grad=True), {}), tmp_path, config=config)
+    if environment:
+        monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", environment)
+    coverage = trained(
+        Case(lambda: te.Linear(WIDTH, INNER), lambda: ones().requires_grad_()),
+        tmp_path,
+        config={"watched": feature("LogTensorStats", ["linear"], tensors=["activation"], stats=["max"])},
+        around=lambda: te.autocast(recipe=CURRENT(backward_override="high_precision")),
+    )
     stated = {product.gemm: (product.precision, product.reason, product.reason_ref) for product in coverage}
-    override = ("fp32", Reason.BACKWARD_OVERRIDE, "backward_override='high_precision'")
-    if by_environment:
-        override = ("fp32", Reason.ENVIRONMENT, "NVTE_BACKWARD_OVERRIDE=high_precision")
+    override = ("fp32", reason, text)
     assert stated == {"fprop": ("fp8", None, ""), "dgrad": override, "wgrad": override}
 
 
-def test_it_is_seen_once_and_torch_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[str] = []
-    look = OperatorProducts.look
-    monkeypatch.setattr(
-        OperatorProducts, "look", lambda self, name, *given: (looked.append(name), look(self, name, *given))
-    )
+def test_it_is_seen_once_and_torch_is_left_as_it_was(tmp_path: Path, looked: list[str]) -> None:
     case, model = HUGGING_FACE["BERT"], HUGGING_FACE["BERT"].make()
     before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off") as session:
-        case.loss(model).backward()
-        assert looked
-        session.step()
-        looked.clear()
-        case.loss(model).backward()
-        session.step()
-        assert not looked
+        for _ in range(2):
+            case.loss(model).backward()
+            session.step()
+            assert bool(looked) is (session.iteration == 1)
+            looked.clear()
     assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
 
@@ -827,18 +798,17 @@ def test_copies_of_a_model_run_as_themselves(tmp_path: Path) -> None:
 
 def test_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    models = [HUGGING_FACE["Mixtral"].make()]
-    models.append(copy.deepcopy(models[0]))
     case = HUGGING_FACE["Mixtral"]
-    with InspectSession(None, model=models[1], log_dir=tmp_path, statistics_log="off") as session:
-        for model in models:
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            case.loss(model).backward()
-            optimizer.step()
-        session.step()
-    assert session.coverage()
-    for first, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(first, other)
+    alone = case.make()
+    observed = copy.deepcopy(alone)
+
+    def train(model: torch.nn.Module) -> None:
+        case.loss(model).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+    train(alone)
+    assert counted(observed, lambda: train(observed), tmp_path)
+    assert all(map(torch.equal, alone.parameters(), observed.parameters()))
 
 
 def test_an_evaluation_before_the_first_step_is_not_counted(tmp_path: Path) -> None:
@@ -857,69 +827,62 @@ def test_an_evaluation_before_the_first_step_is_not_counted(tmp_path: Path) -> N
 def test_other_peoples_modes_and_autocast(tmp_path: Path) -> None:
     """A cast weight is still that weight, and what surrounds the model still works."""
     case, model = HUGGING_FACE["Llama"], HUGGING_FACE["Llama"].make()
-    with InspectSession(None, model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
-        with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
+    counter = FlopCounterMode(display=False)
+
+    def run() -> None:
+        with counter, torch.autocast("cpu", torch.bfloat16):
             case.loss(model).backward()
-        session.step()
-    assert found(session.coverage()) == case.products
-    assert session.coverage().share("bf16") == 1
+
+    coverage = counted(model, run, tmp_path)
+    assert found(coverage) == case.products
+    assert coverage.share("bf16") == 1
     assert counter.get_total_flops() > 0
 
 
+class Odd(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.ones(WIDTH, INNER))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = functional.linear(x, self.table.t())
+        return torch.einsum("nd,md->nm", hidden, hidden)
+
+
 def test_products_outside_of_any_layer_and_with_no_weight(tmp_path: Path) -> None:
-    class Odd(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = torch.nn.Parameter(torch.ones(WIDTH, INNER))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = functional.linear(x, self.table.t())
-            return torch.einsum("nd,md->nm", hidden, hidden)
-
-    coverage = trained(Case(Odd, lambda: torch.ones(TOKENS, WIDTH), {}), tmp_path)
     pairs = TOKENS * TOKENS * INNER
-    assert found(coverage) == {
+    assert found(trained(Case(Odd, ones), tmp_path)) == {
         **linear("odd.table", WIDTH, INNER, dgrad=False),
         ("odd", "other", False): pairs,
         ("odd", "other", True): 2 * pairs,
     }
 
 
-FUSED = {
-    "delayed scaling": ((10, 0), recipes.DelayedScaling, "FP8"),
-    "MXFP8": ((10, 0), recipes.MXFP8BlockScaling, "MXFP8"),
-}
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_attention_in_low_precision(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("recipe", "word"), [(recipes.DelayedScaling, "FP8"), (recipes.MXFP8BlockScaling, "MXFP8")])
+def test_attention_in_low_precision(recipe: Any, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Transformer Engine's fused attention, in the forward and in the backward."""
     emulate_kernel(monkeypatch)
-    capability, recipe, word = FUSED[name]
     length = 128  # a block of MXFP8
     with any_capability():
-        stand_for(capability)
+        stand_for((10, 0))
         layer = te.MultiheadAttention(
             WIDTH, HEADS, kv_channels=32, attention_dropout=0.0, params_dtype=torch.bfloat16, fuse_qkv_params=True
         )
-        config = {"watched": feature("LogTensorStats", ["qkv"], tensors=["weight"], stats=["max"])}
-        with InspectSession(config, model=layer, log_dir=tmp_path, statistics_log="off") as session:
-            inputs = torch.ones(length, BATCH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-            with te.autocast(enabled=True, recipe=recipe(fp8_dpa=True)):
-                out = layer(inputs, attn_mask_type="no_mask")
-            out.sum().backward()
-            session.step()
+        coverage = trained(
+            Case(lambda: layer, lambda: torch.ones(length, BATCH, WIDTH, dtype=torch.bfloat16, requires_grad=True)),
+            tmp_path,
+            config={"watched": feature("LogTensorStats", ["qkv"], tensors=["weight"], stats=["max"])},
+            around=lambda: te.autocast(recipe=recipe(fp8_dpa=True)),
+        )
+    products = [product for product in coverage if product.family == "attention"]
     first = BATCH * HEADS * length * length * 32
-    coverage = [product for product in session.coverage() if product.family == "attention"]
-    assert {(product.gemm, product.backward): product.macs for product in coverage} == {
-        ("qk", False): first,
-        ("pv", False): first,
-        ("qk", True): 2 * first,
-        ("pv", True): 2 * first,
+    assert {(product.layer, product.gemm, product.backward): product.macs for product in products} == {
+        ("multihead_attention.core_attention", role, backward): (1 + backward) * first
+        for role in ("qk", "pv")
+        for backward in (False, True)
     }
-    assert {product.layer for product in coverage} == {"multihead_attention.core_attention"}
-    assert all(text.startswith(word) for product in coverage for text in product.operands.values()), coverage
-    assert {product.reason for product in coverage} == {None}
+    assert all(text.startswith(word) for product in products for text in product.operands.values()), coverage
+    assert {product.reason for product in products} == {None}
 
 
 def test_the_first_nvfp4_of_a_process_has_no_product_of_its_own_making(tmp_path: Path) -> None:
@@ -928,32 +891,25 @@ def test_the_first_nvfp4_of_a_process_has_no_product_of_its_own_making(tmp_path:
     with any_capability():
         stand_for((10, 0))
         layer = te.Linear(WIDTH, INNER, params_dtype=torch.bfloat16)
-        with InspectSession(model=layer, log_dir=tmp_path, require="nvfp4 >= 100%", **WRITES_NOTHING) as session:
-            with te.autocast(enabled=True, recipe=recipes.NVFP4BlockScaling()):
-                out = layer(torch.ones(TOKENS, WIDTH, dtype=torch.bfloat16))
-            out.sum().backward()
-            session.step()
+        coverage = trained(
+            Case(lambda: layer, lambda: ones().bfloat16()),
+            tmp_path,
+            around=lambda: te.autocast(recipe=recipes.NVFP4BlockScaling()),
+            require="nvfp4 >= 100%",
+        )
     assert get_rht_matrix.cache_info().misses
-    assert {product.gemm for product in session.coverage() if product.macs} == {"fprop", "wgrad"}
+    assert {product.gemm for product in coverage if product.macs} == {"fprop", "wgrad"}
+
+
+class DerivedAttention(te.DotProductAttention):  # type: ignore[misc]
+    """As Megatron Core derives one: its parts have its name too."""
 
 
 def test_attention_of_a_derived_class(tmp_path: Path) -> None:
-    """As Megatron Core derives one: its parts have its name too."""
-
-    class Attention(te.DotProductAttention):
-        pass
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.core = Attention(HEADS, WIDTH // HEADS, attention_dropout=0.0, attn_mask_type="no_mask")
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.core(x, x, x)
-            return result
-
+    core = DerivedAttention(HEADS, WIDTH // HEADS, attention_dropout=0.0, attn_mask_type="no_mask")
     inputs = torch.ones(LENGTH, BATCH, HEADS, WIDTH // HEADS, requires_grad=True)
-    assert found(trained(Case(Net, lambda: inputs, {}), tmp_path)) == attention("core")
+    case = Case(lambda: Net(lambda net, x: net.core(x, x, x), core=core), lambda: inputs)
+    assert found(trained(case, tmp_path)) == attention("core")
 
 
 @pytest.mark.usefixtures("second_thread")
@@ -969,8 +925,8 @@ def test_attention_by_a_kernel_that_tells_nothing(
             look(self, name, arguments, result)
 
     monkeypatch.setattr(OperatorProducts, "look", see_no_attention)
-    case, model = gpt(), Layers(CURRENT(), TE_BLOCKS.get(checkpoint, lambda layer, x: layer(x)))
-    coverage = counted(model, lambda: [case.loss(model).backward() for _ in range(2)] and None, tmp_path)
+    model = Layers(CURRENT(), TE_BLOCKS.get(checkpoint, once))
+    coverage = counted(model, repeated(gpt(), model, 2), tmp_path)
     assert found(coverage) == {key: 2 * macs for key, macs in GPT.items()}
     [product] = [item for item in coverage if item.layer.startswith("layers.1") and item.gemm == "pv" and item.backward]
     assert (product.precision, product.reason) == ("fp32", Reason.ATTENTION)
@@ -988,75 +944,137 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("block", ["none", "not reentrant"])
 def test_tensor_parallel_layers_of_torch(block: str, tmp_path: Path) -> None:
     """Their operators are those of a DTensor, which runs others on its shards."""
-    around = BLOCKS.get(block, lambda layer, x: layer(x))
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = torch.nn.ModuleList(
-                torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER), torch.nn.GELU(), torch.nn.Linear(INNER, WIDTH))
-                for _ in range(2)
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for part in self.blocks:
-                x = around(part, x)
-            return x
-
-    model = Net()
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    for part in model.blocks:
-        parallelize_module(part, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    coverage = counted(
-        model, lambda: one_by_one(model, lambda _: torch.ones(TOKENS, WIDTH, requires_grad=True)), tmp_path
-    )
-    expected: Macs = {}
-    for number in (0, 1):
-        expected |= linear(f"blocks.{number}.0", WIDTH, INNER) | linear(f"blocks.{number}.2", INNER, WIDTH)
+    part = torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER), torch.nn.GELU(), torch.nn.Linear(INNER, WIDTH))
+    parallelize_module(part, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = Net(lambda net, x: BLOCKS.get(block, once)(net.part, x), part=part)
+    coverage = counted(model, lambda: one_by_one(model, lambda _: ones().requires_grad_()), tmp_path)
+    expected = linear("part.0", WIDTH, INNER) | linear("part.2", INNER, WIDTH)
     assert found(coverage) == {key: 4 * macs for key, macs in expected.items()}
 
 
-def test_micro_batches_of_other_sizes_are_looked_at_too(tmp_path: Path) -> None:
+def test_micro_batches_of_other_sizes_are_looked_at_too(tmp_path: Path, looked: list[str]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER))
     rows = [4, 8, 4, 8, 8]
-    looked: list[str] = []
-
-    def run() -> None:
-        for count in rows:
-            model(torch.ones(count, WIDTH)).sum().backward()
-
-    coverage = counted(model, run, tmp_path, looked)
+    coverage = counted(model, lambda: [model(torch.ones(count, WIDTH)).sum().backward() for count in rows], tmp_path)
     assert found(coverage) == linear("0", WIDTH, INNER, rows=sum(rows), dgrad=False)
     assert looked.count("aten::addmm") == 2
     assert {product.calls for product in coverage if product.macs} == {len(rows)}
 
 
-class Skipping(torch.nn.Module):
+def skip_by_value(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Leaves a layer out if a number in its input says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x)
-        return self.layers[1](x) if float(x.detach().sum()) > 0 else x
+    x = net.first(x)
+    return net.second(x) if float(x.detach().sum()) > 0 else x
 
 
 def test_another_way_through_the_model_is_noticed(tmp_path: Path) -> None:
-    model = Skipping()
-    torch.nn.init.eye_(model.layers[0].weight)
-    torch.nn.init.zeros_(model.layers[0].bias)
+    model = Net(skip_by_value, first=torch.nn.Linear(WIDTH, WIDTH, bias=False), second=torch.nn.Linear(WIDTH, WIDTH))
+    torch.nn.init.eye_(model.first.weight)
 
-    def run(*signs: int) -> None:
-        for sign in signs:
-            model(sign * torch.ones(TOKENS, WIDTH)).sum().backward()
+    def run(*signs: int) -> Coverage:
+        return counted(model, lambda: [model(sign * ones()).sum().backward() for sign in signs], tmp_path)
 
-    coverage = counted(model, lambda: run(1, -1, -1, 1), tmp_path)
-    assert found(coverage)["layers.1", "fprop", False] == 2 * TOKENS * WIDTH * WIDTH
+    coverage = run(1, -1, -1, 1)
+    assert found(coverage)["second", "fprop", False] == 2 * TOKENS * WIDTH * WIDTH
     assert not coverage.not_counted
-    coverage = counted(model, lambda: run(1, -1), tmp_path)
+    coverage = run(1, -1)
     [what] = coverage.not_counted
     assert "1 of 2 micro-batches took another way" in what
     assert what in str(coverage)
     assert "% of the multiply-adds, an estimate" in str(coverage)
+
+
+@pytest.mark.parametrize("how", ["torch", "te", "autocast inside"])
+def test_a_reentrant_checkpoint_outside_of_autocast(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The remedies of the message: Transformer Engine's checkpoint, and an autocast inside of what is checkpointed."""
+    net = te.Linear(WIDTH, WIDTH)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=CURRENT()) if how == "autocast inside" else nullcontext():
+            return net(x)
+
+    run = te.checkpoint if how == "te" else functools.partial(again, reentrant=True)
+    with InspectSession(None, model=net, log_dir=tmp_path, records="off") as session:
+        for _ in range(2):
+            with te.autocast(enabled=how != "autocast inside", recipe=CURRENT()):
+                result = run(net if how == "te" else part, torch.randn(WIDTH, WIDTH, requires_grad=True))
+            result.sum().backward()
+            session.step()
+    for at in (0, 1):
+        reasons = {product.reason for product in session.coverage(at) if product.macs}
+        assert reasons == ({Reason.RECOMPUTED} if how == "torch" else {None}), at
+    said = [record.getMessage() for record in caplog.records if "Gradient checkpointing" in record.getMessage()]
+    assert len(said) == (how == "torch")
+
+
+def test_nested_reentrant_checkpoints(tmp_path: Path) -> None:
+    """The forward runs three times, and is one product; the two that are computed again are no dgrad."""
+    net = te.Linear(WIDTH, WIDTH)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=CURRENT()):
+            return net(x)
+
+    with InspectSession(None, model=net, log_dir=tmp_path, records="off") as session:
+        nested(part, torch.randn(WIDTH, WIDTH, requires_grad=True), outer=True, inner=True).sum().backward()
+        session.step()
+    assert {(product.layer, product.gemm): product.macs for product in session.coverage() if product.macs} == {
+        ("linear", gemm): WIDTH**3 for gemm in ("fprop", "dgrad", "wgrad")
+    }
+
+
+def product(macs: int, *formats: str) -> Product:
+    operands = dict(zip(("activation", "weight"), formats, strict=True))
+    return Product(f"layer{macs}", "te", "fprop", False, macs, 1, 1, 1, 1, macs, operands)
+
+
+@pytest.mark.parametrize(
+    ("products", "line"),
+    [
+        ([("MXFP8 E4M3", "MXFP8 E4M3")], "MXFP8 in 100 % of the multiply-adds"),
+        ([("NVFP4", "NVFP4")], "NVFP4 in 100 % of the multiply-adds"),
+        ([("FP8 block E4M3", "FP8 block E4M3")], "FP8 block in 100 % of the multiply-adds"),
+        ([("FP8 E4M3", "FP8 E5M2")], "FP8 in 100 % of the multiply-adds"),
+        (
+            [("NVFP4", "NVFP4"), ("MXFP8 E4M3", "MXFP8 E4M3"), ("FP8 E4M3", "FP8 E4M3")],
+            "NVFP4 in 16.7 % of the multiply-adds (fprop 16.7); MXFP8 in 33.3 % of the multiply-adds (fprop 33.3);"
+            " FP8 in 50.0 % of the multiply-adds (fprop 50.0)",
+        ),
+    ],
+)
+def test_a_line_names_the_format(products: list[tuple[str, str]], line: str) -> None:
+    coverage = Coverage(product(place, *formats) for place, formats in enumerate(products, 1))
+    assert str(coverage).startswith(line)
+    without_nvfp4 = sum(place for place, formats in enumerate(products, 1) if "NVFP4" not in formats)
+    assert coverage.share("fp8") == pytest.approx(without_nvfp4 / coverage.macs()), "a contract's fp8 includes MXFP8"
+
+
+def test_the_state_of_a_gpt(tmp_path: Path) -> None:
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
+        for _ in range(2):
+            model(words()).sum().backward()
+        optimizer.step()
+        session.step()
+        rows = session.coverage().state
+    assert not any(module._forward_pre_hooks for module in model.modules()), "the session has taken its hooks back"
+    result = {(row.subject, row.dtype): (row.tensors, row.bytes) for row in rows}
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    tensors = len(list(model.parameters()))
+    assert result["parameter", "float32"] == result["gradient", "float32"] == (tensors, 4 * numbers)
+    assert result["optimizer_state", "float32"] == (2 * tensors, 2 * 4 * numbers)
+    assert not any(subject == "reduce" for subject, _ in result), "there is one rank"
+
+
+def test_a_contract_on_the_type_of_parameters(tmp_path: Path) -> None:
+    model = Layers().bfloat16()
+    demanded = {"state": {"parameter": "float32"}, "by_step": 1}
+    with (
+        pytest.raises(PrecisionContractError, match=r"parameter must be float32: some are bfloat16"),
+        te.autocast(enabled=False),
+        InspectSession(None, model=model, log_dir=tmp_path, require=demanded) as session,
+    ):
+        model(words()).sum().backward()
+        session.step()

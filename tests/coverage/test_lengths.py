@@ -11,6 +11,7 @@ import torch
 
 from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage.seen_products import ModelProducts
+from tests.coverage.test_coverage import Net
 
 HEADS, SIZE = 3, 8
 
@@ -29,33 +30,20 @@ def _a_kernel_for_the_cpu() -> Iterator[None]:
     library._destroy()
 
 
-class Attention(torch.nn.Module):
-    """Packed sequences that attend to themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
-
-    def forward(self, query: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.aten._efficient_attention_forward(
-            query, query, query, None, self.bounds, self.bounds, 5, 5, 0.0, 0
-        )[0]
-        return result
-
-
 def counted(micro_batches: list[list[int]]) -> list[int]:
-    """The multiply-adds of the products of a step."""
-    model = Attention()
+    """The multiply-adds of the products of a step in which packed sequences attend to themselves."""
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    attend = torch.ops.aten._efficient_attention_forward
+    model = Net(lambda _, query: attend(query, query, query, None, bounds, bounds, 5, 5, 0.0, 0)[0])
     products = ModelProducts(lambda *told: pytest.fail(str(told)), lambda: False, lambda: False)
     products.watch_model(model, {id(model): "model"}, ())
     with torch.enable_grad():
-        for bounds in micro_batches:
-            model.bounds.copy_(torch.tensor(bounds))  # as where a loader fills the same tensor again
-            model(torch.zeros(1, bounds[-1], HEADS, SIZE))
+        for places in micro_batches:
+            bounds.copy_(torch.tensor(places))  # as where a loader fills the same tensor again
+            model(torch.zeros(1, places[-1], HEADS, SIZE))
     result = products.take_step()
     products.close()
-    assert result is not None
-    return [product.macs for product in result.kinds.products(result.parts)]
+    return [product.macs for product in result.kinds.products(result.parts)]  # type: ignore[union-attr]
 
 
 def test_each_sequence_counts_with_its_length() -> None:

@@ -20,6 +20,7 @@ from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
 from tests.coverage.test_contract import CONFIG as WATCHED
 from tests.coverage.test_contract import Net
+from tests.instrumentation.steps import stepped
 
 pytestmark = pytest.mark.filterwarnings("ignore:Recipe type changed")
 
@@ -28,16 +29,8 @@ ALL_GEMMS = "FP8 in 100 % of the multiply-adds (fprop 100, dgrad 100, wgrad 100)
 ONE_LAYER = "FP8 in 50.0 % of the multiply-adds (fprop 50.0, dgrad 50.0, wgrad 50.0)"
 
 
-def trained(folder: Path, sections: dict[str, Any], recipes: list[Any], **options: Any) -> InspectSession:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    with InspectSession(sections, model=model, log_dir=folder, **options) as session:
-        for recipe in recipes:
-            with te.autocast(enabled=recipe is not None, recipe=recipe):
-                out = model(torch.randn(16, 32, requires_grad=True))
-            out.sum().backward()
-            session.step()
-    return session
+def trained(folder: Path, sections: dict[str, Any], recipes: list[Any]) -> InspectSession:
+    return stepped(torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32)), folder, recipes, sections)
 
 
 def lines(session: InspectSession) -> list[str]:
@@ -70,22 +63,28 @@ def test_a_step_that_an_error_ends_halfway_is_no_other_precision(tmp_path: Path)
     assert lines(session) == other_steps_of_run(open_run(tmp_path)) == []
 
 
-def of_steps(session: InspectSession, *, skipped: Collection[int] = (), raises: BaseException | None = None) -> None:
-    """Train for five steps, some of which have no backward; with an error, that in a sixth one after its forward. The
-    optimizer steps in all of them, with gradients of 0 where there is no backward."""
+ONE_LAYER_OF_TE = f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
+
+
+def of_steps(
+    session: InspectSession, *, steps: int = 5, skipped: Collection[int] = (), raises: BaseException | None = None
+) -> set[str]:
+    """Train for some steps, some of which have no backward; with an error, that in another one after its forward. The
+    optimizer steps in all of them, with gradients of 0 where there is no backward. What each step covers."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with session:
         session.attach(net)
-        for step in range(6 if raises else 5):
+        for step in range(steps + (raises is not None)):
             out = net(torch.ones(16, 32, requires_grad=True))
-            if step == 5 and raises:
+            if step == steps and raises:
                 raise raises
             if step not in skipped:
                 out.sum().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             session.step()
+    return {str(session.coverage(at=step)) for step in range(steps)}
 
 
 @pytest.mark.parametrize(("sections", "skipped"), [(None, (0, 1, 2)), (None, (2, 3)), (WATCHED, (0,)), (WATCHED, (4,))])
@@ -94,10 +93,7 @@ def test_a_batch_that_is_skipped_is_no_other_precision(
 ) -> None:
     """The script forwards it, and runs no backward."""
     session = InspectSession(sections, log_dir=tmp_path)
-    of_steps(session, skipped=skipped)
-    assert {str(session.coverage(at=step)) for step in range(5)} == {
-        f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
-    }
+    assert of_steps(session, skipped=skipped) == {ONE_LAYER_OF_TE}
     assert lines(session) == other_steps_of_run(open_run(tmp_path)) == []
     last = {entry.gemm: (entry.operands, entry.not_run, entry.until) for entry in session.precision(at=4)}
     assert last["wgrad"] == ({"gradient": "FP8 E5M2", "activation": "FP8 E4M3"}, "", None)
@@ -105,21 +101,14 @@ def test_a_batch_that_is_skipped_is_no_other_precision(
 
 def test_a_backward_that_comes_after_many_skipped_batches(tmp_path: Path) -> None:
     """What is not known is said as long as it is not known."""
-    net = Net()
-    with InspectSession(WATCHED, model=net, log_dir=tmp_path) as session:
-        for step in range(15):
-            out = net(torch.ones(16, 32, requires_grad=True))
-            if step > 12:
-                out.sum().backward()
-            session.step()
-            if step == 12:
-                assert str(session.coverage()) == (
-                    "FP8 in 50.0 % of the multiply-adds (fprop 50.0); 50.0 % in FP32: head (not a TE layer); no"
-                    " product of a backward has been seen, so these are those of a forward alone"
-                )
-    assert {str(session.coverage(at=step)) for step in range(15)} == {
-        f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
-    }
+    session = InspectSession(WATCHED, log_dir=tmp_path / "none")
+    of_steps(session, steps=13, skipped=range(13))
+    assert str(session.coverage()) == (
+        "FP8 in 50.0 % of the multiply-adds (fprop 50.0); 50.0 % in FP32: head (not a TE layer); no product of a"
+        " backward has been seen, so these are those of a forward alone"
+    )
+    session = InspectSession(WATCHED, log_dir=tmp_path / "two")
+    assert of_steps(session, steps=15, skipped=range(13)) == {ONE_LAYER_OF_TE}
 
 
 @pytest.mark.parametrize("skipped", [(0,), (0, 2)], ids=str)
@@ -133,12 +122,13 @@ def test_micro_batches_that_are_skipped_in_the_first_step(skipped: Collection[in
                 if step or micro_batch not in skipped:
                     out.sum().backward()
             session.step()
-    for step, backwards in ((0, 3 - len(skipped)), (1, 3)):
-        coverage = session.coverage(at=step)
-        calls = {product.gemm: product.calls for product in coverage if product.layer == "head"}
-        assert calls == {"fprop": 3, "dgrad": backwards, "wgrad": backwards}
-        assert not coverage.is_estimate
-        assert coverage.share("fp8") == 0.5
+    for coverage, backwards in ((session.coverage(at=0), 3 - len(skipped)), (session.coverage(at=1), 3)):
+        assert {product.gemm: product.calls for product in coverage if product.layer == "head"} == {
+            "fprop": 3,
+            "dgrad": backwards,
+            "wgrad": backwards,
+        }
+        assert (coverage.is_estimate, coverage.share("fp8")) == (False, 0.5)
 
 
 @pytest.mark.parametrize(("error", "sections"), [(ValueError(), WATCHED), (KeyboardInterrupt(), None)])
@@ -148,9 +138,7 @@ def test_a_step_that_an_error_ends_after_its_forward_changes_nothing(
     session = InspectSession(sections, log_dir=tmp_path)
     with pytest.raises(type(error)):
         of_steps(session, raises=error)
-    assert (
-        str(session.coverage()) == str(session.coverage(at=4)) == f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
-    )
+    assert str(session.coverage()) == str(session.coverage(at=4)) == ONE_LAYER_OF_TE
     assert lines(session) == other_steps_of_run(open_run(tmp_path)) == []
 
 

@@ -22,7 +22,7 @@ from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.layers import forwards
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.coverage.flash_attention import FlashAttention
-from tests.coverage.test_coverage import BLOCKS, Macs, found, linear
+from tests.coverage.test_coverage import BLOCKS, Macs, Net, found, linear, once
 
 BATCH, HEADS, LENGTH, SIZE = 2, 3, 16, 8
 WIDTH = HEADS * SIZE
@@ -32,22 +32,14 @@ ONE = BATCH * HEADS * LENGTH * LENGTH * SIZE
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Attention(torch.nn.Module):
-    """A projection, attention of a kernel, and another projection.
+def attention_by(attend: Attend) -> Net:
+    """A projection, attention of a kernel, for operands [batch, heads, length, size], and another projection."""
 
-    Args:
-        attend: the kernel, for operands [batch, heads, length, size].
-    """
+    def compute(net: Any, x: torch.Tensor) -> torch.Tensor:
+        parts = net.qkv(x).view(BATCH, LENGTH, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
+        return net.out(attend(*parts).transpose(1, 2).reshape(BATCH, LENGTH, WIDTH))
 
-    def __init__(self, attend: Attend) -> None:
-        super().__init__()
-        self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.attend = attend
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(x).view(BATCH, LENGTH, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
-        result: torch.Tensor = self.out(self.attend(*parts).transpose(1, 2).reshape(BATCH, LENGTH, WIDTH))
-        return result
+    return Net(compute, qkv=torch.nn.Linear(WIDTH, 3 * WIDTH), out=torch.nn.Linear(WIDTH, WIDTH))
 
 
 def projections() -> Macs:
@@ -91,7 +83,7 @@ def test_flex_attention(masked: bool, tmp_path: Path) -> None:
     """It is a higher-order operator, which a dispatch mode has to let through."""
     torch._dynamo.reset()
     mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=8)
-    model = Attention(lambda q, k, v: flex.flex_attention(q, k, v, block_mask=mask if masked else None))  # type: ignore[arg-type,return-value]
+    model = attention_by(lambda q, k, v: flex.flex_attention(q, k, v, block_mask=mask if masked else None))  # type: ignore[arg-type,return-value]
     coverage = trained(model, tmp_path)
     layers = {layer for layer, gemm, _ in found(coverage) if gemm == "qk"}
     assert found(coverage) == projections() | attention(*layers), "a mask reduces nothing"
@@ -106,24 +98,12 @@ def by_flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
 
 @pytest.mark.parametrize("checkpoint", ["none", "reentrant", "not reentrant"])
 def test_flash_attn(checkpoint: str, tmp_path: Path) -> None:
-    model = Attention(by_flash_attention)
-    block = BLOCKS.get(checkpoint)
-    coverage = trained(model if block is None else Checkpointed(model, block), tmp_path)
-    of_model = {
-        (layer.removeprefix("model."), gemm, back): macs for (layer, gemm, back), macs in found(coverage).items()
-    }
-    [layer] = {layer for layer, gemm, _ in of_model if gemm == "qk"}
-    assert of_model == projections() | attention(layer)
+    block = BLOCKS.get(checkpoint, once)
+    coverage = trained(Net(lambda net, x: block(net.model, x), model=attention_by(by_flash_attention)), tmp_path)
+    products = {(layer.removeprefix("model."), *key): macs for (layer, *key), macs in found(coverage).items()}
+    [layer] = {layer for layer, gemm, _ in products if gemm == "qk"}
+    assert products == projections() | attention(layer)
     assert not coverage.not_counted
-
-
-class Checkpointed(torch.nn.Module):
-    def __init__(self, model: torch.nn.Module, block: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.model, self.block = model, block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(self.model, x)
 
 
 @torch.library.custom_op("vendor::mm", mutates_args=())
@@ -147,19 +127,6 @@ vendor_mm.register_autograd(_gradients, setup_context=lambda ctx, inputs, output
 RAN: list[str] = []
 
 
-class Vendor(torch.nn.Module):
-    """A layer of torch's, and one by an operator that nobody knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known = torch.nn.Linear(WIDTH, WIDTH)
-        self.theirs = Theirs()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.theirs(self.known(x).view(ROWS, WIDTH))
-        return result
-
-
 class Theirs(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -173,8 +140,12 @@ UNKNOWN = "vendor::mm gets several floating-point matrices; whether it multiplie
 
 
 def test_an_operator_that_nobody_knows_is_named_and_not_taken_for_one_of_its_name(tmp_path: Path) -> None:
+    """Beside a layer of torch's."""
     RAN.clear()
-    coverage = trained(Vendor(), tmp_path)
+    model = Net(
+        lambda net, x: net.theirs(net.known(x).view(ROWS, WIDTH)), known=torch.nn.Linear(WIDTH, WIDTH), theirs=Theirs()
+    )
+    coverage = trained(model, tmp_path)
     assert found(coverage) == linear("known", WIDTH, WIDTH, rows=ROWS)
     assert coverage.not_counted == {UNKNOWN: ["theirs"]}
     assert {product.backward for product in coverage if product.runs == "uncounted"} == {False, True}
@@ -203,8 +174,11 @@ def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
     coverage = trained(model, tmp_path)
     assert looked
     assert not any(looked)
-    layers = {product.layer: product.family for product in coverage if product.runs == "seen"}
-    assert layers == {"0": "torch", "1": "te", "2": "te"}
+    assert {product.layer: product.family for product in coverage if product.runs == "seen"} == {
+        "0": "torch",
+        "1": "te",
+        "2": "te",
+    }
 
 
 # ---------------------------------------------------------------------- failures of our own
@@ -254,24 +228,12 @@ def test_with_strict_it_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_training_raises_passes(tmp_path: Path) -> None:
     """Once, and what is looked at goes on."""
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(WIDTH, WIDTH)
-            self.fails = True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.fails:
-                self.layer(x[..., :1])
-            result: torch.Tensor = self.layer(x)
-            return result
-
-    model = Net()
+    columns = slice(1)
+    model = Net(lambda net, x: net.layer(x[..., columns]), layer=torch.nn.Linear(WIDTH, WIDTH))
     with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             step(model)
-        model.fails = False
+        columns = slice(None)
         step(model)
         session.step()
     assert found(session.coverage()) == linear("layer", WIDTH, WIDTH, rows=ROWS)

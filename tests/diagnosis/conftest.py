@@ -10,20 +10,7 @@ import pytest
 
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.sinks.metrics import MetricSelection
-from te_precision_callbacks.sinks.step_records import StepRecords
 from tests.conftest import Keeper
-
-
-class Metrics(Keeper):
-    """Keeps what loggers would get, by iteration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.select = MetricSelection()
-        self.of_steps: dict[int, dict[str, float]] = {}
-
-    def write(self, records: StepRecords) -> None:
-        self.of_steps[records.iteration] = self.select(records)
 
 
 class Planted(NamedTuple):
@@ -39,12 +26,13 @@ class Planted(NamedTuple):
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     from tests.diagnosis.planted import train  # Transformer Engine, which the backend has to come before
 
-    folder, metrics, records = tmp_path_factory.mktemp("planted"), Metrics(), list[logging.LogRecord]()
+    folder, keeper, log = tmp_path_factory.mktemp("planted"), Keeper(), list[logging.LogRecord]()
     handler, logger = logging.Handler(), logging.getLogger("te_precision_callbacks")
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = log.append  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        session = train(folder, sinks=[metrics])
+        session = train(folder, sinks=[keeper])
     finally:
         logger.removeHandler(handler)
-    return Planted(folder, session, records, metrics.of_steps)
+    select = MetricSelection()
+    return Planted(folder, session, log, {records.iteration: select(records) for records in keeper.steps})

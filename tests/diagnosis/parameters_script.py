@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
 
@@ -41,6 +41,14 @@ def averaged(weights: Iterable[torch.nn.Parameter]) -> None:
     for weight in weights:
         dist.all_reduce(weight.grad)
         weight.grad /= 2
+
+
+def said(folder: Path, verdict: Verdict, *rules: str) -> str:
+    """The case, its findings, and which of these rules were checked; by default those about ranks, and no other."""
+    results = [
+        (item.rule, item.severity, list(item.layers), item.seen) for item in verdict if rules or item.rule in RULES
+    ]
+    return json.dumps([folder.name, results, [rule for rule in rules or RULES if rule in verdict.judged]])
 
 
 def train(
@@ -65,12 +73,10 @@ def train(
             after(step)
             session.step()
     dist.barrier()
-    verdict = session.findings
+    results = said(folder, session.findings)
     if rank == 0 and reduces_statistics:
-        recorded = diagnose(folder)
-        assert [item for item in recorded if item.rule in RULES] == [item for item in verdict if item.rule in RULES]
-    results = [(item.rule, item.severity, list(item.layers), item.seen) for item in verdict if item.rule in RULES]
-    print(json.dumps([folder.name, results, [rule for rule in RULES if rule in verdict.judged]]), flush=True)
+        assert said(folder, diagnose(folder)) == results
+    print(results, flush=True)
 
 
 def train_quantized_shards(folder: Path, recipe: Recipe, *, restores: bool) -> None:
@@ -97,9 +103,7 @@ def train_quantized_shards(folder: Path, recipe: Recipe, *, restores: bool) -> N
                 codes.copy_(old)
             session.log({"loss": loss.detach()})
             session.step()
-    results = [(finding.rule, finding.severity, list(finding.layers), finding.seen) for finding in session.findings]
-    checked = [rule for rule in session.findings.judged if rule == "frozen-weight"]
-    print(json.dumps([folder.name, results, checked]), flush=True)
+    print(said(folder, session.findings, "frozen-weight"), flush=True)
 
 
 class Experts(torch.nn.Module):
@@ -114,8 +118,7 @@ class Experts(torch.nn.Module):
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = self.router(tensor)
-        result: torch.Tensor = self.experts[0](tensor) + self.experts[1](tensor)
-        return result
+        return self.experts[0](tensor) + self.experts[1](tensor)
 
 
 def main(rank: int, folder: Path) -> None:
@@ -130,8 +133,7 @@ def main(rank: int, folder: Path) -> None:
     train(folder / "averaged", net, reduce=lambda: averaged(net.parameters()))
     forgotten = model()
     train(folder / "one forgotten", forgotten, reduce=lambda: averaged(forgotten[0].parameters()))
-    seeds = model(rank)
-    train(folder / "other seeds", seeds)
+    train(folder / "other seeds", model(rank))
 
     train(folder / "ddp", DistributedDataParallel(model()))
     drifting = DistributedDataParallel(model())

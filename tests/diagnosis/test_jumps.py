@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.diagnosis import RULES, Verdict, diagnose
+from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
-from te_precision_callbacks.diagnosis.numbers import Splitter
-from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.sinks.step_records import Row
-from te_precision_callbacks.statistics.series import SeriesTable
-from tests.step_records import records_from_rows
+from te_precision_callbacks.session import InspectSession, running_session
+from tests.diagnosis.planted import Block
+from tests.diagnosis.test_rules import judged, told
+from tests.diagnosis.training import trained
 
 Found = list[tuple[str, str, int | None]]
 
@@ -28,13 +26,9 @@ def found(verdict: Verdict) -> Found:
     return [(finding.rule, finding.severity, finding.since) for finding in verdict]
 
 
-def logged(values: Sequence[float], name: str = "loss", settings: Settings | None = None) -> Verdict:
+def logged(values: Sequence[float], name: str = "loss") -> Verdict:
     """The verdict on numbers that the trainer logs, one in an iteration."""
-    diagnosis = Diagnosis()
-    diagnosis.know(Facts(settings=settings or Settings()), 0)
-    for iteration, value in enumerate(values):
-        diagnosis.scalars(iteration, {name: value})
-    return diagnosis.verdict
+    return told(*({name: value} for value in values), settings=Settings())
 
 
 def falling(steps: int, start: float = 4.2, end: float = 2.0, noise: float = 0.05, seed: int = 0) -> list[float]:
@@ -108,11 +102,11 @@ def test_other_numbers_may_rise(name: str) -> None:
 
 def test_losses_of_several_names_have_a_curve_each() -> None:
     """The Hugging Face Trainer logs means of several steps, and in the end the mean of the training."""
-    diagnosis = Diagnosis()
-    for iteration, loss in enumerate(falling(100, 40.0)):
-        diagnosis.scalars(iteration, {"loss_step": loss, **({"loss": loss} if iteration % 10 == 0 else {})})
-    diagnosis.scalars(100, {"train_loss": 15.0})
-    assert found(diagnosis.verdict) == []
+    losses = [
+        {"loss_step": loss, **({"loss": loss} if iteration % 10 == 0 else {})}
+        for iteration, loss in enumerate(falling(100, 40.0))
+    ]
+    assert found(told(*losses, {"train_loss": 15.0})) == []
 
 
 NORMS = [1 + 0.3 * math.sin(7.7 * step * step) for step in range(60)]
@@ -147,15 +141,10 @@ def test_a_gradient_norm_of_inf_where_a_scaler_skips_the_step(is_scaled: bool) -
     assert found(diagnosis.verdict) == ([] if is_scaled else [("nonfinite-gradient-norm", "error", 0)])
 
 
-def weights(*steps: Mapping[str, float]) -> Verdict:
-    """The verdict on the amax of weights, layer by layer, 10 iterations apart."""
-    diagnosis, table = Diagnosis(rule for rule in RULES if rule.id == "weight-jump"), SeriesTable()
-    splitter = Splitter(table.__getitem__)
-    for place, step in enumerate(steps):
-        rows = [Row(layer, "weight", None, "cur_amax", value) for layer, value in step.items()]
-        records = records_from_rows(10 * place, 10 * place, rows, table=table)
-        diagnosis.step(splitter.step(10 * place, records.series, np.frombuffer(records.values)))
-    return diagnosis.verdict
+def weights(steps: Sequence[Mapping[str, float]]) -> list[Finding]:
+    """The findings about the amax of weights, layer by layer, 10 iterations apart."""
+    verdict = judged([{(layer, "weight", "cur_amax"): value for layer, value in step.items()} for step in steps])
+    return [finding for finding in verdict if finding.rule == "weight-jump"]
 
 
 def alike(amax: float, layers: int = 6) -> dict[str, float]:
@@ -178,46 +167,35 @@ def alike(amax: float, layers: int = 6) -> dict[str, float]:
     ids=["up", "to 0", "half", "two of six", "little", "from 0", "from the start", "one layer", "nan"],
 )
 def test_weights_that_change_at_once(steps: list[dict[str, float]], count: int) -> None:
-    verdict = weights(*steps)
-    assert [len(finding.layers) for finding in verdict] == [count] * bool(count)
-    assert [finding.since for finding in verdict] == [20] * bool(count)
+    assert [(len(finding.layers), finding.since) for finding in weights(steps)] == [(count, 20)] * bool(count)
 
 
-class Block(torch.nn.Module):
-    """Two layers with a residual connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = te.LayerNormLinear(32, 64), te.Linear(64, 32)
-
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor + self.fc2(torch.nn.functional.gelu(self.fc1(tensor)))
-
-
-def trained(
-    folder: Path, blocks: int, lr: float = 3e-3, steps: int = 26, act: Callable[[torch.nn.Module], None] | None = None
-) -> InspectSession:
-    """A classifier of tokens; ``act`` changes its weights before step 12."""
+def classified(
+    folder: Path,
+    blocks: int,
+    lr: float = 3e-3,
+    steps: int = 26,
+    act: Callable[[torch.nn.Module], object] = lambda net: None,
+) -> Verdict:
+    """A training of a classifier of tokens; ``act`` changes its weights before step 12."""
     torch.manual_seed(blocks)
     net = torch.nn.Sequential(torch.nn.Embedding(64, 32), *(Block() for _ in range(blocks)), torch.nn.Linear(32, 64))
     optimizer = torch.optim.AdamW(net.parameters(), lr)
-    with InspectSession(model=net, log_dir=folder) as session:
-        for step in range(steps):
-            if step == 12 and act is not None:
-                with torch.no_grad():
-                    act(net)
-            tokens = torch.randint(64, (64,))
-            with te.autocast(recipe=Float8CurrentScaling()):
-                loss = torch.nn.functional.cross_entropy(net(tokens), (5 * tokens + 3) % 64)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            session.log({"loss": loss, "grad_norm": norm})
-            session.step()
-    return session
+
+    def loss(step: int) -> torch.Tensor:
+        if step == 12:
+            act(net)
+        tokens = torch.randint(64, (64,))
+        return torch.nn.functional.cross_entropy(net(tokens), (5 * tokens + 3) % 64)
+
+    def clip(*_: object) -> None:
+        running_session().log({"grad_norm": torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)})
+
+    optimizer.register_step_pre_hook(clip)
+    return trained(folder, net, optimizer, steps=steps, loss=loss)
 
 
+@torch.no_grad()
 def overwrite(net: torch.nn.Module) -> None:
     """Multiply all weights, as a wrong scale in a restored checkpoint does."""
     for parameter in net.parameters():
@@ -225,27 +203,21 @@ def overwrite(net: torch.nn.Module) -> None:
             parameter.mul_(32)
 
 
-@pytest.mark.parametrize("blocks", [2, 4])
+@pytest.mark.parametrize("blocks", [4, 8])
 def test_a_training_that_diverges_and_its_remedy(tmp_path: Path, blocks: int) -> None:
-    session = trained(tmp_path / "diverges", blocks, lr=1.0, steps=12)
-    first = session.findings[0]
+    first = classified(tmp_path / "diverges", blocks, lr=1.0, steps=12)[0]
     assert (first.rule, first.severity, first.layers) == ("diverging-loss", "error", ())
     assert first.since in (1, 2)
-    assert diagnose(tmp_path / "diverges") == session.findings
-    remedied = trained(tmp_path / "lower rate", blocks)
-    assert found(remedied.findings) == []
-    assert {"diverging-loss", "gradient-jump", "nonfinite-gradient-norm", "weight-jump"} <= set(
-        remedied.findings.judged
-    )
+    remedied = classified(tmp_path / "lower rate", blocks)
+    assert found(remedied) == []
+    assert {"diverging-loss", "gradient-jump", "nonfinite-gradient-norm", "weight-jump"} <= set(remedied.judged)
 
 
 def test_weights_that_are_overwritten(tmp_path: Path) -> None:
-    session = trained(tmp_path, 2, act=overwrite)
-    rules = {finding.rule: finding for finding in session.findings}
-    assert {"diverging-loss", "weight-jump"} <= rules.keys()
-    assert (rules["weight-jump"].since, len(rules["weight-jump"].layers)) == (20, 4), "the next collection step"
+    rules = {finding.rule: finding for finding in classified(tmp_path, 4, act=overwrite)}
+    jump = rules["weight-jump"]
+    assert (jump.since, len(jump.layers)) == (20, 4), "the next collection step"
     assert rules["diverging-loss"].since == 12
-    assert diagnose(tmp_path) == session.findings
 
 
 @pytest.mark.parametrize(("after", "expected"), [(10.0, [("diverging-loss", "error", 24)]), (0.32, [])])

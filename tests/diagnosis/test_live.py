@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,30 @@ from te_precision_callbacks.diagnosis.engine import reads_stop
 from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.runs.answers import outcome_notes
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.session.endings import closing_lines
 from tests.conftest import statistics
 from tests.diagnosis.conftest import Planted
 from tests.diagnosis.planted import train
+from tests.diagnosis.training import in_fp8, sgd, trained
 
 LAYER = "4.fc"
 
 
-def test_the_block_is_found(planted: Planted) -> None:
-    first = planted.session.findings[0]
+def outside(step: int) -> AbstractContextManager[None]:
+    """A forward outside of te.autocast, or with regions of its own."""
+    return nullcontext()
+
+
+def test_the_block_is_found_live_and_in_the_records(planted: Planted) -> None:
+    findings = planted.session.findings
+    first = findings[0]
     assert (first.rule, first.layers, first.tensor, first.since) == ("sibling", (LAYER,), "gradient", 0)
     assert not planted.session.healthy
-    assert repr(planted.session.findings) == f"<Verdict: {planted.session.findings}>"
-
-
-def test_a_replay_finds_the_same(planted: Planted) -> None:
-    folder, session, *_ = planted
-    assert diagnose(folder) == session.findings
-    kinds = [row["kind"] for row in open_run(folder).events.to_pylist()]
-    assert kinds.count("finding") == len(session.findings)
+    assert repr(findings) == f"<Verdict: {findings}>"
+    assert diagnose(planted.folder) == findings
+    kinds = [row["kind"] for row in open_run(planted.folder).events.to_pylist()]
+    assert kinds.count("finding") == len(findings)
 
 
 def test_the_verdict_needs_no_records(tmp_path: Path, planted: Planted) -> None:
@@ -59,16 +61,8 @@ def test_a_healthy_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_layers_without_statistics_are_named_in_the_first_line(tmp_path: Path) -> None:
-    net = torch.nn.Sequential(te.Linear(32, 32), te.ops.Linear(32, 32))
-    with InspectSession(model=net, log_dir=tmp_path) as session:
-        for _ in range(6):
-            with te.autocast(enabled=True):
-                loss = net(torch.randn(32, 32)).square().mean()
-            loss.backward()
-            session.log({"loss": loss.item()})
-            session.step()
-    assert "; not observed: 1 of 2 layers (an operation of te.ops))" in session.findings.summary
-    assert diagnose(tmp_path) == session.findings
+    verdict = trained(tmp_path, torch.nn.Sequential(te.Linear(32, 32), te.ops.Linear(32, 32)), steps=6)
+    assert "; not observed: 1 of 2 layers (an operation of te.ops))" in verdict.summary
 
 
 def test_a_run_that_fails_in_its_first_step_counts_the_same_rules(tmp_path: Path) -> None:
@@ -97,16 +91,14 @@ def test_metrics_count_findings(planted: Planted) -> None:
     assert (metrics[2]["te/findings"], metrics[2]["te/findings/sibling"]) == (1.0, 1.0)
 
 
-def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("raised", [None, ValueError("the script's own")])
+def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path, raised: Exception | None) -> None:
     net = te.Linear(32, 32)
-    config = statistics(stats=["nonfinite_num"])
-    with pytest.raises(PrecisionFindingError, match="nonfinite"):
-        with InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop"):
+    with pytest.raises(type(raised) if raised else PrecisionFindingError, match=r"the script's own|nonfinite"):
+        with InspectSession(statistics(stats=["nonfinite_num"]), model=net, log_dir=tmp_path, on_finding="stop"):
             net(torch.full((16, 32), torch.nan)).sum().backward()
-    with pytest.raises(ValueError, match="the script's own"):
-        with InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop"):
-            net(torch.full((16, 32), torch.nan)).sum().backward()
-            raise ValueError("the script's own")
+            if raised:
+                raise raised
 
 
 @pytest.mark.parametrize(
@@ -169,91 +161,60 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
 def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
     """The first line says so, and not that the config lacks statistics."""
     net = te.Linear(32, 32).eval()
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for _ in range(10):
-            net(torch.ones(16, 32)).pow(2).mean().backward()
-            optimizer.step()
-            session.step()
-    for verdict in (session.findings, diagnose(tmp_path)):
-        unobserved = "all observed layers are in evaluation mode, so nothing is observed: call model.train()"
-        assert unobserved in verdict.summary
-        assert "no Transformer Engine layers" not in verdict.summary
-        assert "config" not in verdict.summary
+    summary = trained(tmp_path, net, sgd(net), around=outside, logs=False).summary
+    assert "all observed layers are in evaluation mode, so nothing is observed: call model.train()" in summary
+    assert "no Transformer Engine layers" not in summary
+    assert "config" not in summary
+
+
+def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    verdict = trained(
+        tmp_path, net, sgd(net), steps=20, loss=lambda step: net.train(step < 12)(torch.randn(16, 32)).square().mean()
+    )
+    assert "observation: in step 12, the optimizer has stepped, but all observed layers are in" in verdict.summary
 
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -> None:
     """A region that turns it off is meant, as for the last steps of a training in NVFP4."""
     net = te.Linear(32, 32)
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for step in range(20):
-            region = te.autocast(enabled=step < 12) if explicit or step < 12 else contextlib.nullcontext()
-            with region:
-                net(torch.randn(16, 32)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    for verdict in (session.findings, diagnose(tmp_path)):
-        assert [
-            (item.rule, item.severity, item.since) for item in verdict if item.rule in ("hole", "no-low-precision")
-        ] == ([("no-low-precision", "note", None)] if explicit else [("hole", "warning", 12)])
+
+    def around(step: int) -> AbstractContextManager[Any]:
+        return te.autocast(enabled=step < 12) if explicit or step < 12 else nullcontext()
+
+    def ends(verdict: Verdict) -> list[tuple[str, str, int | None]]:
+        return [(item.rule, item.severity, item.since) for item in verdict if item.rule in ("hole", "no-low-precision")]
+
+    verdict = trained(tmp_path, net, sgd(net), steps=20, around=around, logs=False, compared=ends)
+    assert ends(verdict) == ([("no-low-precision", "note", None)] if explicit else [("hole", "warning", 12)])
 
 
 def test_layers_that_leave_low_precision_without_a_majority_of_alike_ones(tmp_path: Path) -> None:
-    net = torch.nn.ModuleList([te.Linear(32, 32) for _ in range(4)])
-    optimizer = torch.optim.SGD(net.parameters(), 1e-6)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for step in range(16):
-            out = torch.randn(16, 32)
-            for number, layer in enumerate(net):
-                with (
-                    te.autocast(recipe=Float8CurrentScaling()) if step < 10 or number < 2 else contextlib.nullcontext()
-                ):
-                    out = layer(out)
-            out.pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    for verdict in (session.findings, diagnose(tmp_path)):
-        (finding,) = verdict.wrong
-        assert (finding.rule, finding.layers, finding.since) == ("hole", ("2", "3"), 10)
-        assert "ran in high precision, after steps in low precision: runs outside of te.autocast" in finding.seen
+    net = torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(4)))
+
+    def loss(step: int) -> torch.Tensor:
+        with in_fp8(step):
+            out = net[:2](torch.randn(16, 32))
+        with in_fp8(step) if step < 10 else nullcontext():
+            return net[2:](out).square().sum()
+
+    def holes(verdict: Verdict) -> list[tuple[Any, ...]]:
+        return [(finding.rule, finding.layers, finding.since, finding.seen) for finding in verdict.wrong]
+
+    optimizer = sgd(net, 1e-6)
+    verdict = trained(tmp_path, net, optimizer, steps=16, loss=loss, around=outside, logs=False, compared=holes)
+    seen = "ran in high precision, after steps in low precision: runs outside of te.autocast"
+    assert holes(verdict) == [("hole", ("2", "3"), 10, seen)]
 
 
 def test_a_parameter_without_requires_grad_in_the_optimizer(tmp_path: Path) -> None:
     net = torch.nn.Sequential(*[te.Linear(32, 32) for _ in range(4)])
     net[2].weight.requires_grad_(False)
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for _ in range(12):
-            with te.autocast(recipe=Float8CurrentScaling()):
-                out = net(torch.randn(16, 32))
-            out.pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.log({"loss": out.detach().pow(2).mean()})
-            session.step()
-    for verdict in (session.findings, diagnose(tmp_path)):
-        assert verdict.state == "no problems found"
-        assert [
-            "an optimizer contains 2.weight" in item.seen for item in verdict if item.rule == "missing-gradient"
-        ] == [True]
-
-
-def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path) -> None:
-    net = te.Linear(32, 32)
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for step in range(20):
-            net.train(step < 12)
-            net(torch.randn(16, 32)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    for verdict in (session.findings, diagnose(tmp_path)):
-        assert "observation: in step 12, the optimizer has stepped, but all observed layers are in" in verdict.summary
+    verdict = trained(tmp_path, net, torch.optim.AdamW(net.parameters(), 1e-4))
+    assert verdict.state == "no problems found"
+    (finding,) = (item for item in verdict if item.rule == "missing-gradient")
+    assert "an optimizer contains 2.weight" in finding.seen
 
 
 def test_a_severity_stands_for_those_that_are_worse(planted: Planted) -> None:
@@ -272,9 +233,8 @@ def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixt
         results.append(finding)
         raise ValueError("of the script")
 
-    session = train(tmp_path, 3, on_finding=note)
-    assert results == list(session.findings)
-    assert any("on_finding=" in record.message for record in caplog.records), "the failure is reported"
+    assert list(train(tmp_path, 3, on_finding=note).findings) == results
+    assert "on_finding=" in caplog.text, "the failure is reported"
 
 
 def test_a_function_stops_the_training(tmp_path: Path) -> None:
@@ -350,9 +310,9 @@ def test_the_closing_lines_of_notes_and_of_nothing(
         seen="seen",
     )
     lines = closing_lines(Verdict((note,) * 9, ("bf16-state",)), NOTHING, tmp_path, "")
-    assert len(lines) == 9
+    assert len(lines) == 8
     assert lines[1] == "  note: h.0.fc: seen (bf16-state)"
-    assert lines[7] == f"  and 3 more: te-precision diagnose {tmp_path}"
+    assert lines[6] == f"  and 4 more: te-precision diagnose {tmp_path}"
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
@@ -365,17 +325,26 @@ def test_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_the_last_good_checkpoint(tmp_path: Path) -> None:
     net = torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(2)))
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for step in range(31):
-            batch = torch.randn(16, 32) * (float("nan") if step > 14 else 1.0)
-            with te.autocast(recipe=Float8CurrentScaling()):
-                net(batch).sum().backward()
-            session.step()
-            if step in (4, 11, 25):
-                session.state_dict()
-    first = session.findings[0]
+
+    def loss(step: int) -> torch.Tensor:
+        if step in (5, 12, 26):
+            running_session().state_dict()
+        return net(torch.randn(16, 32) * (math.nan if step > 14 else 1.0)).sum()
+
+    first = trained(tmp_path, net, steps=31, loss=loss, logs=False)[0]
     assert (first.rule, first.since, first.last_good, first.checkpoint) == ("nonfinite", 20, 10, 5)
-    assert diagnose(tmp_path) == session.findings
+
+
+def test_a_checkpoint_after_the_last_due_step_is_known(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+
+    def loss(step: int) -> torch.Tensor:
+        if step == 3:
+            running_session().state_dict()
+        return net(torch.ones(16, 32)).sum() * (1.0 if step < 5 else math.nan)
+
+    (finding,) = trained(tmp_path, net, steps=6, loss=loss, config=statistics(freq=10)).wrong
+    assert (finding.last_good, finding.checkpoint) == (4, 3)
 
 
 @pytest.mark.parametrize("first_micro_batch", [None, True, False])
@@ -383,83 +352,79 @@ def test_stale_weights(tmp_path: Path, first_micro_batch: bool | None) -> None:
     """With ``is_first_microbatch=False`` for ever, the weights are those of the first step."""
     torch.manual_seed(0)
     net = te.Linear(32, 32)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for step in range(21):
-            with te.autocast(recipe=Float8CurrentScaling()):
-                out = net(torch.randn(16, 32), is_first_microbatch=True if step == 0 else first_micro_batch)
-            (out - 1).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    results = [finding.rule for finding in session.findings if finding.severity != "note"]
+
+    def loss(step: int) -> torch.Tensor:
+        out = net(torch.randn(16, 32), is_first_microbatch=True if step == 0 else first_micro_batch)
+        return (out - 1).square().sum()
+
+    results = [finding.rule for finding in trained(tmp_path, net, sgd(net), steps=21, loss=loss, logs=False).wrong]
     assert results[:1] == (["stale-weights"] if first_micro_batch is False else [])
 
 
-@pytest.mark.parametrize(("lr", "rules"), [(1e-6, ["lost-updates"]), (1e-2, [])])
-def test_lost_updates(tmp_path: Path, lr: float, rules: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "lr", "scale", "rules"),
+    [
+        (torch.bfloat16, 1e-6, 1.0, ["lost-updates"]),
+        (torch.bfloat16, 1e-2, 1.0, []),
+        (torch.float32, 1e-3, 1e-12, ["below-eps"]),
+        (torch.float32, 1e-3, 1.0, []),
+    ],
+)
+def test_updates_that_are_lost_and_gradients_below_eps(
+    tmp_path: Path, dtype: torch.dtype, lr: float, scale: float, rules: list[str]
+) -> None:
     torch.manual_seed(0)
-    net = te.Linear(32, 32, params_dtype=torch.bfloat16)
+    net = te.Linear(32, 32, params_dtype=dtype)
+
+    def loss(step: int) -> torch.Tensor:
+        return scale * net(torch.randn(16, 32, dtype=dtype)).float().square().mean()
+
     optimizer = torch.optim.Adam(net.parameters(), lr=lr)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for _ in range(21):
-            net(torch.randn(16, 32, dtype=torch.bfloat16)).float().pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    assert [finding.rule for finding in session.findings if finding.severity != "note"] == rules
-
-
-@pytest.mark.parametrize(("scale", "rules"), [(1e-12, ["below-eps"]), (1.0, [])])
-def test_gradients_below_eps(tmp_path: Path, scale: float, rules: list[str]) -> None:
-    torch.manual_seed(0)
-    net = te.Linear(32, 32)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for _ in range(21):
-            (scale * net(torch.randn(16, 32)).pow(2).mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    assert [finding.rule for finding in session.findings if finding.severity != "note"] == rules
+    verdict = trained(tmp_path, net, optimizer, steps=21, loss=loss, around=outside, logs=False)
+    assert [finding.rule for finding in verdict.wrong] == rules
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_eps_is_a_rule_of_optimizers_that_have_one(tmp_path: Path, kind: type[torch.optim.Optimizer]) -> None:
     net, other = te.Linear(32, 32), torch.nn.Linear(4, 4)
-    optimizer, of_other = kind(net.parameters(), lr=1e-3), torch.optim.Adam(other.parameters())
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        for _ in range(2):
-            (net(torch.randn(16, 32)).sum() + other(torch.ones(2, 4)).sum()).backward()
-            optimizer.step()
-            of_other.step()
-            session.step()
-    for verdict in (session.findings, diagnose(tmp_path)):
-        assert ("below-eps" in [item.rule for item in verdict.not_judged]) == (kind is torch.optim.AdamW)
+    verdict = trained(
+        tmp_path,
+        net,
+        [kind(net.parameters(), lr=1e-3), torch.optim.Adam(other.parameters())],
+        steps=2,
+        loss=lambda step: net(torch.randn(16, 32)).sum() + other(torch.ones(2, 4)).sum(),
+        config=statistics(),
+    )
+    assert ("below-eps" in [item.rule for item in verdict.not_judged]) == (kind is torch.optim.AdamW)
 
 
-@pytest.mark.parametrize(("enabled", "rules"), [(True, ["grad-scaler"]), (False, [])])
-def test_a_scaler_of_gradients_in_bfloat16(tmp_path: Path, enabled: bool, rules: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "enabled", "rules"),
+    [(torch.bfloat16, True, ["grad-scaler"]), (torch.bfloat16, False, []), (torch.float16, True, [])],
+)
+def test_a_scaler_of_gradients(tmp_path: Path, dtype: torch.dtype, enabled: bool, rules: list[str]) -> None:
+    """That of a model that is not observed does not count."""
     torch.manual_seed(0)
     own = vars(GradScaler)["step"]
     net, other = te.Linear(32, 32), torch.nn.Linear(4, 4)
-    optimizer, of_other = (torch.optim.SGD(item.parameters(), lr=1e-3) for item in (net, other))
-    scaler, scaler_of_other = GradScaler("cpu", enabled=enabled), GradScaler("cpu")
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16), te.autocast(recipe=Float8CurrentScaling()):
-                out = net(torch.randn(16, 32))
-            scaler.scale((out.float() - 1).pow(2).mean()).backward()
+    optimizers = sgd(net), sgd(other)
+    scalers = GradScaler("cpu", 8.0, enabled=enabled), GradScaler("cpu", 8.0)
+
+    def loss(step: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype), te.autocast(enabled=dtype is torch.bfloat16, recipe=Float8CurrentScaling()):
+            out = net(torch.randn(16, 32))
+        losses = (out.float() - 1).square().mean(), other(torch.ones(2, 4)).sum()
+        return sum(scaler.scale(value) for scaler, value in zip(scalers, losses, strict=True))
+
+    def step_optimizers() -> None:
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
             scaler.step(optimizer)
-            scaler_of_other.scale(other(torch.ones(2, 4)).sum()).backward()
-            scaler_of_other.step(of_other)
-            for item in (optimizer, of_other):
-                item.zero_grad()
             scaler.update()
-            scaler_of_other.update()
-            session.step()
-    assert [finding.rule for finding in session.findings if finding.severity != "note"] == rules
-    assert diagnose(tmp_path) == session.findings
+            optimizer.zero_grad()
+
+    verdict = trained(tmp_path, net, steps=2, loss=loss, around=outside, after=step_optimizers, logs=False)
+    assert [finding.rule for finding in verdict.wrong] == rules
+    assert "grad-scaler" in verdict.judged
     assert vars(GradScaler)["step"] is own, "what was wrapped is put back"
 
 
@@ -479,29 +444,11 @@ def test_a_layer_that_the_script_keeps_in_high_precision(tmp_path: Path, is_regi
     assert f"'3' ({region})" in str(session.coverage())
 
 
-def test_a_scaler_for_float16(tmp_path: Path) -> None:
-    net = te.Linear(32, 32)
-    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), GradScaler("cpu", 8.0)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        with torch.autocast("cpu", torch.float16):
-            out = net(torch.randn(16, 32))
-        scaler.scale((out.float() - 1).pow(2).mean()).backward()
-        scaler.step(optimizer)
-        session.step()
-    assert "grad-scaler" in session.findings.judged
-    assert not session.findings.wrong
-
-
 def test_arguments_that_the_recipe_does_not_use(tmp_path: Path) -> None:
     recipe = Float8CurrentScaling(use_power_2_scales=True, fp8_dpa=True)
-    net = te.Linear(32, 32)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        with te.autocast(recipe=recipe):
-            net(torch.randn(16, 32)).sum().backward()
-        session.step()
-    results = [(finding.severity, finding.seen.partition(" has")[0]) for finding in session.findings]
-    assert results == [("warning", "Float8CurrentScaling: use_power_2_scales (True)")]
-    assert diagnose(tmp_path) == session.findings
+    (finding,) = trained(tmp_path, te.Linear(32, 32), steps=1, around=lambda step: te.autocast(recipe=recipe))
+    assert finding.severity == "warning"
+    assert finding.seen.startswith("Float8CurrentScaling: use_power_2_scales (True) has")
 
 
 @pytest.mark.parametrize("logs_before", [True, False], ids=["before step()", "after step()"])
@@ -523,48 +470,19 @@ def test_a_loss_that_is_nan_stops_the_training(tmp_path: Path, logs_before: bool
     assert diagnose(tmp_path) == running.findings
 
 
-class Detached(torch.nn.Module):
-    """Layers of Transformer Engine before a head that is none, with a detach() between them in most steps."""
-
-    def __init__(self, every: int) -> None:
-        super().__init__()
-        self.layer, self.head = te.Linear(32, 32), torch.nn.Linear(32, 8)
-        self.step, self.every = 0, every
-
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = self.layer(tensor)
-        self.step += 1
-        result: torch.Tensor = self.head(made.detach() if self.step % self.every else made)
-        return result
-
-
 @pytest.mark.parametrize("every", [99, 5], ids=["always", "four of five steps"])
 def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, every: int) -> None:
-    net = Detached(every)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with InspectSession(model=net, log_dir=tmp_path) as session:
-        for _ in range(21):
-            net(torch.randn(16, 32)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    unjudged = {item.rule: item.why for item in session.findings.not_judged}
-    assert [item.rule for item in session.findings.wrong] == ["missing-gradient"] * (every == 99)
+    """Layers of Transformer Engine before a head that is none, with a detach() between them in most steps."""
+    net = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 8))
+
+    def loss(step: int) -> torch.Tensor:
+        made = net[0](torch.randn(16, 32))
+        return net[1](made.detach() if (step + 1) % every else made).square().mean()
+
+    verdict = trained(tmp_path, net, sgd(net, 0.1), steps=21, loss=loss, around=outside, logs=False)
+    assert [item.rule for item in verdict.wrong] == ["missing-gradient"] * (every == 99)
+    unjudged = {item.rule: item.why for item in verdict.not_judged}
     assert unjudged["dead-gradient"] == "no backward has reached a layer with statistics in a collection step"
-    assert diagnose(tmp_path) == session.findings
-
-
-def test_a_checkpoint_after_the_last_due_step_is_known(tmp_path: Path) -> None:
-    with InspectSession(statistics(freq=10), model=(net := te.Linear(32, 32)), log_dir=tmp_path) as session:
-        for step in range(6):
-            net(torch.ones(16, 32)).sum().backward()
-            session.log({"loss": 1.0 if step < 5 else float("nan")})
-            session.step()
-            if step == 2:
-                session.state_dict()
-    (finding,) = session.findings.wrong
-    assert (finding.last_good, finding.checkpoint) == (4, 3)
-    assert diagnose(tmp_path) == session.findings
 
 
 @pytest.mark.parametrize("forwards", [0, 1])
@@ -585,45 +503,44 @@ def test_a_run_without_a_step_is_judged_by_its_forwards(
         assert not list_runs(tmp_path), "nothing has run that could be recorded"
 
 
+def nonfinite_counts(folder: Path) -> list[tuple[int, float]]:
+    run = open_run(folder)
+    counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
+    return [(row["iteration"], row["value"]) for row in counts]
+
+
 @pytest.mark.parametrize("asked", ["cur_amax", "std"])
 def test_inf_and_nan_are_seen_without_being_asked_for(tmp_path: Path, asked: str) -> None:
     """Statistics leave them out, and the pass that measures these counts them anyway."""
-    net = te.Linear(32, 32)
-    session = InspectSession(
-        statistics(tensors=["activation", "gradient"], stats=[asked]),
-        model=torch.nn.Sequential(net),
-        log_dir=tmp_path,
-        on_finding="stop: nonfinite",
-    )
+    net = torch.nn.Sequential(te.Linear(32, 32))
+    config = statistics(tensors=["activation", "gradient"], stats=[asked])
+    session = InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop: nonfinite")
     with pytest.raises(PrecisionFindingError, match="1 element is inf or nan"), session:
         for step in range(4):
             batch = torch.randn(16, 32)
             batch[3, 3] = math.inf if step == 2 else 0.0
-            with te.autocast(recipe=Float8CurrentScaling()):
-                net(batch).sum().backward()
+            with in_fp8(step):
+                out = net(batch)
+            out.sum().backward()
             session.step()
-    assert [(finding.rule, finding.since, finding.tensor) for finding in session.findings] == [
-        ("nonfinite", 2, "activation")
-    ]
+    (finding,) = session.findings
+    assert (finding.rule, finding.since, finding.tensor) == ("nonfinite", 2, "activation")
     assert diagnose(tmp_path) == session.findings
-    run = open_run(tmp_path)
-    counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
-    assert [(row["iteration"], row["value"]) for row in counts] == [(2, 1.0)]
+    assert nonfinite_counts(tmp_path) == [(2, 1.0)]
 
 
 def test_inf_and_nan_are_counted_from_the_first_one_on(tmp_path: Path) -> None:
     """So that the last number of the series is that of the last step, and two runs have steps in common."""
-    net = te.Linear(32, 32)
+    net = torch.nn.Sequential(te.Linear(32, 32))
+
+    def loss(step: int) -> torch.Tensor:
+        batch = torch.ones(16, 32)
+        batch[3, 3] = math.nan if step == 1 else 1.0
+        return net(batch).sum()
+
     config = statistics(tensors=["activation"], stats=["cur_amax"])
-    with InspectSession(config, model=torch.nn.Sequential(net), log_dir=tmp_path) as session:
-        for step in range(4):
-            batch = torch.ones(16, 32)
-            batch[3, 3] = math.nan if step == 1 else 1.0
-            net(batch)
-            session.step()
-    run = open_run(tmp_path)
-    counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
-    assert [(row["iteration"], row["value"]) for row in counts] == [(1, 1.0), (2, 0.0), (3, 0.0)]
+    trained(tmp_path, net, steps=4, loss=loss, around=outside, logs=False, config=config)
+    assert nonfinite_counts(tmp_path) == [(1, 1.0), (2, 0.0), (3, 0.0)]
 
 
 def test_a_run_that_fails_before_its_first_step_is_recorded(tmp_path: Path) -> None:
@@ -641,16 +558,7 @@ def test_a_run_that_fails_before_its_first_step_is_recorded(tmp_path: Path) -> N
 
 def test_a_model_without_layers_of_transformer_engine(tmp_path: Path) -> None:
     """More statistics cannot be collected of it, so the verdict does not ask for them."""
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
-        for _ in range(8):
-            loss = model(torch.randn(8, 4)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.log({"loss": loss.detach()})
-            session.step()
-    for verdict in (session.findings, diagnose(tmp_path)):
-        assert "nonfinite, dead-gradient: the model has no Transformer Engine layers" in verdict.summary
-        assert "default_statistics" not in verdict.summary
+    model = torch.nn.Linear(32, 4)
+    summary = trained(tmp_path, model, sgd(model, 0.1), steps=8, around=outside).summary
+    assert "nonfinite, dead-gradient: the model has no Transformer Engine layers" in summary
+    assert "default_statistics" not in summary

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.session import InspectSession
 from tests.combinations import half
 from tests.conftest import statistics
+from tests.diagnosis.training import Loss, in_fp8, trained
 from tests.forked import ranks
 
 STEPS = 12
@@ -51,59 +53,36 @@ class Model(torch.nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.blocks(self.embedding(tokens)))
-        return result
+        return self.head(self.blocks(self.embedding(tokens)))
 
-
-Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-Loss = Callable[[int], torch.Tensor]
-
-
-def language_loss(model: torch.nn.Module) -> Loss:
-    def loss(step: int) -> torch.Tensor:
+    def loss(self, step: int) -> torch.Tensor:
         tokens = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(step))
-        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        return torch.nn.functional.cross_entropy(self(tokens).flatten(0, 1).float(), tokens.flatten())
 
-    return loss
+    def loss_after(self, change: Callable[[int], object]) -> Loss:
+        """The loss of a step, before which something is changed."""
+
+        def loss(step: int) -> torch.Tensor:
+            change(step)
+            return self.loss(step)
+
+        return loss
 
 
-def train(
-    folder: Path,
-    model: torch.nn.Module,
-    optimizers: Optimizers,
-    *,
-    loss: Loss | None = None,
-    after: Callable[[], object] = lambda: None,
-    steps: int = STEPS,
-    micro_batches: int = 1,
-    recipe: Any = None,
-    config: Any = None,
-) -> Verdict:
-    """Train; the verdict, which that on the records must equal."""
-    loss = loss or language_loss(model)
-    stepped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    with InspectSession(config, model=model, log_dir=folder, report=False) as session:
-        for step in range(steps):
-            for micro_batch in range(micro_batches):
-                with te.autocast(recipe=recipe or Float8CurrentScaling()):
-                    value = loss(step * micro_batches + micro_batch)
-                value.backward()
-            for optimizer in stepped:
-                optimizer.step()
-                optimizer.zero_grad()
-            after()
-            session.log({"loss": value.detach()})
-            session.step()
-    assert diagnose(folder) == session.findings
-    return session.findings
+def train(folder: Path, model: Any, *arguments: Any, **keywords: Any) -> Verdict:
+    """As :func:`trained`, with the loss of :class:`Model`."""
+    return trained(folder, model, *arguments, **{"loss": model.loss, **keywords})
 
 
 def of_parameters(verdict: Verdict) -> list[Finding]:
     return [finding for finding in verdict if finding.rule in PARAMETERS]
 
 
-def alarms(verdict: Verdict) -> list[str]:
-    return [str(finding) for finding in of_parameters(verdict) if finding.severity != "note"]
+def place_of(finding: Finding) -> tuple[str, str, int | None, tuple[str, ...]]:
+    return finding.rule, finding.severity, finding.since, finding.layers
+
+
+OF_BLOCK_1 = ("blocks.1.fc1", "blocks.1.fc2")
 
 
 def assert_checked(verdict: Verdict) -> None:
@@ -144,7 +123,7 @@ def test_a_config_without_statistics_of_weights_checks_parameters_too(tmp_path: 
     assert not of_parameters(verdict)
     model.blocks[1].cut = True
     (result,) = of_parameters(train(tmp_path / "planted", model, adamw(model), config=config))
-    assert result.layers == ("blocks.1.fc1", "blocks.1.fc2")
+    assert result.layers == OF_BLOCK_1
 
 
 def test_warm_up_from_0(tmp_path: Path) -> None:
@@ -201,114 +180,105 @@ def test_frozen_layers_and_adapters(tmp_path: Path, holds_all: bool) -> None:
 
 def test_an_average_of_the_weights_in_the_model(tmp_path: Path) -> None:
     model = Model()
-    optimizer = adamw(model)
     averaged = torch.optim.swa_utils.AveragedModel(model.blocks)
     both = torch.nn.ModuleDict({"model": model, "average": averaged})
-    verdict = train(
-        tmp_path, both, optimizer, loss=language_loss(model), after=lambda: averaged.update_parameters(model.blocks)
+    verdict = trained(
+        tmp_path, both, adamw(model), loss=model.loss, after=lambda: averaged.update_parameters(model.blocks)
     )
     assert not of_parameters(verdict)
     assert_checked(verdict)
 
 
-class Experts(torch.nn.Module):
-    """Experts of which each step trains one; some are not trained after the tenth step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ffn = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(6))
-
-    def forward(self, step: int) -> torch.Tensor:
-        result: torch.Tensor = self.ffn[step * step % 3 if step > 10 else step % 5](torch.ones(16, 32))
-        return result.pow(2).mean()
-
-
 def test_experts_without_tokens(tmp_path: Path) -> None:
-    """One of six has none in all steps, and two have none in most."""
-    model = Experts()
-    verdict = train(tmp_path / "few", model, adamw(model), loss=lambda step: model(step), steps=40)
-    assert not of_parameters(verdict)
-    grouped = te.GroupedLinear(4, 32, 32)
-    inputs = torch.randn(32, 32)
-    verdict = train(
-        tmp_path / "grouped", grouped, adamw(grouped), loss=lambda step: grouped(inputs, [16, 16, 0, 0]).pow(2).mean()
+    """Of six, each step trains one; one has no tokens in all steps, and two have none in most, and none after the
+    tenth step."""
+    experts = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(6))
+
+    def loss(step: int) -> torch.Tensor:
+        return experts[step * step % 3 if step > 10 else step % 5](torch.ones(16, 32)).square().mean()
+
+    assert not of_parameters(trained(tmp_path / "few", experts, adamw(experts), loss=loss, steps=40))
+    grouped, inputs = te.GroupedLinear(4, 32, 32), torch.randn(32, 32)
+    verdict = trained(
+        tmp_path / "grouped", grouped, adamw(grouped), loss=lambda _: grouped(inputs, [16, 16, 0, 0]).square().mean()
     )
-    assert not alarms(verdict)
+    assert not [finding for finding in of_parameters(verdict) if finding.severity != "note"]
 
 
-def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
-    """The generator trains in every fifth step; its optimizer has not stepped in the first ones."""
+@pytest.mark.parametrize("detaches", [False, True])
+def test_a_generator_and_a_discriminator_in_turns(tmp_path: Path, detaches: bool) -> None:
+    """The generator trains in the steps 4, 9, 14, ..., and statistics are collected in 0, 1, 2, 5, 10, ....; in the
+    other steps no gradient reaches it, or nothing takes it."""
     models = torch.nn.ModuleDict({"generator": Block(), "discriminator": torch.nn.Sequential(Block(), Block())})
     generator, discriminator = adamw(models["generator"]), adamw(models["discriminator"])
     with InspectSession(model=models, log_dir=tmp_path, report=False) as session:
-        for step in range(20):
+        for step in range(25):
             trains = step % 5 == 4
-            models["discriminator"].requires_grad_(not trains)
-            with te.autocast(recipe=Float8CurrentScaling()):
-                loss = models["discriminator"](models["generator"](torch.randn(16, 32))).pow(2).mean()
+            models["discriminator"].requires_grad_(detaches or not trains)
+            with in_fp8(step):
+                fake = models["generator"](torch.randn(16, 32))
+                loss = models["discriminator"](fake.detach() if detaches and not trains else fake).square().mean()
             loss.backward()
             (generator if trains else discriminator).step()
             models.zero_grad()
             models["discriminator"].requires_grad_(True)
             session.step()
-    assert not of_parameters(session.findings)
+    assert not [finding for finding in session.findings if finding.rule in ("dead-gradient", *PARAMETERS)]
     assert diagnose(tmp_path) == session.findings
 
 
 def test_gradients_that_are_gone_before_the_step(tmp_path: Path) -> None:
     """A loop that keeps gradients in another place, as Megatron does in ``main_grad``."""
     model = Model()
+
+    def move(weight: torch.Tensor) -> None:
+        weight.main_grad.add_(weight.grad)  # type: ignore[attr-defined]
+        weight.grad = None
+
     for weight in model.parameters():
         weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
-    optimizer = adamw(model)
-    loss = language_loss(model)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
-        for step in range(STEPS):
-            loss(step).backward()
-            with torch.no_grad():
-                for weight in model.parameters():
-                    weight.main_grad.add_(weight.grad)
-                    weight.grad = None
-                optimizer.step()
-                for weight in model.parameters():
-                    weight.sub_(weight.main_grad, alpha=1e-2)
-                    weight.main_grad.zero_()
-            session.step()
-    assert not of_parameters(session.findings)
-    assert_checked(session.findings)
+        weight.register_post_accumulate_grad_hook(move)
 
+    @torch.no_grad()
+    def update() -> None:
+        for weight in model.parameters():
+            weight.sub_(weight.main_grad, alpha=1e-2)  # type: ignore[attr-defined]
+            weight.main_grad.zero_()  # type: ignore[attr-defined]
 
-def _zero_gradient(weight: torch.Tensor) -> None:
-    assert weight.grad is not None
-    weight.grad.zero_()
+    verdict = train(tmp_path, model, adamw(model), after=update)
+    assert not of_parameters(verdict)
+    assert_checked(verdict)
 
 
 def test_gradients_that_are_0_at_the_step(tmp_path: Path) -> None:
     """AdamW's weight decay still changes every weight."""
     model = Model()
+
+    def zero_gradient(weight: torch.Tensor) -> None:
+        weight.grad.zero_()  # type: ignore[union-attr]
+
     for weight in model.parameters():
-        weight.register_post_accumulate_grad_hook(_zero_gradient)
+        weight.register_post_accumulate_grad_hook(zero_gradient)
     verdict = train(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    (alarm,) = alarms(verdict)
-    assert "frozen-weight" in alarm
-    assert "sampled gradient elements of" in alarm
+    (finding,) = (finding for finding in of_parameters(verdict) if finding.severity != "note")
+    assert finding.rule == "frozen-weight"
+    assert "sampled gradient elements of" in finding.seen
     assert "zero_grad()" in of_parameters(verdict)[0].remedy
 
 
 def test_a_loop_without_an_optimizer(tmp_path: Path) -> None:
     model = Model()
-    loss = language_loss(model)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
-        for step in range(STEPS):
-            loss(step).backward()
-            with torch.no_grad():
-                for weight in model.parameters():
-                    weight.sub_(weight.grad, alpha=1e-2)
-            model.zero_grad()
-            session.step()
-    assert not of_parameters(session.findings)
-    assert "missing-gradient" in session.findings.judged
-    assert "frozen-weight" not in session.findings.judged
+
+    @torch.no_grad()
+    def update() -> None:
+        for weight in model.parameters():
+            weight.sub_(weight.grad, alpha=1e-2)
+        model.zero_grad()
+
+    verdict = train(tmp_path, model, after=update)
+    assert not of_parameters(verdict)
+    assert "missing-gradient" in verdict.judged
+    assert "frozen-weight" not in verdict.judged
 
 
 # ---------------------------------------------------------------------- missing gradients
@@ -318,8 +288,7 @@ def test_a_block_that_is_cut_off(tmp_path: Path) -> None:
     model = Model()
     model.blocks[1].cut = True
     (result,) = of_parameters(train(tmp_path, model, adamw(model)))
-    assert (result.rule, result.severity, result.since) == ("missing-gradient", "warning", 0)
-    assert result.layers == ("blocks.1.fc1", "blocks.1.fc2")
+    assert place_of(result) == ("missing-gradient", "warning", 0, OF_BLOCK_1)
     assert "blocks.1.fc1.layer_norm_weight and 5 more parameters received no gradient in" in result.seen
 
 
@@ -327,132 +296,83 @@ def test_an_optimizer_that_no_longer_steps(tmp_path: Path) -> None:
     model = Model()
     optimizer = adamw(model)
     step_of = optimizer.step
-    loss = language_loss(model)
 
-    def stop(step: int) -> torch.Tensor:
+    def stop(step: int) -> None:
         optimizer.step = step_of if step < 12 else lambda: None  # type: ignore[method-assign]
-        return loss(step)
 
-    (result,) = of_parameters(train(tmp_path, model, optimizer, loss=stop, steps=40))
-    assert (result.rule, result.severity, result.since) == ("frozen-weight", "warning", 12)
-    assert result.layers == ()
+    (result,) = of_parameters(train(tmp_path, model, optimizer, loss=model.loss_after(stop), steps=40))
+    assert place_of(result) == ("frozen-weight", "warning", 12, ())
 
 
 def test_a_block_that_is_cut_off_later(tmp_path: Path) -> None:
     """From step 8 on, in a run of 25 steps; each second step of another block is cut, which is not a problem."""
     model = Model()
-    loss = language_loss(model)
 
-    def cut(step: int) -> torch.Tensor:
+    def cut(step: int) -> None:
         model.blocks[0].cut = bool(step % 2)
         model.blocks[1].cut = step >= 8
-        return loss(step)
 
-    (result,) = of_parameters(train(tmp_path, model, adamw(model), loss=cut, steps=25))
-    assert (result.rule, result.severity, result.since) == ("missing-gradient", "warning", 8)
-    assert result.layers == ("blocks.1.fc1", "blocks.1.fc2")
+    (result,) = of_parameters(train(tmp_path, model, adamw(model), loss=model.loss_after(cut), steps=25))
+    assert place_of(result) == ("missing-gradient", "warning", 8, OF_BLOCK_1)
     assert "had gradients, and received none since step 8, although the module still runs" in result.seen
 
 
 def test_a_block_that_is_no_longer_called(tmp_path: Path) -> None:
     """It may be meant, as in training by phases."""
     model = Model(3)
-    loss = language_loss(model)
 
-    def skip(step: int) -> torch.Tensor:
+    def skip(step: int) -> None:
         if step == 12:
             model.blocks[1].forward = lambda tensor: tensor
-        return loss(step)
 
-    (result,) = of_parameters(train(tmp_path, model, adamw(model), loss=skip, steps=80))
-    assert (result.rule, result.severity, result.since) == ("missing-gradient", "note", 12)
-    assert result.layers == ("blocks.1.fc1", "blocks.1.fc2")
-
-
-def test_a_generator_that_has_its_turn_in_no_collection_step(tmp_path: Path) -> None:
-    """It trains in the steps 4, 9, 14, ...; statistics are collected in 0, 1, 2, 5, 10, ...."""
-    models = torch.nn.ModuleDict({"generator": Block(), "critic": torch.nn.Sequential(Block(), Block())})
-    generator, critic = adamw(models["generator"]), adamw(models["critic"])
-    with InspectSession(model=models, log_dir=tmp_path, report=False) as session:
-        for step in range(25):
-            with te.autocast(recipe=Float8CurrentScaling()):
-                fake = models["generator"](torch.randn(16, 32))
-                if step % 5 == 4:
-                    models["critic"](fake).mean().backward()
-                else:
-                    models["critic"](fake.detach()).pow(2).mean().backward()
-            (generator if step % 5 == 4 else critic).step()
-            models.zero_grad()
-            session.step()
-    assert not [finding for finding in session.findings if finding.rule in ("dead-gradient", "missing-gradient")]
-    assert diagnose(tmp_path) == session.findings
+    (result,) = of_parameters(train(tmp_path, model, adamw(model), loss=model.loss_after(skip), steps=80))
+    assert place_of(result) == ("missing-gradient", "note", 12, OF_BLOCK_1)
 
 
 def test_a_group_of_parameters_that_leaves_the_optimizer(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(
-        [{"params": model.embedding.parameters()}, {"params": model.blocks.parameters()}], 1e-3
+        [{"params": part.parameters()} for part in (model.embedding, model.blocks, model.head)], 1e-3
     )
-    optimizer.add_param_group({"params": model.head.parameters()})
-    loss = language_loss(model)
 
-    def remove(step: int) -> torch.Tensor:
+    def remove(step: int) -> None:
         if step == 12:
             optimizer.param_groups.pop()
-        return loss(step)
 
-    (result,) = of_parameters(train(tmp_path, model, optimizer, loss=remove, steps=25))
-    assert (result.rule, result.layers, result.since) == ("missing-gradient", ("head",), 12)
+    (result,) = of_parameters(train(tmp_path, model, optimizer, loss=model.loss_after(remove), steps=25))
+    assert place_of(result) == ("missing-gradient", "warning", 12, ("head",))
 
 
 def test_a_compiled_block_without_a_gradient_stays_one_graph(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    block = torch.nn.Linear(32, 32)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32), block, torch.nn.Linear(32, 32))
-    compiled = torch.compile(lambda x: model[2](x + block(x).detach()), fullgraph=True, backend="eager")
-    widths = [16] * 4 + [24] * 8  # it is compiled again after the hook is there
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    compiled = torch.compile(lambda x: model[2](x + model[1](x).detach()), fullgraph=True, backend="eager")
 
     def loss(step: int) -> torch.Tensor:
-        result: torch.Tensor = compiled(model[0](torch.randn(widths[step], 32))).pow(2).mean()
-        return result
+        rows = 16 if step < 4 else 24  # it is compiled again after the hook is there
+        return compiled(model[0](torch.randn(rows, 32))).square().mean()
 
-    (result,) = of_parameters(train(tmp_path, model, adamw(model), loss=loss))
+    (result,) = of_parameters(trained(tmp_path, model, adamw(model), loss=loss))
     assert result.layers == ("1",)
 
 
-class Decoder(torch.nn.Module):
-    """A decoder that gets the encoder's output through te.checkpoint, which has no gradient for keywords: its output
-    needs none if no other tensor does."""
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_a_tensor_by_keyword_through_te_checkpoint(tmp_path: Path, by_keyword: bool) -> None:
+    """A decoder gets the encoder's output through te.checkpoint, which has no gradient for keywords: its output needs
+    none if no other tensor does. Megatron-LM issue 4765."""
+    model = torch.nn.ModuleDict({name: te.Linear(32, 32) for name in ("encoder", "layer", "head")})
 
-    def __init__(self, *, by_keyword: bool) -> None:
-        super().__init__()
-        self.encoder, self.layer, self.head = (te.Linear(32, 32) for _ in range(3))
-        self.by_keyword = by_keyword
+    def run(tensor: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        return model["layer"](tensor + context)
 
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        context = self.encoder(tensor)
+    def loss(step: int) -> torch.Tensor:
+        tensor = torch.randn(16, 32)
+        context = model["encoder"](tensor)
+        positional, keywords = ((tensor,), {"context": context}) if by_keyword else ((tensor, context), {})
+        return model["head"](te.checkpoint(run, *positional, use_reentrant=True, **keywords)).square().mean()
 
-        def run(tensor: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.layer(tensor + context)
-            return result
-
-        positional, keywords = ((tensor,), {"context": context}) if self.by_keyword else ((tensor, context), {})
-        result: torch.Tensor = te.checkpoint(run, *positional, use_reentrant=True, **keywords)
-        value: torch.Tensor = self.head(result).pow(2).mean()
-        return value
-
-
-def test_a_tensor_by_keyword_through_te_checkpoint(tmp_path: Path) -> None:
-    """Megatron-LM issue 4765."""
-    for by_keyword in (True, False):
-        model = Decoder(by_keyword=by_keyword)
-        verdict = train(
-            tmp_path / str(by_keyword), model, adamw(model), loss=lambda step, model=model: model(torch.randn(16, 32))
-        )
-        result = of_parameters(verdict)
-        assert [(item.rule, item.layers) for item in result] == [
-            ("missing-gradient", ("encoder", "layer"))
-        ] * by_keyword
+    result = of_parameters(trained(tmp_path, model, adamw(model), loss=loss))
+    assert [(item.rule, item.layers) for item in result] == [("missing-gradient", ("encoder", "layer"))] * by_keyword
 
 
 def test_a_parameter_without_use(tmp_path: Path) -> None:
@@ -478,29 +398,16 @@ def test_an_optimizer_that_lacks_parameters(tmp_path: Path) -> None:
 def test_an_optimizer_of_a_copy(tmp_path: Path) -> None:
     model = Model(4)
     copied = copy.deepcopy(model)
-    optimizer = adamw(copied)
-
-    def loss(step: int) -> torch.Tensor:
-        value = language_loss(model)(step)
-        for own, other in zip(model.parameters(), copied.parameters(), strict=True):
-            other.grad = own.grad
-        return value
-
-    verdict = train(tmp_path, model, optimizer, loss=loss)
-    assert [(parameter.rule, parameter.severity) for parameter in of_parameters(verdict)] == [
-        ("frozen-weight", "error")
-    ]
+    for own, other in zip(model.parameters(), copied.parameters(), strict=True):
+        own.register_post_accumulate_grad_hook(lambda weight, other=other: setattr(other, "grad", weight.grad))
+    (result,) = of_parameters(train(tmp_path, model, adamw(copied)))
+    assert (result.rule, result.severity) == ("frozen-weight", "error")
 
 
 def test_a_weight_that_is_put_back(tmp_path: Path) -> None:
     model = Model()
-    weight = model.blocks[1].fc2.weight
-    old = weight.detach().clone()
-
-    def put_back() -> None:
-        with torch.no_grad():
-            weight.copy_(old)
-
+    weight = model.blocks[1].fc2.weight.detach()
+    put_back = functools.partial(weight.copy_, weight.clone())
     (result,) = of_parameters(train(tmp_path, model, adamw(model), after=put_back))
     assert (result.rule, result.severity, result.layers) == ("frozen-weight", "error", ("blocks.1.fc2",))
     assert result.seen.startswith("blocks.1.fc2.weight: not a single bit changed in")
@@ -540,46 +447,37 @@ def test_masters(tmp_path: Path, kind: str, copies: str, lr: float) -> None:
     recipe = Float8BlockScaling() if kind == "block" else Float8CurrentScaling()
     with te.quantized_model_init(enabled=kind != "bfloat16", recipe=recipe):
         model = torch.nn.Sequential(*(te.Linear(128, 128, params_dtype=torch.bfloat16) for _ in range(2)))
-    masters = Masters(model, copies, lr)
-    verdict = train(
-        tmp_path,
-        model,
-        masters.optimizer,
-        loss=lambda step: model(torch.randn(128, 128, dtype=torch.bfloat16)).float().pow(2).mean(),
-        recipe=recipe,
-        steps=20,
+    result = of_parameters(
+        trained(
+            tmp_path,
+            model,
+            Masters(model, copies, lr).optimizer,
+            loss=lambda step: model(torch.randn(128, 128, dtype=torch.bfloat16)).float().square().mean(),
+            around=lambda step: te.autocast(recipe=recipe),
+            steps=20,
+        )
     )
-    result = of_parameters(verdict)
     assert [(item.rule, item.severity) for item in result] == [("frozen-weight", "error")] * (copies != "at once")
-    if result:
-        text = "one step earlier" if copies == "late" else "more than rounding"
-        assert text in result[0].seen
+    text = "one step earlier" if copies == "late" else "more than rounding"
+    assert all(text in item.seen for item in result)
 
 
 @pytest.mark.parametrize("restores", [False, True])
 def test_masters_of_fused_adam(tmp_path: Path, restores: bool) -> None:
-    recipe = Float8CurrentScaling()
-    with te.quantized_model_init(enabled=True, recipe=recipe):
+    with te.quantized_model_init(enabled=True, recipe=Float8CurrentScaling()):
         model = torch.nn.Sequential(*(te.Linear(128, 128) for _ in range(2)))
-    old = model[1].weight.detach().clone()
-
-    def restore() -> None:
-        if restores:
-            with torch.no_grad():
-                model[1].weight._data.copy_(old._data)
-
-    verdict = train(
-        tmp_path,
-        model,
-        FusedAdam(model.parameters(), lr=1e-3, master_weights=True),
-        loss=lambda step: model(torch.randn(128, 128)).pow(2).mean(),
-        recipe=recipe,
-        after=restore,
-        steps=20,
+    codes = model[1].weight._data
+    result = of_parameters(
+        trained(
+            tmp_path,
+            model,
+            FusedAdam(model.parameters(), lr=1e-3, master_weights=True),
+            loss=lambda step: model(torch.randn(128, 128)).square().mean(),
+            after=functools.partial(codes.copy_, codes.clone()) if restores else lambda: None,
+            steps=20,
+        )
     )
-    assert [(parameter.rule, parameter.layers) for parameter in of_parameters(verdict)] == [
-        ("frozen-weight", ("1",))
-    ] * restores
+    assert [(item.rule, item.layers) for item in result] == [("frozen-weight", ("1",))] * restores
 
 
 # ---------------------------------------------------------------------- the end of a run
@@ -587,37 +485,31 @@ def test_masters_of_fused_adam(tmp_path: Path, restores: bool) -> None:
 
 def test_a_weight_that_is_nan_after_the_last_step(tmp_path: Path) -> None:
     model = Model()
-    optimizer = adamw(model)
     steps = iter(range(STEPS))
 
+    @torch.no_grad()
     def break_in_the_end() -> None:
-        if next(steps) == STEPS - 1:
-            with torch.no_grad():
-                model.blocks[1].fc1.bias[0] = torch.nan
+        model.blocks[1].fc1.bias[0] = 1.0 if next(steps) < STEPS - 1 else torch.nan
 
-    verdict = train(tmp_path, model, optimizer, after=break_in_the_end)
-    (results,) = [item for item in verdict if item.rule == "nonfinite"]
-    assert (results.layers, results.since) == (("blocks.1.fc1",), STEPS - 1)
-    assert "blocks.1.fc1.bias" in results.seen
+    verdict = train(tmp_path, model, adamw(model), after=break_in_the_end)
+    (result,) = (item for item in verdict if item.rule == "nonfinite")
+    assert (result.layers, result.since) == (("blocks.1.fc1",), STEPS - 1)
+    assert "blocks.1.fc1.bias" in result.seen
     assert not verdict.healthy
 
 
 def test_training_is_bit_equal(tmp_path: Path) -> None:
-    def weights(*, observed: bool) -> list[torch.Tensor]:
-        model = Model()
-        optimizer = adamw(model)
-        if observed:
-            train(tmp_path, model, optimizer, config=statistics(tensors=["weight"], stats=["cur_amax"], freq=100))
-        else:
-            for step in range(STEPS):
-                with te.autocast(recipe=Float8CurrentScaling()):
-                    value = language_loss(model)(step)
-                value.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return [weight.detach() for weight in model.parameters()]
-
-    assert all(map(torch.equal, weights(observed=True), weights(observed=False)))
+    models = [Model() for _ in range(2)]
+    optimizers = [adamw(model) for model in models]
+    config = statistics(tensors=["weight"], stats=["cur_amax"], freq=100)
+    train(tmp_path, models[0], optimizers[0], config=config)
+    for step in range(STEPS):
+        with in_fp8(step):
+            loss = models[1].loss(step)
+        loss.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert all(map(torch.equal, *(list(model.parameters()) for model in models)))
 
 
 # ---------------------------------------------------------------------- several ranks
@@ -678,20 +570,19 @@ def test_quantized_shards_and_their_masters(two_ranks: list[dict[str, Any]], cas
         assert checked == ["frozen-weight"]
 
 
-@pytest.mark.parametrize("optimizer_of", [adamw, lambda model: FusedAdam(model.parameters(), lr=1e-3)])
+@pytest.mark.parametrize("optimizer_of", [torch.optim.AdamW, FusedAdam])
 def test_a_session_after_gradients_have_become_small(tmp_path: Path, optimizer_of: Callable[..., Any]) -> None:
     """Adam divides by the gradients of up to a thousand steps, so weights in bfloat16 may stand still for a while."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(te.Linear(32, 32, params_dtype=torch.bfloat16) for _ in range(2)))
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model.parameters(), lr=1e-3)
     inputs = torch.randn(32, 32, dtype=torch.bfloat16)
 
     def loss(step: int) -> torch.Tensor:
-        value: torch.Tensor = model(inputs).float().square().mean() * (100.0 if step < 20 else 1e-3)
-        return value
+        return model(inputs).float().square().mean() * (100.0 if step < 20 else 1e-3)
 
     for step in range(150):
         loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert not of_parameters(train(tmp_path, model, optimizer, loss=lambda step: loss(150), steps=20))
+    assert not of_parameters(trained(tmp_path, model, optimizer, loss=lambda step: loss(150), steps=20))

@@ -15,6 +15,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from te_precision_callbacks.diagnosis import Finding, diagnose
 from te_precision_callbacks.session import InspectSession
+from tests.diagnosis import training
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "proof"))
 
@@ -82,17 +83,17 @@ def test_the_gradient_of_a_tied_head_loses_elements_but_nothing_of_its_norm(tmp_
     head.weight = embedding.weight
     torch.nn.init.normal_(embedding.weight)
     tokens = torch.arange(64)
-    with InspectSession(
-        with_statistics_every(1), model=torch.nn.ModuleList([embedding, head]), log_dir=tmp_path, quiet=True
-    ) as session:
-        for _ in range(4):
-            with te.autocast(recipe=Float8CurrentScaling()):
-                logits = head(2 * embedding(tokens))
-            torch.nn.functional.cross_entropy(logits, tokens).backward()
-            embedding.zero_grad()
-            session.step()
-    assert not session.findings.wrong, str(session.findings)
-    (note,) = (finding for finding in session.findings if finding.rule == "underflow")
+    verdict = training.trained(
+        tmp_path,
+        torch.nn.ModuleList([embedding, head]),
+        steps=4,
+        loss=lambda step: torch.nn.functional.cross_entropy(head(2 * embedding(tokens)), tokens),
+        after=embedding.zero_grad,
+        logs=False,
+        config=with_statistics_every(1),
+    )
+    assert not verdict.wrong, str(verdict)
+    (note,) = (finding for finding in verdict if finding.rule == "underflow")
     assert (note.severity, note.tensor) == ("note", "gradient")
 
 
@@ -113,11 +114,10 @@ class Net(torch.nn.Module):
             x = x if self.on_stem == "attached" else x.detach()
             for block in self.blocks:
                 part = self._inside(block) if inner or self.on_blocks == "nested" else block
-                is_plain, reentrant = (
-                    self.on_blocks in ("plain", "nested"),
-                    not self.on_blocks.endswith("not reentrant"),
-                )
-                x = x + (part(x) if is_plain else te.checkpoint(part, x, use_reentrant=reentrant))
+                if self.on_blocks in ("plain", "nested"):
+                    x = x + part(x)
+                else:
+                    x = x + te.checkpoint(part, x, use_reentrant=not self.on_blocks.endswith("not reentrant"))
         return x
 
     def _inside(self, block: torch.nn.Module) -> Callable[[torch.Tensor], Any]:
@@ -135,14 +135,17 @@ def rules_of(
     torch.manual_seed(0)
     net = Net(count, DelayedScaling(amax_history_len=16) if recipe is None else recipe, stem, blocks)
     optimizer = torch.optim.AdamW([parameter for parameter in net.parameters() if parameter.requires_grad], lr=1e-3)
-    with InspectSession(with_statistics_every(1), model=net, log_dir=log_dir, quiet=True) as session:
-        for _ in range(6):
-            (net(torch.randn(64, 32)) - 1).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    assert list(session.findings) == list(diagnose(log_dir))
-    return {(finding.rule, finding.tensor) for finding in session.findings.wrong}
+    verdict = training.trained(
+        log_dir,
+        net,
+        optimizer,
+        steps=6,
+        loss=lambda step: (net(torch.randn(64, 32)) - 1).square().mean(),
+        around=lambda step: nullcontext(),
+        logs=False,
+        config=with_statistics_every(1),
+    )
+    return {(finding.rule, finding.tensor) for finding in verdict.wrong}
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -29,5 +29,6 @@ def test_a_cause_may_be_seen_a_collection_step_later() -> None:
 
 
 def test_a_note_explains_no_warning_and_the_worst_group_comes_first() -> None:
-    result = order(finding("growth", 1, severity="note"), finding("stale-scale", 4, 3), finding("hole", 9, 8, "error"))
-    assert result == [("hole", ""), ("stale-scale", ""), ("growth", "")]
+    assert order(
+        finding("growth", 1, severity="note"), finding("stale-scale", 4, 3), finding("hole", 9, 8, "error")
+    ) == [("hole", ""), ("stale-scale", ""), ("growth", "")]

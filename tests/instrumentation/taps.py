@@ -34,15 +34,21 @@ def spied() -> Iterator[list[Call]]:
         yield calls
 
 
+Report = Callable[[str, str, Exception], object]
+
+
+def fail(doing: str, what: str, error: Exception) -> None:
+    raise AssertionError(f"{doing} {what}") from error
+
+
 @contextmanager
-def tapped(model: torch.nn.Module, *more: Callable[[GemmEvent], Any]) -> Iterator[list[GemmEvent]]:
+def tapped(
+    model: torch.nn.Module, *more: Callable[[GemmEvent], Any], report: Report = fail
+) -> Iterator[list[GemmEvent]]:
     """The events of all of a model's GEMMs."""
     events: list[GemmEvent] = []
 
-    def fail(doing: str, what: str, error: Exception) -> None:
-        raise AssertionError(f"{doing} {what}") from error
-
-    tap = GemmTap(lambda module: ForwardKind.OBSERVED, fail)
+    tap = GemmTap(lambda module: ForwardKind.OBSERVED, report)
     layers = {id(named.module): [layer.name for layer in named.layers] for named in named_te_modules(model)}
     tap.watch(layers, named_operations(model))
     tap.observe(layers)

@@ -10,8 +10,8 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, feature, statistics
+from tests.instrumentation.steps import stepped
 
 WIDTH = 32
 
@@ -45,10 +45,6 @@ def test_statistics_are_of_the_gathered_weight(tmp_path: Path, keeper: Keeper, o
         **statistics(tensors=["weight"]),
         "fp8": feature("LogFp8TensorStats", ["all"], tensors=["weight"], stats=["mse", "underflows%"], freq=1),
     }
-    with InspectSession(wanted, model=net, log_dir=tmp_path, sinks=[keeper], observe=observe) as session:
-        with te.autocast(recipe=Float8CurrentScaling()):
-            loss = net(torch.randn(WIDTH, WIDTH)).square().mean()
-        loss.backward()
-        session.step()
+    stepped(net, tmp_path, [Float8CurrentScaling()], wanted, sinks=[keeper], observe=observe)
     assert keeper.values("max", tensor="weight")[0] == whole.max()
     assert 0 < keeper.values("mse", tensor="weight")[0] < 1e-3

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import torch
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
 
-from te_precision_callbacks import InspectSession
+from tests.coverage.test_coverage import Net
+from tests.instrumentation.steps import stepped
 
 EVERY = {"enabled": True, "freq": 1}
 
@@ -28,13 +29,8 @@ def test_each_feature_that_acts_on_a_tensor_has_a_line(tmp_path: Path) -> None:
         "PerTensorScaling": {"enabled": True, "gemms": ["dgrad"], "tensors": ["gradient"]},
     }
     section = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}
-    model = torch.nn.ModuleDict({"fc": te.Linear(32, 32)})
-    with InspectSession({"s": section}, model=model, log_dir=tmp_path) as session:
-        for _ in range(2):
-            with te.autocast(enabled=True):
-                out = model["fc"](torch.randn(32, 32, requires_grad=True))
-            out.sum().backward()
-            session.step()
+    model = Net(lambda net, x: net.fc(x), fc=te.Linear(32, 32))
+    stepped(model, tmp_path, [DelayedScaling()] * 2, {"s": section})
     (events,) = (tmp_path / "nvdlfw_inspect_logs").iterdir()
     assert sorted(acting(events.read_text())) == [
         ("DisableFP8GEMM", "fp8_gemm_enabled", "fprop"),

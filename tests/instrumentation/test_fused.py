@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -23,6 +22,7 @@ from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
 from tests.conftest import Keeper, feature, statistics
 from tests.instrumentation.gemm_spy import BLACKWELL, MODULES, RECIPES, ROWS, can_run
+from tests.instrumentation.steps import stepped
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
 
@@ -161,8 +161,7 @@ def test_the_default_config_leaves_training_the_same_to_the_last_bit(
     assert "debug path" not in caplog.text
     for step in records:
         operands = {(row.layer, row.tensor) for row in step if row.tensor in EVERY[:3]}
-        layers = {layer for layer, _ in operands if layer}
-        assert operands == set(itertools.product(layers, EVERY[:3]))
+        assert operands == set(itertools.product({layer for layer, _ in operands if layer}, EVERY[:3]))
 
 
 EXACT = ["Linear", "GroupedLinear"]
@@ -188,6 +187,9 @@ def test_statistics_are_those_of_the_debug_path(module: str, recipe: str, tmp_pa
         assert {key: results[key] for key in expected} == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
+OF_FP8 = ["underflows%", "scale_inv_max"]
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_what_a_fused_kernel_never_writes_is_what_the_debug_path_has(recipe: str, tmp_path: Path) -> None:
     """The norm of the first step is the same to the last bit. What follows it has gone through another rounding."""
@@ -197,7 +199,7 @@ def test_what_a_fused_kernel_never_writes_is_what_the_debug_path_has(recipe: str
     for observe in ("fused", "debug"):
         results[observe] = {}
         for module, has in (("LayerNormLinear", {"layernorm_linear": ["activation"]}), ("LayerNormMLP", of_mlp)):
-            config = logging_of(has, stats, "LogTensorStats") | logging_of(has, ["underflows%"], "LogFp8TensorStats")
+            config = logging_of(has, stats, "LogTensorStats") | logging_of(has, OF_FP8, "LogFp8TensorStats")
             folder = tmp_path / observe / module
             _, steps = run(module, recipe, 1, observe=observe, micro_batches=2, folder=folder, config=config)
             results[observe] |= {row[:4]: row.value for row in steps[0]}
@@ -206,39 +208,6 @@ def test_what_a_fused_kernel_never_writes_is_what_the_debug_path_has(recipe: str
     assert results["fused"] == pytest.approx(results["debug"], rel=0.02, abs=0.5)
     for key in of_norms:
         assert key[2] == "underflows%" or results["fused"][key] == results["debug"][key]
-
-
-def test_schedules_and_evaluation(tmp_path: Path, keeper: Keeper) -> None:
-    net = te.Linear(32, 32, params_dtype=BF16)
-    with InspectSession(statistics(freq=3), model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
-        for _ in range(7):
-            net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
-            net.eval()
-            net(1e6 * torch.randn(ROWS, 32, dtype=BF16))
-            net.train()
-            session.step()
-    assert keeper.iterations == [0, 3, 6]
-    assert max(keeper.values("max").values()) < 100
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputed_forward_counts_once(reentrant: bool, tmp_path: Path, keeper: Keeper) -> None:
-    """As one that is not recomputed."""
-    values = []
-    for recomputed in (False, True):
-        torch.manual_seed(0)
-        net, keeper = te.Linear(32, 32, params_dtype=BF16), Keeper()
-        config = statistics(tensors=["activation", "gradient", "weight"], stats=["l1_norm", "max"])
-        with InspectSession(
-            config, model=net, log_dir=tmp_path / str(recomputed), sinks=[keeper], observe="fused"
-        ) as session:
-            x = torch.randn(ROWS, 32, dtype=BF16, requires_grad=True)
-            out = torch_checkpoint(net, x, use_reentrant=reentrant) if recomputed else net(x)
-            out.float().sum().backward()
-            session.step()
-        values.append([row for step in keeper.steps for row in step])
-    assert sorted(values[0]) == sorted(values[1])
-    assert len(values[0]) == 6
 
 
 REFUSED = [
@@ -268,18 +237,6 @@ def test_what_the_fused_path_never_has_is_refused(build: Any, config: Any, why: 
     assert 'observe="auto"' in str(error.value)
 
 
-def test_the_scales_of_what_is_quantized_in_a_norm_can_be_had(tmp_path: Path, keeper: Keeper) -> None:
-    net = te.LayerNormLinear(32, 32, params_dtype=BF16)
-    config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["activation"], stats=["scale_inv_max"])}
-    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], observe="fused", strict=True) as session:
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            out = net(torch.randn(ROWS, 32, dtype=BF16))
-        out.float().sum().backward()
-        session.step()
-    (row,) = list(keeper.steps[0])
-    assert 0 < row.value < 1
-
-
 class Mine:
     """A user's own feature."""
 
@@ -297,11 +254,12 @@ def test_auto_takes_the_fused_path_where_it_can(
     net = torch.nn.Sequential(te.LayerNormMLP(32, 64, params_dtype=BF16), te.Linear(32, 32, params_dtype=BF16))
     caplog.set_level(logging.INFO, logger="te_precision_callbacks")
     config = statistics(tensors=["output"])
-    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], observe="auto") as session:
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            out = net(torch.randn(ROWS, 32, dtype=BF16))
-        out.float().sum().backward()
-        session.step()
+    options: dict[str, Any] = {
+        "inputs": lambda: torch.randn(ROWS, 32, dtype=BF16),
+        "sinks": [keeper],
+        "observe": "auto",
+    }
+    stepped(net, tmp_path, [Float8CurrentScaling()], config, **options)
     assert {row.layer for row in keeper.steps[0]} == {"0.fc1", "0.fc2", "1"}
     (text,) = [record.getMessage() for record in caplog.records if "observe=" in record.getMessage()]
     assert text.startswith('observe="auto": 1 of 2 modules with features are observed on their own fused path.')

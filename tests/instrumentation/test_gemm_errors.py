@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 from te_precision_callbacks import ConfigError
 from te_precision_callbacks.config import load_config
@@ -23,7 +25,9 @@ from te_precision_callbacks.views.show.view import look
 from tests.capability import stand_for
 from tests.combinations import half
 from tests.conftest import Keeper, feature
+from tests.coverage.test_coverage import Net
 from tests.instrumentation.gemm_spy import GEMM_OF
+from tests.instrumentation.steps import stepped
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
 
@@ -76,19 +80,35 @@ def config(**options: Any) -> dict[str, Any]:
     return {"s": feature("LogGemmError", ["all"], **{"gemms": ["fprop", "dgrad", "wgrad"], "freq": 1, **options})}
 
 
-def session(net: torch.nn.Module, folder: Path, keeper: Keeper, observe: str, **options: Any) -> InspectSession:
-    return InspectSession(
-        config(**options),
-        model=net,
-        log_dir=folder,
-        sinks=[keeper],
-        observe=observe,
-        strict=True,  # type: ignore[arg-type]
-    )
+def inputs() -> torch.Tensor:
+    return torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(7)).to(BF16).requires_grad_()
 
 
-def inputs(rows: int = ROWS, seed: int = 7) -> torch.Tensor:
-    return torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(seed)).to(BF16).requires_grad_()
+def measured(
+    net: torch.nn.Module,
+    folder: Path,
+    keeper: Keeper,
+    *,
+    observe: Any = "fused",
+    recipe: Any = None,
+    x: torch.Tensor | None = None,
+    micro_batches: int = 1,
+    loss: Callable[[torch.Tensor], torch.Tensor] = lambda out: out.float().square().mean(),
+    **options: Any,
+) -> InspectSession:
+    """A step of micro-batches whose forwards all come before their backwards; by default with current scaling."""
+    keywords: dict[str, Any] = {"sinks": [keeper], "observe": observe, "strict": True}
+    with InspectSession(config(**options), model=net, log_dir=folder, **keywords) as running:
+        outs = []
+        for _ in range(micro_batches):
+            with te.autocast(
+                enabled=recipe != "none", recipe=None if recipe == "none" else recipe or recipes.Float8CurrentScaling()
+            ):
+                outs.append(net(inputs() if x is None else x))
+        for out in outs:
+            loss(out).backward()
+        running.step()
+    return running
 
 
 @pytest.mark.parametrize("observe", ["fused", "debug"])
@@ -98,18 +118,11 @@ def test_each_cause_against_whole_products(recipe: str, observe: str, tmp_path: 
     stand_for((9, 0) if recipe in ("delayed", "current", "block") else (10, 0))
     torch.manual_seed(0)
     net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False)
-    x, grad = inputs(), torch.randn(ROWS, OUTPUTS, generator=torch.Generator().manual_seed(1)).to(BF16)
-    with session(net, tmp_path, keeper, observe) as running, gemms() as seen:
-        with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
-            out = net(x)
-        out.backward(grad)
-        running.step()
-    weight = net.weight.detach().double()
-    high = {
-        "fprop": (x.detach().double(), weight),
-        "dgrad": (grad.double(), weight.t()),
-        "wgrad": (grad.double().t(), x.detach().double().t()),
-    }
+    grad = torch.randn(ROWS, OUTPUTS, generator=torch.Generator().manual_seed(1)).to(BF16)
+    with gemms() as seen:
+        measured(net, tmp_path, keeper, observe=observe, recipe=RECIPES[recipe](), loss=lambda out: (out * grad).sum())
+    weight, x, grad = net.weight.detach().double(), inputs().detach().double(), grad.double()
+    high = {"fprop": (x, weight), "dgrad": (grad, weight.t()), "wgrad": (grad.t(), x.t())}
     assert [gemm for gemm, *_ in seen] == ["fprop", "dgrad", "wgrad"]
     for gemm, left, right, out in seen:
         value = {row.statistic: row.value for row in keeper.steps[0] if row.tensor == RESULT[gemm]}
@@ -143,32 +156,16 @@ def values(keeper: Keeper, layer: str, gemm: str, step: int = 0) -> dict[str, fl
     return {row.statistic: row.value for row in rows}
 
 
-def train(net: Any, recipe: Any, x: torch.Tensor, *more: Any, micro_batches: int = 1) -> None:
-    """Micro-batches whose forwards all come before their backwards."""
-    outs = []
-    for _ in range(micro_batches):
-        with te.autocast(enabled=True, recipe=recipe):
-            outs.append(net(x, *more))
-    for out in outs:
-        out.float().square().mean().backward()
+def grouped(**options: Any) -> Net:
+    experts = te.GroupedLinear(2, INPUTS, OUTPUTS, params_dtype=BF16, **options)
+    return Net(lambda net, x: net.grouped(x, [32, ROWS - 32]), grouped=experts)
 
 
-class Grouped(torch.nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.grouped = te.GroupedLinear(2, INPUTS, OUTPUTS, params_dtype=BF16, **options)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.grouped(x, [32, ROWS - 32])
-
-
-class Checkpointed(torch.nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.linear, self._reentrant = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), reentrant
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return te.checkpoint(self.linear, x, use_reentrant=self._reentrant)
+def recomputed(*, reentrant: bool) -> Net:
+    return Net(
+        lambda net, x: te.checkpoint(net.linear, x, use_reentrant=reentrant),
+        linear=te.Linear(INPUTS, OUTPUTS, params_dtype=BF16),
+    )
 
 
 NETS: Mapping[str, tuple[Callable[[], torch.nn.Module], Mapping[str, tuple[str, ...]]]] = {
@@ -185,15 +182,15 @@ NETS: Mapping[str, tuple[Callable[[], torch.nn.Module], Mapping[str, tuple[str, 
         {"layernorm_mlp.fc1": ("dgrad",), "layernorm_mlp.fc2": ("dgrad",)},
     ),
     "GroupedLinear": (
-        Grouped,
+        grouped,
         {f"grouped.gemm_{expert}": ("fprop", "dgrad", "wgrad") for expert in (0, 1)},
     ),
     "recomputed, reentrant": (
-        lambda: Checkpointed(reentrant=True),
+        lambda: recomputed(reentrant=True),
         {"linear": ("fprop", "dgrad", "wgrad")},
     ),
     "recomputed": (
-        lambda: Checkpointed(reentrant=False),
+        lambda: recomputed(reentrant=False),
         {"linear": ("fprop", "dgrad", "wgrad")},
     ),
 }
@@ -211,10 +208,7 @@ def test_each_module(module: str, observe: str, tmp_path: Path, keeper: Keeper) 
     for parameter in net.parameters():
         if parameter.ndim == 1:  # biases are 0 at first
             torch.nn.init.normal_(parameter, 1.0)
-    x = inputs()
-    with session(net, tmp_path, keeper, observe) as running:
-        train(net, recipes.Float8CurrentScaling(), x, micro_batches=2)
-        running.step()
+    measured(net, tmp_path, keeper, observe=observe, micro_batches=2)
     for layer, with_codes in layers.items():
         for gemm in RESULT:
             value = values(keeper, layer, gemm)
@@ -228,46 +222,22 @@ def test_each_module(module: str, observe: str, tmp_path: Path, keeper: Keeper) 
                 assert None in shares, (layer, gemm)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_wgrad_that_is_added_to_main_grad(grouped: bool, tmp_path: Path, keeper: Keeper) -> None:
+@pytest.mark.parametrize(
+    ("make", "layer"),
+    [(functools.partial(te.Linear, INPUTS, OUTPUTS, params_dtype=BF16), "linear"), (grouped, "grouped.gemm_1")],
+)
+def test_a_wgrad_that_is_added_to_main_grad(make: Any, layer: str, tmp_path: Path, keeper: Keeper) -> None:
     """The second micro-batch adds to the sum of the first one, which is not its error."""
     torch.manual_seed(0)
-    if grouped:
-        net: Any = Grouped(fuse_wgrad_accumulation=True, bias=False)
-    else:
-        net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, fuse_wgrad_accumulation=True, bias=False)
+    net = make(fuse_wgrad_accumulation=True, bias=False)
     for parameter in net.parameters():
         parameter.main_grad = torch.randn(parameter.shape)
-    with session(net, tmp_path, keeper, "fused") as running:
-        train(net, recipes.Float8CurrentScaling(), inputs(), micro_batches=2)
-        running.step()
-    value = values(keeper, "grouped.gemm_1" if grouped else "linear", "wgrad")
+    measured(net, tmp_path, keeper, micro_batches=2)
+    value = values(keeper, layer, "wgrad")
     assert value["gemm_unjudged%"] == 0
     assert value["gemm_kernel_ratio"] < 0.7
     assert value["gemm_kernel_error"] < 1e-2
     assert value["gemm_gain"] == pytest.approx(1, abs=1e-2)
-
-
-def run_with(fault: Callable[[torch.Tensor], Any], folder: Path, keeper: Keeper) -> Any:
-    """A run in which each fprop's kernel has a fault; its findings."""
-    upstream = tex.generic_gemm
-
-    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
-        result = upstream(a, transa, b, transb, *more, **keywords)
-        if GEMM_OF[transa, transb] == "fprop":
-            fault(result[0])
-        return result
-
-    torch.manual_seed(0)
-    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16)
-    tex.generic_gemm = generic_gemm
-    try:
-        with session(net, folder, keeper, "fused") as running:
-            train(net, recipes.Float8CurrentScaling(), inputs())
-            running.step()
-            return running.findings
-    finally:
-        tex.generic_gemm = upstream
 
 
 @pytest.mark.parametrize(
@@ -278,37 +248,47 @@ def run_with(fault: Callable[[torch.Tensor], Any], folder: Path, keeper: Keeper)
     ],
 )
 def test_the_verdict_names_the_cause_and_the_place(
-    fault: Callable[[torch.Tensor], Any], rule: str, seen: str, tmp_path: Path, keeper: Keeper
+    fault: Callable[[torch.Tensor], Any],
+    rule: str,
+    seen: str,
+    tmp_path: Path,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    findings = [item for item in run_with(fault, tmp_path, keeper) if item.rule.startswith("gemm-")]
-    assert [(finding.rule, finding.severity, finding.layers, finding.tensor) for finding in findings] == [
-        (rule, "error", ("linear",), "output")
-    ]
-    assert seen in findings[0].seen
+    """Each fprop's kernel has a fault."""
+    upstream = tex.generic_gemm
+
+    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
+        result = upstream(a, transa, b, transb, *more, **keywords)
+        if GEMM_OF[transa, transb] == "fprop":
+            fault(result[0])
+        return result
+
+    monkeypatch.setattr(tex, "generic_gemm", generic_gemm)
+    torch.manual_seed(0)
+    running = measured(te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), tmp_path, keeper)
+    (finding,) = (finding for finding in running.findings if finding.rule.startswith("gemm-"))
+    assert (finding.rule, finding.severity, finding.layers, finding.tensor) == (rule, "error", ("linear",), "output")
+    assert seen in finding.seen
 
 
 def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is right, and so is each statistic of it."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
-
     upstream = Float8CurrentScalingQuantizer.quantize_impl
 
     def quantize_impl(quantizer: Any, tensor: torch.Tensor) -> Any:
         made = upstream(quantizer, tensor)
         if tensor.shape == (ROWS, OUTPUTS):
             for name in ("_data", "_transpose"):
-                codes = getattr(made, name, None)
-                if codes is not None:
-                    codes.zero_()
+                if getattr(made, name, None) is not None:
+                    getattr(made, name).zero_()
         return made
 
     monkeypatch.setattr(Float8CurrentScalingQuantizer, "quantize_impl", quantize_impl)
     torch.manual_seed(0)
     net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False)
-    with session(net, tmp_path, keeper, "fused") as running:
-        train(net, recipes.Float8CurrentScaling(), inputs())
-        running.step()
-        results = [finding for finding in running.findings if finding.rule.startswith("gemm-")]
+    running = measured(net, tmp_path, keeper)
+    results = [finding for finding in running.findings if finding.rule.startswith("gemm-")]
     assert {(item.rule, item.tensor) for item in results} == {("gemm-quantizer", "dgrad"), ("gemm-quantizer", "wgrad")}
     value = values(keeper, "linear", "wgrad")
     assert value["gemm_wrong_codes_b%"] > 50
@@ -320,24 +300,19 @@ def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatc
 def test_training_does_not_notice(observe: str, tmp_path: Path, keeper: Keeper) -> None:
     """Neither its numbers nor its random state; under the steps that are not sampled nothing is measured."""
 
-    def run(folder: Path | None) -> list[torch.Tensor]:
+    def run(folder: Path, config: Any) -> list[torch.Tensor]:
         stand_for((10, 0))
         torch.manual_seed(0)
         net, x = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), inputs()
-        options = config(freq=2) if folder is not None else {"s": feature("LogTensorStats", ["all"], **NEVER)}
-        with InspectSession(
-            options, model=net, log_dir=folder or tmp_path / "without", sinks=[keeper], observe=observe
-        ) as running:
-            for _ in range(3):
-                with te.autocast(enabled=True, recipe=recipes.NVFP4BlockScaling()):
-                    out = net(torch.nn.functional.dropout(x))
-                out.float().square().mean().backward()
-                running.step()
-        assert x.grad is not None
-        return [out.detach(), x.grad, net.weight.grad, torch.get_rng_state()]
+        results: list[torch.Tensor] = []
+        net.register_forward_hook(lambda module, given, out: results.append(out.detach().clone()))
+        recipe = recipes.NVFP4BlockScaling()
+        options: dict[str, Any] = {"inputs": lambda: torch.nn.functional.dropout(x), "sinks": [keeper]}
+        stepped(net, folder, [recipe] * 3, config, observe=observe, **options)
+        return [*results, x.grad, net.weight.grad, torch.get_rng_state()]  # type: ignore[list-item]
 
-    for first, other in zip(run(None), run(tmp_path / "with"), strict=True):
-        assert torch.equal(first, other)
+    without = run(tmp_path / "without", {"s": feature("LogTensorStats", ["all"], **NEVER)})
+    assert all(map(torch.equal, without, run(tmp_path / "with", config(freq=2))))
     assert sorted({records.iteration for records in keeper.steps if len(records)}) == [0, 2]
 
 
@@ -348,12 +323,9 @@ NEVER = {"tensors": ["activation"], "stats": ["max"], "start_step": 1000}
 def test_under_torchs_autocast(observe: str, tmp_path: Path, keeper: Keeper) -> None:
     """Operands in float32 are quantized as they are, and thin products are not rounded to bfloat16."""
     torch.manual_seed(0)
-    net, x = te.Linear(INPUTS, OUTPUTS), inputs().detach().float().requires_grad_()
-    with session(net, tmp_path, keeper, observe) as running:
-        with torch.autocast("cpu", BF16), te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
-            out = net(x * 1.001)
-        out.float().square().mean().backward()
-        running.step()
+    net, x = te.Linear(INPUTS, OUTPUTS), inputs().detach().float() * 1.001
+    with torch.autocast("cpu", BF16):
+        measured(net, tmp_path, keeper, observe=observe, x=x.requires_grad_())
     for gemm in RESULT:
         value = values(keeper, "linear", gemm)
         assert value["gemm_kernel_ratio"] < 0.7
@@ -364,25 +336,20 @@ def test_under_torchs_autocast(observe: str, tmp_path: Path, keeper: Keeper) -> 
 @pytest.mark.parametrize(
     ("options", "recipe", "reason"),
     [
-        ({"max_memory": "10KiB"}, recipes.Float8CurrentScaling, "max_memory is 10240 bytes, and 128 rows need"),
-        ({}, None, "it runs in high precision"),
+        ({"max_memory": "10KiB"}, None, "max_memory is 10240 bytes, and 128 rows need"),
+        ({}, "none", "it runs in high precision"),
     ],
 )
 def test_what_is_not_measured_is_said(
     options: dict[str, Any],
-    recipe: Callable[[], Any] | None,
+    recipe: str | None,
     reason: str,
     tmp_path: Path,
     keeper: Keeper,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "te_precision_callbacks")
-    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16)
-    with session(net, tmp_path, keeper, "fused", **options) as running:
-        with te.autocast(enabled=recipe is not None, recipe=recipe() if recipe else None):
-            out = net(inputs())
-        out.float().sum().backward()
-        running.step()
+    running = measured(te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), tmp_path, keeper, recipe=recipe, **options)
     assert not [row for records in keeper.steps for row in records if row.statistic.startswith("gemm_")]
     (said,) = [text for text in caplog.messages if "LogGemmError does not measure linear fprop" in text]
     assert reason in said

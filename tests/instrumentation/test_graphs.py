@@ -6,10 +6,8 @@ module, which nothing observes, computes what a replay would.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +21,12 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, statistics
+from tests.instrumentation.test_refusals import warnings_of
 
 STEPS = 8
 FREQ = 3
 COLLECTED = [0, 3, 6]
 RECIPES = {"current": Float8CurrentScaling, "delayed": DelayedScaling}
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    yield
-    FP8GlobalStateManager.reset()
 
 
 def replaying(module: torch.nn.Module) -> torch.nn.Module:
@@ -108,10 +101,6 @@ def train(net: Any, recipe: Recipe | None, end_step: Callable[[int], object] = b
     return [weight.detach().clone() for weight in net.parameters()]
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
 def rows(keeper: Keeper) -> list[Any]:
     return [(records.iteration, row) for records in keeper.steps for row in records]
 
@@ -130,8 +119,7 @@ def test_the_shape_of_a_graphed_forward() -> None:
     whole = inspect.getsource(graph.make_graphed_callables)
     calls = ("set_capture_start()", "_make_graphed_callables(", "set_capture_end()")
     assert sorted(map(whole.index, calls)) == list(map(whole.index, calls))
-    torch_source = inspect.getsource(torch.cuda.make_graphed_callables)
-    assert "return orig_fwd(*user_args, **user_kwargs)" in torch_source
+    assert "return orig_fwd(*user_args, **user_kwargs)" in inspect.getsource(torch.cuda.make_graphed_callables)
 
 
 CASES = [
@@ -270,6 +258,7 @@ class MegatronLayer(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.linear = te.Linear(32, 32)
         self.cuda_graphs: list[Any] = []
 
@@ -283,8 +272,8 @@ class MegatronLayer(torch.nn.Module):
 
 
 def test_layers_of_megatron(tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
-    expected = train(torch.nn.Sequential(seeded()), None)
-    net, replays = torch.nn.Sequential(seeded()), list[int]()
+    expected = train(torch.nn.Sequential(MegatronLayer()), None)
+    net, replays = torch.nn.Sequential(MegatronLayer()), list[int]()
     layer: Any = net[0]
     with InspectSession(statistics(freq=FREQ), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         graphs = list[Any]()
@@ -300,21 +289,10 @@ def test_layers_of_megatron(tmp_path: Path, keeper: Keeper, caplog: pytest.LogCa
     assert not warnings_of(caplog)
 
 
-def seeded() -> MegatronLayer:
-    torch.manual_seed(0)
-    return MegatronLayer()
-
-
-@contextlib.contextmanager
-def captured_by_hand() -> Iterator[None]:
-    with te.autocast(enabled=False, _graph=True):
-        yield
-
-
 def test_a_capture_by_hand_is_named_in_the_verdict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = te.Linear(32, 32)
     with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        with captured_by_hand():
+        with te.autocast(enabled=False, _graph=True):
             net(torch.randn(32, 32)).sum().backward()
         session.step()
         session.step()

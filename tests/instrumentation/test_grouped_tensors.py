@@ -15,7 +15,10 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
+from tests.conftest import feature
+from tests.coverage.test_coverage import Net
 from tests.grouped_gemms import provide_grouped_tensors
+from tests.instrumentation.steps import stepped
 from tests.instrumentation.taps import layers_of, tapped
 
 BF16 = torch.bfloat16
@@ -72,6 +75,10 @@ def plain(tensor: Any) -> torch.Tensor:
     return torch.cat([buffer.reshape(-1) for buffer in result])
 
 
+def inputs() -> torch.Tensor:
+    return torch.randn(sum(ROWS), 128, dtype=BF16, requires_grad=True)
+
+
 def trained(recipe: Any, *, grouped: bool, **keywords: Any) -> list[torch.Tensor]:
     """Output and gradients of a step."""
     torch.manual_seed(0)
@@ -79,7 +86,7 @@ def trained(recipe: Any, *, grouped: bool, **keywords: Any) -> list[torch.Tensor
     if keywords.get("fuse_wgrad_accumulation"):
         for weight in (parameter for name, parameter in net.named_parameters() if name.startswith("weight")):
             weight.main_grad = torch.ones(weight.shape)
-    x = torch.randn(sum(ROWS), 128, dtype=BF16, requires_grad=True)
+    x = inputs()
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         out = net(x, torch.tensor(ROWS))
     out.float().pow(2).sum().backward()
@@ -105,7 +112,6 @@ def test_experts_in_one_tensor_give_the_bits_that_they_give_alone(recipe: Any, k
 def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
     net = te.GroupedLinear(len(ROWS), 128, 256, params_dtype=BF16, use_grouped_tensor=True)
     seen: list[list[torch.Tensor]] = []
-    x = torch.randn(sum(ROWS), 128, dtype=BF16, requires_grad=True)
     with (
         spied() as calls,
         tapped(
@@ -113,7 +119,7 @@ def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
         ) as got,
     ):
         with te.autocast(enabled=recipe is not None, recipe=recipe):
-            out = net(x, torch.tensor(ROWS))
+            out = net(inputs(), torch.tensor(ROWS))
         out.float().pow(2).sum().backward()
     experts = [f"grouped_linear.gemm_{expert}" for expert in range(len(ROWS))]
     assert layers_of(got) == [f"{expert} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for expert in experts]
@@ -125,29 +131,17 @@ def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
             assert torch.equal(part, tensor)
     rows = [rows for rows in ROWS if rows]
     for gemm, size in (("fprop", ("n", 256, 128)), ("dgrad", ("n", 128, 256)), ("wgrad", (256, 128, "n"))):
-        of_gemm = [event.sizes for event in got if event.gemm == gemm and ROWS[event.expert or 0]]
-        expected = [tuple(count if item == "n" else item for item in size) for count in rows]
-        assert of_gemm == expected
+        assert [event.sizes for event in got if event.gemm == gemm and ROWS[event.expert or 0]] == [
+            tuple(count if item == "n" else item for item in size) for count in rows
+        ]
 
 
 def observed(recipe: Any, folder: Path, *, grouped: bool) -> InspectSession:
     torch.manual_seed(0)
-    net = te.GroupedLinear(len(ROWS), 128, 256, params_dtype=BF16, use_grouped_tensor=grouped)
-    config = {
-        "nothing": {
-            "enabled": False,
-            "layers": {"layer_name_regex_pattern": ".*"},
-            "transformer_engine": {"LogTensorStats": {"enabled": True, "tensors": ["weight"], "stats": ["max"]}},
-        }
-    }
-    with InspectSession(config, model=net, log_dir=folder) as session:
-        for _ in range(2):
-            x = torch.randn(sum(ROWS), 128, dtype=BF16, requires_grad=True)
-            with te.autocast(enabled=recipe is not None, recipe=recipe):
-                out = net(x, torch.tensor(ROWS))
-            out.float().sum().backward()
-            session.step()
-    return session
+    experts = te.GroupedLinear(len(ROWS), 128, 256, params_dtype=BF16, use_grouped_tensor=grouped)
+    net = Net(lambda net, x: net.grouped_linear(x, torch.tensor(ROWS)), grouped_linear=experts)
+    config = {"nothing": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"]) | {"enabled": False}}
+    return stepped(net, folder, [recipe] * 2, config, inputs=inputs)
 
 
 def test_precision_and_coverage_are_those_of_experts_alone(recipe: Any, tmp_path: Path) -> None:
@@ -164,10 +158,9 @@ def test_precision_and_coverage_are_those_of_experts_alone(recipe: Any, tmp_path
 def test_operations(recipe: Any) -> None:
     """te.ops takes grouped tensors wherever it can."""
     net = te.ops.Sequential(te.ops.GroupedLinear(len(ROWS), 128, 256, dtype=BF16))
-    x = torch.randn(sum(ROWS), 128, dtype=BF16, requires_grad=True)
     with spied() as calls, tapped(net) as events:
         with te.autocast(enabled=recipe is not None, recipe=recipe):
-            out = net(x, torch.tensor(ROWS))
+            out = net(inputs(), torch.tensor(ROWS))
         out.float().sum().backward()
     assert [gemm for gemm, *_ in calls] == ["fprop", "dgrad", "wgrad"]
     layers = [f"sequential.0.gemm_{expert}" for expert in range(len(ROWS))]

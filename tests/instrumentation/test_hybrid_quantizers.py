@@ -14,10 +14,8 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
-from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, feature
-
-STATS = ["mse", "scale_inv_max", "underflows%"]
+from tests.instrumentation.steps import stepped
 
 
 def current(dtype: DType) -> Float8CurrentScalingQuantizer:
@@ -33,23 +31,13 @@ def hybrid(role: Any) -> Any:
     return IdentityQuantizer()
 
 
-def train(qfactory: Any, log_dir: Path, x: torch.Tensor, **features: Any) -> tuple[InspectSession, Keeper]:
-    keeper = Keeper()
-    net = te.Linear(32, 64, bias=False, params_dtype=x.dtype)
-    config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["activation", "gradient"], stats=STATS)}
-    config["s"]["transformer_engine"].update(features)
-    with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper]) as session:
-        with te.autocast(enabled=True, recipe=CustomRecipe(qfactory=qfactory)):
-            out = net(x)
-        out.sum().backward()
-        session.step()
-    return session, keeper
-
-
-def test_statistics_are_of_what_the_gemm_reads(tmp_path: Path) -> None:
+def test_statistics_are_of_what_the_gemm_reads(tmp_path: Path, keeper: Keeper) -> None:
     x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) * torch.linspace(-12, 0, 32).exp2()
-    session, keeper = train(hybrid, tmp_path, x.requires_grad_())
-    x = x.detach()
+    stats = ["mse", "scale_inv_max", "underflows%"]
+    config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["activation", "gradient"], stats=stats)}
+    net = te.Linear(32, 64, bias=False)
+    inputs = x.clone().requires_grad_()
+    session = stepped(net, tmp_path, [CustomRecipe(qfactory=hybrid)], config, inputs=lambda: inputs, sinks=[keeper])
     scale = torch.finfo(torch.float8_e5m2).max / x.abs().amax()
     rounded = (x * scale).to(torch.float8_e5m2).float() / scale
     assert keeper.values("scale_inv_max")[0] == pytest.approx(1 / scale.item(), rel=1e-6)

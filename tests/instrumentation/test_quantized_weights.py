@@ -17,11 +17,12 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 
-from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.diagnosis import Finding, Verdict
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
-from tests.conftest import Keeper, statistics
+from tests.conftest import Keeper, feature, statistics
 from tests.diagnosis.test_parameters import Masters
+from tests.diagnosis.training import trained
 
 RECIPES = {
     "current": Float8CurrentScaling,
@@ -62,11 +63,22 @@ def model(recipe: Any, *, quantized: bool = True) -> torch.nn.Sequential:
         )
 
 
-def step(net: torch.nn.Module, recipe: Any) -> torch.Tensor:
-    with te.autocast(enabled=True, recipe=recipe):
-        loss: torch.Tensor = net(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16)).float().square().mean()
-    loss.backward()
-    return loss.detach()
+def loss_of(net: torch.nn.Module) -> torch.Tensor:
+    return net(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16)).float().square().mean()
+
+
+def frozen(folder: Path, net: torch.nn.Module, recipe: Any, **keywords: Any) -> tuple[Verdict, list[Finding]]:
+    """The verdict on a training, and its findings of frozen weights."""
+    verdict = trained(
+        folder,
+        net,
+        steps=10,
+        loss=lambda step: loss_of(net),
+        around=lambda step: te.autocast(enabled=True, recipe=recipe),
+        config=statistics(tensors=["weight"], freq=100),
+        **keywords,
+    )
+    return verdict, [finding for finding in verdict if finding.rule == "frozen-weight"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -74,24 +86,12 @@ def step(net: torch.nn.Module, recipe: Any) -> torch.Tensor:
 def test_planted_defects(tmp_path: Path, name: str, copies: str) -> None:
     recipe = RECIPES[name]()
     net = model(recipe)
-    masters = ShardedMasters(net, copies, lr=1e-3)
-    config = statistics(tensors=["weight"], freq=100)
-    with InspectSession(config, model=net, log_dir=tmp_path, report=False) as session:
-        for _ in range(10):
-            loss = step(net, recipe)
-            masters.optimizer.step()
-            masters.optimizer.zero_grad()
-            session.log({"loss": loss})
-            session.step()
-    verdict = session.findings
-    assert diagnose(tmp_path) == verdict
-    findings = [finding for finding in verdict if finding.rule == "frozen-weight"]
-    assert [(finding.severity, sorted(finding.layers)) for finding in findings] == [("error", ["0", "1"])] * (
-        copies != "at once"
+    verdict, findings = frozen(tmp_path, net, recipe, optimizers=ShardedMasters(net, copies, lr=1e-3).optimizer)
+    assert [(finding.severity, sorted(finding.layers)) for finding in findings] == (
+        [("error", ["0", "1"])] * (copies != "at once")
     )
-    for finding in findings:
-        text = "from one step earlier" if copies == "late" else "by more than rounding"
-        assert text in finding.seen
+    text = "from one step earlier" if copies == "late" else "by more than rounding"
+    assert all(text in finding.seen for finding in findings)
     assert "frozen-weight" in verdict.judged
     missing = "underflow and overflow in the weights of 2 layers, which exist in quantized form only"
     assert f"not observed: {missing}" in verdict.summary
@@ -136,14 +136,7 @@ class DistributedOptimizer:
 def test_masters_of_parts_of_weights(tmp_path: Path, name: str | None, copies: str) -> None:
     recipe = RECIPES[name or "current"]()
     net = model(recipe, quantized=name is not None)
-    masters = DistributedOptimizer(net, copies)
-    with InspectSession(statistics(freq=100), model=net, log_dir=tmp_path, report=False) as session:
-        for _ in range(10):
-            loss = step(net, recipe)
-            masters.step()
-            session.log({"loss": loss})
-            session.step()
-    findings = [finding for finding in session.findings if finding.rule == "frozen-weight"]
+    _, findings = frozen(tmp_path, net, recipe, after=DistributedOptimizer(net, copies).step)
     assert [sorted(finding.layers) for finding in findings] == [["0", "1"]] * (copies != "at once")
     assert all(("from one step earlier" in finding.seen) == (copies == "late") for finding in findings)
 
@@ -153,19 +146,14 @@ def test_masters_of_parts_of_weights(tmp_path: Path, name: str | None, copies: s
 def test_statistics_are_of_the_dequantized_values(tmp_path: Path, keeper: Keeper, name: str, observe: Any) -> None:
     recipe = RECIPES[name]()
     net = model(recipe)
-    features = {
-        "LogTensorStats": {"tensors": ["weight"], "stats": ["max", "std"]},
-        "LogFp8TensorStats": {"tensors": ["weight"], "stats": ["scale_inv_max"]},
-    }
     config = {
-        "s": {
-            "enabled": True,
-            "layers": {"layer_types": ["all"]},
-            "transformer_engine": {key: {"enabled": True, **options} for key, options in features.items()},
-        }
+        "plain": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max", "std"]),
+        "fp8": feature("LogFp8TensorStats", ["all"], tensors=["weight"], stats=["scale_inv_max"]),
     }
     with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], observe=observe) as session:
-        step(net, recipe)
+        with te.autocast(enabled=True, recipe=recipe):
+            loss = loss_of(net)
+        loss.backward()
         values = net[0].weight.dequantize()
         session.step()
     assert keeper.values("max", "0", "weight")[0] == values.max()

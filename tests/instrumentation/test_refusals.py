@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import logging
@@ -23,6 +24,7 @@ from te_precision_callbacks.instrumentation.refusals import CUDA_GRAPH, REFUSALS
 from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.conftest import Keeper, statistics
+from tests.coverage.test_coverage import Net
 
 PAGE = Path(__file__).parents[2] / "docs" / "observing.md"
 STATISTICS = {"LogTensorStats": {"enabled": True, "tensors": ["activation", "gradient"], "stats": ["max"], "freq": 1}}
@@ -32,20 +34,10 @@ FAKE_QUANT = {
 }
 
 
-class Net(torch.nn.Module):
+def linear(first: torch.nn.Module | None = None, **keywords: Any) -> Net:
     """A layer, ``second``, that computes with what another one makes."""
-
-    def __init__(self, first: torch.nn.Module, second: torch.nn.Module) -> None:
-        super().__init__()
-        self.first = first
-        self.second = second
-
-    def forward(self, x: torch.Tensor, **keywords: Any) -> Any:
-        return self.second(self.first(x), **keywords)
-
-
-def linear(**keywords: Any) -> torch.nn.Module:
-    return Net(torch.nn.Identity(), te.Linear(32, 32, **keywords))
+    layers = {"first": first or torch.nn.Identity(), "second": te.Linear(32, 32, **keywords)}
+    return Net(lambda net, x, **options: net.second(net.first(x), **options), **layers)
 
 
 def quantized() -> torch.nn.Module:
@@ -53,14 +45,9 @@ def quantized() -> torch.nn.Module:
         return linear()
 
 
-def after_another() -> torch.nn.Module:
-    return Net(te.Linear(32, 32), te.Linear(32, 32))
-
-
 def train(net: Any, *, fp8: bool = True, calibrating: bool = False, **keywords: Any) -> Any:
-    x = torch.randn(32, 32, requires_grad=True)
     with te.autocast(enabled=fp8, calibrating=calibrating):
-        out = net(x, **keywords)
+        out = net(torch.randn(32, 32, requires_grad=True), **keywords)
     # A QuantizedTensor is a torch.Tensor whose sum is that of what it stands for.
     out.sum().backward()
     return out
@@ -124,7 +111,9 @@ CASES = {
     "quantized_model_init, FakeQuant": Case(quantized, features=FAKE_QUANT, is_known_before=True),
     "fp8_output or fp8_grad": Case(step=lambda net: train(net, fp8_output=True)),
     "fp8_output or fp8_grad, fp8_grad": Case(step=lambda net: train(net, fp8_grad=True)),
-    "quantized input": Case(after_another, train_with_quantized_input, HIGH_PRECISION, text="GEMM operands"),
+    "quantized input": Case(
+        lambda: linear(te.Linear(32, 32)), train_with_quantized_input, HIGH_PRECISION, text="GEMM operands"
+    ),
     "autocast with calibrating=True": Case(step=lambda net: train(net, fp8=False, calibrating=True)),
     "get_cpu_offload_context": Case(step=train_offloaded),
 }
@@ -161,12 +150,6 @@ def row_of(name: str) -> Any:
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    yield
-    FP8GlobalStateManager.reset()
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.what)
@@ -208,35 +191,36 @@ def trained(case: Case, net: Any, end_step: Callable[[], object]) -> list[torch.
     return [*results, *(weight.grad for weight in net.parameters() if weight.grad is not None)]
 
 
-def alone_and_again(case: Case) -> tuple[list[torch.Tensor], Any]:
-    """What a case gives without a session, and its model as it was before."""
+def as_alone(case: Case, folder: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> tuple[Any, Any, list[str]]:
+    """A session in which the case gives what it gives alone; what it has of ``second``, and the warnings before the
+    first step."""
     torch.manual_seed(0)
     alone = trained(case, case.make(), lambda: None)
     FP8GlobalStateManager.reset()
     torch.manual_seed(0)
-    return alone, case.make()
+    net = case.make()
+    with InspectSession(config(case.features), model=net, log_dir=folder, **options) as session:
+        said_before = warnings_of(caplog)
+        observed = trained(case, net, session.step)
+    assert len(alone) == len(observed) > 2
+    assert all(map(torch.equal, alone, observed))
+    (info,) = (info for info in session.layers if info.name == "second")
+    return session, info, said_before
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_left_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper) -> None:
     case, row = CASES[name], row_of(name)
-
-    alone, net = alone_and_again(case)
-    with InspectSession(config(case.features), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
-        said_before = warnings_of(caplog)
-        observed = trained(case, net, session.step)
-    assert len(alone) == len(observed) > 2
-    for without, under in zip(alone, observed, strict=True):
-        assert torch.equal(without, under)
+    session, info, said_before = as_alone(case, tmp_path, caplog, observe="debug", sinks=[keeper])
     (text,) = warnings_of(caplog)
     assert f"second ({row.what}: {row.why})" in text
     assert bool(said_before) is case.is_known_before
-    (info,) = (info for info in session.layers if info.name == "second")
     assert info.refused == str(row)
     assert bool(info.features) is not case.is_known_before
     assert keeper.runs[0].layers == session.layers
-    read = {row.statistic for records in keeper.steps for row in records}
-    assert read == ({"scale_inv_max", "cur_amax"} if name == "CUDA graph" else set())
+    assert {row.statistic for records in keeper.steps for row in records} == (
+        {"scale_inv_max", "cur_amax"} if name == "CUDA graph" else set()
+    )
     assert str(row) in (tmp_path / "nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-0.log").read_text()
     if name != "autocast with calibrating=True":
         stated = {entry.gemm: entry.operands["weight"] for entry in session.precision if "weight" in entry.operands}
@@ -246,31 +230,29 @@ def test_it_is_left_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptur
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.features is STATISTICS])
 def test_the_fused_path_takes_it(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper) -> None:
     """Except in a CUDA graph, whose replay runs no Python on any path."""
-    case = CASES[name]
-
-    alone, net = alone_and_again(case)
-    sections = config(case.features)
-    with InspectSession(sections, model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
-        observed = trained(case, net, session.step)
-    for without, under in zip(alone, observed, strict=True):
-        assert torch.equal(without, under)
+    _, info, _ = as_alone(CASES[name], tmp_path, caplog, observe="fused", sinks=[keeper])
     refused = name == "CUDA graph"
-    (info,) = (info for info in session.layers if info.name == "second")
     assert info.refused == (str(CUDA_GRAPH) if refused else "")
     assert len(warnings_of(caplog)) == refused
-    if not refused:
-        assert list(keeper.values("max", layer="second")) == [0, 1]
+    assert list(keeper.values("max", layer="second")) == ([] if refused else [0, 1])
+
+
+def stepped(
+    net: Any, sections: Any, folder: Path, step: Callable[[Any], object] = train, **options: Any
+) -> InspectSession:
+    with InspectSession(sections, model=net, log_dir=folder, **options) as session:
+        step(net)
+        session.step()
+    return session
 
 
 @pytest.mark.parametrize(("tensor", "keyword"), [("output", "fp8_output"), ("dgrad", "fp8_grad")])
 def test_a_result_that_exists_quantized_only(
     tensor: str, keyword: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper
 ) -> None:
-    net = linear()
     features = {"LogTensorStats": {"enabled": True, "tensors": [tensor, "weight"], "stats": ["max"]}}
-    with InspectSession(config(features), model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
-        train(net, **{keyword: True})
-        session.step()
+    step = functools.partial(train, **{keyword: True})
+    stepped(linear(), config(features), tmp_path, step, sinks=[keeper], observe="fused")
     (text,) = warnings_of(caplog)
     assert f"second {tensor}" in text
     assert "its GEMM writes it quantized" in text
@@ -295,9 +277,7 @@ def test_one_part_of_a_module_is_refused_and_the_other_is_observed(tmp_path: Pat
         net = te.LayerNormMLP(32, 64)
     sections = config(HIGH_PRECISION) | statistics(layers=["fc1"])
     sections["s"]["layers"] = {"layer_types": ["fc2"]}
-    with InspectSession(sections, model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
-        train(net)
-        session.step()
+    session = stepped(net, sections, tmp_path, observe="debug", sinks=[keeper])
     assert {info.name: bool(info.refused) for info in session.layers} == {
         "layernorm_mlp.fc1": False,
         "layernorm_mlp.fc2": True,
@@ -306,13 +286,8 @@ def test_one_part_of_a_module_is_refused_and_the_other_is_observed(tmp_path: Pat
 
 
 def test_features_that_do_not_touch_quantized_weights_act(tmp_path: Path, keeper: Keeper) -> None:
-    net = quantized()
     features = STATISTICS | {"DisableFP8GEMM": {"enabled": True, "gemms": ["wgrad"]}}
-    with InspectSession(
-        config(features), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper], strict=True
-    ) as session:
-        train(net)
-        session.step()
+    session = stepped(quantized(), config(features), tmp_path, observe="debug", sinks=[keeper], strict=True)
     formats = {entry.gemm: set(entry.operands.values()) for entry in session.precision}
     assert formats["wgrad"] == {"FP32"}
     assert formats["fprop"] == {"FP8 E4M3"}
@@ -336,10 +311,9 @@ def test_fp8_attention(tmp_path: Path) -> None:
 
 def graphed(module: torch.nn.Module, maker: str) -> None:
     """Give a module the kind of ``forward`` that ``make_graphed_callables`` puts into it."""
-    own = type(module).forward
 
     def new_fwd(*arguments: Any, **keywords: Any) -> Any:
-        return own(module, *arguments, **keywords)
+        return type(module).forward(module, *arguments, **keywords)
 
     new_fwd.__module__ = maker
     module.forward = new_fwd
@@ -350,9 +324,7 @@ def test_layers_of_a_graph_that_was_made_before(tmp_path: Path, caplog: pytest.L
     assert "func.forward = " in inspect.getsource(importlib.import_module(maker))
     net = linear()
     graphed(net, maker)
-    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug") as session:
-        train(net)
-        session.step()
+    session = stepped(net, config(STATISTICS), tmp_path, observe="debug")
     (text,) = warnings_of(caplog)
     assert f"second ({CUDA_GRAPH}; the original forward cannot be found)" in text
     assert {row.statistic for row in session.last_statistics} == {"scale_inv_max", "cur_amax"}

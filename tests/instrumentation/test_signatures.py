@@ -12,22 +12,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.module import linear
 
-from te_precision_callbacks.session import InspectSession
-
-CONFIG = {
-    "statistics": {
-        "enabled": True,
-        "layers": {"layer_name_regex_pattern": ".*"},
-        "transformer_engine": {
-            "LogTensorStats": {
-                "enabled": True,
-                "tensors": ["weight", "activation"],
-                "stats": ["numel"],
-                "freq": 1,
-            }
-        },
-    }
-}
+from tests.conftest import Keeper, statistics
+from tests.instrumentation.steps import stepped
 
 Upstream: Any = linear._Linear
 
@@ -58,14 +44,10 @@ class WithAnotherName(Upstream):  # type: ignore[misc]
 
 def elements(folder: Path) -> dict[str, float]:
     """Tensor -> the number of its elements, in a step of a ``te.Linear`` from 64 to 32 features with 16 rows."""
-    torch.manual_seed(0)
-    layer = te.Linear(64, 32)
-    with InspectSession(CONFIG, model=layer, log_dir=folder, observe="fused") as session:
-        with te.autocast(recipe=Float8CurrentScaling()):
-            out = layer(torch.randn(16, 64))
-        out.sum().backward()
-        records = session.step()
-    return {row.tensor: row.value for row in records or () if row.statistic == "numel"}
+    keeper, config = Keeper(), statistics(tensors=["weight", "activation"], stats=["numel"])
+    options: dict[str, Any] = {"inputs": lambda: torch.randn(16, 64), "sinks": [keeper], "observe": "fused"}
+    stepped(te.Linear(64, 32), folder, [Float8CurrentScaling()], config, **options)
+    return {row.tensor: row.value for step in keeper.steps for row in step if row.statistic == "numel"}
 
 
 def test_a_parameter_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
+import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,20 @@ from transformer_engine.pytorch.cpp_extensions import gemm as gemm_module
 from transformer_engine.pytorch.module import linear as linear_module
 
 from te_precision_callbacks.instrumentation import tap as tap_module
-from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.conftest import feature, statistics
+from tests.coverage.test_coverage import Net
 from tests.instrumentation.gemm_spy import CHECKPOINTS, HOPPER, INSIDE, MODULES, RECIPES, ROWS, can_run
+from tests.instrumentation.steps import stepped
 from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
 
 BF16 = torch.bfloat16
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(ROWS, 32, dtype=BF16, requires_grad=True)
 
 
 def train(net: torch.nn.Module, recipe: Any, checkpoint: str = "none", *, sequences: bool = False) -> None:
@@ -71,9 +77,11 @@ def test_every_operand_in_its_order(module: str, recipe: str) -> None:
         backward = [text for text in ORDERS[module] if "fprop" not in text]
         assert layers_of(events) == [*forward * 2, *backward * 2]
     else:
-        block = "transformer_layer."
-        assert [event.layer.removeprefix(block) for event in events[:4]] == [
-            *("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+        assert [event.layer.removeprefix("transformer_layer.") for event in events[:4]] == [
+            "self_attention.layernorm_qkv",
+            "self_attention.proj",
+            "layernorm_mlp.fc1",
+            "layernorm_mlp.fc2",
         ]
     assert {event.recipe for event in events} == {RECIPE_NAMES[recipe]}
 
@@ -101,29 +109,25 @@ def test_recomputed_forwards(module: str, checkpoint: str) -> None:
     assert_alike(events, calls)
     forward = [text for text in ORDERS[module] if "fprop" in text]
     backward = [text for text in ORDERS[module] if "fprop" not in text]
-    again = [] if checkpoint == "none" else forward
-    assert layers_of(events) == [*forward, *again, *backward]
+    assert layers_of(events) == [*forward, *([] if checkpoint == "none" else forward), *backward]
 
 
 @pytest.mark.usefixtures("backward_thread")
-@pytest.mark.parametrize("module", ["Linear", "LayerNormMLP", "GroupedLinear"])
-def test_a_wgrad_that_runs_later(module: str) -> None:
-    builds: dict[str, Callable[[], Any]] = {
-        "Linear": lambda: te.Linear(32, 64, params_dtype=BF16, delay_wgrad_compute=True),
-        "LayerNormMLP": lambda: te.LayerNormMLP(32, 64, params_dtype=BF16, delay_wgrad_compute=True),
-        "GroupedLinear": lambda: te.GroupedLinear(2, 32, 64, params_dtype=BF16, delay_wgrad_compute=True),
-    }
-    net = builds[module]()
+@pytest.mark.parametrize("make", [te.Linear, te.LayerNormMLP, functools.partial(te.GroupedLinear, 2)])
+def test_a_wgrad_that_runs_later(make: Any) -> None:
+    net = make(32, 64, params_dtype=BF16, delay_wgrad_compute=True)
+    splits = [[16, 16]] if isinstance(net, te.GroupedLinear) else []
     with spied() as calls, tapped(net) as events:
         x = torch.randn(ROWS, 32, dtype=BF16, requires_grad=True)
         with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            out = net(x, [16, 16]) if module == "GroupedLinear" else net(x)
+            out = net(x, *splits)
         out.float().sum().backward()
         assert "wgrad" not in {event.gemm for event in events}
         net.backward_dw()
     assert_alike(events, calls)
-    wgrads = {event.layer for event in events if event.gemm == "wgrad"}
-    assert wgrads == {event.layer for event in events if event.gemm == "fprop"}
+    assert {event.layer for event in events if event.gemm == "wgrad"} == {
+        event.layer for event in events if event.gemm == "fprop"
+    }
 
 
 @pytest.mark.usefixtures("second_thread")
@@ -251,14 +255,8 @@ def test_a_listener_that_raises_is_reported_and_training_goes_on() -> None:
     def listener(event: GemmEvent) -> None:
         raise ValueError(event.gemm)
 
-    tap = GemmTap(lambda module: ForwardKind.OBSERVED, lambda doing, what, error: reported.append(f"{what} {error}"))
-    tap.watch({id(net): ["linear"]}, ())
-    tap.observe({id(net): net})
-    tap.listen(listener)
-    try:
+    with tapped(net, listener, report=lambda doing, what, error: reported.append(f"{what} {error}")):
         train(net, None)
-    finally:
-        tap.listen()
     assert reported == ["linear fprop", "linear dgrad", "linear wgrad"]
 
 
@@ -287,33 +285,24 @@ def test_what_goes_wrong_in_the_tap_is_reported_and_training_goes_on(
 
 def test_the_order_of_execution_is_that_of_the_first_step(tmp_path: Path) -> None:
     """Which is not that of the module tree."""
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last, self.first, self.never = (te.Linear(32, 32, params_dtype=BF16) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.first(x))  # type: ignore[no-any-return]
-
-    net = Net()
+    layers = {name: te.Linear(32, 32, params_dtype=BF16) for name in ("last", "first", "never")}
+    net = Net(lambda net, x: net.last(net.first(x)), **layers)
     for config in (statistics(layers=["nowhere"]), statistics()):
-        with InspectSession(config, model=net, log_dir=tmp_path / str(len(config)), allow_unmatched=True) as session:
-            for _ in range(2):
-                train(net, None)
-                session.step()
-        order = {info.name: (info.exec_fwd, info.exec_bwd) for info in session.layers}
-        assert order == {"last": (1, 0), "first": (0, 1), "never": (None, None)}
+        folder = tmp_path / str(len(config))
+        session = stepped(net, folder, [None] * 2, config, inputs=inputs, allow_unmatched=True)
+        assert {info.name: (info.exec_fwd, info.exec_bwd) for info in session.layers} == {
+            "last": (1, 0),
+            "first": (0, 1),
+            "never": (None, None),
+        }
 
 
 def test_the_precision_of_te_ops(tmp_path: Path) -> None:
     """It is seen in the first step, and in the step after another recipe has come."""
     net = torch.nn.Sequential(te.ops.Linear(32, 32, dtype=BF16), te.Linear(32, 32, params_dtype=BF16))
     config = {"s": feature("DisableFP8Layer", ["nowhere"])}
-    with InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True) as session:
-        for recipe in (None, None, Float8CurrentScaling(), Float8CurrentScaling(), Float8CurrentScaling()):
-            train(net, recipe)
-            session.step()
+    recipes = [None, None, *[Float8CurrentScaling()] * 3]
+    session = stepped(net, tmp_path, recipes, config, inputs=inputs, allow_unmatched=True)
     of_ops = {at: {e.gemm: e for e in session.precision(at=at) if e.layer == "0"} for at in range(5)}
     assert of_ops[0]["dgrad"].operands == {"gradient": "BF16", "weight": "BF16"}
     assert of_ops[4]["dgrad"].operands == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
@@ -323,8 +312,6 @@ def test_the_precision_of_te_ops(tmp_path: Path) -> None:
 
 def test_threads_of_their_own_have_layers_of_their_own() -> None:
     """Two models, each trained in a thread."""
-    import threading
-
     nets = torch.nn.ModuleList(te.Linear(32, 32, params_dtype=BF16) for _ in range(2))
     with tapped(nets) as events:
         threads = [threading.Thread(target=train, args=(net, None)) for net in nets for _ in range(3)]
@@ -332,5 +319,6 @@ def test_threads_of_their_own_have_layers_of_their_own() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    counted = {key: len(list(group)) for key, group in itertools.groupby(sorted(layers_of(events)))}
-    assert counted == {f"{layer} {gemm}": 3 for layer in "01" for gemm in ("fprop", "dgrad", "wgrad")}
+    assert {key: len(list(group)) for key, group in itertools.groupby(sorted(layers_of(events)))} == {
+        f"{layer} {gemm}": 3 for layer in "01" for gemm in ("fprop", "dgrad", "wgrad")
+    }

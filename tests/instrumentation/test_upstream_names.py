@@ -250,25 +250,6 @@ def test_the_key_beside_the_sections_and_the_keyword_say_which_names_are_meant(t
 # ------------------------------------------------------------------ names that the script has given
 
 
-class Given(Module):
-    """Two layers with names of the script's own, one of them given twice, and one that has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = te.Linear(32, 32, name="the_stem")
-        self.twins = torch.nn.ModuleList(te.Linear(32, 32, name="the_twin") for _ in range(2))
-        self.plain = te.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part in (self.stem, *self.twins, self.plain):
-            x = part(x)
-        return x
-
-
-def train(net: Module) -> None:
-    net(torch.randn(16, 32)).sum().backward()
-
-
 def test_names_that_upstream_assigns_before_attach_select_layers(tmp_path: Path, keeper: Keeper) -> None:
     """Also after ``start()``, as in a LightningModule's ``configure_model``."""
     net = of(layers=transformer_layers(2))
