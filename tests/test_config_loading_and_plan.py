@@ -14,6 +14,7 @@ from te_precision_callbacks.check.factory import CHOICES
 from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config
 from te_precision_callbacks.config.problems import nearest
 from te_precision_callbacks.config.selection import LayerIndex
+from te_precision_callbacks.config.yaml_text import MOST_BYTES
 from tests.conftest import feature
 
 REGISTERED = {
@@ -437,3 +438,22 @@ def test_what_is_no_tensor_is_refused(tensors: Any) -> None:
     }
     with pytest.raises(ConfigError, match="is none of them"):
         load_config({"section": section})
+
+
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match=rf"'/dev/zero' has more than {MOST_BYTES:,} bytes"):
+        load_config("/dev/zero")
+
+
+def test_a_mapping_that_is_too_large_gets_a_short_message() -> None:
+    itself: dict[str, Any] = {}
+    itself["s"] = itself
+    for source, message in (
+        (itself, r"the key 'enabled' is missing"),
+        ({"s": {"enabled": "x" * 10_000_000}}, "'enabled' must be True or False"),
+        ({"s": {"enabled": 1 << 100_000}}, "not an integer of 100001 bits"),
+        ({"s": {"enabled": True, "layers": {"layer_numbers": [1 << 100_000]}}}, "not an integer of 100001 bits"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            load_config(source)
+        assert len(str(caught.value)) < 1000

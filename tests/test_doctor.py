@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.base import environment
-from te_precision_callbacks.base.environment import Gpu, Torch
+from te_precision_callbacks.base.environment import VARIABLES, Gpu, Torch, read_environment
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.doctor.machine import (
     COMPILED_BUILD,
@@ -255,3 +255,16 @@ def test_another_version_of_transformer_engine(tmp_path: Path, monkeypatch: pyte
     assert "2.19.0" in engine.why_no_reference
     (line,) = told(but(transformer_engine=engine))
     assert line.startswith("stops a run: neither the compiled Transformer Engine nor the reference backend")
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
+
+
+def test_the_page_lists_the_names() -> None:
+    listed = PAGE.read_text().partition("\n### Environment variables\n")[2]
+    assert set(re.findall(r"`([A-Z]\w{2,})`", listed)) == set(VARIABLES)
+
+
+def test_only_these_variables_are_read() -> None:
+    environ = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush", "NVTE_TOKEN_OF_MINE": "hush"}
+    assert read_environment(environ) == {"NVTE_FP8_DPA_BWD": "0"}

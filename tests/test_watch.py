@@ -88,6 +88,11 @@ def watched(folder: Path) -> Iterator[ScriptWatch]:
         watch.stop()
 
 
+def steps_of(watch: ScriptWatch) -> int:
+    assert watch.session is not None
+    return watch.session.iteration
+
+
 def losses_of(folder: Path) -> list[float]:
     return list(open_run(folder).metrics["loss"].values)
 
@@ -106,8 +111,7 @@ def test_model_step_and_loss_are_found(tmp_path: Path, micro_batches: int) -> No
     model = Model()
     with watched(tmp_path) as watch:
         assert train(model, sgd(model), micro_batches=micro_batches) == expected
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert losses_of(tmp_path) == pytest.approx(expected, rel=1e-6)
     assert sorted(layers_of(tmp_path)) == ["first", "last"]
@@ -124,8 +128,7 @@ def test_two_optimizers_of_one_model_step_once(tmp_path: Path) -> None:
     optimizers = [torch.optim.SGD(part, lr=0.01) for part in parts]
     with watched(tmp_path) as watch:
         train(model, *optimizers)
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
 
 
 def test_an_optimizer_that_never_steps_is_not_waited_for(tmp_path: Path) -> None:
@@ -133,8 +136,7 @@ def test_an_optimizer_that_never_steps_is_not_waited_for(tmp_path: Path) -> None
     unused = torch.optim.SGD(model.parameters(), lr=0.01)
     with watched(tmp_path) as watch:
         train(model, sgd(model))
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
     assert unused.state_dict()
 
 
@@ -152,8 +154,7 @@ def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
                 (-critic(generator(batch(step))).mean()).backward()
             both[0].step()
             generator.zero_grad()
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
     assert sorted(layers_of(tmp_path)) == ["first", "last", "model1.first", "model1.last"]
 
 
@@ -171,8 +172,7 @@ def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
     assert losses_of(tmp_path) == pytest.approx(losses, rel=1e-6)
 
 
@@ -193,8 +193,7 @@ def test_a_backward_of_the_engine_itself(tmp_path: Path) -> None:
             run_engine(loss, gradient)
             optimizer.step()
             optimizer.zero_grad()
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
     series = open_run(tmp_path).metrics["loss"]
     assert dict(zip(series.iterations, series.values, strict=True)) == pytest.approx(
         {step: expected[step] for step in (1, 2, 3, 5)}, rel=1e-6
@@ -303,8 +302,7 @@ def test_an_optimizer_that_is_made_after_the_first_forward(tmp_path: Path) -> No
     with watched(tmp_path) as watch:
         loss_of(model, 0).backward()
         train(model, sgd(model))
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -315,8 +313,7 @@ def test_a_compiled_model(tmp_path: Path, in_place: bool) -> None:
     called = model if in_place else torch.compile(model, backend="eager", fullgraph=True)
     with watched(tmp_path) as watch:
         train(called, sgd(model))  # type: ignore[arg-type]
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
 
 
 def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:

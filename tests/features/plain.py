@@ -46,13 +46,17 @@ def plain(
     folders: Sequence[str | Path] = (OURS,),
     classes: Sequence[type] = (),
     fresh: bool = False,
+    layers: str = "linear",
+    files: bool = False,
 ) -> Iterator[Logged]:
     """nvidia-dlfw-inspect with these features on every layer called ``linear``.
 
     Args:
         fresh: as where Transformer Engine's features were not imported, or a run has ended: nothing is registered.
+        layers: another name, or ``all``.
+        files: write the files of its own logger too.
     """
-    section: dict[str, Any] = {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}
+    section: dict[str, Any] = {"enabled": True, "layers": {"layer_types": [layers]}, "transformer_engine": features}
     logged = Logged()
     snapshot = Snapshot()
     try:
@@ -62,7 +66,11 @@ def plain(
         for feature in classes:
             register(feature)
         debug_api.initialize(
-            {"s": section}, feature_dirs=list(map(str, folders)), log_dir=str(log_dir), statistics_logger=logged
+            {"s": section},
+            feature_dirs=list(map(str, folders)),
+            log_dir=str(log_dir),
+            statistics_logger=logged,
+            default_logging_enabled=files,
         )
         yield logged
     finally:

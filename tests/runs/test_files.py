@@ -24,6 +24,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.options import record_limit
 from te_precision_callbacks.runs import (
     NotARunError,
+    RecordedRun,
     RunError,
     open_run,
     writing,
@@ -36,6 +37,7 @@ from te_precision_callbacks.statistics.series import SeriesTable
 from tests.forked import REPOSITORY, executable
 from tests.full_disk import files_up_to
 from tests.runs.making import RunWriter, info, records, write_run
+from tests.training import wait_until
 
 
 def rank_folder(folder: Path, segment: int = 0) -> Path:
@@ -138,19 +140,14 @@ def test_a_resumed_run_replaces_what_was_recorded_from_its_first_step_on(tmp_pat
         (lambda path: None, "there is no such file or folder"),
         (Path.mkdir, "no recorded run is in this folder"),
         (lambda path: (path / "precision_records").mkdir(parents=True), "no recorded run is in this folder"),
+        (lambda path: (path / "nvdlfw_inspect_statistics_logs").mkdir(parents=True), "no recorded run is in this"),
         (lambda path: path.write_text("x"), "this file is no recorded run"),
-        (
-            lambda path: (path / "nvdlfw_inspect_statistics_logs").mkdir(parents=True),
-            "no recorded run is in this folder",
-        ),
     ],
 )
-def test_a_path_that_is_no_run(tmp_path: Path, make: object, said: str) -> None:
-    path = tmp_path / "x"
-    assert callable(make)
-    make(path)
+def test_a_path_that_is_no_run(tmp_path: Path, make: Callable[[Path], object], said: str) -> None:
+    make(tmp_path / "x")
     with pytest.raises(NotARunError, match=said):
-        open_run(path)
+        open_run(tmp_path / "x")
 
 
 def test_a_run_in_which_nothing_has_happened_yet(tmp_path: Path) -> None:
@@ -166,40 +163,6 @@ def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
     said = r"recorded by te-precision-callbacks 0\.0\.7, with schema 1 of the files; this version reads schema 3 only"
     with pytest.raises(RunError, match=said):
         open_run(tmp_path)
-
-
-def damaged(folder: Path) -> None:
-    path = folder / "values-0001.parquet"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 3 :] = bytes(len(data) - len(data) // 3)
-    path.write_bytes(data)
-
-
-def truncated(folder: Path) -> None:
-    path = folder / "values-0001.parquet"
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def foreign(folder: Path) -> None:
-    pq.write_table(pa.table({"a": [1]}), folder / "values-0001.parquet")
-
-
-def of_other_types(folder: Path) -> None:
-    table = pa.table({name: ["x"] for name in pq.read_schema(folder / "values-0001.parquet").names})
-    pq.write_table(table, folder / "values-0001.parquet")
-
-
-@pytest.mark.parametrize("spoil", [damaged, truncated, foreign, of_other_types])
-def test_a_part_that_cannot_be_read_is_noted_and_the_others_are_read(tmp_path: Path, spoil: object) -> None:
-    run_id = write_run(tmp_path, range(5))
-    write_run(tmp_path, range(5, 8), run_id=run_id)
-    assert callable(spoil)
-    spoil(rank_folder(tmp_path))
-    run = open_run(tmp_path)
-    assert run.grid("amax", "activation").iterations.tolist() == [5, 6, 7]
-    assert run.steps["iteration"].to_pylist() == list(range(8))
-    (note,) = run.notes
-    assert "values-0001.parquet cannot be read, and its rows are missing" in note
 
 
 def test_missing_ranks_segments_and_run_files_are_noted(tmp_path: Path) -> None:
@@ -242,16 +205,8 @@ def test_events(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- processes
 
 
-def has_steps(folder: Path) -> bool:
+def steps_are_there(folder: Path) -> bool:
     return any(folder.rglob("steps-*"))
-
-
-def wait_for(happens: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if happens():
-            return
-        time.sleep(0.01)
-    raise TimeoutError("nothing is written")
 
 
 @pytest.mark.processes
@@ -265,7 +220,7 @@ def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> N
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         process.stdout.readline()
-        wait_for(functools.partial(has_steps, folder))
+        wait_until(functools.partial(steps_are_there, folder))
         time.sleep(chance.uniform(0.1, 0.4))
         if number == 0:
             running = open_run(folder)  # while it is written
@@ -325,23 +280,13 @@ def test_an_open_file_that_ends_anywhere(tmp_path: Path) -> None:
         assert read.values()["value"].to_pylist() == [float(n) for n, end in enumerate(ends) if end <= size]
 
 
-def test_a_run_whose_process_is_gone_stopped_without_an_end(tmp_path: Path) -> None:
+def test_a_run_is_running_while_its_process_lives_however_silent_it_is(tmp_path: Path) -> None:
     writer = RunWriter.begin(tmp_path)
+    for path in (writer.folder / "run.json", writer.folder):
+        os.utime(path, (0, 0))
     assert open_run(tmp_path).segments[0].status == "running"
     writer.put_run(pid=2**22 + 1)
     assert open_run(tmp_path).segments[0].status == "stopped without an end"
-
-
-def silence(segment: Path) -> None:
-    past = time.time() - 3600
-    for path in (segment / "run.json", segment):
-        os.utime(path, (past, past))
-
-
-def test_a_silent_process_that_lives_is_running(tmp_path: Path) -> None:
-    writer = RunWriter.begin(tmp_path)
-    silence(writer.folder)
-    assert open_run(tmp_path).segments[0].status == "running"
 
 
 # ---------------------------------------------------------------------- the sink
@@ -522,3 +467,103 @@ sys.stdin.read()
     finally:
         process.stdin.close()
         process.wait()
+
+
+STEPS = 12
+
+
+def file_of(log_dir: Path, name: str) -> Path:
+    (path,) = log_dir.glob(f"precision_records/*/seg-000/**/{name}*")
+    return path
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 20)
+
+
+def damaged(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 3] + bytes(len(data) - len(data) // 3))
+
+
+def foreign(path: Path) -> None:
+    pq.write_table(pa.table({"a": [1]}), path)
+
+
+def of_other_types(path: Path) -> None:
+    pq.write_table(pa.table({name: ["x"] for name in pq.read_schema(path).names}), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [("values", damaged), ("values", foreign), ("values", of_other_types), ("values", cut), ("steps", cut),
+     ("scalars", cut), ("layers", cut)],
+)  # fmt: skip
+def test_a_closed_file_that_cannot_be_read_is_left_out_with_a_note(
+    tmp_path: Path, name: str, spoil: Callable[[Path], None]
+) -> None:
+    run_id = write_run(tmp_path, range(5))
+    write_run(tmp_path, range(5, STEPS), run_id=run_id)
+    path = file_of(tmp_path, name)
+    spoil(path)
+    run = read_all(tmp_path)
+    (note,) = run.notes
+    assert note.startswith(f"{path} cannot be read, and its rows are missing: ")
+    assert run.steps["iteration"].to_pylist() == list(range(5 if name == "steps" else 0, STEPS))
+    of_values = run.grid("amax", "activation").iterations.tolist()
+    assert of_values == list(range(5 if name == "values" else 0, STEPS))
+
+
+def read_all(log_dir: Path) -> RecordedRun:
+    run = open_run(log_dir)
+    run.values(), run.vectors(), run.ordered_layers, run.events.to_pylist(), run.steps.to_pylist()
+    return run
+
+
+def damage_page(path: Path, name: str) -> None:
+    """Damage the first page of a column of a closed file."""
+    with pq.ParquetFile(path) as file:
+        column = file.metadata.row_group(0).column(file.schema_arrow.get_field_index(name))
+    data = bytearray(path.read_bytes())
+    data[column.data_page_offset : column.data_page_offset + 8] = b"\xff" * 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:20], lambda data: b"", lambda data: b"[1]"])
+def test_a_run_without_readable_facts_is_read_with_a_note(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    write_run(tmp_path, range(STEPS))
+    path = file_of(tmp_path, "run.json")
+    path.write_bytes(change(path.read_bytes()))
+    run = read_all(tmp_path)
+    assert any(f"{path} is damaged" in note for note in run.unread)
+    assert len(run.values()) == 2 * STEPS
+
+
+def test_what_turns_out_to_be_damaged_when_it_is_read_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """As a page of the one column that opening a run does not read."""
+    write_run(tmp_path, range(STEPS))
+    path = file_of(tmp_path, "values")
+    damage_page(path, "segment")
+    run = open_run(tmp_path)
+    assert run.notes == run.unread == ()
+    assert len(run.values()) == 0
+    (note,) = run.notes
+    assert note.startswith(f"{path} cannot be read, and its rows are missing: ")
+    assert run.unread == run.notes
+
+
+def test_values_are_there_without_the_files_of_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, range(STEPS))
+    for name in ("steps", "scalars"):
+        file_of(tmp_path, name).unlink()
+    assert open_run(tmp_path).grid("amax", "activation").iterations.tolist() == list(range(STEPS))
+
+
+def test_an_open_file_that_was_cut_while_it_was_written_is_not_closed(tmp_path: Path) -> None:
+    writer = RunWriter.begin(tmp_path)
+    writer.add_step(0)
+    writer.flush()
+    os.truncate(file_of(tmp_path, "steps"), 100)
+    with pytest.raises(OSError, match=r"steps-0001.arrow was changed while it was written: it has 100 of [\d,]+"):
+        writer.close()
+    assert any("not recorded to its end" in note for note in open_run(tmp_path).notes)

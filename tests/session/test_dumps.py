@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
+import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -20,7 +22,9 @@ from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
+from tests.features.plain import linear, plain
 from tests.full_disk import files_up_to
+from tests.training import wait_until
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 SCRIPT = Path(__file__).with_name("dumps_script.py")
@@ -273,52 +277,33 @@ def test_what_cannot_work_is_refused_before_the_run(
 def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer is held back until the training thread has come to wait for it."""
-    import threading
-
-    go, waiting = threading.Event(), threading.Event()
-    written: list[int | None] = []
+    """350 bytes may wait, which three dumps have, and a larger one alone."""
+    go, written, pending = threading.Event(), [], []
 
     def slow(dump: Dump, folder: Path) -> int:
         go.wait(10)
         written.append(dump.header.iteration)
         return 0
 
-    def put(number: int, nbytes: int) -> None:
-        tensors = {"high_precision": torch.zeros(nbytes, dtype=torch.uint8)}
-        held.put(writer.Job(Dump(Header(iteration=number), tensors), Limits(1 << 40, 1 << 20, 350)))
+    def train() -> None:
+        for number in range(21):
+            tensors = {"high_precision": torch.zeros(1000 if number == 20 else 100, dtype=torch.uint8)}
+            held.put(writer.Job(Dump(Header(iteration=number), tensors), Limits(1 << 40, 1 << 20, 350)))
+            pending.append(held.pending)
 
     monkeypatch.setattr(writer, "write_new", slow)
-    held = writer.Writer(tmp_path)
-    original = threading.Thread.join
-
-    def join(self: threading.Thread, timeout: float | None = None) -> None:
-        if threading.current_thread().name == "training":
-            waiting.set()
-        original(self, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", join)
-    most: list[int] = []
-
-    def train() -> None:
-        for number in range(20):
-            put(number, 100)
-            most.append(held.pending)
-        put(20, 1000)  # larger than all that may wait: alone
-        most.append(held.pending)
-
-    training = threading.Thread(target=train, name="training")
+    held, training = writer.Writer(tmp_path), threading.Thread(target=train)
     training.start()
-    assert waiting.wait(10)
-    assert most, "it has put what has room"
-    assert most[-1] <= 350
+    wait_until(lambda: len(pending) == 3)
+    training.join(0.1)
+    assert len(pending) == 3
     assert not written
     go.set()
     training.join(10)
     held.drain()
     assert written == list(range(21)), "in order, and all"
-    assert max(most[:20]) <= 350
-    assert most[20] <= 1000
+    assert max(pending[:20]) <= 350
+    assert pending[20] <= 1000
     assert held.pending == 0
     held.finish()
 
@@ -370,25 +355,11 @@ def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def run_script(case: str, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [forked.executable(whole=True), str(SCRIPT), case, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == code, errors
-    return output
-
-
 @pytest.mark.processes
 def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
-    process = run_script("killed", str(tmp_path))
-    finish(process, -9)
-    results = [
-        path for path in files(tmp_path).values() if not path.name.startswith(".")
-    ]  # a hidden file is incomplete
+    ended = forked.Running(SCRIPT, ["killed", str(tmp_path)]).end()
+    assert ended.returncode == -9, ended.stderr
+    results = [path for path in files(tmp_path).values() if not path.name.startswith(".")]  # hidden: incomplete
     assert results
     for path in results:
         dump = dumps.load(path)
@@ -398,21 +369,19 @@ def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_script_that_stops_nothing_and_one_that_forks_have_all_files(tmp_path: Path) -> None:
-    stopped, forked = (run_script(case, str(tmp_path / case)) for case in ("not stopped", "forked"))
-    finish(stopped)
-    finish(forked)
+    for ended in forked.ranks(SCRIPT, [[case, str(tmp_path / case)] for case in ("not stopped", "forked")]):
+        assert ended.returncode == 0, ended.stderr
     assert len(files(tmp_path / "not stopped")) == 4, "all of two steps, and what was held of a third"
     results = {name: dumps.load(path) for name, path in files(tmp_path / "forked").items()}
-    by_process = {dump.tensors["high_precision"][0, 0].item() for dump in results.values()}
-    assert len(results) == 2
-    assert by_process == {1.0, 3.0}, "the parent's before and after the fork; a child writes into no log of its parent"
+    by_process = sorted(dump.tensors["high_precision"][0, 0].item() for dump in results.values())
+    assert by_process == [1.0, 3.0], "the parent's before and after the fork; a child writes into no log of its parent"
 
 
 @pytest.mark.processes
 def test_two_ranks_agree_on_a_merged_statistic(tmp_path: Path) -> None:
     """The maximum is rank 1's alone; with the condition both write theirs, and in no other step."""
-    ranks = forked.ranks(SCRIPT, [["ranks", str(tmp_path), str(rank)] for rank in range(2)])
-    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    for ended in forked.ranks(SCRIPT, [["ranks", str(tmp_path), str(rank)] for rank in range(2)]):
+        assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         folder = tmp_path / "log" / "tensor_dumps" / f"rank_{rank}"
         (path,) = (path for path in folder.rglob("*") if path.is_file())
@@ -420,3 +389,48 @@ def test_two_ranks_agree_on_a_merged_statistic(tmp_path: Path) -> None:
         dump = dumps.load(path)
         assert dump.header.rank == rank
         assert torch.equal(dump.tensors["high_precision"], torch.full((16, 32), 1.0 + 8 * rank))
+
+
+def test_a_small_budget_holds_small_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An activation has 2,048 bytes here, and its file less than 4,000: five or more fit."""
+    net = te.Linear(32, 32)
+    with InspectSession(config(max_bytes="20KB"), model=net, log_dir=tmp_path) as session:
+        for number in range(12):
+            step(session, net, random(number))
+    sizes = [path.stat().st_size for path in files(tmp_path).values()]
+    assert sum(sizes) <= 20_000 < sum(sizes) + max(sizes) + 8_000
+    assert len(sizes) >= 5
+    (message,) = messages(caplog, "DumpTensors stops")
+    assert "max_bytes=20,000 leaves no room for the next file, of up to " in message
+    assert f"{sum(sizes):,} bytes are in use." in message
+
+
+# --- wrong options under plain nvidia-dlfw-inspect -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_byte": "10 Mo"}, r"'DumpTensors' has no key 'max_byte' (given: '10 Mo'). Did you mean 'max_bytes'"),
+        ({"max_bytes": "10 MBytes"}, "10 MBytes"),
+        ({"when": "non_finite"}, "Did you mean 'nonfinite'?"),
+        ({"high_precision_tensor": False}, "would write nothing"),
+    ],
+)
+def test_wrong_options_are_told_once_and_training_goes_on(
+    tmp_path: Path, wrong: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"enabled": True, "tensors": ["activation", "weight"], "high_precision_tensor": True, **wrong}
+    statistics = {"enabled": True, "tensors": ["activation"], "stats": ["max"]}
+    for _ in range(2):  # each run says it
+        caplog.clear()
+        with plain({"DumpTensors": options, "LogTensorStats": statistics}, tmp_path) as logged:
+            net = linear()
+            for number in range(3):
+                net(random(number).requires_grad_()).sum().backward()
+                debug_api.step()
+        assert logged.iterations("linear_activation_max") == [0, 1, 2], "other features act"
+        (message,) = messages(caplog, "DumpTensors", level=logging.ERROR)
+        assert words in message
+        assert message.endswith("Nothing is dumped by these options. Training goes on.")
+        assert not files(tmp_path)

@@ -26,6 +26,7 @@ from tests.conftest import Keeper, global_state, module_state, statistics
 from tests.forked import executable
 from tests.lightning.models import logged_lines
 from tests.reference.processes import run
+from tests.training import train
 
 _CODE = (*map(str, te_precision_callbacks.__path__), str(Path(__file__).parents[2] / "features"), contextlib.__file__)
 """Where an interrupt comes: in each line of this project, and of the blocks that it makes with contextlib."""
@@ -283,3 +284,55 @@ def test_an_uncaught_exception_is_in_the_verdict_and_in_the_log(
     assert errors == (["failed-run"] if how in ("error", "shape") else [])
     assert ended_by in "".join(outcome_notes(open_run(tmp_path)))
     assert ("the layer 'linear' cannot run the GEMM" in result.stderr) == (how == "shape"), "also below the traceback"
+
+
+def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_verdict_is_printed(
+    tmp_path: Path,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
+    net = te.Linear(32, 32)
+    session = InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]).start()
+    train(session, net, 2)
+    net(torch.full((16, 32), 9.0)).sum().backward()
+    assert session._run is not None
+    monkeypatch.setattr(session._run._ends, "is_terminated", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    session.stop(ValueError("ended by a signal"))
+    assert keeper.iterations == [0, 1]
+    assert "Problems found: 1 error" in capsys.readouterr().err
+    assert "The statistics of iteration 2 are not written: they are on the GPU" in caplog.text
+
+
+def calls_of_stop(folder: Path, layers: int, *, hurried: bool) -> int:
+    """How many functions stop() calls."""
+    net = torch.nn.Sequential(*(te.Linear(16, 16, bias=False) for _ in range(layers)))
+    session = InspectSession(statistics(), model=net, log_dir=folder).start()
+    train(session, net, 1, x=torch.ones(16, 16))
+    session.flush(60.0)
+    assert session._run is not None
+    assert session._run._ends is not None
+    session._run._ends.is_terminated = hurried
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        session.stop(ValueError("ended"))
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(("hurried", "most"), [(True, 400), (False, 600)])
+def test_what_a_layer_adds_to_the_end_is_bounded(tmp_path: Path, hurried: bool, most: int) -> None:
+    """At 20,000 layers 600 calls are 12 million, which take a second or two."""
+    calls_of_stop(tmp_path / "first", 20, hurried=hurried)  # imports what it needs
+    few, many = (calls_of_stop(tmp_path / str(layers), layers, hurried=hurried) for layers in (20, 60))
+    assert (many - few) / 40 <= most
