@@ -191,6 +191,9 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ("LogNvfp4TensorStats", TENSORS + "stats: [scale_inv_mxx]", 8, "has 'scale_inv_mxx': .*'scale_inv_max'"),
         ("LogTensorStats", STATS + "tensors: [weight, activations]", 8, "'activations' is none of them.*'activation'"),
         ("LogTensorStats", STATS + "tensors: activations", 8, "'tensors' of N must be a list .*'activations' is none"),
+        ("LogTensorStats", STATS + "tensors: [fprop]", 8, "'fprop' is none of them"),  # nothing would be left
+        ("LogTensorStats", STATS + "tensors: fprop", 8, "'fprop' is none of them"),
+        ("LogTensorStats", STATS + "tensors: [dgrad, forward]", 8, "'forward' is none of them"),
         (
             "LogFp8TensorStats",
             "tensors:\n  - weight\n  - output\nstats: mse",

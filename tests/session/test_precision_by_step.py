@@ -175,20 +175,3 @@ def test_a_span_between_due_steps_has_no_statistics(tmp_path: Path, feature: str
     steps = {step for (name, step), _ in logged_lines(tmp_path).items() if "activation" in name or "gradient" in name}
     assert steps == {0, 4, 8}
     assert names[0] >= names[4] == names[8] == names[11] != set()
-
-
-def test_coverage_knows_the_span(tmp_path: Path) -> None:
-    section = {"DisableFP8GEMM": {"enabled": True, "gemms": ["fprop"], "start_step": 1, "end_step": 2}}
-    everywhere = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": section}
-    run = Fixed(tmp_path, {"high": everywhere})
-    with run.session as session:
-        results = []
-        for _ in range(5):
-            run.step(1.0, 1.0)
-            results.append(session.coverage())
-        of_fprop = [[entry for entry in session.precision(at=step) if entry.gemm == "fprop"] for step in range(5)]
-    assert [round(coverage.share("fp8"), 3) for coverage in results] == [1, 0.667, 0.667, 1, 1]
-    assert [{product.why for product in coverage if not product.is_low} for coverage in results] == [
-        *[set(), *[{"DisableFP8GEMM in the config mapping (section 'high'), steps 1 to 2"}] * 2, set(), set()]
-    ]
-    assert [(entry.since, entry.until) for (entry,) in of_fprop] == [(0, 0), (1, 2), (1, 2), (3, None), (3, None)]
