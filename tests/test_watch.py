@@ -120,24 +120,35 @@ def test_model_step_and_loss_are_found(tmp_path: Path, micro_batches: int) -> No
     assert {0, 1, 2, 5} <= set(run.steps.column("iteration").to_pylist())
 
 
-def test_two_optimizers_of_one_model_step_once(tmp_path: Path) -> None:
-    model = Model()
-    parts = (
-        [parameter for parameter in model.parameters() if (parameter.dim() > 1) == matrix] for matrix in (True, False)
-    )
-    optimizers = [torch.optim.SGD(part, lr=0.01) for part in parts]
+def by_matrices_and_vectors(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    parameters = list(model.parameters())
+    parts = ([value for value in parameters if (value.dim() > 1) == matrix] for matrix in (True, False))
+    return [torch.optim.SGD(part, lr=0.01) for part in parts]
+
+
+@pytest.mark.parametrize("kind", ["two optimizers", "one that never steps", "made after the first forward"])
+def test_optimizers_of_a_model_step_it_once(tmp_path: Path, kind: str) -> None:
+    model, unused = Model(), []
+    if kind == "made after the first forward":
+        loss_of(model, 0).backward()
     with watched(tmp_path) as watch:
-        train(model, *optimizers)
+        if kind == "made after the first forward":
+            loss_of(model, 0).backward()
+        elif kind == "one that never steps":
+            unused.append(sgd(model))
+        train(model, *(by_matrices_and_vectors(model) if kind == "two optimizers" else [sgd(model)]))
         assert steps_of(watch) == STEPS
 
 
-def test_an_optimizer_that_never_steps_is_not_waited_for(tmp_path: Path) -> None:
-    model = Model()
-    unused = torch.optim.SGD(model.parameters(), lr=0.01)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model(tmp_path: Path, in_place: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    if in_place:
+        model.compile(backend="eager", fullgraph=True)
+    called = model if in_place else torch.compile(model, backend="eager", fullgraph=True)
     with watched(tmp_path) as watch:
-        train(model, sgd(model))
+        train(called, sgd(model))  # type: ignore[arg-type]
         assert steps_of(watch) == STEPS
-    assert unused.state_dict()
 
 
 def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
@@ -296,26 +307,6 @@ def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -
     assert torch.autograd.Variable._execution_engine is engine  # type: ignore[attr-defined]
 
 
-def test_an_optimizer_that_is_made_after_the_first_forward(tmp_path: Path) -> None:
-    model = Model()
-    loss_of(model, 0).backward()
-    with watched(tmp_path) as watch:
-        loss_of(model, 0).backward()
-        train(model, sgd(model))
-        assert steps_of(watch) == STEPS
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model(tmp_path: Path, in_place: bool) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-    if in_place:
-        model.compile(backend="eager", fullgraph=True)
-    called = model if in_place else torch.compile(model, backend="eager", fullgraph=True)
-    with watched(tmp_path) as watch:
-        train(called, sgd(model))  # type: ignore[arg-type]
-        assert steps_of(watch) == STEPS
-
-
 def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
     with watched(tmp_path):
         for _ in range(2):
@@ -369,32 +360,28 @@ def test_a_session_that_starts_later_replaces_the_watch(tmp_path: Path) -> None:
     assert open_run(tmp_path / "own").segments[-1].status == "ended"
 
 
-@pytest.mark.parametrize("has_optimizer", [False, True])
-def test_one_warning_without_a_model_or_an_optimizer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_optimizer: bool
+@pytest.mark.parametrize(
+    ("backwards", "has_optimizer", "words"),
+    [
+        (0, False, "ended without a backward pass"),
+        (2, False, "After 2 backward passes no model was found"),
+        (2 * BACKWARDS, False, f"After {BACKWARDS} backward passes no model was found"),
+        (2 * BACKWARDS, True, f"After {BACKWARDS} backward passes no optimizer of the model has stepped"),
+    ],
+)
+def test_one_warning_without_a_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, backwards: int, has_optimizer: bool, words: str
 ) -> None:
     model = Model()
-    optimizer = sgd(model) if has_optimizer else None
-    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
-        for step in range(2 * BACKWARDS):
-            loss_of(model, step).backward()
-    (record,) = caplog.records
-    expected = "no optimizer of the model has stepped" if optimizer else "no model was found"
-    assert f"After {BACKWARDS} backward passes {expected}" in record.getMessage()
-    assert "session.step()" in record.getMessage()
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_script_that_never_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int) -> None:
-    model = Model()
+    optimizers = [sgd(model)] * has_optimizer
     with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
         with torch.no_grad():
             loss_of(model, 0)
-        for step in range(steps):
+        for step in range(backwards):
             loss_of(model, step).backward()
-    (record,) = caplog.records
-    expected = "After 2 backward passes no model was found" if steps else "ended without a backward pass"
-    assert expected in record.getMessage()
+    (text,) = caplog.messages
+    assert words in text
+    assert len(optimizers) == has_optimizer, "it is kept"
 
 
 def test_a_failure_of_the_watch_does_not_reach_the_training(

@@ -13,12 +13,13 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from te_precision_callbacks.runs import RecordedRun, RunError, open_run, size_limit
 from te_precision_callbacks.runs.recording import Recording, Step
 from te_precision_callbacks.runs.run_files import Place, make_segment
-from te_precision_callbacks.runs.tables import EXTREME, STEP0
+from te_precision_callbacks.runs.tables import EXTREME, STEP0, VALUES
 from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
 from tests.runs.making import info
@@ -245,6 +246,28 @@ def test_a_part_that_is_damaged_stays_and_the_others_are_thinned(
     run = open_run(tmp_path)
     assert [note for note in run.notes if f"{first} cannot be read" in note]
     assert run.thinned
+
+
+def test_which_rows_are_kept() -> None:
+    """Every second step of a schedule; the lowest, the highest and the first non-finite value; the first step of
+    delayed scaling, which is not an extreme; nothing that a later segment has run again."""
+    iterations = [3, 13, 23, 33, 43, 53, 63, 73, 83]
+    values = [9.0, 1.0, 5.0, -1.0, 5.0, math.inf, math.nan, 7.0, 99.0]
+    columns = {name: [None] * 9 for name in VALUES.names}
+    columns |= {"segment": [0] * 9, "iteration": iterations, "series": [4] * 9, "value": values}
+    columns |= {"flags": [STEP0, *[0] * 8]}
+    once = size_limit.every_second_step(pa.table(columns, VALUES), 80)
+    assert dict(zip(once["iteration"].to_pylist(), once["flags"].to_pylist(), strict=True)) == {
+        3: STEP0,
+        23: 0,
+        33: EXTREME,
+        43: 0,
+        53: EXTREME,
+        63: 0,
+        73: EXTREME,
+    }
+    twice = size_limit.every_second_step(once, 80)
+    assert twice["iteration"].to_pylist() == [3, 33, 43, 53, 73]
 
 
 # ---------------------------------------------------------------------- a kill, and readers meanwhile

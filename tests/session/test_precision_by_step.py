@@ -155,6 +155,20 @@ def test_the_scales_of_delayed_scaling_follow_the_amaxes_of_a_span(tmp_path: Pat
     assert [round(57344 / backward, 3) for _, backward in scales] == [8, 8, 2, 4]
 
 
+def test_coverage_knows_the_span(tmp_path: Path) -> None:
+    section = {"DisableFP8GEMM": {"enabled": True, "gemms": ["fprop"], "start_step": 1, "end_step": 2}}
+    run = Fixed(
+        tmp_path, {"high": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": section}}
+    )
+    reasons = []
+    with run.session as session:
+        for _ in range(4):
+            run.step(1.0, 1.0)
+            reasons.append({product.why for product in session.coverage() if not product.is_low})
+    acts = {"DisableFP8GEMM in the config mapping (section 'high'), steps 1 to 2"}
+    assert reasons == [set(), acts, acts, set()]
+
+
 @pytest.mark.parametrize("feature", ["DisableFP8Layer", "FakeQuant"])
 def test_a_span_between_due_steps_has_no_statistics(tmp_path: Path, feature: str) -> None:
     """On its debug path in the span, a layer is no longer looked at as on its fused path in the last due step."""
