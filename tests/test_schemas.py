@@ -501,34 +501,14 @@ FAKE = {"gemms": ["fprop", "wgrad"], "tensors": ["activation"], "quant_format": 
 SCALE = {"gemms_struct": [{"gemm": "dgrad", "tensors": ["weight"]}, {"gemm": "wgrad", "tensors": ["activation"]}]}
 
 
-def test_two_features_that_modify_one_tensor_in_a_section_are_refused() -> None:
-    section = feature("FakeQuant", ["fc1"], **FAKE)
-    section["transformer_engine"]["PerTensorScaling"] = {"enabled": True, **SCALE}
-    stated = (
-        r"\(section 's'\): 'PerTensorScaling' modifies the tensor 'activation' of the GEMM 'wgrad' in the layers of 's'"
-    )
-    with pytest.raises(ConfigError, match=rf"{stated}, and so does 'FakeQuant' in .*\(section 's'\)"):
+def test_two_features_that_modify_one_tensor_are_taken_only_where_they_never_meet() -> None:
+    def load(fake: dict[str, Any], scale: dict[str, Any]) -> None:
+        section = feature("FakeQuant", ["fc1"], **{**FAKE, **fake})
+        section["transformer_engine"]["PerTensorScaling"] = {"enabled": True, **SCALE, **scale}
         load_config({"s": section})
-    section["transformer_engine"]["FakeQuant"] |= {"end_step": 9}
-    section["transformer_engine"]["PerTensorScaling"] |= {"start_step": 10}
-    load_config({"s": section})
-    del section["transformer_engine"]["FakeQuant"]["end_step"]
-    section["transformer_engine"]["FakeQuant"]["gemms"] = ["fprop"]
-    load_config({"s": section})
-    section["transformer_engine"]["FakeQuant"] = {"enabled": False, **FAKE}
-    load_config({"s": section})
 
-
-def test_two_features_that_modify_one_tensor_where_sections_meet_are_refused(tmp_path: Path) -> None:
-    sections = {"fake": feature("FakeQuant", ["fc1"], **FAKE), "scale": feature("PerTensorScaling", ["10"], **SCALE)}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(sections))
-    config = load_config(path)
-    stated = (
-        r"'PerTensorScaling' modifies the tensor 'activation' of the GEMM 'wgrad' in the layer 'model\.layers\.10\."
-    )
-    other = r"so does 'FakeQuant' in .*line \d+ \(section 'fake'\)"
-    with pytest.raises(ConfigError, match=rf"line \d+ \(section 'scale'\): {stated}.*fc1', and {other}"):
-        config.plan(LAYERS, REGISTERED)
-    apart = {**sections, "scale": feature("PerTensorScaling", ["gemm_3"], **SCALE)}
-    assert len(load_config(apart).plan(LAYERS, REGISTERED).layers) == 3
+    with pytest.raises(ConfigError, match="modifies the tensor 'activation' of the GEMM 'wgrad' in the layers of 's'"):
+        load({}, {})
+    load({"end_step": 9}, {"start_step": 10})
+    load({"gemms": ["fprop"]}, {})
+    load({"enabled": False}, {})

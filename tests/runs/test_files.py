@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,13 +57,21 @@ def test_a_run_reads_as_it_was_written(tmp_path: Path) -> None:
     assert (segment.status, segment.first_iteration, segment.facts["front_door"]) == ("ended", 0, "mine")
     grid = run.grid("amax", "activation")
     assert grid.layers == ["net.1", "net.0"], "in the order of execution"
-    assert grid.iterations.tolist() == list(range(5))
     assert grid.values.tolist() == [[1, 11, 21, 31, 41], [0, 10, 20, 30, 40]]
     assert run.scalars["value"].to_pylist() == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
-    assert run.steps["iteration"].to_pylist() == list(range(5))
+    assert grid.iterations.tolist() == run.steps["iteration"].to_pylist() == list(range(5))
     assert run.select(layer="net.1") == [1]
-    row = run.series.slice(1, 1).to_pylist()[0]
+    row = run.series.to_pylist()[1]
     assert (row["count"], row["first"], row["last"]) == (5, 0, 4)
+
+
+def write_steps(run: RunWriter, iterations: range, layers: int = 1) -> None:
+    """The value of layer n in iteration i is ``i + n``."""
+    series = np.array([run.series(f"layer{n}", "weight", "amax") for n in range(layers)], np.int32)
+    for iteration in iterations:
+        run.add_step(iteration)
+        run.add_values(iteration, series, iteration + np.arange(layers, dtype=float))
+        run.flush()
 
 
 def test_closed_files_are_sorted_and_an_open_one_is_read_with_them(
@@ -188,18 +197,15 @@ def test_events(tmp_path: Path) -> None:
     run.add_event("dump_written", "first", iteration=1, layer="fc", data={"a": 1}, wall_time=4.0)
     run.add_event("finding", "third", iteration=2, wall_time=5.0)
     run.flush()
-    first, second, third = open_run(tmp_path).events.to_pylist()
-    assert (first["kind"], first["text"], first["layer"], json.loads(first["data"])) == (
-        "dump_written",
-        "first",
-        "fc",
-        {"a": 1},
-    )
-    assert (second["text"], second["layer"], second["wall_time"].timestamp()) == ("second \\ud800", None, 3.0)
-    assert third["text"] == "third"
+    events = open_run(tmp_path).events.to_pylist()
+    assert [(event["kind"], event["text"], event["layer"]) for event in events] == [
+        ("dump_written", "first", "fc"),
+        ("finding", "second \\ud800", None),
+        ("finding", "third", None),
+    ]
+    assert (json.loads(events[0]["data"]), events[1]["wall_time"].timestamp()) == ({"a": 1}, 3.0)
     with pytest.raises(TypeError, match="an event has no place"):
         run.add_event("finding", "", iteration=0, place="")
-    run.close()
 
 
 # ---------------------------------------------------------------------- processes
@@ -218,44 +224,29 @@ def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> N
         folder = tmp_path / str(number)
         command = [executable(whole=True), "-m", "tests.runs.making", str(folder)]
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        process.stdout.readline()
         wait_until(functools.partial(steps_are_there, folder))
         time.sleep(chance.uniform(0.1, 0.4))
-        if number == 0:
-            running = open_run(folder)  # while it is written
-            assert running.segments[0].status == "running"
-            assert len(running.values()) > 0
         process.send_signal(signal.SIGKILL)
         killed = time.time()
-        handed_over = [line.split() for line in process.stdout.read().split("\n")[:-1]]
-        process.wait()
+        handed_over = [line.split() for line in process.communicate()[0].split("\n")[:-1]]
         run = open_run(folder)
         assert run.notes == ()
         assert run.segments[0].status in ("stopped without an end", "running")
         iterations = run.steps["iteration"].to_pylist()
         assert iterations == list(range(len(iterations)))
-        last = iterations[-1] if iterations else -1
         values = run.grid("amax", "weight")
         assert values.iterations.tolist() == iterations[: len(values.iterations)]
         assert len(iterations) - len(values.iterations) <= 1000  # those between the flush of steps and of values
         assert np.all(values.values == values.iterations)
-        lost += [killed - float(moment) for iteration, moment in handed_over if int(iteration) > last]
+        lost += [killed - float(moment) for iteration, moment in handed_over if int(iteration) >= len(iterations)]
     assert max(lost, default=0.0) < 1.0, "the sink writes every 50 ms here, every 2 s otherwise"
 
 
-def test_a_run_is_read_while_it_is_written_and_a_file_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_read_while_it_is_written_and_a_file_is_closed(tmp_path: Path) -> None:
     run = RunWriter.begin(tmp_path)
-    series = np.array([run.series("fc", "weight", "amax")], np.int32)
-    for iteration in range(3):
-        run.add_step(iteration)
-        run.add_values(iteration, series, np.array([float(iteration)]))
-        run.flush()
+    write_steps(run, range(3))
     read = open_run(tmp_path)
-    run.add_step(3)
-    run.add_values(3, series, np.array([3.0]))
+    write_steps(run, range(3, 4))
     run.close()
     assert read.values()["value"].to_pylist() == [0.0, 1.0, 2.0], "what was there when it was opened, from the new file"
     assert open_run(tmp_path).values()["value"].to_pylist() == [0.0, 1.0, 2.0, 3.0]
@@ -264,13 +255,10 @@ def test_a_run_is_read_while_it_is_written_and_a_file_is_closed(
 def test_an_open_file_that_ends_anywhere(tmp_path: Path) -> None:
     """It is read to its last whole batch, wherever a killed process has left it."""
     run = RunWriter.begin(tmp_path)
-    series = np.array([run.series("fc", "weight", "amax")], np.int32)
     ends = []
     tail = rank_folder(tmp_path) / "values-0001.arrow"
     for iteration in range(3):
-        run.add_step(iteration)
-        run.add_values(iteration, series, np.array([float(iteration)]))
-        run.flush()
+        write_steps(run, range(iteration, iteration + 1))
         ends.append(tail.stat().st_size)
     whole = tail.read_bytes()
     for size in range(0, len(whole) + 1, 61):
@@ -333,27 +321,20 @@ def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     table, sink = SeriesTable(), RecordSink(tmp_path)
     sink.start(info(tmp_path))
-    failed = None
+    sink.write(records(0, table, [1.0] * 100))
+    wait_until(lambda: any(tmp_path.rglob("values-*")))
     with files_up_to(60_000):
-        for iteration in range(2000):
-            try:
+        with pytest.raises(RecordingError, match=r"cannot be written.*what was recorded remains readable") as failed:
+            for iteration in range(1, 2000):
                 sink.write(records(iteration, table, [1.0] * 100))
-            except RecordingError as error:
-                failed = error
-                break
-            while not list(tmp_path.rglob("values-*")):  # the first step is written
                 time.sleep(0.001)
-            time.sleep(0.001)
-        sink.close(failed)
-    assert failed is not None
-    assert "cannot be written" in str(failed)
-    assert "what was recorded remains readable" in str(failed)
+        sink.close(failed.value)
     run = open_run(tmp_path)
     (note,) = run.notes
     assert "Segment 0 is not recorded to its end: [Errno 27] File too large" in note
     assert len(run.values()) >= 100
     (segment,) = run.segments
-    facts = json.loads((run.path / "precision_records" / run.run_id / "seg-000" / "run.json").read_text())
+    facts = json.loads((rank_folder(tmp_path).parent / "run.json").read_text())
     assert segment.status == facts["status"] == "running", "training goes on"
 
 
@@ -372,33 +353,38 @@ def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_goes_back_begins_a_segment(tmp_path: Path) -> None:
-    table, sink = SeriesTable(), RecordSink(tmp_path)
-    sink.start(info(tmp_path))
-    for iteration, value in ((0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0), (2, 30.0)):
-        sink.write(records(iteration, table, [value]))
-    sink.close(None)
+    with sink_in(tmp_path) as write:
+        for iteration, value in ((0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0), (2, 30.0)):
+            write(iteration, [value])
     run = open_run(tmp_path)
     assert [segment.first_iteration for segment in run.segments] == [0, 1]
     assert run.values()["value"].to_pylist() == [1.0, 20.0, 30.0]
+
+
+@contextlib.contextmanager
+def sink_in(folder: Path, error: BaseException | None = None) -> Iterator[Callable[..., None]]:
+    """Writes records of a table through the sink, which is closed at the end."""
+    table, sink = SeriesTable(), RecordSink(folder)
+    sink.start(info(folder))
+    yield lambda iteration, values, **keywords: sink.write(records(iteration, table, values, **keywords))
+    sink.close(error)
 
 
 def test_what_is_written_again_after_an_interruption_is_there_once(tmp_path: Path) -> None:
     table, sink = SeriesTable(), RecordSink(tmp_path)
     sink.start(info(tmp_path))
     step = records(0, table, [1.0])
-    sink.write(step)
-    sink.write(step)
-    sink.close(None)
-    sink.close(None)
+    for _ in range(2):
+        sink.write(step)
+    for _ in range(2):
+        sink.close(None)
     assert len(open_run(tmp_path).values()) == 1
 
 
 def test_flags(tmp_path: Path) -> None:
-    table, sink = SeriesTable(), RecordSink(tmp_path)
-    sink.start(info(tmp_path))
-    sink.write(records(0, table, [1.0, 2.0], unscaled=frozenset({"layer1"})))
-    sink.write(records(1, table, [1.0, 2.0], local=True))
-    sink.close(ValueError("bad batch"))
+    with sink_in(tmp_path, ValueError("bad batch")) as write:
+        write(0, [1.0, 2.0], unscaled=frozenset({"layer1"}))
+        write(1, [1.0, 2.0], local=True)
     run = open_run(tmp_path)
     assert run.values()["flags"].to_pylist() == [0, LOCAL, STEP0, LOCAL]
     assert run.segments[0].status == "failed"
@@ -408,16 +394,16 @@ def test_flags(tmp_path: Path) -> None:
 def test_other_ranks_write_only_what_is_theirs(tmp_path: Path) -> None:
     """Rank 1, which does not reduce with rank 0, waits for the segment that rank 0 begins."""
     table = SeriesTable()
-    single, other = (RecordSink(tmp_path) for _ in range(2))
-    other.writes_reduced = False
-    single.keys = other.keys = dist.HashStore()
-    single.start(info(tmp_path, rank=0, world=2))
-    other.start(info(tmp_path, rank=1, world=2))
+    sinks = [RecordSink(tmp_path) for _ in range(2)]
+    sinks[1].writes_reduced = False
+    sinks[0].keys = sinks[1].keys = dist.HashStore()
+    for rank, sink in enumerate(sinks):
+        sink.start(info(tmp_path, rank=rank, world=2))
     for iteration in range(2):
-        single.write(records(iteration, table, [1.0, 5.0], own=[False, True]))
-        other.write(records(iteration, table, [1.0, 6.0], own=[False, True]))
-    single.close(None)
-    other.close(None)
+        for rank, sink in enumerate(sinks):
+            sink.write(records(iteration, table, [1.0, 5.0 + rank], own=[False, True]))
+    for sink in sinks:
+        sink.close(None)
     run = open_run(tmp_path)
     first = [run.values([number])["value"][0].as_py() for number in range(len(run.series))]
     rows = {(row["layer"], row["rank"]): first[row["series"]] for row in run.series.to_pylist()}

@@ -48,16 +48,25 @@ def train(session: InspectSession, model: torch.nn.Module, steps: int, recipe: A
         session.step()
 
 
+def observed(folder: Path, config: Any, steps: int, **keywords: Any) -> RecordedRun:
+    """The record of a whole run."""
+    model = net()
+    with InspectSession(config, model=model, log_dir=folder, **keywords) as session:
+        train(session, model, steps)
+    return open_run(folder)
+
+
+@pytest.mark.parametrize("records", ["off", False])
+def test_a_session_that_records_nothing(tmp_path: Path, records: Any) -> None:
+    assert observed(tmp_path, statistics(), 1, records=records).source == "nvidia-dlfw-inspect", "its log"
+    assert not (tmp_path / "precision_records").exists()
+
+
 def scalars(run: RecordedRun, name: str) -> dict[int, float]:
     rows = run.scalars.to_pylist()
     results = {row["iteration"]: row["value"] for row in rows if row["name"] == name}
     assert len(results) == sum(row["name"] == name for row in rows), "each once"
     return results
-
-
-def kinds(run: RecordedRun) -> list[str]:
-    kinds: list[str] = run.events["kind"].to_pylist()
-    return kinds
 
 
 # ---------------------------------------------------------------------- statistics and facts
@@ -108,17 +117,13 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     assert facts["front_door"] == "session"
     assert run.steps["observe_seconds"].null_count == 0
     assert run.steps["step_seconds"].to_pylist()[0] is None
-    assert kinds(run) == ["segment_started", "parameters", "segment_ended"]
+    assert run.events["kind"].to_pylist() == ["segment_started", "parameters", "segment_ended"]
 
 
 def test_the_end_is_that_of_the_run(tmp_path: Path) -> None:
     """Not of its last step with statistics."""
-    net = te.Linear(16, 16)
-    with InspectSession(statistics(freq=3), model=torch.nn.Sequential(net), log_dir=tmp_path) as session:
-        for _ in range(6):
-            net(torch.randn(16, 16)).sum().backward()
-            session.step()
-    [ended] = [row for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "segment_ended"]
+    run = observed(tmp_path, statistics(freq=3), 6)
+    [ended] = [row for row in run.events.to_pylist() if row["kind"] == "segment_ended"]
     assert ended["iteration"] == 5
 
 
@@ -143,20 +148,15 @@ def test_precision_that_changes_has_spans(tmp_path: Path) -> None:
 def test_an_overflow_a_dump_and_a_checkpoint(tmp_path: Path) -> None:
     model = net()
     config = {"dump": feature("DumpTensors", ["0"], tensors=["weight"], high_precision_tensor=True, freq=1)}
-
-    def run() -> None:
+    with pytest.raises(ActivationOverflowError):
         with InspectSession(config, model=model, log_dir=tmp_path, debug="activation_overflow") as session:
             train(session, model, 2)
             session.state_dict()
             model(torch.full((16, 32), float("inf"))).sum().backward()
             session.step()
-
-    with pytest.raises(ActivationOverflowError):
-        run()
     result = open_run(tmp_path)
     by_kind = {event["kind"]: event for event in result.events.to_pylist()}
-    assert by_kind["nonfinite"]["severity"] == "error"
-    assert by_kind["nonfinite"]["iteration"] == 2
+    assert (by_kind["nonfinite"]["severity"], by_kind["nonfinite"]["iteration"]) == ("error", 2)
     assert json.loads(by_kind["nonfinite"]["data"])["rank"] == 0
     assert (by_kind["dump_written"]["layer"], by_kind["dump_written"]["tensor"]) == ("0", "weight")
     assert by_kind["checkpoint_saved"]["iteration"] == 2
@@ -168,15 +168,8 @@ def test_a_contract_and_a_failure(tmp_path: Path) -> None:
         def write(self, records: Any) -> None:
             raise ValueError("no room")
 
-    def run() -> None:
-        model = net()
-        with InspectSession(
-            statistics(), model=model, log_dir=tmp_path, require="fp8 >= 95%", sinks=[Fails()]
-        ) as session:
-            train(session, model, 4)
-
     with pytest.raises(PrecisionContractError):
-        run()
+        observed(tmp_path, statistics(), 4, require="fp8 >= 95%", sinks=[Fails()])
     events = {event["kind"]: event for event in open_run(tmp_path).events.to_pylist()}
     assert events["contract_judged"]["severity"] == "warning"
     assert "breaks its precision contract" in events["contract_judged"]["text"]
@@ -199,15 +192,7 @@ def test_a_resumed_session_goes_on_in_its_run(tmp_path: Path) -> None:
     assert [segment.first_iteration for segment in run.segments] == [0, 2, 4]
     assert run.steps["iteration"].to_pylist() == list(range(7))
     assert run.steps["segment"].to_pylist() == [0, 0, 1, 1, 2, 2, 2]
-    assert kinds(run).count("resume_audited") == 2
-
-
-@pytest.mark.parametrize("records", ["off", False])
-def test_a_session_that_records_nothing(tmp_path: Path, records: Any) -> None:
-    model = net()
-    with InspectSession(statistics(), model=model, log_dir=tmp_path, records=records) as session:
-        train(session, model, 1)
-    assert not (tmp_path / "precision_records").exists()
+    assert run.events["kind"].to_pylist().count("resume_audited") == 2
 
 
 def test_a_trainer_without_a_step_left_makes_no_run(tmp_path: Path) -> None:
@@ -246,14 +231,11 @@ def test_a_process_that_is_forked_leaves_the_records_alone(tmp_path: Path) -> No
     model = te.Linear(32, 32)
     with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
         train(session, model, 2)
-        child = os.fork()
-        if child == 0:
-            try:
-                session.log({"loss": 9.0})
-                session.step()
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+        if (child := os.fork()) == 0:
+            session.log({"loss": 9.0})
+            session.step()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
         train(session, model, 1)
     run = open_run(tmp_path)
     assert run.notes == ()
@@ -357,11 +339,8 @@ def test_a_resumed_fit_goes_on_in_its_run(tmp_path: Path) -> None:
 
 
 def test_histograms(tmp_path: Path, keeper: Keeper) -> None:
-    model = te.Linear(32, 32)
-    config = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["exponent_histogram"], freq=1)}
-    with InspectSession(config, model=model, log_dir=tmp_path, sinks=[keeper]) as session:
-        train(session, model, 2)
-    run = open_run(tmp_path)
+    config = {"s": feature("LogTensorStats", ["0"], tensors=["weight"], stats=["exponent_histogram"], freq=1)}
+    run = observed(tmp_path, config, 2, sinks=[keeper])
     for row, records in zip(run.vectors().to_pylist(), keeper.steps, strict=True):
         (counts,) = records.vectors.values()
         assert {place: count for place, count in enumerate(counts) if count} == dict(

@@ -12,9 +12,9 @@ import pytest
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
-from te_precision_callbacks.base.errors import FeatureError, OptionError
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import open_run, sink
-from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, facts, running_session
+from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, facts
 from te_precision_callbacks.sinks import StepRecords, statistics_log, writer_thread
 from tests.conftest import Keeper, feature, statistics
 from tests.reference.processes import python
@@ -141,51 +141,6 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     wait_until(lambda: not any(thread.name.startswith("te-precision") for thread in threading.enumerate()))
 
 
-def broken_feature(method: str) -> type:
-    """A feature that raises in this call, and says in the one before it that it is wanted."""
-
-    def enabled(self: Any, config: Any, layer_name: str, iteration: int) -> tuple[bool, int]:
-        return True, iteration + 1
-
-    def broken(self: Any, config: Any, layer_name: str, iteration: int) -> None:
-        raise AttributeError("a slip in the feature")
-
-    return type("Broken", (), {f"{method.removesuffix('_enabled')}_enabled": enabled, method: broken})
-
-
-@pytest.mark.parametrize(
-    ("method", "tensor"),
-    [
-        ("inspect_tensor_enabled", "activation"),
-        ("inspect_tensor", "gradient"),
-        ("inspect_tensor", "output"),
-        ("inspect_tensor_postquantize_enabled", "weight"),
-        ("inspect_tensor_postquantize", "weight"),
-    ],
-)
-def test_a_broken_feature_is_reported_once(
-    tmp_path: Path, method: str, tensor: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = {"s": feature("Broken", ["linear"], tensors=[tensor])}
-    options: dict[str, Any] = {"features": [broken_feature(method)], "recipe": DelayedScaling()}
-    observed(tmp_path / "a", config, **options)
-    (report,) = reports(caplog)
-    assert f"linear {tensor}: FeatureError: The feature Broken failed in {method}" in report
-    assert "a slip in the feature" in report
-    assert "Precision debugging failed 3 times" in caplog.text
-    with pytest.raises(ObservationError, match=f"linear {tensor}.*failed in {method}"):
-        observed(tmp_path / "b", config, **options, strict=True)
-
-
-@pytest.mark.parametrize("method", ["modify_tensor_enabled", "modify_tensor", "fp8_gemm_enabled"])
-def test_a_failure_in_a_precision_call_ends_the_run(tmp_path: Path, method: str) -> None:
-    """What runs in another precision than the config says is not the run that was asked for."""
-    config = {"s": feature("Broken", ["linear"], tensors=["activation"], gemms=["fprop"])}
-    with pytest.raises(FeatureError, match=f"failed in {method} for the layer 'linear'.*a slip"):
-        observed(tmp_path, config, features=[broken_feature(method)], recipe=DelayedScaling())
-    assert running_session() is None
-
-
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -211,11 +166,25 @@ def test_bad_options_are_refused(keywords: dict[str, Any], message: str) -> None
 
 
 def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = {"s": feature("Broken", ["linear"], tensors=["activation", "weight"])}
-    config["statistics"] = statistics()["stats"]
-    observed(tmp_path, config, features=[broken_feature("inspect_tensor")], sinks=[BrokenSink()])
-    _, also = reports(caplog)  # the same failure on another tensor is not told again
+    """Each once, and with strict=True the first one ends the run."""
+
+    class Broken:
+        def inspect_tensor_enabled(self, *_: Any, iteration: int, **__: Any) -> tuple[bool, int]:
+            return True, iteration + 1
+
+        def inspect_tensor(self, *_: Any, **__: Any) -> None:
+            raise AttributeError("a slip in the feature")
+
+    config = {"s": feature("Broken", ["linear"], tensors=["activation", "weight"]), **statistics()}
+    options: dict[str, Any] = {"features": [Broken], "recipe": DelayedScaling()}
+    observed(tmp_path / "a", config, **options, sinks=[BrokenSink()])
+    first, also = reports(caplog)  # the same failure on another tensor is not told again
+    assert "linear activation: FeatureError: The feature Broken failed in inspect_tensor" in first
+    assert "a slip in the feature" in first
     assert "the disk is full" in also
+    assert "Precision debugging failed 7 times" in caplog.text
+    with pytest.raises(ObservationError, match=r"linear activation.*failed in inspect_tensor"):
+        observed(tmp_path / "b", config, **options, strict=True)
 
 
 @pytest.mark.processes
