@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import threading
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
+from tests.conftest import feature
 from tests.features.plain import linear, plain
 from tests.full_disk import files_up_to
 from tests.training import wait_until
@@ -32,13 +35,10 @@ SCRIPT = Path(__file__).with_name("dumps_script.py")
 
 def config(*, layers: str = "all", stats: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """A config that dumps activations in high precision, if nothing else is said."""
-    dump = {"enabled": True, "high_precision_tensor": True, **options}
-    if "tensors_struct" not in dump:
-        dump.setdefault("tensors", ["activation"])
-    features: dict[str, Any] = {"DumpTensors": dump}
+    dumped = feature("DumpTensors", [layers], **{"tensors": ["activation"], "high_precision_tensor": True, **options})
     for name, keys in (stats or {}).items():
-        features[name] = {"enabled": True, **keys}
-    return {"dumped": {"enabled": True, "layers": {"layer_types": [layers]}, "transformer_engine": features}}
+        dumped["transformer_engine"][name] = {"enabled": True, **keys}
+    return {"dumped": dumped}
 
 
 def files(folder: Path) -> dict[str, Path]:
@@ -69,22 +69,19 @@ def messages(caplog: pytest.LogCaptureFixture, *words: str, level: int = logging
 
 def test_what_is_in_the_files(tmp_path: Path) -> None:
     net = te.Linear(32, 32, bias=False)
-    x = random(0).requires_grad_()
-    weight = net.weight.detach().clone()
+    x, weight = random(0).requires_grad_(), net.weight.detach().clone()
     with InspectSession(config(tensors=TENSORS, quantized_tensor=True), model=net, log_dir=tmp_path) as session:
         step(session, net, x, recipe=Float8CurrentScaling())
-    result = files(tmp_path)
-    assert set(result) == {f"iter_000000/linear.{tensor}.safetensors" for tensor in TENSORS}
-    loaded = {tensor: dumps.load(result[f"iter_000000/linear.{tensor}.safetensors"]) for tensor in TENSORS}
-    assert torch.equal(loaded["activation"].tensors["high_precision"], x.detach())
-    assert torch.equal(loaded["weight"].tensors["high_precision"], weight)
+    loaded = {name.split(".")[1]: dumps.load(path) for name, path in files(tmp_path).items()}
+    assert set(files(tmp_path)) == {f"iter_000000/linear.{tensor}.safetensors" for tensor in TENSORS}
     assert torch.equal(loaded["gradient"].tensors["high_precision"], torch.ones(16, 32))
     # Current scaling, from its definition: E4M3 in the forward, the scale from the tensor's own amax.
     for tensor, values in (("activation", x.detach()), ("weight", weight)):
-        scale_inv = loaded[tensor].tensors["scale_inv"].double()
-        assert scale_inv.item() == pytest.approx(values.abs().max().item() / 448, rel=1e-6)
-        codes = (values * (1 / scale_inv.float())).to(torch.float8_e4m3fn)
-        assert torch.equal(loaded[tensor].tensors["data"].view(torch.uint8), codes.view(torch.uint8))
+        tensors = loaded[tensor].tensors
+        assert torch.equal(tensors["high_precision"], values)
+        assert tensors["scale_inv"].item() == pytest.approx(values.abs().max().item() / 448, rel=1e-6)
+        codes = (values * (1 / tensors["scale_inv"].float())).to(torch.float8_e4m3fn)
+        assert torch.equal(tensors["data"].view(torch.uint8), codes.view(torch.uint8))
     for tensor in ("output", "wgrad", "dgrad"):
         assert list(loaded[tensor].tensors) == ["high_precision"], "they are not quantized"
     header = loaded["activation"].header
@@ -120,47 +117,41 @@ def test_micro_batches_evaluations_and_recomputations(tmp_path: Path) -> None:
     assert dumps.load(result["iter_000000/linear.activation.mb1.safetensors"]).header.micro_batch == 1
 
 
-def train(net: torch.nn.Module, session: InspectSession | None, steps: int, size: int = 256) -> list[torch.Tensor]:
+def train(net: torch.nn.Module, session: InspectSession, steps: int) -> list[torch.Tensor]:
     """Losses and weights of a training in FP8."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     losses = []
     for number in range(steps):
-        with te.autocast(enabled=True, recipe=DelayedScaling()):
-            loss = net(random(number, 128, size).requires_grad_()).square().mean()
+        with te.autocast(recipe=DelayedScaling()):
+            loss = net(random(number, 128, 256).requires_grad_()).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        if session is not None:
-            session.step()
+        session.step()
     return [*losses, *(parameter.detach().clone() for parameter in net.parameters())]
 
 
-def model(size: int = 256) -> torch.nn.Module:
+def model() -> torch.nn.Module:
     torch.manual_seed(1)
-    return torch.nn.Sequential(te.Linear(size, size), te.Linear(size, size))
+    return torch.nn.Sequential(te.Linear(256, 256), te.Linear(256, 256))
 
 
 @pytest.mark.slow
 def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It asks for some 1.9 MB a step; the other run watches the same tensors, without writing any."""
-    asked = config(tensors=TENSORS, quantized_tensor=True, max_bytes="10MB")
-    net = model()
-    with InspectSession(asked, model=net, log_dir=tmp_path / "dumped") as session:
-        dumped = train(net, session, 9)
-    result = files(tmp_path / "dumped")
-    written = sum(path.stat().st_size for path in result.values())
-    assert 9_000_000 < written <= 10_000_000
-    (message,) = messages(caplog, "DumpTensors")
-    assert "max_bytes=10,000,000 leaves no room for the next file" in message
-    for path in result.values():
-        dumps.load(path)
-    watched = config(tensors=TENSORS, quantized_tensor=True, max_files=1, start_step=10**9)
-    never = model()
-    with InspectSession(watched, model=never, log_dir=tmp_path / "not") as session:
-        not_dumped = train(never, session, 9)
+    trained = {}
+    for name, options in (("dumped", {"max_bytes": "10MB"}), ("not", {"max_files": 1, "start_step": 10**9})):
+        net, asked = model(), config(tensors=TENSORS, quantized_tensor=True, **options)
+        with InspectSession(asked, model=net, log_dir=tmp_path / name) as session:
+            trained[name] = train(net, session, 9)
+    assert all(map(torch.equal, trained["dumped"], trained["not"]))
     assert not files(tmp_path / "not")
-    assert all(torch.equal(a, b) for a, b in zip(dumped, not_dumped, strict=True))
+    result = files(tmp_path / "dumped").values()
+    assert 9_000_000 < sum(path.stat().st_size for path in result) <= 10_000_000
+    assert all(dumps.load(path).tensors for path in result)
+    (message,) = messages(caplog, "DumpTensors stops")
+    assert "max_bytes=10,000,000 leaves no room for the next file" in message
 
 
 # --- conditions ------------------------------------------------------------------------------------------------------
@@ -186,40 +177,27 @@ def test_a_condition_on_underflows_of_the_quantized_tensor(tmp_path: Path) -> No
     net = te.Linear(32, 32)
     stats = {"LogFp8TensorStats": {"tensors": ["activation"], "stats": ["underflows%"]}}
     asked = config(when="underflows% > 5", stats=stats, quantized_tensor=True)
+    x = torch.ones(16, 32)
     with InspectSession(asked, model=net, log_dir=tmp_path) as session:
-        for number in range(4):
-            x = torch.ones(16, 32)
-            if number == 2:
-                x[:2] = 1e-7  # an eighth of all, below half of E4M3's smallest number 2^-9 / 448
-            step(session, net, x, recipe=Float8CurrentScaling())
+        step(session, net, x, recipe=Float8CurrentScaling())
+        x[:2] = 1e-7  # an eighth of all, below half of E4M3's smallest number 2^-9 / 448
+        step(session, net, x, recipe=Float8CurrentScaling())
+        step(session, net, torch.ones(16, 32), recipe=Float8CurrentScaling())
     (path,) = files(tmp_path).values()
     dump = dumps.load(path)
-    assert dump.header.iteration == 2
+    assert dump.header.iteration == 1
     assert (dump.tensors["data"].float() == 0).sum().item() == 64
-
-
-class Overflowing(torch.nn.Module):
-    """A layer, and an output that overflows for large inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = te.Linear(32, 32, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x).exp()
 
 
 @pytest.mark.parametrize("found_by", ["optimizer", "step", "end", "end after another error"])
 def test_the_step_of_an_overflow(tmp_path: Path, found_by: str) -> None:
     """The dumped layer itself is finite: it is the report that has it written."""
     torch.manual_seed(0)
-    net = Overflowing()
+    net = torch.nn.Sequential(OrderedDict(first=te.Linear(32, 32, bias=False), last=Exponential()))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    expected = ValueError if "another" in found_by else ActivationOverflowError
-    with pytest.raises(expected):
-        with InspectSession(
-            config(layers="first", when="activation_overflow"), model=net, log_dir=tmp_path, debug="activation_overflow"
-        ) as session:
+    asked = config(layers="first", when="activation_overflow")
+    with pytest.raises(ValueError if "another" in found_by else ActivationOverflowError):
+        with InspectSession(asked, model=net, log_dir=tmp_path, debug="activation_overflow") as session:
             for number in range(3):
                 net(random(number) * (1e4 if number == 2 else 1e-3)).sum().backward()
                 if number == 2 and found_by == "end":
@@ -233,6 +211,11 @@ def test_the_step_of_an_overflow(tmp_path: Path, found_by: str) -> None:
     dump = dumps.load(path)
     assert dump.header.iteration == 2
     assert torch.equal(dump.tensors["high_precision"], random(2) * 1e4)
+
+
+class Exponential(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
 
 
 @pytest.mark.parametrize(
@@ -311,23 +294,18 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The second step's files are too large. They leave nothing behind, and the first step's are whole."""
-    net = te.Linear(32, 32)
-    steps: list[int] = []
-
-    def run() -> None:
+    net, steps = te.Linear(32, 32), 0
+    error = pytest.raises(ObservationError, match=r"cannot be written.*No more tensors are dumped")
+    with error if strict else contextlib.nullcontext():
         with InspectSession(config(), model=net, log_dir=tmp_path, strict=strict) as session, files_up_to(1 << 19):
             for size in (16, 1 << 14, 16, 16):
                 step(session, net, random(0, size, 32))
                 session._run.observation.recorder._writer.drain()
-                steps.append(size)
-
+                steps += 1
     if strict:
-        with pytest.raises(ObservationError, match=r"cannot be written.*No more tensors are dumped"):
-            run()
-        assert len(steps) in (1, 2), "it is told at the end of the step, or of the next one"
+        assert steps in (1, 2), "it is told at the end of the step, or of the next one"
     else:
-        run()
-        assert len(steps) == 4
+        assert steps == 4
         (message,) = messages(caplog, "cannot be written")
         assert "Precision debugging failed on rank 0: dumping tensors to" in message
         assert "No more tensors are dumped" in message

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,16 +107,6 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
-def with_extra_state(state: State, change: Callable[[dict[str, Any]], None]) -> State:
-    """The checkpoint with Transformer Engine's own state of each module changed."""
-    for key, value in state["model"].items():
-        if key.endswith("_extra_state"):
-            content = pickle.loads(value.numpy().tobytes())
-            change(content)
-            state["model"][key] = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
-    return state
-
-
 # ---------------------------------------------------------------------- nothing is said
 
 
@@ -138,12 +129,10 @@ def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 def test_a_new_state_is_not_missed(tmp_path: Path) -> None:
     """A checkpoint from before the first step has scales of 1, with or without the state."""
-    model = net(DELAYED, quantized=True)
-    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+    with InspectSession(statistics(), model=net(DELAYED, quantized=True), log_dir=tmp_path) as session:
         state = {"model": {}, "session": {**session.state_dict(), "iteration": 3}}
     assert '"forward":{' in state["session"]["fingerprint"]
-    report = resumed(tmp_path, state, DELAYED, quantized=True)
-    assert findings(report) == []
+    assert findings(resumed(tmp_path, state, DELAYED, quantized=True)) == []
 
 
 def test_strict_raises_before_the_parameters_change(tmp_path: Path) -> None:
@@ -186,17 +175,14 @@ def without_extra_state(weights: State) -> State:
     return {key: value for key, value in weights.items() if not key.endswith("_extra_state")}
 
 
-def model_without_extra_state(state: State) -> State:
-    return {**state, "model": without_extra_state(state["model"])}
-
-
 MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
 
 
 def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = saved(tmp_path, DELAYED)
+    state["model"] = without_extra_state(state["model"])
     caplog.clear()
-    report = resumed(tmp_path, model_without_extra_state(saved(tmp_path, DELAYED)), DELAYED)
-    assert findings(report) == [f"{MISSING}: all 5 layers."]
+    assert findings(resumed(tmp_path, state, DELAYED)) == [f"{MISSING}: all 5 layers."]
     (said,) = warned(caplog)
     assert MISSING in said
     assert "(iteration 3, run " in said
@@ -214,15 +200,15 @@ def test_a_checkpoint_after_an_evaluation_in_high_precision(tmp_path: Path) -> N
     assert "it was saved after a forward outside of FP8, such as an evaluation" in finding
 
 
-def cut(content: dict[str, Any]) -> None:
-    content["recipe"] = recipes.DelayedScaling(amax_history_len=2)
-    for direction in ("fwd", "bwd"):
-        content[f"amax_history_{direction}"] = content[f"amax_history_{direction}"][-2:].clone()
-
-
 def test_histories_that_were_cut(tmp_path: Path) -> None:
-    report = resumed(tmp_path, with_extra_state(saved(tmp_path, DELAYED), cut), DELAYED)
-    assert findings(report) == [
+    state = saved(tmp_path, DELAYED)
+    for key in [key for key in state["model"] if key.endswith("_extra_state")]:
+        content = pickle.loads(state["model"][key].numpy().tobytes())
+        content["recipe"] = recipes.DelayedScaling(amax_history_len=2)
+        for direction in ("fwd", "bwd"):
+            content[f"amax_history_{direction}"] = content[f"amax_history_{direction}"][-2:].clone()
+        state["model"][key] = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+    assert findings(resumed(tmp_path, state, DELAYED)) == [
         "Amax histories of 2 steps, of 4 in the checkpoint (forward and backward): all 5 layers."
     ]
 
@@ -253,13 +239,11 @@ def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
     for key, value in state["model"].items():
         if isinstance(value, te.Float8Tensor):
             state["model"][key] = value.dequantize(dtype=torch.bfloat16)
-    restored: list[float] = []
 
     def look(model: Any) -> None:
-        restored.append(model[2].weight._scale_inv.item())
+        assert model[2].weight._scale_inv.item() != scale
 
     report = resumed(tmp_path, state, recipe, quantized=True, dtype=torch.float32, then=look)
-    assert restored != [scale]
     assert findings(report) == [
         "Quantized primary weights came back with other data: they were rounded anew: all 5 layers."
     ]
@@ -267,9 +251,8 @@ def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
 
 def test_another_config_and_other_versions(tmp_path: Path) -> None:
     state = saved(tmp_path, DELAYED)
-    data = json.loads(state["session"]["fingerprint"])
-    data["versions"] |= {"transformer_engine": "2.19.0"}
-    state["session"]["fingerprint"] = json.dumps(data)
+    text = state["session"]["fingerprint"]
+    state["session"]["fingerprint"] = re.sub('"transformer_engine": ?"[^"]*"', '"transformer_engine":"2.19.0"', text)
     config = {**statistics(freq=2), "bf16": feature("DisableFP8Layer", ["fc1"])}
     assert findings(resumed(tmp_path, state, DELAYED, config=config)) == [
         "Other versions: transformer_engine 2.19.0 -> 2.20.2.",
@@ -298,21 +281,16 @@ def test_a_damaged_fingerprint(
         resumed(tmp_path, state, DELAYED, strict=True)
 
 
+@pytest.mark.parametrize("place", ["compare", "with_layers"])
 def test_a_failure_of_the_audit_does_not_end_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError("no")
-
-    state = saved(tmp_path, DELAYED)
-    for place in ("compare", "with_layers"):
-        caplog.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(f"te_precision_callbacks.session.resume.{place}", fail)
-            assert resumed(tmp_path, state, DELAYED) is None
-            assert "Precision debugging failed on rank 0: auditing the resume: ZeroDivisionError: no" in caplog.text
-            with pytest.raises(ObservationError, match="auditing the resume"):
-                resumed(tmp_path, state, DELAYED, strict=True)
+    state, failure = saved(tmp_path, DELAYED), mock.Mock(side_effect=ZeroDivisionError("no"))
+    monkeypatch.setattr(f"te_precision_callbacks.session.resume.{place}", failure)
+    assert resumed(tmp_path, state, DELAYED) is None
+    assert "Precision debugging failed on rank 0: auditing the resume: ZeroDivisionError: no" in caplog.text
+    with pytest.raises(ObservationError, match="auditing the resume"):
+        resumed(tmp_path, state, DELAYED, strict=True)
 
 
 def test_nothing_stays_behind(tmp_path: Path) -> None:
