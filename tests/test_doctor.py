@@ -6,11 +6,11 @@ the path, a log folder below a file.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import platform
 import re
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,22 +188,17 @@ HERE = Machine(
 )
 
 
-def but(**parts: Any) -> Machine:
-    return dataclasses.replace(HERE, **parts)
-
-
-def engine(**changed: Any) -> TransformerEngine:
-    return dataclasses.replace(HERE.transformer_engine, **changed)
-
-
-def with_recipes(**changed: Any) -> TransformerEngine:
-    recipes = engine().recipes
-    assert recipes is not None
-    return engine(recipes=dataclasses.replace(recipes, **changed))
-
-
 def told(machine: Machine) -> list[str]:
     return [f"{finding.severity}: {finding.what} -> {finding.remedy}" for finding in findings(machine)]
+
+
+def with_engine(**changed: Any) -> Machine:
+    return replace(HERE, transformer_engine=replace(HERE.transformer_engine, **changed))
+
+
+def with_recipes(**changed: Any) -> Machine:
+    assert HERE.transformer_engine.recipes is not None
+    return with_engine(recipes=replace(HERE.transformer_engine.recipes, **changed))
 
 
 def test_a_gpu_machine_without_problems() -> None:
@@ -214,27 +209,27 @@ def test_a_gpu_machine_without_problems() -> None:
     ("examination", "words"),
     [
         (
-            but(transformer_engine=engine(backend="reference", why_not_compiled="ImportError: libcudart.so.13")),
+            with_engine(backend="reference", why_not_compiled="ImportError: libcudart.so.13"),
             "changes a run: the compiled .* cannot be imported: ImportError: libcudart.so.13",
         ),
         (
-            but(transformer_engine=with_recipes(refusals=dict.fromkeys(RECIPES, "8.9 or higher"))),
+            with_recipes(refusals=dict.fromkeys(RECIPES, "8.9 or higher")),
             "changes a run: no FP8 recipe runs on this GPU: 8.9 or higher",
         ),
         (
-            but(transformer_engine=with_recipes(failure="KeyError: 'X'")),
+            with_recipes(failure="KeyError: 'X'"),
             r"stops a run: Transformer Engine's checks of recipes fail \(this GPU\): KeyError: 'X'",
         ),
         (
-            but(torch=Torch((), None, "570.1", None, None, (), {})),
+            replace(HERE, torch=Torch((), None, "570.1", None, None, (), {})),
             "changes a run: there is an NVIDIA driver \\(570.1\\)",
         ),
         (
-            but(torch=Torch((), None, None, "13.0", None, ("driver too old",), {})),
+            replace(HERE, torch=Torch((), None, None, "13.0", None, ("driver too old",), {})),
             "changes a run: torch warns: driver too old",
         ),
-        (but(log_folder=LogFolder("/logs", True, "", "little space", 9)), "changes a run: .*little space"),
-        (but(torch="ImportError: no libtorch"), "stops a run: torch cannot be imported: ImportError"),
+        (replace(HERE, log_folder=LogFolder("/logs", True, "", "little space", 9)), "changes a run: .*little space"),
+        (replace(HERE, torch="ImportError: no libtorch"), "stops a run: torch cannot be imported: ImportError"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -253,7 +248,7 @@ def test_another_version_of_transformer_engine(tmp_path: Path, monkeypatch: pyte
     engine = find_transformer_engine()
     assert (engine.backend, engine.installed) == ("none", {"transformer-engine": "2.19.0"})
     assert "2.19.0" in engine.why_no_reference
-    (line,) = told(but(transformer_engine=engine))
+    (line,) = told(replace(HERE, transformer_engine=engine))
     assert line.startswith("stops a run: neither the compiled Transformer Engine nor the reference backend")
 
 
