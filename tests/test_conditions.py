@@ -86,19 +86,13 @@ def test_the_numbers_of_a_step() -> None:
 def test_it_comes_whole_out_of_a_pickle(condition: Condition) -> None:
     """A config goes to the processes of ddp_spawn."""
     assert pickle.loads(pickle.dumps(condition)) == condition
-    sections = {
-        "a": feature("DumpTensors", ["fc1"], tensors=["weight"], high_precision_tensor=True, when=[str(condition)]),
-        "b": feature("LogTensorStats", ["fc1"], tensors=["weight"], stats=["max"], freq=7),
-    }
-    config = load_config(sections)
-    loaded = pickle.loads(pickle.dumps(config))
-    for section, own in zip(loaded.sections, config.sections, strict=True):
-        ((name, options),) = own.features["transformer_engine"].items()
-        result = section.features["transformer_engine"][name]
-        assert result == options == sections[section.name]["transformer_engine"][name]
-        (target,) = result.schema.targets
-        assert target.options.schedule == options.schema.targets[0].options.schedule
-        assert result.schema == options.schema
+    dumped = {"tensors": ["weight"], "high_precision_tensor": True, "when": [str(condition)], "freq": 7}
+    config = load_config({"a": feature("DumpTensors", ["fc1"], **dumped)})
+    (section,), (own,) = pickle.loads(pickle.dumps(config)).sections, config.sections
+    result, options = (item.features["transformer_engine"]["DumpTensors"] for item in (section, own))
+    assert result == options == {"enabled": True, **dumped}
+    assert result.schema == options.schema
+    assert result.schema.targets[0].options.schedule == options.schema.targets[0].options.schedule
 
 
 HEAD = """

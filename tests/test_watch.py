@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,10 @@ ROOT = Path(__file__).parent.parent
 class Model(torch.nn.Module):
     """Two TE layers."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = te.Linear(16, 32)
-        self.last = te.Linear(32, width)
+        self.first, self.last = te.Linear(16, 32), te.Linear(32, 16)
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.last(torch.nn.functional.gelu(self.first(tensor)))
@@ -79,8 +78,8 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[ScriptWatch]:
-    watch = ScriptWatch({"log_dir": str(folder), "report": False})
+def watched(folder: Path, **options: Any) -> Iterator[ScriptWatch]:
+    watch = ScriptWatch({"log_dir": str(folder), "report": False, **options})
     watch.begin()
     try:
         yield watch
@@ -97,25 +96,20 @@ def losses_of(folder: Path) -> list[float]:
     return list(open_run(folder).metrics["loss"].values)
 
 
-def layers_of(folder: Path) -> list[str]:
-    return open_run(folder).ordered_layers
-
-
 # ---------------------------------------------------------------------- loops
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_model_step_and_loss_are_found(tmp_path: Path, micro_batches: int) -> None:
-    plain = Model()
+    plain, model = Model(), Model()
     expected = train(plain, sgd(plain), micro_batches=micro_batches)
-    model = Model()
     with watched(tmp_path) as watch:
         assert train(model, sgd(model), micro_batches=micro_batches) == expected
         assert steps_of(watch) == STEPS
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert losses_of(tmp_path) == pytest.approx(expected, rel=1e-6)
-    assert sorted(layers_of(tmp_path)) == ["first", "last"]
     run = open_run(tmp_path)
+    assert sorted(run.ordered_layers) == ["first", "last"]
     assert run.segments[-1].status == "ended"
     assert {0, 1, 2, 5} <= set(run.steps.column("iteration").to_pylist())
 
@@ -152,7 +146,7 @@ def test_a_compiled_model(tmp_path: Path, in_place: bool) -> None:
 
 
 def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
-    generator, critic = Model(), Model(width=16)
+    generator, critic = Model(), Model()
     both = [sgd(generator), sgd(critic)]
     with watched(tmp_path) as watch:
         for step in range(STEPS):
@@ -166,7 +160,7 @@ def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
             both[0].step()
             generator.zero_grad()
         assert steps_of(watch) == STEPS
-    assert sorted(layers_of(tmp_path)) == ["first", "last", "model1.first", "model1.last"]
+    assert sorted(open_run(tmp_path).ordered_layers) == ["first", "last", "model1.first", "model1.last"]
 
 
 def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
@@ -396,14 +390,9 @@ def test_a_failure_of_the_watch_does_not_reach_the_training(
 
 def test_an_error_that_the_user_asked_for_ends_the_training(tmp_path: Path) -> None:
     config = {"all": {"enabled": True, "layers": {"layer_types": ["absent"]}, "transformer_engine": {}}}
-    watch = ScriptWatch({"log_dir": str(tmp_path), "config": config})
     model = Model()
-    watch.begin()
-    try:
-        with pytest.raises(ConfigError, match="matches none of the 2 layers"):
-            train(model, sgd(model))
-    finally:
-        watch.stop()
+    with watched(tmp_path, config=config), pytest.raises(ConfigError, match="matches none of the 2 layers"):
+        train(model, sgd(model))
 
 
 @pytest.mark.parametrize(
@@ -455,19 +444,14 @@ def test_processes(tmp_path: Path) -> None:
     plain = call(tmp_path, [*RUN, "train.py", "ends"])
     assert plain.returncode == 0, plain.stderr
     assert not (tmp_path / "precision_debug").exists()
-    ways: list[tuple[str, Callable[[], subprocess.CompletedProcess[str]]]] = [
-        ("ends", lambda: call(tmp_path, [*RUN, "--watch", "--log-dir", "ends", "train.py", "ends"])),
-        ("leaves", lambda: call(tmp_path, [*WATCH, "--log-dir", "leaves", "train.py", "leaves"])),
-        ("raises", lambda: call(tmp_path, [*WATCH, "--set", "log_dir=raises", "train.py", "raises"])),
-        (
-            "variable",
-            lambda: call(
-                tmp_path, [*RUN, "train.py", "variable"], TE_PRECISION_WATCH=json.dumps({"log_dir": "variable"})
-            ),
-        ),
-    ]
-    for name, way in ways:
-        result = way()
+    ways: dict[str, tuple[list[str], dict[str, str]]] = {
+        "ends": ([*RUN, "--watch", "--log-dir", "ends"], {}),
+        "leaves": ([*WATCH, "--log-dir", "leaves"], {}),
+        "raises": ([*WATCH, "--set", "log_dir=raises"], {}),
+        "variable": (RUN, {"TE_PRECISION_WATCH": json.dumps({"log_dir": "variable"})}),
+    }
+    for name, (command, variables) in ways.items():
+        result = call(tmp_path, [*command, "train.py", name], **variables)
         assert result.returncode == (1 if name == "raises" else 0), result.stderr
         assert result.stdout == plain.stdout.replace("ends", name)
         assert "te-precision: " in result.stderr
