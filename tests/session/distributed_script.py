@@ -308,7 +308,7 @@ def scopes(rank: int, folder: Path) -> None:
             half.experts = None  # a stage of a pipeline has its parameters on a part of the mesh of the whole job
             fully_shard(half, mesh=mesh["dp"])
         with InspectSession(QUANTIZED, model=half, log_dir=folder / case, scope=scope) as session:
-            train(half, rank)
+            pipelined(half, rank, lambda output: (output * GRADIENT).sum())
             if case == "said":
                 half.run_experts(ROUTED[2 * rank * 64 : 2 * (rank + 1) * 64]).pow(2).sum().backward()
             session.step()
@@ -321,24 +321,33 @@ def losses(rank: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(stage.parameters(), 0.01)
     with InspectSession(statistics(freq=3), model=stage, log_dir=folder, early_steps=False) as session:
         for _ in range(8):
-            hidden = TOKENS.clone()
-            if rank == 1:
-                torch.distributed.recv(hidden, 0)
-            hidden.requires_grad_()
-            output, gradient = stage(hidden), torch.empty(32, 64)
-            if rank == 0:
-                torch.distributed.send(output.detach(), 1)
-                torch.distributed.recv(gradient, 1)
-                output.backward(gradient)
-            else:
-                loss = output.square().mean()
+            loss = pipelined(stage, rank, lambda output: output.square().mean())
+            if loss is not None:
                 known.append(loss.item())
-                loss.backward()
-                torch.distributed.send(hidden.grad, 0)
                 session.log({"loss": loss})
             optimizer.step()
             session.step()
     tell(folder / f"{rank}.txt", known)
+
+
+def pipelined(
+    stage: torch.nn.Module, rank: int, loss_of: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor | None:
+    """Forward and backward of two stages, as a pipeline runs them; the loss, in the last one."""
+    hidden = TOKENS.clone()
+    if rank == 1:
+        torch.distributed.recv(hidden, 0)
+    output = stage(hidden.requires_grad_())
+    if rank == 0:
+        gradient = torch.empty_like(output)
+        torch.distributed.send(output.detach(), 1)
+        torch.distributed.recv(gradient, 1)
+        output.backward(gradient)
+        return None
+    loss = loss_of(output)
+    loss.backward()
+    torch.distributed.send(hidden.grad, 0)
+    return loss
 
 
 QUANTIZED = statistics(tensors=["activation", "weight", "gradient"], stats=["min", "max", "l2_norm", "std"])
@@ -369,22 +378,6 @@ class Split(torch.nn.Module):
     def run_experts(self, tokens: torch.Tensor) -> torch.Tensor:
         with te.autocast(recipe=Float8CurrentScaling()):
             return self.experts(tokens, self.tokens)
-
-
-def train(stage: Split, rank: int) -> None:
-    """A step of two stages, as a pipeline runs it."""
-    hidden = TOKENS.clone()
-    if rank == 1:
-        torch.distributed.recv(hidden, 0)
-    hidden.requires_grad_()
-    output = stage(hidden)
-    gradient = GRADIENT.clone()
-    if rank == 0:
-        torch.distributed.send(output.detach(), 1)
-        torch.distributed.recv(gradient, 1)
-    output.backward(gradient)
-    if rank == 1:
-        torch.distributed.send(hidden.grad, 0)
 
 
 if __name__ == "__main__":

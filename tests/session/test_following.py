@@ -39,8 +39,7 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = te.Linear(32, 32)
-        self.second = te.Linear(32, 32)
+        self.first, self.second = te.Linear(32, 32), te.Linear(32, 32)
         self.extra: list[torch.nn.Module] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
