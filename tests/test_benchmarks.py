@@ -29,7 +29,6 @@ def cases_of(script: str, *arguments: str, names: str = "case") -> dict[Any, dic
 
 
 def called(command: list[str]) -> str:
-    """What a benchmark prints."""
     # torch.compile does nothing here: compiling Transformer Engine's functions takes longer than all the rest.
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     program = executable(whole=True)

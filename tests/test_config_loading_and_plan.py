@@ -326,29 +326,28 @@ def test_unknown_features_are_refused_with_near_names(body: dict[str, Any], mess
 
 
 def test_sections_that_meet_in_a_layer_are_merged() -> None:
+    def planned(**sections: Any) -> Plan:
+        return load_config(sections).plan(LAYERS, REGISTERED)
+
     sections = {
         "mlp": feature("DisableFP8Layer", ["layernorm_mlp"]),
         "ten": feature("DisableFP8GEMM", ["layers.10"], gemms=["fprop"]),
     }
-    merged = load_config(sections).plan(LAYERS, REGISTERED)
-    assert [entry.sections for entry in merged.layers] == [("mlp",), ("mlp", "ten"), ("ten",)]
-    handed_over = merged.as_inspect_config()
+    assert [entry.sections for entry in planned(**sections).layers] == [("mlp",), ("mlp", "ten"), ("ten",)]
+    handed_over = planned(**sections).as_inspect_config()
     assert list(handed_over) == ["mlp", "mlp + ten", "ten"]
     assert set(handed_over["mlp + ten"]["transformer_engine"]) == {"DisableFP8Layer", "DisableFP8GEMM"}
-    sections["mlp + ten"] = feature("DisableFP8Layer", ["head"])
-    assert len(load_config(sections).plan(LAYERS, REGISTERED).as_inspect_config()) == 4, "no name is in another's way"
-    off = {"a": feature("DisableFP8Layer", ["fc1"]), "b": feature("DisableFP8Layer", ["fc1"])}
-    off["b"]["transformer_engine"]["DisableFP8Layer"]["enabled"] = False
-    assert load_config(off).plan(LAYERS, REGISTERED).layers[0].features == {
-        "transformer_engine": {"DisableFP8Layer": {"enabled": True}}
-    }
-    spelled = feature("DisableFP8Layer", ["fc1"])
-    spelled["transformer_engine"]["DisableFp8Layer"] = {"enabled": True}
-    with pytest.raises(ConfigError, match="'DisableFP8Layer' is given here twice"):
-        load_config({"s": spelled}).plan(LAYERS, REGISTERED)
-    twice = {"a": feature("DisableFP8Layer", ["fc1"]), "b": feature("DisableFP8Layer", ["layers.10"])}
+    in_the_way = {"mlp + ten": feature("DisableFP8Layer", ["head"])}
+    assert len(planned(**sections, **in_the_way).as_inspect_config()) == 4, "no name is in another's way"
+    on, off = feature("DisableFP8Layer", ["fc1"]), feature("DisableFP8Layer", ["fc1"])
+    off["transformer_engine"]["DisableFP8Layer"]["enabled"] = False
+    merged = planned(a=on, b=off).layers[0].features
+    assert merged == {"transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
     with pytest.raises(ConfigError, match=r"section 'b'.*gives 'DisableFP8Layer' to the layer .*10.*fc1.*section 'a'"):
-        load_config(twice).plan(LAYERS, REGISTERED)
+        planned(a=on, b=feature("DisableFP8Layer", ["layers.10"]))
+    on["transformer_engine"]["DisableFp8Layer"] = {"enabled": True}
+    with pytest.raises(ConfigError, match="'DisableFP8Layer' is given here twice"):
+        planned(s=on)
 
 
 def test_upstream_finds_in_the_plan_exactly_the_layers_that_were_planned() -> None:

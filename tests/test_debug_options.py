@@ -88,7 +88,6 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(arguments: argparse.Namespace, model: torch.nn.Module, spoil_at: int | None = None, **keywords: Any) -> None:
-    """A user's script."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with debugging(arguments, model, **keywords) as debug:
         for step in range(arguments.steps):

@@ -45,13 +45,8 @@ def test_wrappers_add_nothing_to_a_name() -> None:
     assert names(torch.compile(net)) == plain
     net.layers[0] = checkpoint_wrapper(net.layers[0])
     assert names(net) == plain
-
-    class Own(torch.nn.Module):
-        def __init__(self, module: torch.nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    assert names(Own(net)) == [f"module.{name}" for name in plain], "the user's own `module` is part of the path"
+    own = torch.nn.ModuleDict({"module": net})
+    assert names(own) == [f"module.{name}" for name in plain], "the user's own `module` is part of the path"
 
 
 def shared() -> torch.nn.Module:
@@ -87,21 +82,15 @@ def test_names(make: Callable[[], Any], expected: list[str]) -> None:
 
 
 def test_subclasses_are_found_and_selected_by_both_classes() -> None:
-    class MyLinear(te.Linear):  # type: ignore[misc]
-        pass
-
+    MyLinear = type("MyLinear", (te.Linear,), {})
     assert names(MyLinear(32, 32)) == ["my_linear"]
     (layer,) = layers(torch.nn.Sequential(MyLinear(32, 32)))
     assert {"MyLinear", "my_linear", "Linear", "linear"} <= set(layer.types)
 
 
 def test_other_names_stay_aliases() -> None:
-    class LightningModule(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Net()
-
-    results = {layer.name: set(layer.aliases) for layer in layers(LightningModule())}
+    LightningModule = type("LightningModule", (torch.nn.ModuleDict,), {})
+    results = {layer.name: set(layer.aliases) for layer in layers(LightningModule({"model": Net()}))}
     assert results["model.head"] == {"the_head", "head"}
     aliases = results["model.layers.1.self_attention.layernorm_qkv"]
     assert "layers.1.self_attention.layernorm_qkv" in aliases, "the path without the LightningModule's own attribute"

@@ -98,14 +98,11 @@ def test_all_ranks_have_the_same_bits_of_sums_maxima_and_texts(tmp_path: Path, s
         assert after == before, "the training's groups have counted nothing"
         return own, entries
 
-    for own, entries in forked(tmp_path, size, run):
-        assert own.tobytes() == forked_first(tmp_path).tobytes()
+    results = forked(tmp_path, size, run)
+    for own, entries in results:
+        assert own.tobytes() == results[0][0].tobytes()
         np.testing.assert_allclose(own, expected, rtol=1e-12, atol=1e-12)
         assert entries == ["own 0", "shared", *(f"own {other}" for other in range(1, size))]
-
-
-def forked_first(folder: Path) -> Any:
-    return pickle.loads((folder / "0.result").read_bytes())[0]
 
 
 @contextlib.contextmanager

@@ -32,8 +32,6 @@ ROOT = Path(__file__).parent.parent
 
 
 class Model(torch.nn.Module):
-    """Two TE layers."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

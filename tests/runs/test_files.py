@@ -507,7 +507,6 @@ def read_all(log_dir: Path) -> RecordedRun:
 
 
 def damage_page(path: Path, name: str) -> None:
-    """Damage the first page of a column of a closed file."""
     with pq.ParquetFile(path) as file:
         column = file.metadata.row_group(0).column(file.schema_arrow.get_field_index(name))
     data = bytearray(path.read_bytes())

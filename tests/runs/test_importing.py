@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,22 +201,14 @@ def test_what_plain_nvidia_dlfw_inspect_writes(tmp_path: Path) -> None:
     assert result["net.fc1", "activation", "max", None] == pytest.approx(expected, abs=1e-4)
 
 
-class Blocks(torch.nn.Module):
+def blocks() -> torch.nn.Module:
     """Two blocks without a number, which nvidia-dlfw-inspect gives one name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(2))
-        self.head = te.Linear(32, 32)
-        for block in self.blocks:
-            block.layer_number = None
-        debug_api.infer_and_assign_layer_names(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(x)
-        return out
+    two = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    for block in two:
+        block.layer_number = None
+    net = torch.nn.Sequential(OrderedDict(blocks=two, head=te.Linear(32, 32)))
+    debug_api.infer_and_assign_layer_names(net)
+    return net
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +217,7 @@ def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("delayed")
     torch.manual_seed(0)
     stats = ["underflows%", "scale_inv_max"]
-    train_plainly(folder, Blocks, "LogFp8TensorStats", DelayedScaling(), tensors=["gradient"], stats=stats)
+    train_plainly(folder, blocks, "LogFp8TensorStats", DelayedScaling(), tensors=["gradient"], stats=stats)
     return folder
 
 

@@ -49,7 +49,6 @@ def train(session: InspectSession, model: torch.nn.Module, steps: int, recipe: A
 
 
 def observed(folder: Path, config: Any, steps: int, **keywords: Any) -> RecordedRun:
-    """The record of a whole run."""
     model = net()
     with InspectSession(config, model=model, log_dir=folder, **keywords) as session:
         train(session, model, steps)

@@ -132,7 +132,6 @@ def reduced(rank: int, folder: Path) -> None:
 
 
 def split_net(how: str, width: int, mesh: DeviceMesh) -> torch.nn.Module:
-    """Two layers of torch, split over two ranks."""
     net: torch.nn.Module = torch.nn.Sequential(
         OrderedDict(up=torch.nn.Linear(64, width), down=torch.nn.Linear(width, 64))
     )

@@ -130,8 +130,6 @@ def trained(rank: int, world: int, step: int) -> bool:
 
 
 class Training:
-    """A session with training around it."""
-
     def __init__(self, folder: Path, **keywords: Any) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.net = torch.nn.Sequential(te.Linear(16, 16), te.Linear(16, 16))

@@ -100,8 +100,6 @@ def without(state: State) -> State:
 
 
 class Told(logging.Handler):
-    """Keeps what the audit logs."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []

@@ -118,7 +118,6 @@ def test_micro_batches_evaluations_and_recomputations(tmp_path: Path) -> None:
 
 
 def train(net: torch.nn.Module, session: InspectSession, steps: int) -> list[torch.Tensor]:
-    """Losses and weights of a training in FP8."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     losses = []
     for number in range(steps):

@@ -312,11 +312,9 @@ def test_several_models_are_named_by_their_keys(tmp_path: Path, keeper: Keeper) 
 def test_what_is_no_model_is_refused(tmp_path: Path, given: Any) -> None:
     with pytest.raises(OptionError, match=r"model= must be .* list or mapping"):
         InspectSession(statistics(), model=given, log_dir=tmp_path)
-    with (
-        InspectSession(statistics(), log_dir=tmp_path) as session,
-        pytest.raises(SessionError, match="list or mapping"),
-    ):
-        session.attach(given)
+    with InspectSession(statistics(), log_dir=tmp_path) as session:
+        with pytest.raises(SessionError, match="list or mapping"):
+            session.attach(given)
 
 
 def test_a_script_that_changes_its_directory_keeps_its_files_together(

@@ -102,7 +102,6 @@ def findings(report: ResumeReport | None) -> list[str]:
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the audit has warned of."""
     records = [record for record in caplog.records if record.name.endswith("session.resume")]
     return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
