@@ -110,8 +110,7 @@ FIRST_OPTION = HEAD.count("\n") + 1  # its line
 
 def check(folder: Path, statistics: str, options: str, *, detects_overflow: bool = False) -> None:
     path = folder / "config.yaml"
-    lines = "".join(f"      {line}\n" for line in options.splitlines())
-    path.write_text(HEAD % statistics + lines)
+    path.write_text(HEAD % statistics + "".join(f"      {line}\n" for line in options.splitlines()))
     config = load_config(path)
     plan = config.plan(LAYERS, {"transformer_engine": tuple(FEATURES)})
     check_conditions(plan, config.enabled_sections, detects_overflow=detects_overflow)

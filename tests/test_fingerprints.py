@@ -29,8 +29,7 @@ from te_precision_callbacks.runs.fingerprints import (
 
 
 def layer(name: str, *, sharded: bool = False, rowwise: str = "a") -> LayerFingerprint:
-    weights = Weights("quantized", "Float8Tensor", {"rowwise": rowwise}, sharded)
-    return LayerFingerprint("", name, weights)
+    return LayerFingerprint("", name, Weights("quantized", "Float8Tensor", {"rowwise": rowwise}, sharded))
 
 
 def fingerprint(*layers: LayerFingerprint, rank: int = 0, world_size: int = 2) -> Fingerprint:

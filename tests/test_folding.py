@@ -61,8 +61,7 @@ def unfolded(text: str) -> set[str]:
 @examples(100)
 def test_a_text_stands_for_exactly_its_names(names: set[str]) -> None:
     texts = folded(sorted(names))
-    results = [name for text in texts for name in unfolded(text)]
-    assert sorted(results) == sorted(names)
+    assert sorted([name for text in texts for name in unfolded(text)]) == sorted(names)
     assert len(texts) <= len(names)
 
 

@@ -131,8 +131,7 @@ def _nearest(fmt: FloatFormat, values: torch.Tensor) -> torch.Tensor:
     """By distance, in float64: exact for float32 values and the numbers of these formats."""
     numbers = torch.tensor([fmt.value(code) for code in range(fmt.max_code + 1)], dtype=torch.float64)
     distance = (values.double().abs().unsqueeze(1) - numbers).abs()
-    smallest = distance.amin(dim=1, keepdim=True)
-    candidates = distance == smallest
+    candidates = distance == distance.amin(dim=1, keepdim=True)
     lowest = candidates.int().argmax(dim=1)
     tie_to_upper = (candidates.sum(dim=1) == 2) & (lowest % 2 == 1)
     codes = lowest + tie_to_upper.int()

@@ -249,8 +249,7 @@ CAUSAL: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("operator", CAUSAL)
 def test_the_share_of_a_causal_mask_is_that_of_torchs_attention(operator: str) -> None:
-    heads_first = operator.startswith("aten::_scaled")
-    tensors = [zeros(2, 3, 16, 8) if heads_first else zeros(2, 16, 3, 8)] * 3
+    tensors = [zeros(2, 3, 16, 8) if operator.startswith("aten::_scaled") else zeros(2, 16, 3, 8)] * 3
     products = products_of(operator, (*tensors, *CAUSAL[operator]), None)
     assert [product.mask_share for product in products] == [17 / 32] * 2
     arguments = [False if item is True else 0 if item == 1 and isinstance(item, int) else item

@@ -54,8 +54,7 @@ def test_metric_names(prefix: str, row: Row, name: str) -> None:
 def test_each_layer_is_a_group_and_the_whole_model_is_one() -> None:
     """TensorBoard and W&B group by what stands before the first slash."""
     names = MetricSelection()(step(0, [(f"layers.{n}.fc1", "underflows%", n / 7) for n in range(500)]))
-    groups = {name.split("/")[0] for name in names}
-    assert groups == {"te", *(f"te.layers.{n}.fc1" for n in range(500))}
+    assert {name.split("/")[0] for name in names} == {"te", *(f"te.layers.{n}.fc1" for n in range(500))}
     assert {name for name in names if name.startswith("te/")} == {
         "te/findings",
         "te/worst_underflows%",

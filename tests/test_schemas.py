@@ -46,8 +46,7 @@ def load(folder: Path, name: str, options: str) -> Config:
 
 def handed_over(folder: Path, name: str, options: str) -> Any:
     """The options that nvidia-dlfw-inspect gets."""
-    plan = load(folder, name, options).plan(LAYERS, REGISTERED)
-    return plan.layers[0].features["transformer_engine"][name]
+    return load(folder, name, options).plan(LAYERS, REGISTERED).layers[0].features["transformer_engine"][name]
 
 
 def test_the_documented_examples_load_and_are_handed_over_as_written() -> None:
@@ -60,8 +59,7 @@ def test_the_documented_examples_load_and_are_handed_over_as_written() -> None:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_the_example_of_each_feature_loads(name: str) -> None:
-    written = yaml.safe_load(FEATURES[name].example)
-    (section,) = load_config(written).sections
+    (section,) = load_config(yaml.safe_load(FEATURES[name].example)).sections
     assert list(section.features["transformer_engine"]) == [name], "an example of this feature"
     for spelling in (name.lower(), name.replace("FP8", "Fp8").replace("GEMM", "Gemm")):
         assert schema_of(spelling) is FEATURES[name]

@@ -149,8 +149,7 @@ def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
     with watched(tmp_path) as watch:
         for step in range(STEPS):
             with te.autocast():
-                fake = generator(batch(step))
-                (critic(fake.detach()).mean() - critic(batch(step)).mean()).backward()
+                (critic(generator(batch(step)).detach()).mean() - critic(batch(step)).mean()).backward()
             both[1].step()
             critic.zero_grad()
             with te.autocast():

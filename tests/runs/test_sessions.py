@@ -127,8 +127,7 @@ def test_precision_that_changes_has_spans(tmp_path: Path) -> None:
         train(session, model, 2, Float8CurrentScaling())
         train(session, model, 2, DelayedScaling())
         train(session, model, 1)
-    run = open_run(tmp_path)
-    fprop = [row for row in run.gemms.to_pylist() if row["gemm"] == "fprop"]
+    fprop = [row for row in open_run(tmp_path).gemms.to_pylist() if row["gemm"] == "fprop"]
     assert [(row["precision"], row["recipe"], row["since"], row["until"]) for row in fprop] == [
         ("fp8", "fp8_current_scaling", 0, 1),
         ("fp8", "fp8_delayed_scaling", 2, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -32,8 +33,7 @@ Truth = dict[int, dict[int, float]]
 
 
 def begin(folder: Path, limit: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Recording:
-    number = make_segment(folder / "precision_records" / RUN)
-    place = Place(RUN, number)
+    place = Place(RUN, make_segment(folder / "precision_records" / RUN))
     runs, run = folder / "precision_records", info(folder, rank=rank, world=world, start=start)
     return Recording(runs, place, run, writes_reduced=True, limit=limit, begun=0.0)
 
@@ -258,8 +258,7 @@ def test_which_rows_are_kept() -> None:
         63: 0,
         73: EXTREME,
     }
-    twice = size_limit.every_second_step(once, 80)
-    assert twice["iteration"].to_pylist() == [3, 33, 43, 53, 73]
+    assert size_limit.every_second_step(once, 80)["iteration"].to_pylist() == [3, 33, 43, 53, 73]
 
 
 # ---------------------------------------------------------------------- a kill, and readers meanwhile
@@ -318,11 +317,9 @@ def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) ->
         folder = tmp_path / str(after)
         shutil.copytree(whole, folder)
         with mock.patch.object(size_limit, "has_ended", return_value=True), _Killed(after) as kill:
-            try:
+            with contextlib.suppress(_Dead):
                 recording = begin(folder, limit, start=300)
                 recording.flush()
-            except _Dead:
-                pass
         if kill.done < after:
             break
         run = open_run(folder)

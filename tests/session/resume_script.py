@@ -56,8 +56,7 @@ def main(rank: int, folder: Path) -> None:
     if rank == 1:
         (checkpoint / "te_precision_fingerprint_rank-1.json").unlink()
     torch.distributed.barrier()
-    stated = resumed(DELAYED, checkpoint, state, sharded=False, then=halve_on_one)
-    tell(rank, folder / "rank 0's alone", stated)
+    tell(rank, folder / "rank 0's alone", resumed(DELAYED, checkpoint, state, sharded=False, then=halve_on_one))
     torch.distributed.destroy_process_group()
 
 

@@ -180,8 +180,7 @@ def test_a_rank_that_misses_a_step_mixes_no_batches(two: Path) -> None:
     iterations = {step for _, step in lines}
     assert iterations == set(range(45))
     for step in iterations:
-        extremes = [lines[f"linear_activation_{name}", step] for name in ("min", "max")]
-        assert extremes == [step, step]
+        assert [lines[f"linear_activation_{name}", step] for name in ("min", "max")] == [step, step]
     marks = marked_lines(two / "missed", 0)
     local = [step for step in sorted(iterations) if marks.get(step)]
     assert local[0] == 2
@@ -244,8 +243,7 @@ def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
     said = live[0].splitlines()[0]
     assert said.startswith("Problems found: 1 error" if reduce else "Not enough checked: ")
     assert "checked; by the numbers of rank 0 alone)." in said
-    kinds = [(row["kind"], row["rank"]) for row in open_run(folder).events.to_pylist()]
-    assert ("finding", 1) in kinds
+    assert ("finding", 1) in [(row["kind"], row["rank"]) for row in open_run(folder).events.to_pylist()]
     result = CliRunner().invoke(app, ["diagnose", str(folder)])
     assert result.exit_code == 1
     assert " on rank 1; step 1 does not show it" in " ".join(result.output.split())

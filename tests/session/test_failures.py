@@ -46,8 +46,7 @@ def test_training_goes_on_where_a_file_cannot_be_written(
     assert keeper.iterations == [0, 1, 2]
     said = [record.message for record in caplog.records if "failed on rank 0: " in record.message]
     assert sum(f"/{file}" in text for text in said) == 1, said
-    written = {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*")}
-    assert written >= set(FILES)
+    assert {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*")} >= set(FILES)
 
 
 @pytest.mark.parametrize("folder", ["file", "file/run/deeper", "leads nowhere/run/deeper"])
@@ -229,6 +228,5 @@ def test_facts_that_could_not_be_gathered_once_are_gathered_again(
     session = observed(tmp_path, statistics())
     (text,) = reports(caplog)
     assert "gathering the facts of iteration 0: RuntimeError: no answer" in text
-    run = open_run(tmp_path)
-    assert [row["gemm"] for row in run.gemms.to_pylist()] == ["fprop", "wgrad", "dgrad"]
+    assert [row["gemm"] for row in open_run(tmp_path).gemms.to_pylist()] == ["fprop", "wgrad", "dgrad"]
     assert session.findings.summary.startswith("Not enough checked: observation: in step 0, gathering the facts of")

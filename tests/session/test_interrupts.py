@@ -97,8 +97,7 @@ def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tm
         step = 0
         for at in [None, None, *range(0, 10_000, 1 if EVERY_LINE else 17)]:
             net(batch(step)).sum().backward()
-            lines = Lines(at)
-            interrupted = lines(session.step)
+            interrupted = Lines(at)(session.step)
             if session.iteration == step:
                 session.step()  # Ctrl-C came before the step had begun
             step += 1
@@ -106,8 +105,7 @@ def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tm
                 break
         assert at is not None
         assert at > 100, "there were as many places as a step has lines"
-    largest = {number: number + 1.0 for number in range(step)}
-    assert keeper.values("max") == largest_in_log(tmp_path) == largest
+    assert keeper.values("max") == largest_in_log(tmp_path) == {number: number + 1.0 for number in range(step)}
 
 
 @pytest.mark.slow

@@ -61,8 +61,7 @@ def test_a_session_puts_everything_back(tmp_path: Path) -> None:
     net = model()
     train_step(net)
     modules = module_state(net)
-    keeper = run(net, statistics(), 2, tmp_path)
-    assert {row.layer for row in keeper.steps[0]} == {"0", "1.fc1", "1.fc2"}
+    assert {row.layer for row in run(net, statistics(), 2, tmp_path).steps[0]} == {"0", "1.fc1", "1.fc2"}
     assert module_state(net) == modules
     assert net[0].name == "first"
 
@@ -335,5 +334,4 @@ def test_a_script_that_changes_its_directory_keeps_its_files_together(
 def test_a_model_that_is_registered_in_its_own_child_is_observed(tmp_path: Path) -> None:
     net = model()
     net[0].parent = net
-    keeper = run(net, statistics(), 1, tmp_path)
-    assert {row.layer for row in keeper.steps[0]} == {"0", "1.fc1", "1.fc2"}
+    assert {row.layer for row in run(net, statistics(), 1, tmp_path).steps[0]} == {"0", "1.fc1", "1.fc2"}

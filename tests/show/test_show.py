@@ -157,8 +157,7 @@ def test_json_has_what_is_shown(tmp_path: Path) -> None:
     assert result["scalars"]["loss"] == {"iterations": [0, 1, 2], "values": [0, 1, 2]}
     worst, layer = result["worst"]["sqnr_db"][0], layers(6)[-1]
     assert (worst["layer"], worst["tensor"], worst["rank"]) == (layer, "activation", None)
-    last = values()[layer, "activation", "sqnr_db"][-1]
-    assert (worst["last"], worst["last_iteration"]) == (last, STEPS - 1)
+    assert (worst["last"], worst["last_iteration"]) == (values()[layer, "activation", "sqnr_db"][-1], STEPS - 1)
 
 
 def test_equal_numbers_of_the_trainer_are_one_curve(tmp_path: Path) -> None:
