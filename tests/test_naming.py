@@ -167,12 +167,12 @@ class Stage(torch.nn.Module):
 
     def __init__(self, stage: int) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
-        for index, block in enumerate(self.layers):
-            block.layer_number = 2 * stage + index + 1
-            block.attention = te.Linear(32, 32)
-            block.mixture = torch.nn.ModuleDict({"experts": te.GroupedLinear(2, 32, 32)})
-            block.mixture.local_expert_indices = [2 * stage, 2 * stage + 1]
+        self.layers = torch.nn.ModuleList()
+        for index in range(2):
+            mixture = torch.nn.ModuleDict({"experts": te.GroupedLinear(2, 32, 32)})
+            mixture.local_expert_indices = [2 * stage, 2 * stage + 1]
+            self.layers.append(torch.nn.ModuleDict({"attention": te.Linear(32, 32), "mixture": mixture}))
+            self.layers[index].layer_number = 2 * stage + index + 1
 
 
 def test_layers_of_other_ranks_at_one_path_have_numbers_of_the_whole_model() -> None:

@@ -265,23 +265,16 @@ def gemm_errors(rank: int, folder: Path) -> None:
         tex.generic_gemm = upstream
 
 
-class Stage(torch.nn.Module):
-    """What a stage of a pipeline has of a model: a list from index 0 on, with the numbers of the whole model."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        block = torch.nn.Sequential(te.Linear(32, 32))
-        block.layer_number = rank + 1
-        self.layers = torch.nn.ModuleList([block])
-        self.mixture = torch.nn.ModuleDict({"experts": te.GroupedLinear(2, 32, 32)})
-        self.mixture.local_expert_indices = [2 * rank, 2 * rank + 1]
-
-
 def stages(rank: int, folder: Path) -> None:
-    net = Stage(rank)
+    """What a stage of a pipeline has of a model: a list from index 0 on, with the numbers of the whole model."""
+    block, experts = torch.nn.Sequential(te.Linear(32, 32)), te.GroupedLinear(2, 32, 32)
+    block.layer_number = rank + 1
+    mixture = torch.nn.ModuleDict({"experts": experts})
+    mixture.local_expert_indices = [2 * rank, 2 * rank + 1]
+    net = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block]), "mixture": mixture})
     with InspectSession(statistics(), model=net, log_dir=folder) as session:
-        tokens = net.layers[0]((rank + 1) * torch.ones(16, 32))
-        net.mixture["experts"](torch.cat([torch.full_like(tokens, 4 + rank)] * 2), [16, 16]).sum().backward()
+        tokens = block((rank + 1) * torch.ones(16, 32))
+        experts(torch.cat([torch.full_like(tokens, 4 + rank)] * 2), [16, 16]).sum().backward()
         session.step()
 
 

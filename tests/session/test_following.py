@@ -229,7 +229,7 @@ def test_a_loop_that_steps_too_often(
     assert all(f": {len(kinds)} debug iterations for each step" in text for text in results)
 
 
-def test_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_forgotten_step_in_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = loops.prepared(accelerator, loops.Plain(), batches=3)
     with PrecisionDebugger(accelerator, model, CONFIG, log_dir=tmp_path):
@@ -257,7 +257,7 @@ class Manual(lightning.Plain):
         return loss
 
 
-def test_lightning_with_an_optimizer_of_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_of_torch_in_lightning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = PrecisionDebugCallback(CONFIG)
     lightning.trainer(tmp_path, callbacks=[callback], limit_train_batches=3).fit(Manual(), lightning.loader(3))
     (text,) = said_of_steps(caplog)

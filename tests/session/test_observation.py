@@ -100,9 +100,7 @@ def train_block(
     kind: str, config: Any, log_dir: Path, dtype: torch.dtype = torch.float32, fp8: bool = False, **keywords: Any
 ) -> tuple[Keeper, list[torch.Tensor]]:
     """Three steps, each forward as this kind of checkpoint runs it: outputs and gradients."""
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(OrderedDict(linear=te.LayerNormLinear(32, 32), mlp=te.LayerNormMLP(32, 64))).to(dtype)
-    keeper, results = Keeper(), []
+    net, keeper, results = block().to(dtype), Keeper(), []
     with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], **keywords) as session:
         for step in range(3):
             x = batch(step).to(dtype).requires_grad_()
@@ -183,6 +181,27 @@ def test_an_input_of_another_type_than_autocasts_is_taken(tmp_path: Path, config
     assert results[0].dtype is results[1].dtype is torch.bfloat16
     if "stats" in config:
         assert torch.equal(*results), "observing changes nothing"
+
+
+def test_a_layer_without_features_runs_transformer_engines_own_path(tmp_path: Path) -> None:
+    """Bit for bit under bf16 and delayed scaling, where TE's debug path differs from its fused one."""
+    outputs = []
+    for inspected in (False, True):
+        net = block().bfloat16()
+        with (
+            InspectSession(statistics(layers=["mlp"]), model=net, log_dir=tmp_path) if inspected else nullcontext() as s
+        ):
+            for step in range(3):
+                with te.autocast():
+                    outputs.append(net.linear(batch(step).bfloat16()).detach())
+                if s is not None:
+                    s.step()
+    assert all(map(torch.equal, outputs[:3], outputs[3:]))
+
+
+def block() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(OrderedDict(linear=te.LayerNormLinear(32, 32), mlp=te.LayerNormMLP(32, 64)))
 
 
 def test_micro_batches_of_a_step_are_one_row(tmp_path: Path, keeper: Keeper) -> None:
