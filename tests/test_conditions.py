@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 import pickle
+import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from te_precision_callbacks.config import load_config
+from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.conditions import Condition, EventCondition, Threshold, parse_condition
+from te_precision_callbacks.config.dumping import check_conditions, collected, read_by
+from te_precision_callbacks.config.fields import size_in_bytes
+from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
+from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
 from te_precision_callbacks.statistics.table import STATISTICS
 from tests.conftest import feature
+from tests.test_config_loading_and_plan import LAYERS
 
 
 def threshold(text: str) -> Threshold:
@@ -59,8 +67,9 @@ def test_conditions_read_these_statistics() -> None:
     of_blocks = [tensor_request(entry).of("weight") for entry in sizes]
     assert all(threshold("max_blockwise_dynamic_range > 1").reads(request) for request in of_blocks)
     assert [threshold(f"{of_blocks[0].label} > 1").reads(request) for request in of_blocks] == [True, False]
-    with pytest.raises(ValueError, match="there is no statistic 'max_blockwise_dynamic_range_of_size_3'"):
-        parse_condition("max_blockwise_dynamic_range_of_size_3 > 1")
+    for wrong in ("'max_blockwise_dynamic_range_of_size_3'", "'mxfp8_e5m2_msee'.*Did you mean 'mxfp8_e5m2_mse'"):
+        with pytest.raises(ValueError, match=f"there is no statistic {wrong}"):
+            parse_condition(f"{wrong.split(chr(39))[1]} > 1")
 
 
 def test_the_numbers_of_a_step() -> None:
@@ -77,16 +86,185 @@ def test_the_numbers_of_a_step() -> None:
 def test_it_comes_whole_out_of_a_pickle(condition: Condition) -> None:
     """A config goes to the processes of ddp_spawn."""
     assert pickle.loads(pickle.dumps(condition)) == condition
-    sections = {
-        "a": feature("DumpTensors", ["fc1"], tensors=["weight"], high_precision_tensor=True, when=[str(condition)]),
-        "b": feature("LogTensorStats", ["fc1"], tensors=["weight"], stats=["max"], freq=7),
-    }
-    config = load_config(sections)
-    loaded = pickle.loads(pickle.dumps(config))
-    for section, own in zip(loaded.sections, config.sections, strict=True):
-        ((name, options),) = own.features["transformer_engine"].items()
-        result = section.features["transformer_engine"][name]
-        assert result == options == sections[section.name]["transformer_engine"][name]
-        (target,) = result.schema.targets
-        assert target.options.schedule == options.schema.targets[0].options.schedule
-        assert result.schema == options.schema
+    dumped = {"tensors": ["weight"], "high_precision_tensor": True, "when": [str(condition)], "freq": 7}
+    config = load_config({"a": feature("DumpTensors", ["fc1"], **dumped)})
+    (section,), (own,) = pickle.loads(pickle.dumps(config)).sections, config.sections
+    result, options = (item.features["transformer_engine"]["DumpTensors"] for item in (section, own))
+    assert result == options == {"enabled": True, **dumped}
+    assert result.schema == options.schema
+    assert result.schema.targets[0].options.schedule == options.schema.targets[0].options.schedule
+
+
+HEAD = """
+looked_at:
+  enabled: True
+  layers: {exact_layer_names: [model.head]}
+  transformer_engine:
+    LogFp8TensorStats: {enabled: True, tensors: [activation], %s}
+    DumpTensors:
+      enabled: True
+      high_precision_tensor: True
+"""
+FIRST_OPTION = HEAD.count("\n") + 1  # its line
+
+
+def check(folder: Path, statistics: str, options: str, *, detects_overflow: bool = False) -> None:
+    path = folder / "config.yaml"
+    path.write_text(HEAD % statistics + "".join(f"      {line}\n" for line in options.splitlines()))
+    config = load_config(path)
+    plan = config.plan(LAYERS, {"transformer_engine": tuple(FEATURES)})
+    check_conditions(plan, config.enabled_sections, detects_overflow=detects_overflow)
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_schedules_meet_where_a_step_is_in_both(seed: int) -> None:
+    """Against a count of steps. All ends are below 40, and frequencies up to 7: lcm 42."""
+    generator = random.Random(seed)
+    results = set()
+    for _ in range(200):
+        options: list[dict[str, Any]] = []
+        for _ in range(2):
+            bounds = sorted(generator.sample(range(40), 4))
+            kind = generator.randrange(3)
+            options.append({"freq": generator.randint(1, 7)})
+            if kind == 0:
+                options[-1]["start_end_list"] = [bounds[:2], [bounds[2], generator.choice([bounds[3], -1])]]
+            elif kind == 1:
+                options[-1] |= {"start_step": bounds[0], "end_step": generator.choice([bounds[1], bounds[0], -1])}
+        first, other = (Schedule.of(**keys) for keys in options)
+        expected = any(first.at(step)[0] and other.at(step)[0] for step in range(40 + 2 * 42))
+        assert first.meets(other) is other.meets(first) is expected, options
+        results.add(expected)
+    assert results == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("statistics", "options", "words"),
+    [
+        ("start_step: 20", "end_step: 10", r"in steps 0 to 10; the statistic is collected in steps 20 on\."),
+        (
+            "start_end_list: [[1, 1], [3, 3]]",
+            "freq: 2",
+            "in steps 0 on that are multiples of 2; the statistic is collected in steps 1 and 3",
+        ),
+        ("freq: 4, start_step: 1, end_step: 11", "freq: 6", "steps 1 to 11 that are multiples of 4"),
+    ],
+)
+def test_schedules_that_never_meet_are_refused(tmp_path: Path, statistics: str, options: str, words: str) -> None:
+    text = f"{options}\ntensors: [activation]\nwhen:\n  - nonfinite\n  - mse > 1"
+    place = rf"config\.yaml, line {FIRST_OPTION + 2}(?: column \d+)? \(section 'looked_at'\): "
+    with pytest.raises(ConfigError, match=f"{place}the condition 'mse > 1' of DumpTensors would never .*{words}"):
+        check(tmp_path, f"stats: [mse], {statistics}", text)
+
+
+@pytest.mark.parametrize(
+    ("statistics", "options"),
+    [
+        ("start_step: 10", "end_step: 10"),
+        ("start_end_list: [[1, 1], [4, 4]]", "freq: 2"),
+        ("freq: 4, start_step: 1, end_step: 12", "freq: 6"),
+        ("freq: 100", "freq: 7"),
+    ],
+)
+def test_schedules_that_meet_in_one_step_are_accepted(tmp_path: Path, statistics: str, options: str) -> None:
+    check(tmp_path, f"stats: [mse], {statistics}", f"{options}\ntensors: [activation]\nwhen: mse > 1")
+
+
+# --- places and words ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("tensors: [activation]\nwhen: max > 1", 1),
+        ("when:\n  - nonfinite\n  - max > 1\ntensors: [activation]", 0),
+        ("tensors_struct:\n  - tensor: activation\n  - tensor: activation\n    freq: 2\n    when: [max > 1]", 4),
+        ("when: max > 1\ntensors_struct:\n  - tensor: weight\n    when: nonfinite\n  - tensor: activation", 0),
+        ("tensors_struct:\n  - {tensor: weight, when: nonfinite}\n  - {tensor: activation, when: max > 1}", 2),
+    ],
+)
+def test_the_line_is_that_of_the_condition(tmp_path: Path, options: str, line: int) -> None:
+    place = rf"config\.yaml, line {FIRST_OPTION + line}(?: column \d+)? \(section 'looked_at'\)"
+    with pytest.raises(ConfigError, match=f"{place}: the condition 'max > 1'") as caught:
+        check(tmp_path, "stats: [mse]", options)
+    assert "would never hold" in str(caught.value)
+    assert "nothing would be written" not in str(caught.value), "another condition may hold"
+
+
+@pytest.mark.parametrize("measured", [["dgrad"], []])
+def test_a_gemm_that_is_not_measured(measured: list[str]) -> None:
+    config = {"s": feature("DumpTensors", ["all"], gemms=["fprop"], when="gemm_kernel_ratio > 1")}
+    if measured:
+        config["m"] = feature("LogGemmError", ["all"], gemms=measured)
+    read = load_config(config)
+    plan = read.plan(LAYERS, {"transformer_engine": tuple(FEATURES)})
+    remedy = r"Add \[fprop\] to the 'gemms' of LogGemmError for those layers\."
+    with pytest.raises(ConfigError, match=f"LogGemmError does not measure the GEMM of 'output' in .*{remedy}"):
+        check_conditions(plan, read.enabled_sections, detects_overflow=False)
+
+
+@pytest.mark.parametrize(
+    ("stats", "when", "hint"),
+    [
+        ("fp8_current_scaling_mse", "mse", "Did you mean 'fp8_current_scaling_mse'?"),
+        ("current_scaling_mse", "mse", "Did you mean 'current_scaling_mse'?"),
+        ("mxfp8_mse, nvfp4_mse", "mse", "Did you mean 'mxfp8_mse' or 'nvfp4_mse'?"),
+        ("mxfp8_mse, mxfp8_mse_columnwise", "mse_columnwise", "Did you mean 'mxfp8_mse_columnwise'?"),
+        ("mxfp8_e5m2_mse", "mse", "Did you mean 'mxfp8_e5m2_mse'?"),
+        ("mxfp8_e5m2_mse", "mxfp8_mse", "Did you mean 'mxfp8_e5m2_mse'?"),
+    ],
+)
+def test_a_bare_name_is_not_that_of_a_recipe_and_the_recipes_is_named(
+    tmp_path: Path, stats: str, when: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, f"stats: [{stats}]", f"tensors: [activation]\nwhen: {when} > 0")
+    assert str(caught.value).endswith(hint)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "stats", "label"),
+    [
+        ("fp8_current_scaling_mse", ["mse", "current_scaling_mse"], "current_scaling_mse"),  # in any spelling
+        ("mxfp8_mse", ["mse", "mxfp8_mse"], "mxfp8_mse"),
+        ("mse", ["mse", "mxfp8_mse"], "mse"),
+        ("mxfp8_mse", ["mse"], None),
+        ("mse", ["mxfp8_mse"], None),
+        ("mxfp8_e5m2_mse", ["mxfp8_mse", "mxfp8_e4m3_mse", "mxfp8_e5m2_mse"], "mxfp8_e5m2_mse"),
+        ("mxfp8_e5m2_mse", ["mxfp8_mse", "mse"], None),
+        ("mxfp8_mse", ["mxfp8_e4m3_mse"], None),
+    ],
+)
+def test_a_condition_names_a_statistic_as_in_stats(name: str, stats: list[str], label: str | None) -> None:
+    """The format of the elements is a part of the name."""
+    options = {"enabled": True, "tensors": ["activation"], "stats": stats}
+    features = [FEATURES["LogFp8TensorStats"].model_validate(options)]
+    statistic = read_by(threshold(f"{name} > 0"), collected(features, "activation"))
+    assert (statistic and statistic.labels[0]) == label
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        *("much", "", "-10MB", "10 elephants", "1e400", 0, None, True, float("inf"), -3),
+        *("10 Mo", "2 Kio", "1e9", 1e9, "1_000_000", "10MB and more", "10kbit", "0", "0.5"),
+    ],
+)
+def test_an_invalid_size_is_refused(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be a number of bytes >= 1") as caught:
+        size_in_bytes(size)
+    assert str(caught.value).endswith(f"not {size!r}.")
+
+
+def test_a_number_of_bytes_is_taken_exactly() -> None:
+    assert size_in_bytes(2**63 - 1) == 2**63 - 1
+    assert size_in_bytes(2**53 + 1) == 2**53 + 1

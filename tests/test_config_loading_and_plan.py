@@ -14,6 +14,7 @@ from te_precision_callbacks.check.factory import CHOICES
 from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config
 from te_precision_callbacks.config.problems import nearest
 from te_precision_callbacks.config.selection import LayerIndex
+from te_precision_callbacks.config.yaml_text import MOST_BYTES
 from tests.conftest import feature
 
 REGISTERED = {
@@ -46,11 +47,6 @@ LAYERS = [
 def plan(layers: dict[str, Any], **keywords: Any) -> Plan:
     section = {"enabled": True, "layers": layers, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
     return load_config({"section": section}).plan(LAYERS, REGISTERED, **keywords)
-
-
-def selected(**layers: Any) -> list[int]:
-    hit = {entry.layer.name for entry in plan(layers).layers}
-    return [index for index, layer in enumerate(LAYERS) if layer.name in hit]
 
 
 GEMM = (
@@ -117,22 +113,26 @@ def test_a_malformed_file_is_refused_with_its_place(tmp_path: Path, text: str, m
     assert isinstance(caught.value, PrecisionDebugError)
 
 
-def test_a_missing_file_names_similar_files(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"config\.yml' does not exist.*Did you mean 'config\.yaml'"):
-        load_config(tmp_path / "config.yml")
-    with pytest.raises(ConfigError, match=r"nosuch\.yaml' does not exist \(looked in '[^']*'\)\.$"):
-        load_config(tmp_path / "nosuch.yaml")
-    with pytest.raises(ConfigError, match=r"nowhere'\)\.$"):
-        load_config(tmp_path / "nowhere" / "config.yaml")
-    for folder in (tmp_path, ".", Path("."), ".."):
-        with pytest.raises(ConfigError, match=r"^The config '[^']+' is a folder\. Give the path of a YAML file\.$"):
-            load_config(folder)
-    with pytest.raises(ConfigError, match="path is empty"):
-        load_config("")
-    for nothing in (3, ["config.yaml"]):
-        with pytest.raises(ConfigError):
-            load_config(nothing)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("config.yml", r"config\.yml' does not exist.*Did you mean 'config\.yaml'"),
+        ("nosuch.yaml", r"nosuch\.yaml' does not exist \(looked in '[^']*'\)\.$"),
+        ("nowhere/config.yaml", r"nowhere'\)\.$"),
+        (".", r"^The config '[^']+' is a folder\. Give the path of a YAML file\.$"),
+        ("..", r"^The config '[^']+' is a folder\. Give the path of a YAML file\.$"),
+        ("", "path is empty"),
+        (3, ""),
+        (["config.yaml"], ""),
+    ],
+)
+def test_what_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any, message: str) -> None:
+    """A path that does not exist with similar files that do."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").touch()
+    for source in (path, Path(path)) if isinstance(path, str) and path else (path,):
+        with pytest.raises(ConfigError, match=message):
+            load_config(source)
 
 
 def test_a_loaded_config_a_mapping_and_none_are_accepted(tmp_path: Path) -> None:
@@ -146,27 +146,30 @@ def test_a_loaded_config_a_mapping_and_none_are_accepted(tmp_path: Path) -> None
     assert len(default.plan(LAYERS, REGISTERED).layers) == len(LAYERS)
 
 
-def test_selectors() -> None:
-    assert selected(layer_types=["fc1"]) == [1, 2]
-    assert selected(layer_types=["layernorm_linear"]) == [0], "by the class, where no name has it"
-    assert selected(layer_types=["LayerNormMLP"]) == [1, 2]
-    assert selected(layer_types="fc1") == [1, 2], "one name is not taken letter by letter"
-    assert selected(layer_types=["all"]) == [0, 1, 2, 3, 4]
-    assert selected(layer_types=["my_head"]) == [4], "by the name that the user gave"
-    assert selected(layer_numbers=[10]) == [2, 3], "neither fc1 nor gemm_3 is a layer's number"
-    assert selected(layer_numbers=["0-3"]) == [0, 1]
-    assert selected(layer_numbers=0) == [0, 1]
-    assert selected(layer_numbers="all") == [0, 1, 2, 3], "a layer without a number has none"
-    assert selected(layer_numbers=[10], layer_types=["fc1", "fc2"]) == [2]
-    assert selected(layer_name_regex_pattern=r".*(fc1|self_attention).*") == [0, 1, 2]
-    assert selected(layer_name_regex_pattern=r"^head$") == [4]
-    assert selected(layer_name_regex_pattern=r"^(?!model\.)|fc1") == [1, 2], (
-        "an alias does not bring back what is left out"
-    )
-    assert selected(exact_layer_names=["model.head"]) == [4]
-    with pytest.raises(ConfigError, match=r"there is no layer 'model\.hea'. Did you mean 'model\.head'"):
-        selected(exact_layer_names=["model.head", "model.hea"])
-    assert selected(exact_layer_names=["model.head"], layer_types=["all"]) == [4], "as upstream: the first one rules"
+@pytest.mark.parametrize(
+    ("layers", "indexes"),
+    [
+        ({"layer_types": ["fc1"]}, [1, 2]),
+        ({"layer_types": ["layernorm_linear"]}, [0]),  # by the class, where no name has it
+        ({"layer_types": ["LayerNormMLP"]}, [1, 2]),
+        ({"layer_types": "fc1"}, [1, 2]),  # one name is not taken letter by letter
+        ({"layer_types": ["all"]}, [0, 1, 2, 3, 4]),
+        ({"layer_types": ["my_head"]}, [4]),  # by the name that the user gave
+        ({"layer_numbers": [10]}, [2, 3]),  # neither fc1 nor gemm_3 is a layer's number
+        ({"layer_numbers": ["0-3"]}, [0, 1]),
+        ({"layer_numbers": 0}, [0, 1]),
+        ({"layer_numbers": "all"}, [0, 1, 2, 3]),  # a layer without a number has none
+        ({"layer_numbers": [10], "layer_types": ["fc1", "fc2"]}, [2]),
+        ({"layer_name_regex_pattern": r".*(fc1|self_attention).*"}, [0, 1, 2]),
+        ({"layer_name_regex_pattern": r"^head$"}, [4]),
+        ({"layer_name_regex_pattern": r"^(?!model\.)|fc1"}, [1, 2]),  # an alias brings back nothing that is left out
+        ({"exact_layer_names": ["model.head"]}, [4]),
+        ({"exact_layer_names": ["model.head"], "layer_types": ["all"]}, [4]),  # as upstream: the first one rules
+    ],
+)
+def test_selectors(layers: dict[str, Any], indexes: list[int]) -> None:
+    selected = {entry.layer.name for entry in plan(layers).layers}
+    assert [index for index, layer in enumerate(LAYERS) if layer.name in selected] == indexes
 
 
 def test_a_config_for_upstreams_names_that_selects_other_layers_by_path_is_warned_about(
@@ -209,13 +212,7 @@ def test_the_number_of_a_layer(name: str, number: int | None) -> None:
     assert hit == ([] if number is None else [number])
 
 
-def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"'section' matches none of the 5 layers.*'fc1'"):
-        plan({"layer_types": ["fc11"]})
-    with pytest.raises(ConfigError, match=r"'layernorm_qkv'"):
-        plan({"layer_types": ["layernorm_kqv"]})
-    with pytest.raises(ConfigError, match=r"The layers are: 'model\.layers\.0"):
-        plan({"layer_types": ["zzzzz"]})
+def test_a_section_without_a_layer_can_be_allowed_or_be_off(caplog: pytest.LogCaptureFixture) -> None:
     assert plan({"layer_types": ["fc11"]}, allow_unmatched=True).unmatched == ("section",)
     assert "matches none" in caplog.text
     off = {**feature("DisableFP8Layer", ["zzzzz"]), "enabled": False}
@@ -230,6 +227,10 @@ def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.Log
         ({"exact_layer_names": ["fc1"]}, r"'fc1' is a part of the name of 2 layers\. .* write layer_types: \[fc1\]"),
         ({"exact_layer_names": ["LayerNormMLP"]}, r"'LayerNormMLP' is a class of 2 layers\. .*: \[LayerNormMLP\]"),
         ({"exact_layer_names": ["model.hed"]}, r"Similar names: 'model\.head'"),
+        ({"exact_layer_names": ["model.head", "model.hea"]}, r"no layer 'model\.hea'. Did you mean 'model\.head'"),
+        ({"layer_types": ["fc11"]}, r"'section' matches none of the 5 layers.*'fc1'"),
+        ({"layer_types": ["layernorm_kqv"]}, r"'layernorm_qkv'"),
+        ({"layer_types": ["zzzzz"]}, r"The layers are: 'model\.layers\.0"),
         ({"layer_name_regex_pattern": "^LayerNormMLP"}, r"'LayerNormMLP' is a class of 2 layers\."),
         ({"layer_name_regex_pattern": r"\d+\.layernorm_mpl\.fc."}, r"Similar names: 'layernorm_mlp'"),
         ({"layer_types": ["LayerNormMPL"]}, r"Similar names: .*'LayerNormMLP'"),
@@ -254,6 +255,8 @@ def test_a_suggestion_is_valid_for_its_selector(block: dict[str, Any], told: str
         ({"layer_name_regex_pattern": ""}, r"is empty, which matches every name and selects all layers"),
         ({"exact_layer_names": ["model.head"], "layer_name_regex_pattern": ""}, "has no effect beside"),
         ({"layer_numbers": ["all"], "layer_types": ["fc1"]}, None),
+        ({"layer_numbers": [10], "layer_types": ["fc1"]}, None),  # these two hold together
+        ({"layer_name_regex_pattern": "head", "layer_types": ["fc1"]}, "'layer_types' has no effect beside"),
     ],
 )
 def test_a_selector_entry_without_a_match_warns(
@@ -283,64 +286,68 @@ def test_the_line_of_an_entry_that_no_layer_has(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_selector_that_another_one_leaves_without_effect_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    assert selected(exact_layer_names=["model.head"], layer_types=["fc1"], layer_numbers=[3]) == [4]
-    assert selected(layer_name_regex_pattern="head", layer_types=["fc1"]) == [4]
-    said = [re.search(r"'(\w+)' has no effect beside '(\w+)'", record.getMessage()) for record in caplog.records]
-    assert [item and item.groups() for item in said] == [
-        ("layer_numbers", "exact_layer_names"),
-        ("layer_types", "exact_layer_names"),
-        ("layer_types", "layer_name_regex_pattern"),
-    ]
-    caplog.clear()
-    assert selected(layer_numbers=[10], layer_types=["fc1"]) == [2], "these two hold together"
-    assert not caplog.records
+    plan({"exact_layer_names": ["model.head"], "layer_types": ["fc1"], "layer_numbers": [3]})
+    said = [re.search(r"'(\w+)' has no effect beside '(\w+)'", text) for text in caplog.messages]
+    assert [item and item[1] for item in said] == ["layer_numbers", "layer_types"]
 
 
-def test_unknown_features_are_refused_with_near_names() -> None:
-    def planned(**body: Any) -> Plan:
-        section = {"enabled": True, "layers": {"layer_types": ["all"]}, **body}
-        return load_config({"s": section}).plan(LAYERS, REGISTERED)
-
+def test_the_spelling_of_the_documentation() -> None:
     gemms = {"enabled": True, "gemms": ["fprop"]}
-    assert planned(transformer_engine={"DisableFp8Gemm": gemms}).layers[0].features == {
-        "transformer_engine": {"DisableFP8GEMM": gemms}
-    }, "the spelling of the documentation"
-    with pytest.raises(ConfigError, match=r"no feature 'LogTensorStat' in 'transformer_engine'.*'LogTensorStats'"):
-        planned(transformer_engine={"LogTensorStat": {"enabled": True}})
-    with pytest.raises(ConfigError, match=r"'transformer_engin' is neither.*Did you mean 'transformer_engine'"):
-        planned(transformer_engin={"LogTensorStats": {"enabled": True}})
-    with pytest.raises(ConfigError, match=r"'DisableFP8Layer' is a feature of 'transformer_engine'; indent it"):
-        planned(DisableFP8Layer={"enabled": True})
-    with pytest.raises(ConfigError, match=r"'enabled' of 'DisableFP8Layer' must be True or False, not 'False'"):
-        planned(transformer_engine={"DisableFP8Layer": {"enabled": "False"}})
-    with pytest.raises(ConfigError, match=r"'DisableFP8Layer' has no 'enabled'.*Is 'enable' meant"):
-        planned(transformer_engine={"DisableFP8Layer": {"enable": True}})
+    config = load_config({"s": feature("DisableFp8Gemm", ["all"], gemms=["fprop"])})
+    planned = config.plan(LAYERS, REGISTERED).layers[0].features
+    assert planned == {"transformer_engine": {"DisableFP8GEMM": gemms}}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"transformer_engine": {"LogTensorStat": {"enabled": True}}},
+            r"no feature 'LogTensorStat' in 'transformer_engine'.*'LogTensorStats'",
+        ),
+        (
+            {"transformer_engin": {"LogTensorStats": {"enabled": True}}},
+            r"'transformer_engin' is neither.*Did you mean 'transformer_engine'",
+        ),
+        ({"DisableFP8Layer": {"enabled": True}}, r"'DisableFP8Layer' is a feature of 'transformer_engine'; indent it"),
+        (
+            {"transformer_engine": {"DisableFP8Layer": {"enabled": "False"}}},
+            r"'enabled' of 'DisableFP8Layer' must be True or False, not 'False'",
+        ),
+        (
+            {"transformer_engine": {"DisableFP8Layer": {"enable": True}}},
+            r"'DisableFP8Layer' has no 'enabled'.*Is 'enable' meant",
+        ),
+    ],
+)
+def test_unknown_features_are_refused_with_near_names(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"s": {"enabled": True, "layers": {"layer_types": ["all"]}, **body}}).plan(LAYERS, REGISTERED)
 
 
 def test_sections_that_meet_in_a_layer_are_merged() -> None:
+    def planned(**sections: Any) -> Plan:
+        return load_config(sections).plan(LAYERS, REGISTERED)
+
     sections = {
         "mlp": feature("DisableFP8Layer", ["layernorm_mlp"]),
         "ten": feature("DisableFP8GEMM", ["layers.10"], gemms=["fprop"]),
     }
-    merged = load_config(sections).plan(LAYERS, REGISTERED)
-    assert [entry.sections for entry in merged.layers] == [("mlp",), ("mlp", "ten"), ("ten",)]
-    handed_over = merged.as_inspect_config()
+    assert [entry.sections for entry in planned(**sections).layers] == [("mlp",), ("mlp", "ten"), ("ten",)]
+    handed_over = planned(**sections).as_inspect_config()
     assert list(handed_over) == ["mlp", "mlp + ten", "ten"]
     assert set(handed_over["mlp + ten"]["transformer_engine"]) == {"DisableFP8Layer", "DisableFP8GEMM"}
-    sections["mlp + ten"] = feature("DisableFP8Layer", ["head"])
-    assert len(load_config(sections).plan(LAYERS, REGISTERED).as_inspect_config()) == 4, "no name is in another's way"
-    off = {"a": feature("DisableFP8Layer", ["fc1"]), "b": feature("DisableFP8Layer", ["fc1"])}
-    off["b"]["transformer_engine"]["DisableFP8Layer"]["enabled"] = False
-    assert load_config(off).plan(LAYERS, REGISTERED).layers[0].features == {
-        "transformer_engine": {"DisableFP8Layer": {"enabled": True}}
-    }
-    spelled = feature("DisableFP8Layer", ["fc1"])
-    spelled["transformer_engine"]["DisableFp8Layer"] = {"enabled": True}
-    with pytest.raises(ConfigError, match="'DisableFP8Layer' is given here twice"):
-        load_config({"s": spelled}).plan(LAYERS, REGISTERED)
-    twice = {"a": feature("DisableFP8Layer", ["fc1"]), "b": feature("DisableFP8Layer", ["layers.10"])}
+    in_the_way = {"mlp + ten": feature("DisableFP8Layer", ["head"])}
+    assert len(planned(**sections, **in_the_way).as_inspect_config()) == 4, "no name is in another's way"
+    on, off = feature("DisableFP8Layer", ["fc1"]), feature("DisableFP8Layer", ["fc1"])
+    off["transformer_engine"]["DisableFP8Layer"]["enabled"] = False
+    merged = planned(a=on, b=off).layers[0].features
+    assert merged == {"transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
     with pytest.raises(ConfigError, match=r"section 'b'.*gives 'DisableFP8Layer' to the layer .*10.*fc1.*section 'a'"):
-        load_config(twice).plan(LAYERS, REGISTERED)
+        planned(a=on, b=feature("DisableFP8Layer", ["layers.10"]))
+    on["transformer_engine"]["DisableFp8Layer"] = {"enabled": True}
+    with pytest.raises(ConfigError, match="'DisableFP8Layer' is given here twice"):
+        planned(s=on)
 
 
 def test_upstream_finds_in_the_plan_exactly_the_layers_that_were_planned() -> None:
@@ -426,14 +433,20 @@ def test_a_gemm_among_tensors_is_left_out(tmp_path: Path, caplog: pytest.LogCapt
     )
 
 
-@pytest.mark.parametrize("tensors", [["fprop"], ["dgrad", "forward"], "fprop"])
-def test_what_is_no_tensor_is_refused(tensors: Any) -> None:
-    """So is a GEMM alone: nothing would be left."""
-    options = {"enabled": True, "tensors": tensors, "stats": ["max"]}
-    section = {
-        "enabled": True,
-        "layers": {"layer_types": ["linear"]},
-        "transformer_engine": {"LogTensorStats": options},
-    }
-    with pytest.raises(ConfigError, match="is none of them"):
-        load_config({"section": section})
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match=rf"'/dev/zero' has more than {MOST_BYTES:,} bytes"):
+        load_config("/dev/zero")
+
+
+def test_a_mapping_that_is_too_large_gets_a_short_message() -> None:
+    itself: dict[str, Any] = {}
+    itself["s"] = itself
+    for source, message in (
+        (itself, r"the key 'enabled' is missing"),
+        ({"s": {"enabled": "x" * 10_000_000}}, "'enabled' must be True or False"),
+        ({"s": {"enabled": 1 << 100_000}}, "not an integer of 100001 bits"),
+        ({"s": {"enabled": True, "layers": {"layer_numbers": [1 << 100_000]}}}, "not an integer of 100001 bits"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            load_config(source)
+        assert len(str(caught.value)) < 1000

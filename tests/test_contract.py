@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
+from te_precision_callbacks import PrecisionDebugCallback, PrecisionDebugTrainerCallback
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.config.conditions import parse_share
 from te_precision_callbacks.config.contract import Contract, read_contract
+from te_precision_callbacks.session import PrecisionContractError
+from te_precision_callbacks.transformers import Trainer
+from tests.lightning import models as lightning
+from tests.transformers import models as transformers
 
 WHOLE = {
     "share": {"fp8": 95, "fp8 wgrad": 90.5},
@@ -94,3 +99,15 @@ def test_a_file_that_is_no_contract(tmp_path: Path) -> None:
     file.write_text("stats:\n  enabled: True\n")
     with pytest.raises(ConfigError, match=r"config.yaml is no contract: .* one key, 'precision_contract'"):
         read_contract(file)
+
+
+@pytest.mark.usefixtures("fresh_accelerate_state")
+@pytest.mark.parametrize("integration", ["Lightning", "Transformers"])
+def test_a_broken_contract_ends_the_training_of_an_integration(integration: str, tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError, match=r"checked after step 2:\n- fp8 >= 95%: it is 0 %"):
+        if integration == "Lightning":
+            fit = lightning.trainer(tmp_path, callbacks=[PrecisionDebugCallback(require="fp8 >= 95%")], max_steps=5).fit
+            fit(lightning.Plain(), lightning.loader(8))
+        else:
+            callback, model = PrecisionDebugTrainerCallback(require="fp8 >= 95%"), transformers.llama()
+            transformers.trainer(transformers.arguments(tmp_path), callback, model=model, kind=Trainer).train()

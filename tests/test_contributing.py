@@ -60,7 +60,6 @@ print(row.statistic, E3M2.max, E3M2.min_subnormal, sys.modules["te_precision_cal
 
 
 def steps(heading: str) -> list[str]:
-    """The code blocks below a heading."""
     section = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return [code for code in blocks("CONTRIBUTING.md", "python") if code.splitlines()[0] in section]
 

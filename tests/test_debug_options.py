@@ -88,7 +88,6 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(arguments: argparse.Namespace, model: torch.nn.Module, spoil_at: int | None = None, **keywords: Any) -> None:
-    """A user's script."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with debugging(arguments, model, **keywords) as debug:
         for step in range(arguments.steps):
@@ -106,15 +105,16 @@ def net() -> torch.nn.Module:
 
 @pytest.mark.parametrize("more", [[], ["activation_overflow"]])
 def test_te_precision_is_a_session(tmp_path: Path, keeper: Keeper, more: list[str]) -> None:
-    (tmp_path / "my.yaml").write_text(
+    config = tmp_path / "my.yaml"
+    config.write_text(
         "s: {enabled: True, layers: {layer_types: ['0']}, transformer_engine:"
         " {LogTensorStats: {enabled: True, tensors: [activation], stats: [max], freq: 1}}}"
     )
-    config = str(tmp_path / "my.yaml")
-    arguments = parser().parse_args(["--debug", "te_precision", *more, "--te_precision_config", config])
+    arguments = parser().parse_args(["--debug", "te_precision", *more, "--te_precision_config", str(config)])
     train(arguments, net(), log_dir=tmp_path, sinks=[keeper])
-    assert keeper.values("max") == {step: batch(step).max().item() for step in range(3)}
-    assert logged_lines(tmp_path) == {("0_activation_max", step): batch(step).max().item() for step in range(3)}
+    largest = {step: batch(step).max().item() for step in range(3)}
+    assert keeper.values("max") == largest
+    assert logged_lines(tmp_path) == {("0_activation_max", step): value for step, value in largest.items()}
 
 
 @pytest.mark.parametrize("flags", [["activation_overflow"], ["activation_overflow", "te_precision"]])
@@ -126,18 +126,24 @@ def test_an_overflow_stops_the_loop(tmp_path: Path, flags: list[str]) -> None:
     assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
 
 
-def test_wrong_options_raise_before_the_loop(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"no 'debug': call add_debug_options\(parser\)"):
-        debugging(argparse.Namespace(), net())
-    with pytest.raises(UnknownDebugOptionError):
-        debugging(argparse.Namespace(debug=["overflow"], te_precision_config=None), net())
-    with pytest.raises(OptionError, match=r"my.yaml.*--debug te_precision"):
-        debugging(parser().parse_args(["--te_precision_config", "my.yaml"]), net())
-    with pytest.raises(ConfigError, match=r"no_such\.yaml"):
-        debugging(parser().parse_args(["--debug", "te_precision", "--te_precision_config", "no_such.yaml"]), net())
-    with pytest.raises(OptionError, match="log_dri"):
-        debugging(parser().parse_args(["--debug", "te_precision"]), net(), log_dri="x")  # type: ignore[call-arg]
-    assert statistics()  # a mapping is taken as well
+@pytest.mark.parametrize(
+    ("options", "keywords", "kind", "message"),
+    [
+        ({}, {}, OptionError, r"no 'debug': call add_debug_options\(parser\)"),
+        ({"debug": ["overflow"], "te_precision_config": None}, {}, UnknownDebugOptionError, "overflow"),
+        ({"debug": (), "te_precision_config": "my.yaml"}, {}, OptionError, r"my.yaml.*--debug te_precision"),
+        ({"debug": "te_precision", "te_precision_config": "no_such.yaml"}, {}, ConfigError, r"no_such\.yaml"),
+        ({"debug": "te_precision", "te_precision_config": None}, {"log_dri": "x"}, OptionError, "log_dri"),
+    ],
+)
+def test_wrong_options_raise_before_the_loop(
+    options: dict[str, Any], keywords: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        debugging(argparse.Namespace(**options), net(), **keywords)
+
+
+def test_a_mapping_is_taken_as_well(tmp_path: Path) -> None:
     debugging(argparse.Namespace(debug="te_precision", te_precision_config=statistics()), net(), log_dir=tmp_path)
 
 

@@ -6,15 +6,16 @@ the path, a log folder below a file.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import platform
 import re
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.base import environment
-from te_precision_callbacks.base.environment import Gpu, Torch
+from te_precision_callbacks.base.environment import VARIABLES, Gpu, Torch, read_environment
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.doctor.machine import (
     COMPILED_BUILD,
@@ -63,10 +64,8 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = json.loads(done.stdout)
     assert result["findings"] == []
 
-    shown = result["packages"]
-    assert shown["python"] == platform.python_version()
-    assert shown["torch"] == metadata.version("torch")
-    assert shown["transformer-engine"] == metadata.version("transformer-engine")
+    expected = {name: metadata.version(name) for name in ("torch", "transformer-engine")}
+    assert {"python": platform.python_version(), **expected}.items() <= result["packages"].items()
 
     engine = result["transformer_engine"]
     assert engine["backend"] == "reference"
@@ -160,10 +159,7 @@ def test_another_cudnn_than_the_one_that_torch_was_built_with(monkeypatch: pytes
     """torch raises where it is first asked, as after Transformer Engine has loaded the cuDNN of the system."""
     said = "cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0) but found runtime version (9, 14, 0)"
 
-    def version() -> int:
-        raise RuntimeError(said)
-
-    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    monkeypatch.setattr(torch.backends.cudnn, "version", mock.Mock(side_effect=RuntimeError(said)))
     monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getVersionInt=lambda: 91400), raising=False)
     facts = environment.torch_facts()
     assert (facts.cudnn, facts.warnings) == ("9.14.0", (said,))
@@ -188,22 +184,17 @@ HERE = Machine(
 )
 
 
-def but(**parts: Any) -> Machine:
-    return dataclasses.replace(HERE, **parts)
-
-
-def engine(**changed: Any) -> TransformerEngine:
-    return dataclasses.replace(HERE.transformer_engine, **changed)
-
-
-def with_recipes(**changed: Any) -> TransformerEngine:
-    recipes = engine().recipes
-    assert recipes is not None
-    return engine(recipes=dataclasses.replace(recipes, **changed))
-
-
 def told(machine: Machine) -> list[str]:
     return [f"{finding.severity}: {finding.what} -> {finding.remedy}" for finding in findings(machine)]
+
+
+def with_engine(**changed: Any) -> Machine:
+    return replace(HERE, transformer_engine=replace(HERE.transformer_engine, **changed))
+
+
+def with_recipes(**changed: Any) -> Machine:
+    assert HERE.transformer_engine.recipes is not None
+    return with_engine(recipes=replace(HERE.transformer_engine.recipes, **changed))
 
 
 def test_a_gpu_machine_without_problems() -> None:
@@ -214,27 +205,27 @@ def test_a_gpu_machine_without_problems() -> None:
     ("examination", "words"),
     [
         (
-            but(transformer_engine=engine(backend="reference", why_not_compiled="ImportError: libcudart.so.13")),
+            with_engine(backend="reference", why_not_compiled="ImportError: libcudart.so.13"),
             "changes a run: the compiled .* cannot be imported: ImportError: libcudart.so.13",
         ),
         (
-            but(transformer_engine=with_recipes(refusals=dict.fromkeys(RECIPES, "8.9 or higher"))),
+            with_recipes(refusals=dict.fromkeys(RECIPES, "8.9 or higher")),
             "changes a run: no FP8 recipe runs on this GPU: 8.9 or higher",
         ),
         (
-            but(transformer_engine=with_recipes(failure="KeyError: 'X'")),
+            with_recipes(failure="KeyError: 'X'"),
             r"stops a run: Transformer Engine's checks of recipes fail \(this GPU\): KeyError: 'X'",
         ),
         (
-            but(torch=Torch((), None, "570.1", None, None, (), {})),
+            replace(HERE, torch=Torch((), None, "570.1", None, None, (), {})),
             "changes a run: there is an NVIDIA driver \\(570.1\\)",
         ),
         (
-            but(torch=Torch((), None, None, "13.0", None, ("driver too old",), {})),
+            replace(HERE, torch=Torch((), None, None, "13.0", None, ("driver too old",), {})),
             "changes a run: torch warns: driver too old",
         ),
-        (but(log_folder=LogFolder("/logs", True, "", "little space", 9)), "changes a run: .*little space"),
-        (but(torch="ImportError: no libtorch"), "stops a run: torch cannot be imported: ImportError"),
+        (replace(HERE, log_folder=LogFolder("/logs", True, "", "little space", 9)), "changes a run: .*little space"),
+        (replace(HERE, torch="ImportError: no libtorch"), "stops a run: torch cannot be imported: ImportError"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -253,5 +244,18 @@ def test_another_version_of_transformer_engine(tmp_path: Path, monkeypatch: pyte
     engine = find_transformer_engine()
     assert (engine.backend, engine.installed) == ("none", {"transformer-engine": "2.19.0"})
     assert "2.19.0" in engine.why_no_reference
-    (line,) = told(but(transformer_engine=engine))
+    (line,) = told(replace(HERE, transformer_engine=engine))
     assert line.startswith("stops a run: neither the compiled Transformer Engine nor the reference backend")
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
+
+
+def test_the_page_lists_the_names() -> None:
+    listed = PAGE.read_text().partition("\n### Environment variables\n")[2]
+    assert set(re.findall(r"`([A-Z]\w{2,})`", listed)) == set(VARIABLES)
+
+
+def test_only_these_variables_are_read() -> None:
+    environ = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush", "NVTE_TOKEN_OF_MINE": "hush"}
+    assert read_environment(environ) == {"NVTE_FP8_DPA_BWD": "0"}

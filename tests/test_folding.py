@@ -8,7 +8,9 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from te_precision_callbacks.base import terminal
 from te_precision_callbacks.layers.folding import ShortNames, folded, in_sentence
 from tests.properties import examples
 
@@ -59,8 +61,7 @@ def unfolded(text: str) -> set[str]:
 @examples(100)
 def test_a_text_stands_for_exactly_its_names(names: set[str]) -> None:
     texts = folded(sorted(names))
-    results = [name for text in texts for name in unfolded(text)]
-    assert sorted(results) == sorted(names)
+    assert sorted([name for text in texts for name in unfolded(text)]) == sorted(names)
     assert len(texts) <= len(names)
 
 
@@ -110,3 +111,22 @@ def test_short_names_fit(names: set[str], most: int) -> None:
     results = {name: short.of(name, most) for name in names}
     assert all(len(text) <= most for text in results.values())
     assert all(text == name for name, text in results.items() if len(name) <= most)
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "lines"),
+    [
+        ("layers.{0-2}.self_attention.layernorm_qkv", 29, ["layers.{0-2}.self_attention.", "layernorm_qkv"]),
+        ("below examples/demo.yaml", 9, ["below", "examples/", "demo.yaml"]),
+        ("1234.5678", 7, ["1234.56", "78"]),  # a number has no separators
+        ("[bold]a.b", 20, ["[bold]a.b"]),
+    ],
+)
+def test_names_break_after_a_separator(text: str, width: int, lines: list[str]) -> None:
+    table = terminal.table("")
+    table.show_header = False
+    table.add_row(terminal.cell(text))
+    console = Console(width=width + 4)  # with the padding and the edges
+    with console.capture() as captured:
+        console.print(table)
+    assert [line.strip() for line in captured.get().splitlines() if line.strip()] == lines

@@ -88,8 +88,7 @@ def lines_of_the_table() -> list[set[str]]:
 
 
 def test_no_part_imports_one_of_a_line_above() -> None:
-    lines = lines_of_the_table()
-    line_of = {part: number for number, parts in enumerate(lines) for part in parts}
+    line_of = {part: number for number, parts in enumerate(lines_of_the_table()) for part in parts}
 
     def part(module: str) -> str:
         return module.removeprefix(f"{PACKAGE}.").partition(".")[0]

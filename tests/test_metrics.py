@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,18 +38,23 @@ def of_layers(metrics: Iterable[str]) -> set[str]:
 # ---------------------------------------------------------------------- names
 
 
-def test_metric_names() -> None:
-    assert metric_name("te", Row("net.fc1", "weight", None, "max", 0.0)) == "te.net.fc1/weight/max"
-    assert metric_name("te", Row("net.fc1", "weight", "dgrad", "max", 0.0)) == "te.net.fc1/weight/dgrad/max"
-    assert metric_name("debug", Row("", "", None, "my_number", 0.0)) == "debug/my_number"
-    assert metric_name("", Row("net.fc1", "weight", None, "max", 0.0)) == "net.fc1/weight/max"
+@pytest.mark.parametrize(
+    ("prefix", "row", "name"),
+    [
+        ("te", Row("net.fc1", "weight", None, "max", 0.0), "te.net.fc1/weight/max"),
+        ("te", Row("net.fc1", "weight", "dgrad", "max", 0.0), "te.net.fc1/weight/dgrad/max"),
+        ("debug", Row("", "", None, "my_number", 0.0), "debug/my_number"),
+        ("", Row("net.fc1", "weight", None, "max", 0.0), "net.fc1/weight/max"),
+    ],
+)
+def test_metric_names(prefix: str, row: Row, name: str) -> None:
+    assert metric_name(prefix, row) == name
 
 
 def test_each_layer_is_a_group_and_the_whole_model_is_one() -> None:
     """TensorBoard and W&B group by what stands before the first slash."""
     names = MetricSelection()(step(0, [(f"layers.{n}.fc1", "underflows%", n / 7) for n in range(500)]))
-    groups = {name.split("/")[0] for name in names}
-    assert groups == {"te", *(f"te.layers.{n}.fc1" for n in range(500))}
+    assert {name.split("/")[0] for name in names} == {"te", *(f"te.layers.{n}.fc1" for n in range(500))}
     assert {name for name in names if name.startswith("te/")} == {
         "te/findings",
         "te/worst_underflows%",
@@ -189,14 +195,22 @@ def test_histograms_are_bounded_too() -> None:
     assert set(logged[0]) == {f"te.l{k}/weight/exponent_histogram" for k in range(MOST_SERIES - PLACES, MOST_SERIES)}
 
 
-def test_a_filter_decides_instead_of_the_limit() -> None:
+@pytest.mark.parametrize(
+    ("log_filter", "of_series", "of_model"),
+    [
+        ("*", 3 * MOST_SERIES, 4),
+        (["*.layer.7/*", "nothing"], 1, 0),
+        (lambda name: "layer.8/" in name, 1, 0),
+        ("te/*", 0, 4),
+    ],
+)
+def test_a_filter_decides_instead_of_the_limit(log_filter: Any, of_series: int, of_model: int) -> None:
     rows = [(f"layer.{index}", "max", 1.0) for index in range(3 * MOST_SERIES)]
-    assert len(of_layers(MetricSelection(log_filter="*")(step(0, rows)))) == 3 * MOST_SERIES
-    assert list(MetricSelection(log_filter=["*.layer.7/*", "nothing"])(step(0, rows))) == ["te.layer.7/activation/max"]
-    assert list(MetricSelection(log_filter=lambda name: "layer.8/" in name)(step(0, rows))) == [
-        "te.layer.8/activation/max"
-    ]
-    assert len(MetricSelection(log_filter="te/*")(step(0, rows))) == 4, "the whole model alone"
+    metrics = MetricSelection(log_filter=log_filter)(step(0, rows))
+    assert (len(of_layers(metrics)), len(metrics)) == (of_series, of_series + of_model)
+
+
+def test_what_is_no_filter_is_refused() -> None:
     with pytest.raises(PrecisionDebugError, match="log_filter= takes patterns"):
         MetricSelection(log_filter=3)  # type: ignore[arg-type]
 

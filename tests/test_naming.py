@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from te_precision_callbacks.layers.naming import (
     named_te_modules,
     snake_case,
 )
+
+BLOCK = ["self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2"]
 
 
 def layers(model: Any) -> list[Layer]:
@@ -34,11 +37,6 @@ class Net(torch.nn.Module):
         self.plain = torch.nn.Linear(32, 32)
 
 
-def test_a_name_is_the_path_in_the_module_tree() -> None:
-    block = ["self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2"]
-    assert names(Net()) == [*(f"layers.{i}.{part}" for i in range(2) for part in block), "head"]
-
-
 @pytest.mark.slow
 def test_wrappers_add_nothing_to_a_name() -> None:
     net = Net()
@@ -47,60 +45,52 @@ def test_wrappers_add_nothing_to_a_name() -> None:
     assert names(torch.compile(net)) == plain
     net.layers[0] = checkpoint_wrapper(net.layers[0])
     assert names(net) == plain
-
-    class Own(torch.nn.Module):
-        def __init__(self, module: torch.nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    assert names(Own(net)) == [f"module.{name}" for name in plain], "the user's own `module` is part of the path"
+    own = torch.nn.ModuleDict({"module": net})
+    assert names(own) == [f"module.{name}" for name in plain], "the user's own `module` is part of the path"
 
 
-def test_a_shared_module_has_its_first_path() -> None:
-    shared = te.Linear(32, 32)
-    assert names(torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"x": shared}), "b": shared})) == ["a.x"]
+def shared() -> torch.nn.Module:
+    module = te.Linear(32, 32)
+    return torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"x": module}), "b": module})
 
 
-def test_a_module_that_wraps_itself_has_the_names_of_its_children() -> None:
+def wraps_itself() -> torch.nn.Module:
     net = torch.nn.Sequential(te.Linear(32, 32))
     net._forward_module = net
-    assert names(net) == ["0"]
+    return net
 
 
-def test_chunks_of_a_model_have_distinct_names() -> None:
-    assert names([torch.nn.Sequential(te.Linear(32, 32)) for _ in range(2)]) == ["chunk0.0", "chunk1.0"]
-
-
-def test_a_root_that_is_a_te_module_lends_its_class() -> None:
-    assert names(te.Linear(32, 32)) == ["linear"]
-    assert names(te.LayerNormMLP(32, 64)) == ["layernorm_mlp.fc1", "layernorm_mlp.fc2"]
-    assert names(te.TransformerLayer(32, 64, 2))[0] == "transformer_layer.self_attention.layernorm_qkv"
-
-
-def test_grouped_linear_has_a_layer_a_gemm() -> None:
-    assert names(torch.nn.Sequential(te.GroupedLinear(3, 32, 32))) == ["0.gemm_0", "0.gemm_1", "0.gemm_2"]
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (shared, ["a.x"]),  # the first path
+        (wraps_itself, ["0"]),
+        (lambda: [torch.nn.Sequential(te.Linear(32, 32)) for _ in range(2)], ["chunk0.0", "chunk1.0"]),
+        (lambda: te.Linear(32, 32), ["linear"]),  # a root of Transformer Engine lends its class
+        (lambda: te.LayerNormMLP(32, 64), ["layernorm_mlp.fc1", "layernorm_mlp.fc2"]),
+        (
+            lambda: te.TransformerLayer(32, 64, 2),
+            [f"transformer_layer.{part}" for part in BLOCK],
+        ),
+        (lambda: torch.nn.Sequential(te.GroupedLinear(3, 32, 32)), ["0.gemm_0", "0.gemm_1", "0.gemm_2"]),
+        (lambda: torch.nn.Sequential(te.LayerNorm(32), te.RMSNorm(32), torch.nn.Linear(32, 32)), []),
+        (lambda: Net(), [*(f"layers.{i}.{part}" for i in range(2) for part in BLOCK), "head"]),
+    ],
+)
+def test_names(make: Callable[[], Any], expected: list[str]) -> None:
+    assert names(make()) == expected
 
 
 def test_subclasses_are_found_and_selected_by_both_classes() -> None:
-    class MyLinear(te.Linear):  # type: ignore[misc]
-        pass
-
+    MyLinear = type("MyLinear", (te.Linear,), {})
     assert names(MyLinear(32, 32)) == ["my_linear"]
     (layer,) = layers(torch.nn.Sequential(MyLinear(32, 32)))
     assert {"MyLinear", "my_linear", "Linear", "linear"} <= set(layer.types)
 
 
-def test_modules_without_gemms_have_no_layer() -> None:
-    assert names(torch.nn.Sequential(te.LayerNorm(32), te.RMSNorm(32), torch.nn.Linear(32, 32))) == []
-
-
 def test_other_names_stay_aliases() -> None:
-    class LightningModule(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Net()
-
-    results = {layer.name: set(layer.aliases) for layer in layers(LightningModule())}
+    LightningModule = type("LightningModule", (torch.nn.ModuleDict,), {})
+    results = {layer.name: set(layer.aliases) for layer in layers(LightningModule({"model": Net()}))}
     assert results["model.head"] == {"the_head", "head"}
     aliases = results["model.layers.1.self_attention.layernorm_qkv"]
     assert "layers.1.self_attention.layernorm_qkv" in aliases, "the path without the LightningModule's own attribute"
@@ -177,12 +167,12 @@ class Stage(torch.nn.Module):
 
     def __init__(self, stage: int) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
-        for index, block in enumerate(self.layers):
-            block.layer_number = 2 * stage + index + 1
-            block.attention = te.Linear(32, 32)
-            block.mixture = torch.nn.ModuleDict({"experts": te.GroupedLinear(2, 32, 32)})
-            block.mixture.local_expert_indices = [2 * stage, 2 * stage + 1]
+        self.layers = torch.nn.ModuleList()
+        for index in range(2):
+            mixture = torch.nn.ModuleDict({"experts": te.GroupedLinear(2, 32, 32)})
+            mixture.local_expert_indices = [2 * stage, 2 * stage + 1]
+            self.layers.append(torch.nn.ModuleDict({"attention": te.Linear(32, 32), "mixture": mixture}))
+            self.layers[index].layer_number = 2 * stage + index + 1
 
 
 def test_layers_of_other_ranks_at_one_path_have_numbers_of_the_whole_model() -> None:

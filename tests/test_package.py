@@ -48,12 +48,6 @@ def python(code: str, folder: Path = ROOT.parent, *, fresh: bool = False) -> str
 
 
 @pytest.mark.processes
-def test_importing_the_package_imports_no_framework() -> None:
-    code = f"import sys, te_precision_callbacks; print([name for name in {FRAMEWORKS} if name in sys.modules])"
-    assert python(code, fresh=True).strip() == "[]"
-
-
-@pytest.mark.processes
 def test_readers_load_no_session_and_a_session_no_trainer() -> None:
     """As it is, with what packages import by themselves, and in one process: most of the time goes to torch."""
     code = f"""

@@ -8,97 +8,69 @@ from typing import Any
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
-import transformer_engine.debug.features
 import transformer_engine.pytorch as te
-from nvdlfw_inspect.logging import BaseLogger
-from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-import te_precision_callbacks.features
-from te_precision_callbacks.instrumentation.upstream import Snapshot
+from tests.features.plain import OURS, THEIRS, plain
 
-UPSTREAM = str(transformer_engine.debug.features.__path__[0])
-OURS = str(te_precision_callbacks.features.__path__[0])
-
-CONFIG: dict[str, Any] = {
-    "all": {
+FEATURES: dict[str, dict[str, Any]] = {
+    "LogTensorStats": {
         "enabled": True,
-        "layers": {"layer_types": ["all"]},
-        "transformer_engine": {
-            "LogTensorStats": {
-                "enabled": True,
-                "tensors": ["activation", "weight", "gradient", "output", "wgrad", "dgrad"],
+        "tensors": ["activation", "weight", "gradient", "output", "wgrad", "dgrad"],
+        "stats": [
+            "min",
+            "max",
+            "mean",
+            "std",
+            "l1_norm",
+            "l2_norm",
+            "cur_amax",
+            "dynamic_range",
+            {"max_blockwise_dynamic_range": {"block_size": 16, "dims": 1}},
+            {"max_blockwise_dynamic_range": {"block_size": 16, "dims": 2}},
+        ],
+    },
+    "LogFp8TensorStats": {
+        "enabled": True,
+        "tensors_struct": [
+            {
+                "tensor": tensor,
                 "stats": [
-                    "min",
-                    "max",
-                    "mean",
-                    "std",
-                    "l1_norm",
-                    "l2_norm",
-                    "cur_amax",
-                    "dynamic_range",
-                    {"max_blockwise_dynamic_range": {"block_size": 16, "dims": 1}},
-                    {"max_blockwise_dynamic_range": {"block_size": 16, "dims": 2}},
+                    *("underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse"),
+                    *("fp8_delayed_scaling_underflows%", "fp8_delayed_scaling_overflows%"),
+                    *(f"fp8_current_scaling_{name}" for name in ("underflows%", "scale_inv_max", "mse")),
                 ],
-            },
-            "LogFp8TensorStats": {
-                "enabled": True,
-                "tensors_struct": [
-                    {
-                        "tensor": tensor,
-                        "stats": [
-                            *("underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse"),
-                            *("fp8_delayed_scaling_underflows%", "fp8_delayed_scaling_overflows%"),
-                            *(f"fp8_current_scaling_{name}" for name in ("underflows%", "scale_inv_max", "mse")),
-                        ],
-                    }
-                    for tensor in ("activation", "weight", "gradient")
-                ],
-            },
-        },
-    }
+            }
+            for tensor in ("activation", "weight", "gradient")
+        ],
+    },
 }
 
 
-class Values(BaseLogger):  # type: ignore[misc]  # upstream is untyped
-    def __init__(self) -> None:
-        self.values: dict[tuple[str, int], float] = {}
-
-    def log_scalar(self, name: str, value: Any, iteration: int, **_: Any) -> None:
-        assert (name, iteration) not in self.values
-        self.values[name, iteration] = float(value)
-
-
-def train(feature_dirs: list[str], folder: Path, dtype: torch.dtype) -> dict[tuple[str, int], float]:
+def train(features: str, folder: Path) -> dict[tuple[str, int], float]:
     """Three steps under plain nvidia-dlfw-inspect: name and iteration -> value."""
-    snapshot, logger = Snapshot(), Values()
-    try:
-        debug_api.initialize(CONFIG, feature_dirs=feature_dirs, log_dir=str(folder), statistics_logger=logger)
-        TEDebugState.debug_enabled = None  # as in a process that built no module before
+    with plain(FEATURES, folder, folders=[features], layers="all") as logged:
         torch.manual_seed(0)
         model = te.TransformerLayer(
-            64, 128, 2, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="no_mask", params_dtype=dtype
+            64, 128, 2, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="no_mask"
         )
         debug_api.infer_and_assign_layer_names(model)
         for step in range(3):
-            x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(step)).to(dtype).requires_grad_()
-            with te.autocast(enabled=True):
-                loss = model(x).float().pow(2).mean()
+            x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            with te.autocast():
+                loss = model(x).pow(2).mean()
             loss.backward()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 0.01 * parameter.grad
             model.zero_grad()
             debug_api.step()
-    finally:
-        debug_api.end_debug()
-        snapshot.restore()
-    return logger.values
+    return {(name, iteration): value for name, rows in logged.rows.items() for iteration, value in rows.items()}
 
 
 @pytest.mark.slow
 def test_the_same_names_and_values_in_float32(tmp_path: Path) -> None:
-    theirs = train([UPSTREAM], tmp_path / "te", torch.float32)
-    ours = train([OURS], tmp_path / "ours", torch.float32)
+    theirs = train(THEIRS, tmp_path / "te")
+    ours = train(OURS, tmp_path / "ours")
     assert set(ours) == set(theirs)
     # Transformer Engine 2.20.2 shows the dgrad of an MLP's fc2 as that of fc1: two tensors under one name.
     assert len(ours) == 3 * (4 * (6 * 10 + 3 * 10) - 10)

@@ -9,8 +9,11 @@ import os
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,15 +27,47 @@ from te_precision_callbacks.sinks import (
 )
 from te_precision_callbacks.sinks.log_file import LogFile, claim
 from te_precision_callbacks.sinks.writer_thread import WriterThread
+from tests.lightning.models import log_of
 from tests.step_records import records_from_rows
+from tests.training import wait_until
 
 
 def records(*rows: Row, iteration: int = 3) -> StepRecords:
     return records_from_rows(iteration, iteration + 100, rows)
 
 
-def run_info(log_dir: Path, rank: int = 0) -> RunInfo:
-    return RunInfo(log_dir, rank, 1, 0, (), {}, "a mapping")
+@contextmanager
+def log_in(folder: Path, rank: int = 0, **keywords: Any) -> Iterator[StatisticsLog]:
+    log = StatisticsLog(**keywords)
+    log.start(RunInfo(folder, rank, 1, 0, (), {}, "a mapping"))
+    yield log
+    log.close(None)
+
+
+def log_once(folder: Path, value: float) -> list[str]:
+    """The values in a folder's statistics log after a run with one more, with the lines between them."""
+    with log_in(folder) as log:
+        log.write(records(Row("a", "activation", None, "max", value)))
+    assert [path.name for path in log_of(folder, 0).parent.iterdir()] == ["nvdlfw_inspect_globalrank-0.log"]
+    return [line.split(" - INFO - ")[-1].split("value=")[-1] for line in lines(folder)]
+
+
+def lines(folder: Path) -> list[str]:
+    path = log_of(folder, 0)
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_rank_writes_its_local_values_only(tmp_path: Path) -> None:
+    row, mine = Row("a", "activation", None, "max", 1.0), Row("", "", None, "mine", 2.0)
+    path = log_of(tmp_path, 1)
+    with log_in(tmp_path, rank=1, own_only=True) as log:
+        log.write(records_from_rows(0, 0, [row], own=[False]))
+        assert not path.exists()
+        log.write(records_from_rows(1, 1, [row, mine], own=[False, True]))
+        log.write(records_from_rows(2, 2, [row], own=[True], local=True))
+    (first, second) = (line.split(" - INFO - ")[1].split() for line in path.read_text().splitlines())
+    assert first == ["mine", "iteration=000001", "value=2.0"]
+    assert second == ["a_activation_max", "iteration=000002", "value=1.0", "rank=1"]
 
 
 def test_rows_go_into_columns_and_come_back() -> None:
@@ -45,12 +80,9 @@ def test_rows_go_into_columns_and_come_back() -> None:
 
 @pytest.mark.parametrize("value", [0.1, 3e-6, 1e-30, -4.25, 1e22, 130799.6953, math.inf, -math.inf, math.nan, 0.0])
 def test_the_log_has_every_digit_and_no_exponent(tmp_path: Path, value: float) -> None:
-    log = StatisticsLog()
-    log.start(run_info(tmp_path, rank=2))
-    log.write(records(Row("net.fc1", "activation", None, "max", value), Row("", "", None, "my_number", 2.0)))
-    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-2.log"
-    log.close(None)
-    first, second = path.read_text().splitlines()
+    with log_in(tmp_path, rank=2) as log:
+        log.write(records(Row("net.fc1", "activation", None, "max", value), Row("", "", None, "my_number", 2.0)))
+    first, second = log_of(tmp_path, 2).read_text().splitlines()
     pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - (\S+) \t\t\t\t iteration=000003 \t\t\t\t value=(\S+)"
     match = re.fullmatch(pattern, first)
     assert match
@@ -60,22 +92,11 @@ def test_the_log_has_every_digit_and_no_exponent(tmp_path: Path, value: float) -
     assert "my_number" in second
 
 
-def log_once(folder: Path, value: float) -> list[str]:
-    """Return the content of a folder's statistics log after a run with one value."""
-    log = StatisticsLog()
-    log.start(run_info(folder))
-    log.write(records(Row("a", "activation", None, "max", value)))
-    log.close(None)
-    (path,) = (folder / "nvdlfw_inspect_statistics_logs").iterdir()
-    assert path.name == "nvdlfw_inspect_globalrank-0.log"
-    return [line.split(" - INFO - ")[-1].split("value=")[-1] for line in path.read_text().splitlines()]
-
-
 def test_a_log_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
     begins = f"Here another run begins, of process {os.getpid()}."
     log_once(tmp_path, 1.0)
     assert log_once(tmp_path, 2.0) == ["1.0", begins, "2.0"]
-    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    path = log_of(tmp_path, 0)
     path.write_text(path.read_text()[:-4])  # killed while it wrote
     assert log_once(tmp_path, 3.0) == ["1.0", begins, "", begins, "3.0"]
 
@@ -93,10 +114,7 @@ def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog:
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     log_once(tmp_path, 1.0)
     assert log_once(tmp_path, 2.0)[::2] == ["1.0", "2.0"]
 
@@ -105,42 +123,28 @@ def test_a_step_that_ctrl_c_broke_off_is_written_once_behind_an_earlier_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log_once(tmp_path, 1.0)
-    log = StatisticsLog()
-    log.start(run_info(tmp_path))
     step = records(Row("a", "activation", None, "max", 2.0), Row("b", "activation", None, "max", 3.0))
-
     handed_over = WriterThread.put
 
     def interrupted(*arguments: Any) -> bool:
         handed_over(*arguments)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(WriterThread, "put", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            log.write(step)
-    log.write(step)
-    log.close(None)
-    text = (tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log").read_text()
-    assert [line.split("value=")[-1] for line in text.splitlines() if "value=" in line] == ["1.0", "2.0", "3.0"]
-
-
-def lines(log_dir: Path) -> list[str]:
-    path = log_dir / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
-    return path.read_text().splitlines() if path.exists() else []
+    with log_in(tmp_path) as log:
+        with monkeypatch.context() as patch:
+            patch.setattr(WriterThread, "put", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                log.write(step)
+        log.write(step)
+    assert [line.split("value=")[-1] for line in lines(tmp_path) if "value=" in line] == ["1.0", "2.0", "3.0"]
 
 
 def test_a_step_is_in_the_log_soon_without_anybody_closing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
-    log = StatisticsLog()
-    log.start(run_info(tmp_path))
-    for iteration in range(3):
-        log.write(records(Row("a", "activation", None, "max", 1.0), iteration=iteration))
-        until = time.monotonic() + 10
-        while len(lines(tmp_path)) <= iteration and time.monotonic() < until:
-            time.sleep(0.001)
-        assert len(lines(tmp_path)) == iteration + 1
-    log.close(None)
+    with log_in(tmp_path) as log:
+        for iteration in range(3):
+            log.write(records(Row("a", "activation", None, "max", 1.0), iteration=iteration))
+            wait_until(lambda written=iteration + 1: len(lines(tmp_path)) == written)
     assert len(lines(tmp_path)) == 3
 
 
@@ -158,12 +162,10 @@ def test_a_slow_disk_drops_steps_and_reports_their_number(
         append(file, text)
 
     monkeypatch.setattr(LogFile, "append", slow)
-    log = StatisticsLog()
-    log.start(run_info(tmp_path))
-    for iteration in range(50):
-        log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 5, iteration=iteration))
-    may_write.set()
-    log.close(None)
+    with log_in(tmp_path) as log:
+        for iteration in range(50):
+            log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 5, iteration=iteration))
+        may_write.set()
     assert len(lines(tmp_path)) == 15, "after the third step, more than 10 wait"
     first, last = caplog.messages
     assert first.startswith("The disk is slower than the training: 15 numbers wait for the statistics log, so the 5 ")
@@ -179,22 +181,17 @@ def test_the_end_waits_for_a_disk_that_is_slow_but_moves(tmp_path: Path, monkeyp
         append(file, text)
 
     monkeypatch.setattr(LogFile, "append", slow)
-    log = StatisticsLog()
-    log.start(run_info(tmp_path))
-    for iteration in range(10):
-        log.write(records(Row("a", "activation", None, "max", 1.0), iteration=iteration))
-    log.close(None)
+    with log_in(tmp_path) as log:
+        for iteration in range(10):
+            log.write(records(Row("a", "activation", None, "max", 1.0), iteration=iteration))
     assert len(lines(tmp_path)) == 10
 
 
 def test_a_log_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    row = Row("a", "activation", None, "max", 1.0)
-    log = StatisticsLog(limit=20_000)
-    log.start(run_info(tmp_path))
-    for iteration in range(300):
-        log.write(records(*[row] * 7, iteration=iteration))
-    log.close(None)
-    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    with log_in(tmp_path, limit=20_000) as log:
+        for iteration in range(300):
+            log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 7, iteration=iteration))
+    path = log_of(tmp_path, 0)
     assert [path] == list(path.parent.iterdir())
     content = path.read_text()
     assert 19_000 < len(content) <= 20_000
@@ -204,18 +201,3 @@ def test_a_log_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     (message,) = caplog.messages
     assert message.startswith(f"{path} has reached its limit of 20,000 bytes and ends. The records go on.")
     assert "statistics_log='rank0, 4GiB' keeps more" in message
-
-
-def test_a_rank_writes_its_local_values_only(tmp_path: Path) -> None:
-    log = StatisticsLog(own_only=True)
-    log.start(run_info(tmp_path, rank=1))
-    row, mine = Row("a", "activation", None, "max", 1.0), Row("", "", None, "mine", 2.0)
-    path = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-1.log"
-    log.write(records_from_rows(0, 0, [row], own=[False]))
-    assert not path.exists()
-    log.write(records_from_rows(1, 1, [row, mine], own=[False, True]))
-    log.write(records_from_rows(2, 2, [row], own=[True], local=True))
-    log.close(None)
-    (first, second) = (line.split(" - INFO - ")[1].split() for line in path.read_text().splitlines())
-    assert first == ["mine", "iteration=000001", "value=2.0"]
-    assert second == ["a_activation_max", "iteration=000002", "value=1.0", "rank=1"]

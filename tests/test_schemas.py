@@ -46,8 +46,7 @@ def load(folder: Path, name: str, options: str) -> Config:
 
 def handed_over(folder: Path, name: str, options: str) -> Any:
     """The options that nvidia-dlfw-inspect gets."""
-    plan = load(folder, name, options).plan(LAYERS, REGISTERED)
-    return plan.layers[0].features["transformer_engine"][name]
+    return load(folder, name, options).plan(LAYERS, REGISTERED).layers[0].features["transformer_engine"][name]
 
 
 def test_the_documented_examples_load_and_are_handed_over_as_written() -> None:
@@ -60,8 +59,7 @@ def test_the_documented_examples_load_and_are_handed_over_as_written() -> None:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_the_example_of_each_feature_loads(name: str) -> None:
-    written = yaml.safe_load(FEATURES[name].example)
-    (section,) = load_config(written).sections
+    (section,) = load_config(yaml.safe_load(FEATURES[name].example)).sections
     assert list(section.features["transformer_engine"]) == [name], "an example of this feature"
     for spelling in (name.lower(), name.replace("FP8", "Fp8").replace("GEMM", "Gemm")):
         assert schema_of(spelling) is FEATURES[name]
@@ -191,6 +189,9 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ("LogNvfp4TensorStats", TENSORS + "stats: [scale_inv_mxx]", 8, "has 'scale_inv_mxx': .*'scale_inv_max'"),
         ("LogTensorStats", STATS + "tensors: [weight, activations]", 8, "'activations' is none of them.*'activation'"),
         ("LogTensorStats", STATS + "tensors: activations", 8, "'tensors' of N must be a list .*'activations' is none"),
+        ("LogTensorStats", STATS + "tensors: [fprop]", 8, "'fprop' is none of them"),  # nothing would be left
+        ("LogTensorStats", STATS + "tensors: fprop", 8, "'fprop' is none of them"),
+        ("LogTensorStats", STATS + "tensors: [dgrad, forward]", 8, "'forward' is none of them"),
         (
             "LogFp8TensorStats",
             "tensors:\n  - weight\n  - output\nstats: mse",
@@ -498,34 +499,14 @@ FAKE = {"gemms": ["fprop", "wgrad"], "tensors": ["activation"], "quant_format": 
 SCALE = {"gemms_struct": [{"gemm": "dgrad", "tensors": ["weight"]}, {"gemm": "wgrad", "tensors": ["activation"]}]}
 
 
-def test_two_features_that_modify_one_tensor_in_a_section_are_refused() -> None:
-    section = feature("FakeQuant", ["fc1"], **FAKE)
-    section["transformer_engine"]["PerTensorScaling"] = {"enabled": True, **SCALE}
-    stated = (
-        r"\(section 's'\): 'PerTensorScaling' modifies the tensor 'activation' of the GEMM 'wgrad' in the layers of 's'"
-    )
-    with pytest.raises(ConfigError, match=rf"{stated}, and so does 'FakeQuant' in .*\(section 's'\)"):
+def test_two_features_that_modify_one_tensor_are_taken_only_where_they_never_meet() -> None:
+    def load(fake: dict[str, Any], scale: dict[str, Any]) -> None:
+        section = feature("FakeQuant", ["fc1"], **{**FAKE, **fake})
+        section["transformer_engine"]["PerTensorScaling"] = {"enabled": True, **SCALE, **scale}
         load_config({"s": section})
-    section["transformer_engine"]["FakeQuant"] |= {"end_step": 9}
-    section["transformer_engine"]["PerTensorScaling"] |= {"start_step": 10}
-    load_config({"s": section})
-    del section["transformer_engine"]["FakeQuant"]["end_step"]
-    section["transformer_engine"]["FakeQuant"]["gemms"] = ["fprop"]
-    load_config({"s": section})
-    section["transformer_engine"]["FakeQuant"] = {"enabled": False, **FAKE}
-    load_config({"s": section})
 
-
-def test_two_features_that_modify_one_tensor_where_sections_meet_are_refused(tmp_path: Path) -> None:
-    sections = {"fake": feature("FakeQuant", ["fc1"], **FAKE), "scale": feature("PerTensorScaling", ["10"], **SCALE)}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(sections))
-    config = load_config(path)
-    stated = (
-        r"'PerTensorScaling' modifies the tensor 'activation' of the GEMM 'wgrad' in the layer 'model\.layers\.10\."
-    )
-    other = r"so does 'FakeQuant' in .*line \d+ \(section 'fake'\)"
-    with pytest.raises(ConfigError, match=rf"line \d+ \(section 'scale'\): {stated}.*fc1', and {other}"):
-        config.plan(LAYERS, REGISTERED)
-    apart = {**sections, "scale": feature("PerTensorScaling", ["gemm_3"], **SCALE)}
-    assert len(load_config(apart).plan(LAYERS, REGISTERED).layers) == 3
+    with pytest.raises(ConfigError, match="modifies the tensor 'activation' of the GEMM 'wgrad' in the layers of 's'"):
+        load({}, {})
+    load({"end_step": 9}, {"start_step": 10})
+    load({"gemms": ["fprop"]}, {})
+    load({"enabled": False}, {})

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,10 @@ ROOT = Path(__file__).parent.parent
 
 
 class Model(torch.nn.Module):
-    """Two TE layers."""
-
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = te.Linear(16, 32)
-        self.last = te.Linear(32, width)
+        self.first, self.last = te.Linear(16, 32), te.Linear(32, 16)
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.last(torch.nn.functional.gelu(self.first(tensor)))
@@ -79,8 +76,8 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[ScriptWatch]:
-    watch = ScriptWatch({"log_dir": str(folder), "report": False})
+def watched(folder: Path, **options: Any) -> Iterator[ScriptWatch]:
+    watch = ScriptWatch({"log_dir": str(folder), "report": False, **options})
     watch.begin()
     try:
         yield watch
@@ -88,12 +85,13 @@ def watched(folder: Path) -> Iterator[ScriptWatch]:
         watch.stop()
 
 
+def steps_of(watch: ScriptWatch) -> int:
+    assert watch.session is not None
+    return watch.session.iteration
+
+
 def losses_of(folder: Path) -> list[float]:
     return list(open_run(folder).metrics["loss"].values)
-
-
-def layers_of(folder: Path) -> list[str]:
-    return open_run(folder).ordered_layers
 
 
 # ---------------------------------------------------------------------- loops
@@ -101,60 +99,65 @@ def layers_of(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_model_step_and_loss_are_found(tmp_path: Path, micro_batches: int) -> None:
-    plain = Model()
+    plain, model = Model(), Model()
     expected = train(plain, sgd(plain), micro_batches=micro_batches)
-    model = Model()
     with watched(tmp_path) as watch:
         assert train(model, sgd(model), micro_batches=micro_batches) == expected
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert losses_of(tmp_path) == pytest.approx(expected, rel=1e-6)
-    assert sorted(layers_of(tmp_path)) == ["first", "last"]
     run = open_run(tmp_path)
+    assert sorted(run.ordered_layers) == ["first", "last"]
     assert run.segments[-1].status == "ended"
     assert {0, 1, 2, 5} <= set(run.steps.column("iteration").to_pylist())
 
 
-def test_two_optimizers_of_one_model_step_once(tmp_path: Path) -> None:
-    model = Model()
-    parts = (
-        [parameter for parameter in model.parameters() if (parameter.dim() > 1) == matrix] for matrix in (True, False)
-    )
-    optimizers = [torch.optim.SGD(part, lr=0.01) for part in parts]
-    with watched(tmp_path) as watch:
-        train(model, *optimizers)
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+def by_matrices_and_vectors(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    parameters = list(model.parameters())
+    parts = ([value for value in parameters if (value.dim() > 1) == matrix] for matrix in (True, False))
+    return [torch.optim.SGD(part, lr=0.01) for part in parts]
 
 
-def test_an_optimizer_that_never_steps_is_not_waited_for(tmp_path: Path) -> None:
-    model = Model()
-    unused = torch.optim.SGD(model.parameters(), lr=0.01)
+@pytest.mark.parametrize("kind", ["two optimizers", "one that never steps", "made after the first forward"])
+def test_optimizers_of_a_model_step_it_once(tmp_path: Path, kind: str) -> None:
+    model, unused = Model(), []
+    if kind == "made after the first forward":
+        loss_of(model, 0).backward()
     with watched(tmp_path) as watch:
-        train(model, sgd(model))
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
-    assert unused.state_dict()
+        if kind == "made after the first forward":
+            loss_of(model, 0).backward()
+        elif kind == "one that never steps":
+            unused.append(sgd(model))
+        train(model, *(by_matrices_and_vectors(model) if kind == "two optimizers" else [sgd(model)]))
+        assert steps_of(watch) == STEPS
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model(tmp_path: Path, in_place: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    if in_place:
+        model.compile(backend="eager", fullgraph=True)
+    called = model if in_place else torch.compile(model, backend="eager", fullgraph=True)
+    with watched(tmp_path) as watch:
+        train(called, sgd(model))  # type: ignore[arg-type]
+        assert steps_of(watch) == STEPS
 
 
 def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
-    generator, critic = Model(), Model(width=16)
+    generator, critic = Model(), Model()
     both = [sgd(generator), sgd(critic)]
     with watched(tmp_path) as watch:
         for step in range(STEPS):
             with te.autocast():
-                fake = generator(batch(step))
-                (critic(fake.detach()).mean() - critic(batch(step)).mean()).backward()
+                (critic(generator(batch(step)).detach()).mean() - critic(batch(step)).mean()).backward()
             both[1].step()
             critic.zero_grad()
             with te.autocast():
                 (-critic(generator(batch(step))).mean()).backward()
             both[0].step()
             generator.zero_grad()
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
-    assert sorted(layers_of(tmp_path)) == ["first", "last", "model1.first", "model1.last"]
+        assert steps_of(watch) == STEPS
+    assert sorted(open_run(tmp_path).ordered_layers) == ["first", "last", "model1.first", "model1.last"]
 
 
 def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
@@ -171,8 +174,7 @@ def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
     assert losses_of(tmp_path) == pytest.approx(losses, rel=1e-6)
 
 
@@ -193,8 +195,7 @@ def test_a_backward_of_the_engine_itself(tmp_path: Path) -> None:
             run_engine(loss, gradient)
             optimizer.step()
             optimizer.zero_grad()
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
+        assert steps_of(watch) == STEPS
     series = open_run(tmp_path).metrics["loss"]
     assert dict(zip(series.iterations, series.values, strict=True)) == pytest.approx(
         {step: expected[step] for step in (1, 2, 3, 5)}, rel=1e-6
@@ -297,28 +298,6 @@ def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -
     assert torch.autograd.Variable._execution_engine is engine  # type: ignore[attr-defined]
 
 
-def test_an_optimizer_that_is_made_after_the_first_forward(tmp_path: Path) -> None:
-    model = Model()
-    loss_of(model, 0).backward()
-    with watched(tmp_path) as watch:
-        loss_of(model, 0).backward()
-        train(model, sgd(model))
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model(tmp_path: Path, in_place: bool) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-    if in_place:
-        model.compile(backend="eager", fullgraph=True)
-    called = model if in_place else torch.compile(model, backend="eager", fullgraph=True)
-    with watched(tmp_path) as watch:
-        train(called, sgd(model))  # type: ignore[arg-type]
-        assert watch.session is not None
-        assert watch.session.iteration == STEPS
-
-
 def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
     with watched(tmp_path):
         for _ in range(2):
@@ -372,32 +351,28 @@ def test_a_session_that_starts_later_replaces_the_watch(tmp_path: Path) -> None:
     assert open_run(tmp_path / "own").segments[-1].status == "ended"
 
 
-@pytest.mark.parametrize("has_optimizer", [False, True])
-def test_one_warning_without_a_model_or_an_optimizer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_optimizer: bool
+@pytest.mark.parametrize(
+    ("backwards", "has_optimizer", "words"),
+    [
+        (0, False, "ended without a backward pass"),
+        (2, False, "After 2 backward passes no model was found"),
+        (2 * BACKWARDS, False, f"After {BACKWARDS} backward passes no model was found"),
+        (2 * BACKWARDS, True, f"After {BACKWARDS} backward passes no optimizer of the model has stepped"),
+    ],
+)
+def test_one_warning_without_a_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, backwards: int, has_optimizer: bool, words: str
 ) -> None:
     model = Model()
-    optimizer = sgd(model) if has_optimizer else None
-    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
-        for step in range(2 * BACKWARDS):
-            loss_of(model, step).backward()
-    (record,) = caplog.records
-    expected = "no optimizer of the model has stepped" if optimizer else "no model was found"
-    assert f"After {BACKWARDS} backward passes {expected}" in record.getMessage()
-    assert "session.step()" in record.getMessage()
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_script_that_never_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int) -> None:
-    model = Model()
+    optimizers = [sgd(model)] * has_optimizer
     with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
         with torch.no_grad():
             loss_of(model, 0)
-        for step in range(steps):
+        for step in range(backwards):
             loss_of(model, step).backward()
-    (record,) = caplog.records
-    expected = "After 2 backward passes no model was found" if steps else "ended without a backward pass"
-    assert expected in record.getMessage()
+    (text,) = caplog.messages
+    assert words in text
+    assert len(optimizers) == has_optimizer, "it is kept"
 
 
 def test_a_failure_of_the_watch_does_not_reach_the_training(
@@ -412,14 +387,9 @@ def test_a_failure_of_the_watch_does_not_reach_the_training(
 
 def test_an_error_that_the_user_asked_for_ends_the_training(tmp_path: Path) -> None:
     config = {"all": {"enabled": True, "layers": {"layer_types": ["absent"]}, "transformer_engine": {}}}
-    watch = ScriptWatch({"log_dir": str(tmp_path), "config": config})
     model = Model()
-    watch.begin()
-    try:
-        with pytest.raises(ConfigError, match="matches none of the 2 layers"):
-            train(model, sgd(model))
-    finally:
-        watch.stop()
+    with watched(tmp_path, config=config), pytest.raises(ConfigError, match="matches none of the 2 layers"):
+        train(model, sgd(model))
 
 
 @pytest.mark.parametrize(
@@ -471,19 +441,14 @@ def test_processes(tmp_path: Path) -> None:
     plain = call(tmp_path, [*RUN, "train.py", "ends"])
     assert plain.returncode == 0, plain.stderr
     assert not (tmp_path / "precision_debug").exists()
-    ways: list[tuple[str, Callable[[], subprocess.CompletedProcess[str]]]] = [
-        ("ends", lambda: call(tmp_path, [*RUN, "--watch", "--log-dir", "ends", "train.py", "ends"])),
-        ("leaves", lambda: call(tmp_path, [*WATCH, "--log-dir", "leaves", "train.py", "leaves"])),
-        ("raises", lambda: call(tmp_path, [*WATCH, "--set", "log_dir=raises", "train.py", "raises"])),
-        (
-            "variable",
-            lambda: call(
-                tmp_path, [*RUN, "train.py", "variable"], TE_PRECISION_WATCH=json.dumps({"log_dir": "variable"})
-            ),
-        ),
-    ]
-    for name, way in ways:
-        result = way()
+    ways: dict[str, tuple[list[str], dict[str, str]]] = {
+        "ends": ([*RUN, "--watch", "--log-dir", "ends"], {}),
+        "leaves": ([*WATCH, "--log-dir", "leaves"], {}),
+        "raises": ([*WATCH, "--set", "log_dir=raises"], {}),
+        "variable": (RUN, {"TE_PRECISION_WATCH": json.dumps({"log_dir": "variable"})}),
+    }
+    for name, (command, variables) in ways.items():
+        result = call(tmp_path, [*command, "train.py", name], **variables)
         assert result.returncode == (1 if name == "raises" else 0), result.stderr
         assert result.stdout == plain.stdout.replace("ends", name)
         assert "te-precision: " in result.stderr

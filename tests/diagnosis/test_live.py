@@ -310,9 +310,9 @@ def test_the_closing_lines_of_notes_and_of_nothing(
         seen="seen",
     )
     lines = closing_lines(Verdict((note,) * 9, ("bf16-state",)), NOTHING, tmp_path, "")
-    assert len(lines) == 8
+    assert len(lines) == 9
     assert lines[1] == "  note: h.0.fc: seen (bf16-state)"
-    assert lines[6] == f"  and 4 more: te-precision diagnose {tmp_path}"
+    assert lines[7] == f"  and 3 more: te-precision diagnose {tmp_path}"
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])

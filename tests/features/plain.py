@@ -38,9 +38,9 @@ class Logged(BaseLogger):  # type: ignore[misc]
         return sorted(self.rows.get(name, {}))
 
 
-def config_of(features: dict[str, Any]) -> dict[str, Any]:
-    """These features on every layer called ``linear``."""
-    return {"s": {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}}
+def config_of(features: dict[str, Any], layers: str = "linear") -> dict[str, Any]:
+    """These features on every layer of a name, or on ``all``."""
+    return {"s": {"enabled": True, "layers": {"layer_types": [layers]}, "transformer_engine": features}}
 
 
 @contextmanager
@@ -51,11 +51,15 @@ def plain(
     folders: Sequence[str | Path] = (OURS,),
     classes: Sequence[type] = (),
     fresh: bool = False,
+    layers: str = "linear",
+    files: bool = False,
 ) -> Iterator[Logged]:
     """nvidia-dlfw-inspect with these features on every layer called ``linear``.
 
     Args:
         fresh: as where Transformer Engine's features were not imported, or a run has ended: nothing is registered.
+        layers: another name, or ``all``.
+        files: write the files of its own logger too.
     """
     logged = Logged()
     snapshot = Snapshot()
@@ -66,7 +70,11 @@ def plain(
         for feature in classes:
             register(feature)
         debug_api.initialize(
-            config_of(features), feature_dirs=list(map(str, folders)), log_dir=str(log_dir), statistics_logger=logged
+            config_of(features, layers),
+            feature_dirs=list(map(str, folders)),
+            log_dir=str(log_dir),
+            statistics_logger=logged,
+            default_logging_enabled=files,
         )
         yield logged
     finally:

@@ -36,10 +36,6 @@ def refusal(*arguments: object) -> str:
     return str(result.exception)
 
 
-def one_line(result: Result) -> str:
-    return " ".join(result.stdout.split())
-
-
 def test_the_latest_is_read_and_the_others_are_named(ids: list[str]) -> None:
     first, second, third = ids
     stated = f"{FOLDER} has 3 runs. The latest is read: {third}. The others, for --run: {second}, {first}."
@@ -47,43 +43,41 @@ def test_the_latest_is_read_and_the_others_are_named(ids: list[str]) -> None:
         second_side = [FOLDER] if command == "compare" else []
         result = call(command, FOLDER, *second_side)
         assert result.exit_code == 0
-        assert one_line(result).count(stated) == 1, "once, also where it is read twice"
+        assert " ".join(result.stdout.split()).count(stated) == 1, "once, also where it is read twice"
     shown = call("show", FOLDER, "--json")
     assert json.loads(shown.stdout)["run_id"] == third
     assert stated in " ".join(shown.stderr.split())
 
 
 def test_a_run_that_was_resumed_is_later_than_an_attempt_that_came_between(ids: list[str]) -> None:
-    first, *_ = ids
-    assert open_run(FOLDER, run="latest").run_id == ids[-1]
-    runs = Path(FOLDER) / "precision_records"
-    shutil.copytree(runs / first / "seg-000", runs / first / "seg-001")
-    facts = json.loads((runs / first / "seg-001" / "run.json").read_text())
-    later = facts | {"segment": 1, "first_iteration": 3, "started_at": "2999-01-01T00:00:00.000+00:00"}
-    (runs / first / "seg-001" / "run.json").write_text(json.dumps(later))
+    first, *_, last = ids
+    assert open_run(FOLDER, run="latest").run_id == last
+    run = Path(FOLDER) / "precision_records" / first
+    shutil.copytree(run / "seg-000", run / "seg-001")
+    facts = run / "seg-001" / "run.json"
+    later = {"segment": 1, "first_iteration": 3, "started_at": "2999-01-01T00:00:00.000+00:00"}
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | later))
     assert open_run(FOLDER, run="latest").run_id == first
-    (runs / first / "seg-001" / "run.json").write_text("damaged")
-    assert open_run(FOLDER, run="latest").run_id == ids[-1]
+    facts.write_text("damaged")
+    assert open_run(FOLDER, run="latest").run_id == last
 
 
 def test_a_run_is_chosen_by_as_much_of_its_name_as_is_needed(ids: list[str]) -> None:
-    def read(*arguments: str) -> str:
+    first, _, third = ids
+    records = f"{FOLDER}/precision_records"
+    for arguments, chosen in (
+        ((FOLDER, "--run", first), first),
+        ((FOLDER, "--run", first[:-1]), first),
+        ((FOLDER, "--run", "latest"), third),
+        ((records, "--run", first), first),
+        ((f"{records}/{first}",), first),
+    ):
         result = call("show", *arguments, "--json")
         assert not result.stderr, "nothing is said of a choice that was made"
-        name: str = json.loads(result.stdout)["run_id"]
-        return name
-
-    first, _, third = ids
-    assert read(FOLDER, "--run", first) == first
-    assert read(FOLDER, "--run", first[:-1]) == first
-    assert read(FOLDER, "--run", "latest") == third
-    assert read(f"{FOLDER}/precision_records", "--run", first) == first
-    assert read(f"{FOLDER}/precision_records/{first}") == first
+        assert json.loads(result.stdout)["run_id"] == chosen
     for command in ("show", "report"):
         assert "there is no run 'x'. There are: " in refusal(command, FOLDER, "--run", "x")
-        assert f"is the run {first!r}, not {third!r}" in refusal(
-            command, f"{FOLDER}/precision_records/{first}", "--run", third
-        )
+        assert f"is the run {first!r}, not {third!r}" in refusal(command, f"{records}/{first}", "--run", third)
 
 
 def test_two_runs_of_a_folder_are_compared(ids: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.options import record_limit
 from te_precision_callbacks.runs import (
     NotARunError,
+    RecordedRun,
     RunError,
     open_run,
     writing,
@@ -36,6 +38,7 @@ from te_precision_callbacks.statistics.series import SeriesTable
 from tests.forked import REPOSITORY, executable
 from tests.full_disk import files_up_to
 from tests.runs.making import RunWriter, info, records, write_run
+from tests.training import wait_until
 
 
 def rank_folder(folder: Path, segment: int = 0) -> Path:
@@ -54,13 +57,21 @@ def test_a_run_reads_as_it_was_written(tmp_path: Path) -> None:
     assert (segment.status, segment.first_iteration, segment.facts["front_door"]) == ("ended", 0, "mine")
     grid = run.grid("amax", "activation")
     assert grid.layers == ["net.1", "net.0"], "in the order of execution"
-    assert grid.iterations.tolist() == list(range(5))
     assert grid.values.tolist() == [[1, 11, 21, 31, 41], [0, 10, 20, 30, 40]]
     assert run.scalars["value"].to_pylist() == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
-    assert run.steps["iteration"].to_pylist() == list(range(5))
+    assert grid.iterations.tolist() == run.steps["iteration"].to_pylist() == list(range(5))
     assert run.select(layer="net.1") == [1]
-    row = run.series.slice(1, 1).to_pylist()[0]
+    row = run.series.to_pylist()[1]
     assert (row["count"], row["first"], row["last"]) == (5, 0, 4)
+
+
+def write_steps(run: RunWriter, iterations: range, layers: int = 1) -> None:
+    """The value of layer n in iteration i is ``i + n``."""
+    series = np.array([run.series(f"layer{n}", "weight", "amax") for n in range(layers)], np.int32)
+    for iteration in iterations:
+        run.add_step(iteration)
+        run.add_values(iteration, series, iteration + np.arange(layers, dtype=float))
+        run.flush()
 
 
 def test_closed_files_are_sorted_and_an_open_one_is_read_with_them(
@@ -138,19 +149,14 @@ def test_a_resumed_run_replaces_what_was_recorded_from_its_first_step_on(tmp_pat
         (lambda path: None, "there is no such file or folder"),
         (Path.mkdir, "no recorded run is in this folder"),
         (lambda path: (path / "precision_records").mkdir(parents=True), "no recorded run is in this folder"),
+        (lambda path: (path / "nvdlfw_inspect_statistics_logs").mkdir(parents=True), "no recorded run is in this"),
         (lambda path: path.write_text("x"), "this file is no recorded run"),
-        (
-            lambda path: (path / "nvdlfw_inspect_statistics_logs").mkdir(parents=True),
-            "no recorded run is in this folder",
-        ),
     ],
 )
-def test_a_path_that_is_no_run(tmp_path: Path, make: object, said: str) -> None:
-    path = tmp_path / "x"
-    assert callable(make)
-    make(path)
+def test_a_path_that_is_no_run(tmp_path: Path, make: Callable[[Path], object], said: str) -> None:
+    make(tmp_path / "x")
     with pytest.raises(NotARunError, match=said):
-        open_run(path)
+        open_run(tmp_path / "x")
 
 
 def test_a_run_in_which_nothing_has_happened_yet(tmp_path: Path) -> None:
@@ -166,40 +172,6 @@ def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
     said = r"recorded by te-precision-callbacks 0\.0\.7, with schema 1 of the files; this version reads schema 3 only"
     with pytest.raises(RunError, match=said):
         open_run(tmp_path)
-
-
-def damaged(folder: Path) -> None:
-    path = folder / "values-0001.parquet"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 3 :] = bytes(len(data) - len(data) // 3)
-    path.write_bytes(data)
-
-
-def truncated(folder: Path) -> None:
-    path = folder / "values-0001.parquet"
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def foreign(folder: Path) -> None:
-    pq.write_table(pa.table({"a": [1]}), folder / "values-0001.parquet")
-
-
-def of_other_types(folder: Path) -> None:
-    table = pa.table({name: ["x"] for name in pq.read_schema(folder / "values-0001.parquet").names})
-    pq.write_table(table, folder / "values-0001.parquet")
-
-
-@pytest.mark.parametrize("spoil", [damaged, truncated, foreign, of_other_types])
-def test_a_part_that_cannot_be_read_is_noted_and_the_others_are_read(tmp_path: Path, spoil: object) -> None:
-    run_id = write_run(tmp_path, range(5))
-    write_run(tmp_path, range(5, 8), run_id=run_id)
-    assert callable(spoil)
-    spoil(rank_folder(tmp_path))
-    run = open_run(tmp_path)
-    assert run.grid("amax", "activation").iterations.tolist() == [5, 6, 7]
-    assert run.steps["iteration"].to_pylist() == list(range(8))
-    (note,) = run.notes
-    assert "values-0001.parquet cannot be read, and its rows are missing" in note
 
 
 def test_missing_ranks_segments_and_run_files_are_noted(tmp_path: Path) -> None:
@@ -225,33 +197,22 @@ def test_events(tmp_path: Path) -> None:
     run.add_event("dump_written", "first", iteration=1, layer="fc", data={"a": 1}, wall_time=4.0)
     run.add_event("finding", "third", iteration=2, wall_time=5.0)
     run.flush()
-    first, second, third = open_run(tmp_path).events.to_pylist()
-    assert (first["kind"], first["text"], first["layer"], json.loads(first["data"])) == (
-        "dump_written",
-        "first",
-        "fc",
-        {"a": 1},
-    )
-    assert (second["text"], second["layer"], second["wall_time"].timestamp()) == ("second \\ud800", None, 3.0)
-    assert third["text"] == "third"
+    events = open_run(tmp_path).events.to_pylist()
+    assert [(event["kind"], event["text"], event["layer"]) for event in events] == [
+        ("dump_written", "first", "fc"),
+        ("finding", "second \\ud800", None),
+        ("finding", "third", None),
+    ]
+    assert (json.loads(events[0]["data"]), events[1]["wall_time"].timestamp()) == ({"a": 1}, 3.0)
     with pytest.raises(TypeError, match="an event has no place"):
         run.add_event("finding", "", iteration=0, place="")
-    run.close()
 
 
 # ---------------------------------------------------------------------- processes
 
 
-def has_steps(folder: Path) -> bool:
+def steps_are_there(folder: Path) -> bool:
     return any(folder.rglob("steps-*"))
-
-
-def wait_for(happens: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if happens():
-            return
-        time.sleep(0.01)
-    raise TimeoutError("nothing is written")
 
 
 @pytest.mark.processes
@@ -263,44 +224,29 @@ def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> N
         folder = tmp_path / str(number)
         command = [executable(whole=True), "-m", "tests.runs.making", str(folder)]
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        process.stdout.readline()
-        wait_for(functools.partial(has_steps, folder))
+        wait_until(functools.partial(steps_are_there, folder))
         time.sleep(chance.uniform(0.1, 0.4))
-        if number == 0:
-            running = open_run(folder)  # while it is written
-            assert running.segments[0].status == "running"
-            assert len(running.values()) > 0
         process.send_signal(signal.SIGKILL)
         killed = time.time()
-        handed_over = [line.split() for line in process.stdout.read().split("\n")[:-1]]
-        process.wait()
+        handed_over = [line.split() for line in process.communicate()[0].split("\n")[:-1]]
         run = open_run(folder)
         assert run.notes == ()
         assert run.segments[0].status in ("stopped without an end", "running")
         iterations = run.steps["iteration"].to_pylist()
         assert iterations == list(range(len(iterations)))
-        last = iterations[-1] if iterations else -1
         values = run.grid("amax", "weight")
         assert values.iterations.tolist() == iterations[: len(values.iterations)]
         assert len(iterations) - len(values.iterations) <= 1000  # those between the flush of steps and of values
         assert np.all(values.values == values.iterations)
-        lost += [killed - float(moment) for iteration, moment in handed_over if int(iteration) > last]
+        lost += [killed - float(moment) for iteration, moment in handed_over if int(iteration) >= len(iterations)]
     assert max(lost, default=0.0) < 1.0, "the sink writes every 50 ms here, every 2 s otherwise"
 
 
-def test_a_run_is_read_while_it_is_written_and_a_file_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_read_while_it_is_written_and_a_file_is_closed(tmp_path: Path) -> None:
     run = RunWriter.begin(tmp_path)
-    series = np.array([run.series("fc", "weight", "amax")], np.int32)
-    for iteration in range(3):
-        run.add_step(iteration)
-        run.add_values(iteration, series, np.array([float(iteration)]))
-        run.flush()
+    write_steps(run, range(3))
     read = open_run(tmp_path)
-    run.add_step(3)
-    run.add_values(3, series, np.array([3.0]))
+    write_steps(run, range(3, 4))
     run.close()
     assert read.values()["value"].to_pylist() == [0.0, 1.0, 2.0], "what was there when it was opened, from the new file"
     assert open_run(tmp_path).values()["value"].to_pylist() == [0.0, 1.0, 2.0, 3.0]
@@ -309,13 +255,10 @@ def test_a_run_is_read_while_it_is_written_and_a_file_is_closed(
 def test_an_open_file_that_ends_anywhere(tmp_path: Path) -> None:
     """It is read to its last whole batch, wherever a killed process has left it."""
     run = RunWriter.begin(tmp_path)
-    series = np.array([run.series("fc", "weight", "amax")], np.int32)
     ends = []
     tail = rank_folder(tmp_path) / "values-0001.arrow"
     for iteration in range(3):
-        run.add_step(iteration)
-        run.add_values(iteration, series, np.array([float(iteration)]))
-        run.flush()
+        write_steps(run, range(iteration, iteration + 1))
         ends.append(tail.stat().st_size)
     whole = tail.read_bytes()
     for size in range(0, len(whole) + 1, 61):
@@ -325,23 +268,13 @@ def test_an_open_file_that_ends_anywhere(tmp_path: Path) -> None:
         assert read.values()["value"].to_pylist() == [float(n) for n, end in enumerate(ends) if end <= size]
 
 
-def test_a_run_whose_process_is_gone_stopped_without_an_end(tmp_path: Path) -> None:
+def test_a_run_is_running_while_its_process_lives_however_silent_it_is(tmp_path: Path) -> None:
     writer = RunWriter.begin(tmp_path)
+    for path in (writer.folder / "run.json", writer.folder):
+        os.utime(path, (0, 0))
     assert open_run(tmp_path).segments[0].status == "running"
     writer.put_run(pid=2**22 + 1)
     assert open_run(tmp_path).segments[0].status == "stopped without an end"
-
-
-def silence(segment: Path) -> None:
-    past = time.time() - 3600
-    for path in (segment / "run.json", segment):
-        os.utime(path, (past, past))
-
-
-def test_a_silent_process_that_lives_is_running(tmp_path: Path) -> None:
-    writer = RunWriter.begin(tmp_path)
-    silence(writer.folder)
-    assert open_run(tmp_path).segments[0].status == "running"
 
 
 # ---------------------------------------------------------------------- the sink
@@ -388,27 +321,20 @@ def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     table, sink = SeriesTable(), RecordSink(tmp_path)
     sink.start(info(tmp_path))
-    failed = None
+    sink.write(records(0, table, [1.0] * 100))
+    wait_until(lambda: any(tmp_path.rglob("values-*")))
     with files_up_to(60_000):
-        for iteration in range(2000):
-            try:
+        with pytest.raises(RecordingError, match=r"cannot be written.*what was recorded remains readable") as failed:
+            for iteration in range(1, 2000):
                 sink.write(records(iteration, table, [1.0] * 100))
-            except RecordingError as error:
-                failed = error
-                break
-            while not list(tmp_path.rglob("values-*")):  # the first step is written
                 time.sleep(0.001)
-            time.sleep(0.001)
-        sink.close(failed)
-    assert failed is not None
-    assert "cannot be written" in str(failed)
-    assert "what was recorded remains readable" in str(failed)
+        sink.close(failed.value)
     run = open_run(tmp_path)
     (note,) = run.notes
     assert "Segment 0 is not recorded to its end: [Errno 27] File too large" in note
     assert len(run.values()) >= 100
     (segment,) = run.segments
-    facts = json.loads((run.path / "precision_records" / run.run_id / "seg-000" / "run.json").read_text())
+    facts = json.loads((rank_folder(tmp_path).parent / "run.json").read_text())
     assert segment.status == facts["status"] == "running", "training goes on"
 
 
@@ -427,33 +353,38 @@ def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_goes_back_begins_a_segment(tmp_path: Path) -> None:
-    table, sink = SeriesTable(), RecordSink(tmp_path)
-    sink.start(info(tmp_path))
-    for iteration, value in ((0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0), (2, 30.0)):
-        sink.write(records(iteration, table, [value]))
-    sink.close(None)
+    with sink_in(tmp_path) as write:
+        for iteration, value in ((0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0), (2, 30.0)):
+            write(iteration, [value])
     run = open_run(tmp_path)
     assert [segment.first_iteration for segment in run.segments] == [0, 1]
     assert run.values()["value"].to_pylist() == [1.0, 20.0, 30.0]
+
+
+@contextlib.contextmanager
+def sink_in(folder: Path, error: BaseException | None = None) -> Iterator[Callable[..., None]]:
+    """Writes records of a table through the sink, which is closed at the end."""
+    table, sink = SeriesTable(), RecordSink(folder)
+    sink.start(info(folder))
+    yield lambda iteration, values, **keywords: sink.write(records(iteration, table, values, **keywords))
+    sink.close(error)
 
 
 def test_what_is_written_again_after_an_interruption_is_there_once(tmp_path: Path) -> None:
     table, sink = SeriesTable(), RecordSink(tmp_path)
     sink.start(info(tmp_path))
     step = records(0, table, [1.0])
-    sink.write(step)
-    sink.write(step)
-    sink.close(None)
-    sink.close(None)
+    for _ in range(2):
+        sink.write(step)
+    for _ in range(2):
+        sink.close(None)
     assert len(open_run(tmp_path).values()) == 1
 
 
 def test_flags(tmp_path: Path) -> None:
-    table, sink = SeriesTable(), RecordSink(tmp_path)
-    sink.start(info(tmp_path))
-    sink.write(records(0, table, [1.0, 2.0], unscaled=frozenset({"layer1"})))
-    sink.write(records(1, table, [1.0, 2.0], local=True))
-    sink.close(ValueError("bad batch"))
+    with sink_in(tmp_path, ValueError("bad batch")) as write:
+        write(0, [1.0, 2.0], unscaled=frozenset({"layer1"}))
+        write(1, [1.0, 2.0], local=True)
     run = open_run(tmp_path)
     assert run.values()["flags"].to_pylist() == [0, LOCAL, STEP0, LOCAL]
     assert run.segments[0].status == "failed"
@@ -463,16 +394,16 @@ def test_flags(tmp_path: Path) -> None:
 def test_other_ranks_write_only_what_is_theirs(tmp_path: Path) -> None:
     """Rank 1, which does not reduce with rank 0, waits for the segment that rank 0 begins."""
     table = SeriesTable()
-    single, other = (RecordSink(tmp_path) for _ in range(2))
-    other.writes_reduced = False
-    single.keys = other.keys = dist.HashStore()
-    single.start(info(tmp_path, rank=0, world=2))
-    other.start(info(tmp_path, rank=1, world=2))
+    sinks = [RecordSink(tmp_path) for _ in range(2)]
+    sinks[1].writes_reduced = False
+    sinks[0].keys = sinks[1].keys = dist.HashStore()
+    for rank, sink in enumerate(sinks):
+        sink.start(info(tmp_path, rank=rank, world=2))
     for iteration in range(2):
-        single.write(records(iteration, table, [1.0, 5.0], own=[False, True]))
-        other.write(records(iteration, table, [1.0, 6.0], own=[False, True]))
-    single.close(None)
-    other.close(None)
+        for rank, sink in enumerate(sinks):
+            sink.write(records(iteration, table, [1.0, 5.0 + rank], own=[False, True]))
+    for sink in sinks:
+        sink.close(None)
     run = open_run(tmp_path)
     first = [run.values([number])["value"][0].as_py() for number in range(len(run.series))]
     rows = {(row["layer"], row["rank"]): first[row["series"]] for row in run.series.to_pylist()}
@@ -522,3 +453,102 @@ sys.stdin.read()
     finally:
         process.stdin.close()
         process.wait()
+
+
+STEPS = 12
+
+
+def file_of(log_dir: Path, name: str) -> Path:
+    (path,) = log_dir.glob(f"precision_records/*/seg-000/**/{name}*")
+    return path
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 20)
+
+
+def damaged(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 3] + bytes(len(data) - len(data) // 3))
+
+
+def foreign(path: Path) -> None:
+    pq.write_table(pa.table({"a": [1]}), path)
+
+
+def of_other_types(path: Path) -> None:
+    pq.write_table(pa.table({name: ["x"] for name in pq.read_schema(path).names}), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [("values", damaged), ("values", foreign), ("values", of_other_types), ("values", cut), ("steps", cut),
+     ("scalars", cut), ("layers", cut)],
+)  # fmt: skip
+def test_a_closed_file_that_cannot_be_read_is_left_out_with_a_note(
+    tmp_path: Path, name: str, spoil: Callable[[Path], None]
+) -> None:
+    run_id = write_run(tmp_path, range(5))
+    write_run(tmp_path, range(5, STEPS), run_id=run_id)
+    path = file_of(tmp_path, name)
+    spoil(path)
+    run = read_all(tmp_path)
+    (note,) = run.notes
+    assert note.startswith(f"{path} cannot be read, and its rows are missing: ")
+    assert run.steps["iteration"].to_pylist() == list(range(5 if name == "steps" else 0, STEPS))
+    of_values = run.grid("amax", "activation").iterations.tolist()
+    assert of_values == list(range(5 if name == "values" else 0, STEPS))
+
+
+def read_all(log_dir: Path) -> RecordedRun:
+    run = open_run(log_dir)
+    run.values(), run.vectors(), run.ordered_layers, run.events.to_pylist(), run.steps.to_pylist()
+    return run
+
+
+def damage_page(path: Path, name: str) -> None:
+    with pq.ParquetFile(path) as file:
+        column = file.metadata.row_group(0).column(file.schema_arrow.get_field_index(name))
+    data = bytearray(path.read_bytes())
+    data[column.data_page_offset : column.data_page_offset + 8] = b"\xff" * 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:20], lambda data: b"", lambda data: b"[1]"])
+def test_a_run_without_readable_facts_is_read_with_a_note(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    write_run(tmp_path, range(STEPS))
+    path = file_of(tmp_path, "run.json")
+    path.write_bytes(change(path.read_bytes()))
+    run = read_all(tmp_path)
+    assert any(f"{path} is damaged" in note for note in run.unread)
+    assert len(run.values()) == 2 * STEPS
+
+
+def test_what_turns_out_to_be_damaged_when_it_is_read_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """As a page of the one column that opening a run does not read."""
+    write_run(tmp_path, range(STEPS))
+    path = file_of(tmp_path, "values")
+    damage_page(path, "segment")
+    run = open_run(tmp_path)
+    assert run.notes == run.unread == ()
+    assert len(run.values()) == 0
+    (note,) = run.notes
+    assert note.startswith(f"{path} cannot be read, and its rows are missing: ")
+    assert run.unread == run.notes
+
+
+def test_values_are_there_without_the_files_of_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, range(STEPS))
+    for name in ("steps", "scalars"):
+        file_of(tmp_path, name).unlink()
+    assert open_run(tmp_path).grid("amax", "activation").iterations.tolist() == list(range(STEPS))
+
+
+def test_an_open_file_that_was_cut_while_it_was_written_is_not_closed(tmp_path: Path) -> None:
+    writer = RunWriter.begin(tmp_path)
+    writer.add_step(0)
+    writer.flush()
+    os.truncate(file_of(tmp_path, "steps"), 100)
+    with pytest.raises(OSError, match=r"steps-0001.arrow was changed while it was written: it has 100 of [\d,]+"):
+        writer.close()
+    assert any("not recorded to its end" in note for note in open_run(tmp_path).notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,15 @@ from typing import Any
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
-import transformer_engine.debug.features
 import transformer_engine.pytorch as te
 from rich.console import Console
 from transformer_engine.common.recipe import DelayedScaling, Recipe
-from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.runs import NotARunError, importing, open_run
 from te_precision_callbacks.runs.importing import parse_names
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.views.show.view import look
-from tests.conftest import feature, statistics
+from tests.features.plain import THEIRS, plain
 
 TAB = " \t\t\t\t "
 
@@ -176,56 +174,41 @@ def test_a_log_without_a_statistic(tmp_path: Path, text: str) -> None:
 
 
 def train_plainly(
-    folder: Path, config: dict[str, Any], build: Callable[[], torch.nn.Module], recipe: Recipe | None = None
+    folder: Path, build: Callable[[], torch.nn.Module], feature: str, recipe: Recipe | None = None, **options: Any
 ) -> torch.Tensor:
     """Train with plain nvidia-dlfw-inspect and Transformer Engine's own features; the inputs of the three steps."""
-    snapshot = Snapshot()
     inputs = torch.randn(3, 16, 32)
-    try:
-        TEDebugState.debug_enabled = None
-        features = str(Path(transformer_engine.debug.features.__file__).parent)
-        debug_api.initialize(config, feature_dirs=[features], log_dir=str(folder), default_logging_enabled=True)
+    features = {feature: {"enabled": True, **options}}
+    with plain(features, folder, folders=[THEIRS], layers="all", files=True):
         net = build()
         for batch in inputs:
             with te.autocast(enabled=recipe is not None, recipe=recipe):
                 out = net(batch)
             (out.sum() * 1e-6).backward()
             debug_api.step()
-    finally:
-        debug_api.end_debug()
-        debug_api.DEBUG_MANAGER = None
-        snapshot.restore()
     return inputs
 
 
 def test_what_plain_nvidia_dlfw_inspect_writes(tmp_path: Path) -> None:
     """With Transformer Engine's own features, which round to four decimals."""
+    tensors, stats = ["activation", "weight"], ["l1_norm", "max"]
     inputs = train_plainly(
-        tmp_path, statistics(tensors=["activation", "weight"]), lambda: te.Linear(32, 32, name="net.fc1")
+        tmp_path, lambda: te.Linear(32, 32, name="net.fc1"), "LogTensorStats", tensors=tensors, stats=stats
     )
     result = rows(tmp_path)
-    keys = [(tensor, name) for tensor in ("activation", "weight") for name in ("l1_norm", "max")]
-    assert sorted(result) == [("net.fc1", *key, None) for key in keys]
+    assert sorted(result) == [("net.fc1", tensor, name, None) for tensor in tensors for name in stats]
     expected = {step: batch.max().item() for step, batch in enumerate(inputs)}
     assert result["net.fc1", "activation", "max", None] == pytest.approx(expected, abs=1e-4)
 
 
-class Blocks(torch.nn.Module):
+def blocks() -> torch.nn.Module:
     """Two blocks without a number, which nvidia-dlfw-inspect gives one name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(2))
-        self.head = te.Linear(32, 32)
-        for block in self.blocks:
-            block.layer_number = None
-        debug_api.infer_and_assign_layer_names(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(x)
-        return out
+    two = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    for block in two:
+        block.layer_number = None
+    net = torch.nn.Sequential(OrderedDict(blocks=two, head=te.Linear(32, 32)))
+    debug_api.infer_and_assign_layer_names(net)
+    return net
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +217,7 @@ def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("delayed")
     torch.manual_seed(0)
     stats = ["underflows%", "scale_inv_max"]
-    config = {"s": feature("LogFp8TensorStats", ["blocks", "head"], tensors=["gradient"], stats=stats, freq=1)}
-    train_plainly(folder, config, Blocks, DelayedScaling())
+    train_plainly(folder, blocks, "LogFp8TensorStats", DelayedScaling(), tensors=["gradient"], stats=stats)
     return folder
 
 

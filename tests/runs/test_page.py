@@ -54,8 +54,7 @@ def test_a_loop_of_your_own() -> None:
     names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": torch.randn(3, 16, 32)}
     with InspectSession(statistics(), model=model, log_dir="logs") as session:
         exec(LOOP, {**names, "session": session})
-    run = open_run("logs")
-    rows = [(row["name"], row["iteration"]) for row in run.scalars.to_pylist()]
+    rows = [(row["name"], row["iteration"]) for row in open_run("logs").scalars.to_pylist()]
     assert sorted(rows) == [(name, iteration) for name in ("loss", "lr") for iteration in range(3)]
 
 

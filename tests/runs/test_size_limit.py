@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -22,7 +23,7 @@ from te_precision_callbacks.runs.run_files import Place, make_segment
 from te_precision_callbacks.runs.tables import EXTREME, STEP0, VALUES
 from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
-from tests.runs.making import info
+from tests.runs.making import info, records
 
 RUN = "20261122-130144-507-9f3c21"
 SERIES = 40
@@ -32,8 +33,7 @@ Truth = dict[int, dict[int, float]]
 
 
 def begin(folder: Path, limit: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Recording:
-    number = make_segment(folder / "precision_records" / RUN)
-    place = Place(RUN, number)
+    place = Place(RUN, make_segment(folder / "precision_records" / RUN))
     runs, run = folder / "precision_records", info(folder, rank=rank, world=world, start=start)
     return Recording(runs, place, run, writes_reduced=True, limit=limit, begun=0.0)
 
@@ -146,22 +146,17 @@ def test_recent_steps_are_whole_and_the_interval_of_old_ones_doubles(
 
 def test_the_first_step_of_delayed_scaling_is_kept_and_is_no_extreme(tmp_path: Path) -> None:
     truth: Truth = {}
-    recording = begin(tmp_path, 200_000)
-
-    def first_step(iteration: int) -> dict[str, Any]:
-        return {"unscaled": frozenset({"layer6"})} if iteration == 777 + 6 else {}
-
-    record(recording, range(2000), truth, keywords=first_step)
+    recording, at = begin(tmp_path, 200_000), 777 + 6
+    unscaled = {"unscaled": frozenset({"layer6"})}
+    record(recording, range(2000), truth, keywords=lambda iteration: unscaled if iteration == at else {})
     recording.end(None)
     run = open_run(tmp_path)
-    assert run.thinned
     table = run.values(run.select(layer="layer6")).to_pylist()
     (first,) = [row for row in table if row["flags"] & STEP0]
-    assert (first["iteration"], first["value"], first["flags"]) == (777 + 6, 1e6 + 6, STEP0)
-    ordinary = {iteration: number for iteration, number in truth[6].items() if number < 100}
-    until = run.thinned[1].first - 1
-    highest = max((iteration for iteration in ordinary if iteration <= until), key=lambda at: ordinary[at])
-    assert highest in [row["iteration"] for row in table]
+    assert (first["iteration"], first["value"], first["flags"]) == (at, 1e6 + 6, STEP0)
+    until = run.thinned[1].first
+    ordinary = {iteration: number for iteration, number in truth[6].items() if number < 100 and iteration < until}
+    assert max(ordinary, key=ordinary.__getitem__) in [row["iteration"] for row in table]
 
 
 def test_histograms_are_thinned_too(tmp_path: Path) -> None:
@@ -193,11 +188,8 @@ def test_what_is_too_much_even_thinned_is_left_out_and_said(tmp_path: Path, capl
     """The limit has room for a few numbers of each series only."""
     recording = begin(tmp_path, 60_000)
     table, chance = SeriesTable(), np.random.default_rng(0)
-    series = np.array([table.intern(f"layer{n}", "weight", "amax") for n in range(2000)], np.int32)
     for iteration in range(60):
-        values = array("d", chance.random(2000))
-        records = StepRecords(iteration, iteration, table, series, values, own=[False] * 2000)
-        recording.take(Step(records, 1.0, 0.1))
+        recording.take(Step(records(iteration, table, list(chance.random(2000))), 1.0, 0.1))
         recording.flush()
     recording.end(None)
     run = open_run(tmp_path)
@@ -266,8 +258,7 @@ def test_which_rows_are_kept() -> None:
         63: 0,
         73: EXTREME,
     }
-    twice = size_limit.every_second_step(once, 80)
-    assert twice["iteration"].to_pylist() == [3, 33, 43, 53, 73]
+    assert size_limit.every_second_step(once, 80)["iteration"].to_pylist() == [3, 33, 43, 53, 73]
 
 
 # ---------------------------------------------------------------------- a kill, and readers meanwhile
@@ -326,11 +317,9 @@ def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) ->
         folder = tmp_path / str(after)
         shutil.copytree(whole, folder)
         with mock.patch.object(size_limit, "has_ended", return_value=True), _Killed(after) as kill:
-            try:
+            with contextlib.suppress(_Dead):
                 recording = begin(folder, limit, start=300)
                 recording.flush()
-            except _Dead:
-                pass
         if kill.done < after:
             break
         run = open_run(folder)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import io
 import logging
 import sys
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -30,116 +31,126 @@ from te_precision_callbacks.diagnosis import PrecisionFindingError
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from tests.conftest import Keeper, feature, statistics
 
-CASES = ("world", "all", "own group", "no reduction", "one fails")
-
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
-    stages(rank, folder / "stages")
     scopes(rank, folder)
-    losses(rank, folder / "losses")
-    contract(rank, folder / "contract")
     gemm_errors(rank, folder)
-    stopped(rank, folder / "stopped")
-    lost(rank, folder / "lost")
+    for case in (stages, losses, contract, stopped, lost, missed):
+        case(rank, folder / case.__name__)
     lost(rank, folder / "lost on one rank", rank_0_too=False)
-    missed(rank, folder / "missed")
     torch.distributed.barrier()  # a rank alone waits for the records of rank 0 for ten seconds, which may be behind
     for reduce in (False, True):
         on_one_rank(rank, folder / f"on one rank {reduce}", reduce=reduce)
-    coverage(rank, folder / "coverage")
-    uneven(rank, folder / "uneven")
-    sharded(rank, folder / "sharded")
-    reduced(rank, folder / "reduced")
+    for case in (coverage, uneven, sharded, reduced):
+        case(rank, folder / case.__name__)
     groups = [torch.distributed.new_group([index]) for index in range(2)]
     for name, reduce_amax, group in (("reduced", True, None), ("own", False, None), ("alone", True, groups[rank])):
         scales(rank, folder / f"scales {name}", DelayedScaling(reduce_amax=reduce_amax), group)
-    for case in CASES:
-        keywords = {
-            "world": {},
-            "own group": {"process_group": groups[rank]},
-            "no reduction": {"reduce": False},
-            "all": {"statistics_log": "all"},
-            "one fails": {"statistics_log": "all"},
-        }[case]
-        run(case, rank, folder / case, keywords)
+    cases: dict[str, dict[str, Any]] = {
+        "world": {},
+        "all": {"statistics_log": "all"},
+        "own group": {"process_group": groups[rank]},
+        "no reduction": {"reduce": False},
+        "one fails": {"statistics_log": "all"},
+    }
+    for name, keywords in cases.items():
+        run(name, rank, folder / name, keywords)
+
+
+def loop(
+    session: InspectSession,
+    net: torch.nn.Module,
+    steps: int,
+    batch: Callable[[int], torch.Tensor] = lambda _: torch.ones(16, 32),
+    fp8: Callable[[int], bool] | None = None,
+) -> Iterator[int]:
+    """Forward and backward of each step, then what the caller does in it, then the session's step."""
+    for step in range(steps):
+        with te.autocast(enabled=fp8(step), recipe=Float8CurrentScaling()) if fp8 else contextlib.nullcontext():
+            out = net(batch(step))
+        out.sum().backward()
+        yield step
+        session.step()
+
+
+def nan_if(spoilt: bool) -> torch.Tensor:
+    return torch.full((16, 32), float("nan") if spoilt else 1.0)
+
+
+def tell(file: Path, result: object) -> None:
+    file.write_text(repr(result))
+
+
+def macs_of(coverage: Coverage) -> dict[str, int]:
+    """Layer, GEMM and precision -> multiply-adds."""
+    rows = {f"{item.layer} {item.gemm} {item.precision}": item.macs for item in coverage if item.macs}
+    return dict(sorted(rows.items()))
 
 
 def coverage(rank: int, folder: Path) -> None:
     """Two stages of other sizes at one path, the second one in high precision."""
     net = torch.nn.ModuleList([te.Linear(32, 32 + 32 * rank)])
     with InspectSession(statistics(), model=net, log_dir=folder, scope=f"pp{rank}") as session:
-        for _ in range(2):
-            with te.autocast(enabled=rank == 0, recipe=Float8CurrentScaling()):
-                net[0](torch.ones(16, 32)).sum().backward()
-            session.step()
+        list(loop(session, net[0], 2, fp8=lambda _: rank == 0))
         products = session.coverage()
-    macs = {f"{product.layer} {product.gemm} {product.precision}": product.macs for product in products if product.macs}
-    (folder / f"{rank}.txt").write_text(repr((dict(sorted(macs.items())), products.share("fp8"))))
+    tell(folder / f"{rank}.txt", (macs_of(products), products.share("fp8")))
 
 
 def uneven(rank: int, folder: Path) -> None:
     """Batches of other sizes on each rank, judged by a contract that does not hold."""
     net = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
-    result = Coverage()
     try:
         with InspectSession(statistics(), model=net, log_dir=folder, require="fp8 >= 99%") as session:
-            for _ in range(4):
-                with te.autocast(recipe=Float8CurrentScaling()):
-                    net(torch.ones(16 + 32 * rank, 32)).sum().backward()
-                session.step()
+            list(loop(session, net, 4, lambda _: torch.ones(16 + 32 * rank, 32), fp8=lambda _: True))
     except PrecisionContractError as error:
         result = error.coverage
-    products = {f"{item.layer} {item.gemm} {item.precision}": item.macs for item in result if item.macs}
-    parameters = sum(row.tensors for row in result.state if row.subject == "parameter")
-    (folder / f"{rank}.txt").write_text(repr((products, len(result), result.share("fp8"), parameters)))
+        parameters = sum(row.tensors for row in result.state if row.subject == "parameter")
+        tell(folder / f"{rank}.txt", (macs_of(result), len(result), result.share("fp8"), parameters))
 
 
 def sharded(rank: int, folder: Path) -> None:
     """torch's own layers, split over two ranks by tensor parallelism, or by fully_shard."""
-    mesh = init_device_mesh("cpu", (2,))
-    split = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 128), "down": torch.nn.Linear(128, 64)})
     for how in ("tensor parallel", "fully_shard"):
-        net = torch.nn.Sequential(OrderedDict(copy.deepcopy(split)))
-        if how == "fully_shard":
-            fully_shard(net, mesh=mesh)
-        else:
-            parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        net = split_net(how, 128, init_device_mesh("cpu", (2,)))
         with InspectSession(None, model=net, log_dir=folder / how, reduce=False, strict=True) as session:
-            net(torch.ones(16, 64)).sum().backward()
-            session.step()
-            macs = {f"{item.layer} {item.gemm}": item.macs for item in session.coverage() if item.macs}
-        (folder / f"{how} {rank}.txt").write_text(repr(macs))
+            list(loop(session, net, 1, lambda _: torch.ones(16, 64)))
+            tell(folder / f"{how} {rank}.txt", macs_of(session.coverage()))
 
 
 def reduced(rank: int, folder: Path) -> None:
     """The types in which gradients are summed over ranks."""
-    mesh = init_device_mesh("cpu", (2,))
-    half: dict[str, Any] = {"param_dtype": torch.bfloat16}
-    single = {"device_id": torch.device("cpu")}  # of FullyShardedDataParallel, which looks for a GPU otherwise
-    for how in ("DDP", "DDP with a hook", "fully_shard", "FSDP1", "tensor parallel"):
-        net: torch.nn.Module = torch.nn.Sequential(
-            OrderedDict(up=torch.nn.Linear(64, 32), down=torch.nn.Linear(32, 64))
-        )
-        if how.startswith("DDP"):
-            net = DistributedDataParallel(net)
-            if how.endswith("hook"):
-                net.register_comm_hook(None, fp16_compress_hook)
-        elif how == "fully_shard":
-            fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(**half, reduce_dtype=torch.float32))
-        elif how == "FSDP1":
-            policy = MixedPrecision(**half, reduce_dtype=torch.bfloat16)
-            net = FullyShardedDataParallel(net, mixed_precision=policy, **single)
-        else:
-            parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for how in ("DDP", "DDP with a hook", "fully_shard in bfloat16", "FSDP1", "tensor parallel"):
+        net = split_net(how, 32, init_device_mesh("cpu", (2,)))
         with InspectSession(None, model=net, log_dir=folder / how, reduce=False, strict=True) as session:
-            net(torch.ones(16, 64, requires_grad=True)).sum().backward()
-            session.step()
+            list(loop(session, net, 1, lambda _: torch.ones(16, 64, requires_grad=True)))
             rows = {row.dtype: row.bytes for row in session.coverage().state if row.subject == "reduce"}
-        (folder / f"{how} {rank}.txt").write_text(repr(rows))
+        tell(folder / f"{how} {rank}.txt", rows)
+
+
+def split_net(how: str, width: int, mesh: DeviceMesh) -> torch.nn.Module:
+    net: torch.nn.Module = torch.nn.Sequential(
+        OrderedDict(up=torch.nn.Linear(64, width), down=torch.nn.Linear(width, 64))
+    )
+    half: dict[str, Any] = {"param_dtype": torch.bfloat16}
+    if how == "fully_shard":
+        fully_shard(net, mesh=mesh)
+    elif how == "fully_shard in bfloat16":
+        fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(**half, reduce_dtype=torch.float32))
+    elif how == "tensor parallel":
+        parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    elif how == "FSDP1":
+        policy = MixedPrecision(**half, reduce_dtype=torch.bfloat16)
+        cpu = torch.device("cpu")  # it looks for a GPU otherwise
+        net = FullyShardedDataParallel(net, mixed_precision=policy, device_id=cpu)  # type: ignore[arg-type]
+    else:
+        net = DistributedDataParallel(net)
+        if how.endswith("hook"):
+            net.register_comm_hook(None, fp16_compress_hook)
+    return net
 
 
 def contract(rank: int, folder: Path) -> None:
@@ -147,12 +158,9 @@ def contract(rank: int, folder: Path) -> None:
     net, demanded = te.Linear(32, 32), {"share": {"fp8": 100}, "by_step": 2}
     with InspectSession(statistics(), model=net, log_dir=folder, require=demanded, scope=f"pp{rank}") as session:
         try:
-            for step in range(4):
-                with te.autocast(enabled=not (rank == 1 and step == 2), recipe=Float8CurrentScaling()):
-                    net(torch.ones(16, 32)).sum().backward()
-                session.step()
+            list(loop(session, net, 4, fp8=lambda step: not (rank == 1 and step == 2)))
         except PrecisionContractError as error:
-            (folder / f"{rank}.txt").write_text(f"{step} {error}")
+            tell(folder / f"{rank}.txt", (session.iteration, str(error)))
 
 
 def stopped(rank: int, folder: Path) -> None:
@@ -161,30 +169,21 @@ def stopped(rank: int, folder: Path) -> None:
     options: dict[str, Any] = {"on_finding": "stop: nonfinite", "scope": f"pp{rank}"}
     with InspectSession(statistics(stats=["nonfinite_num"]), model=net, log_dir=folder, **options) as session:
         try:
-            for step in range(6):
-                batch = torch.full((16, 32), float("nan") if rank == 1 and step == 2 else 1.0)
-                with te.autocast(recipe=Float8CurrentScaling()):
-                    net(batch).sum().backward()
-                session.step()
+            list(loop(session, net, 6, lambda step: nan_if(rank == 1 and step == 2), fp8=lambda _: True))
         except PrecisionFindingError as error:
-            (folder / f"{rank}.txt").write_text(f"{step} {error}")
+            tell(folder / f"{rank}.txt", (session.iteration, str(error)))
 
 
 def on_one_rank(rank: int, folder: Path, *, reduce: bool) -> None:
     """A nan on rank 1 alone: from the third step on, or in what is gathered after the last step."""
-    net = te.Linear(32, 32)
-    log = io.StringIO()
+    net, log = te.Linear(32, 32), io.StringIO()
     handler = logging.StreamHandler(log)
     logging.getLogger("te_precision_callbacks").addHandler(handler)
-    try:
+    with contextlib.suppress(ValueError):
         with InspectSession(statistics(stats=["nonfinite_num"]), model=net, log_dir=folder, reduce=reduce) as session:
-            for step in range(4):
-                net(torch.full((16, 32), float("nan") if rank == 1 and step >= 2 else 1.0)).sum().backward()
+            for step in loop(session, net, 4, lambda step: nan_if(rank == 1 and step >= 2)):
                 if reduce and step == 2:
                     raise ValueError("bad batch")
-                session.step()
-    except ValueError:
-        pass
     logging.getLogger("te_precision_callbacks").removeHandler(handler)
     (folder / f"{rank}.txt").write_text(f"{session.findings}\n{log.getvalue()}")
 
@@ -194,13 +193,11 @@ def lost(rank: int, folder: Path, *, rank_0_too: bool = True) -> None:
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=folder, on_finding="stop") as session:
         try:
-            for step in range(6):
+            for step in loop(session, net, 6):
                 if rank == 0:
                     session.state_dict()
-                net(torch.ones(16, 32)).sum().backward()
                 is_lost = step + rank > 3 and (rank == 1 or rank_0_too)
                 session.log({"loss": float("nan") if is_lost else 1.0})
-                session.step()
         except PrecisionFindingError as error:
             (folder / f"{rank}.txt").write_text(f"{error}\n{session.findings.summary}")
 
@@ -263,28 +260,21 @@ def gemm_errors(rank: int, folder: Path) -> None:
                     net((rank + 1) * torch.randn(128, 64, dtype=torch.bfloat16)).sum().backward()
                 session.step()
             numbers = {row.statistic: row.value for records in keeper.steps for row in records}
-            (path / f"{rank}.txt").write_text(repr(numbers))
+            tell(path / f"{rank}.txt", numbers)
     finally:
         tex.generic_gemm = upstream
 
 
-class Stage(torch.nn.Module):
-    """What a stage of a pipeline has of a model: a list from index 0 on, with the numbers of the whole model."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        block = torch.nn.Sequential(te.Linear(32, 32))
-        block.layer_number = rank + 1
-        self.layers = torch.nn.ModuleList([block])
-        self.mixture = torch.nn.ModuleDict({"experts": te.GroupedLinear(2, 32, 32)})
-        self.mixture.local_expert_indices = [2 * rank, 2 * rank + 1]
-
-
 def stages(rank: int, folder: Path) -> None:
-    net = Stage(rank)
+    """What a stage of a pipeline has of a model: a list from index 0 on, with the numbers of the whole model."""
+    block, experts = torch.nn.Sequential(te.Linear(32, 32)), te.GroupedLinear(2, 32, 32)
+    block.layer_number = rank + 1
+    mixture = torch.nn.ModuleDict({"experts": experts})
+    mixture.local_expert_indices = [2 * rank, 2 * rank + 1]
+    net = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block]), "mixture": mixture})
     with InspectSession(statistics(), model=net, log_dir=folder) as session:
-        tokens = net.layers[0]((rank + 1) * torch.ones(16, 32))
-        net.mixture["experts"](torch.cat([torch.full_like(tokens, 4 + rank)] * 2), [16, 16]).sum().backward()
+        tokens = block((rank + 1) * torch.ones(16, 32))
+        experts(torch.cat([torch.full_like(tokens, 4 + rank)] * 2), [16, 16]).sum().backward()
         session.step()
 
 
@@ -310,7 +300,7 @@ def scopes(rank: int, folder: Path) -> None:
             half.experts = None  # a stage of a pipeline has its parameters on a part of the mesh of the whole job
             fully_shard(half, mesh=mesh["dp"])
         with InspectSession(QUANTIZED, model=half, log_dir=folder / case, scope=scope) as session:
-            train(half, rank)
+            pipelined(half, rank, lambda output: (output * GRADIENT).sum())
             if case == "said":
                 half.run_experts(ROUTED[2 * rank * 64 : 2 * (rank + 1) * 64]).pow(2).sum().backward()
             session.step()
@@ -323,24 +313,33 @@ def losses(rank: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(stage.parameters(), 0.01)
     with InspectSession(statistics(freq=3), model=stage, log_dir=folder, early_steps=False) as session:
         for _ in range(8):
-            hidden = TOKENS.clone()
-            if rank == 1:
-                torch.distributed.recv(hidden, 0)
-            hidden.requires_grad_()
-            output, gradient = stage(hidden), torch.empty(32, 64)
-            if rank == 0:
-                torch.distributed.send(output.detach(), 1)
-                torch.distributed.recv(gradient, 1)
-                output.backward(gradient)
-            else:
-                loss = output.square().mean()
+            loss = pipelined(stage, rank, lambda output: output.square().mean())
+            if loss is not None:
                 known.append(loss.item())
-                loss.backward()
-                torch.distributed.send(hidden.grad, 0)
                 session.log({"loss": loss})
             optimizer.step()
             session.step()
-    (folder / f"{rank}.txt").write_text(repr(known))
+    tell(folder / f"{rank}.txt", known)
+
+
+def pipelined(
+    stage: torch.nn.Module, rank: int, loss_of: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor | None:
+    """Forward and backward of two stages, as a pipeline runs them; the loss, in the last one."""
+    hidden = TOKENS.clone()
+    if rank == 1:
+        torch.distributed.recv(hidden, 0)
+    output = stage(hidden.requires_grad_())
+    if rank == 0:
+        gradient = torch.empty_like(output)
+        torch.distributed.send(output.detach(), 1)
+        torch.distributed.recv(gradient, 1)
+        output.backward(gradient)
+        return None
+    loss = loss_of(output)
+    loss.backward()
+    torch.distributed.send(hidden.grad, 0)
+    return loss
 
 
 QUANTIZED = statistics(tensors=["activation", "weight", "gradient"], stats=["min", "max", "l2_norm", "std"])
@@ -371,22 +370,6 @@ class Split(torch.nn.Module):
     def run_experts(self, tokens: torch.Tensor) -> torch.Tensor:
         with te.autocast(recipe=Float8CurrentScaling()):
             return self.experts(tokens, self.tokens)
-
-
-def train(stage: Split, rank: int) -> None:
-    """A step of two stages, as a pipeline runs it."""
-    hidden = TOKENS.clone()
-    if rank == 1:
-        torch.distributed.recv(hidden, 0)
-    hidden.requires_grad_()
-    output = stage(hidden)
-    gradient = GRADIENT.clone()
-    if rank == 0:
-        torch.distributed.send(output.detach(), 1)
-        torch.distributed.recv(gradient, 1)
-    output.backward(gradient)
-    if rank == 1:
-        torch.distributed.send(hidden.grad, 0)
 
 
 if __name__ == "__main__":

@@ -21,17 +21,17 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks.session import InspectSession
+from tests.conftest import feature
 
 _kept: list[Any] = []
 
 
 def config(stats: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
-    features: dict[str, Any] = {
-        "DumpTensors": {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True, **options}
-    }
+    dumped = feature("DumpTensors", ["linear"], **{"tensors": ["activation"], "high_precision_tensor": True, **options})
     if stats:
-        features["LogTensorStats"] = {"enabled": True, "tensors": ["activation"], "stats": list(stats)}
-    return {"s": {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}}
+        statistics = {"enabled": True, "tensors": ["activation"], "stats": list(stats)}
+        dumped["transformer_engine"]["LogTensorStats"] = statistics
+    return {"s": dumped}
 
 
 def killed(folder: Path) -> None:
@@ -54,16 +54,13 @@ def not_stopped(folder: Path) -> None:
     """The script ends in the middle of a step, and has stopped nothing."""
     net = te.Linear(64, 64)
     struct = [{"tensor": "activation"}, {"tensor": "output", "when": "nonfinite"}]
-    options = config()
-    options["s"]["transformer_engine"]["DumpTensors"].pop("tensors")
-    options["s"]["transformer_engine"]["DumpTensors"]["tensors_struct"] = struct
-    session = InspectSession(options, model=net, log_dir=folder)
+    dumped = feature("DumpTensors", ["linear"], high_precision_tensor=True, tensors_struct=struct)
+    session = InspectSession({"s": dumped}, model=net, log_dir=folder)
     _kept.append(session.start())
     for number in range(3):
-        x = torch.full((1 << 12, 64), float(number))
         if number == 2:
             net.bias.data[3] = torch.nan
-        net(x)
+        net(torch.full((1 << 12, 64), float(number)))
         if number < 2:
             session.step()
 

@@ -6,13 +6,14 @@ the interpreter itself and a replaced ``os.fsync`` see them. The log folder is F
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from te_precision_callbacks import reference
 
@@ -36,19 +37,18 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def main(folder: Path) -> None:
     for case, (world, keywords) in CASES.items():
         (folder / case).mkdir()
-        children = []
-        for rank in range(world):
-            child = os.fork()
-            if child == 0:
-                try:
-                    run(case, rank, world, folder / case, keywords)
-                    os._exit(0)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-            children.append(child)
+        children = [os.fork() or in_child(case, rank, world, folder / case, keywords) for rank in range(world)]
         ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         (folder / case / "ended.txt").write_text(repr(ended))
+
+
+def in_child(*arguments: Any) -> NoReturn:
+    try:
+        run(*arguments)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def run(case: str, rank: int, world: int, folder: Path, keywords: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ def run(case: str, rank: int, world: int, folder: Path, keywords: dict[str, Any]
     net, log_dir = te.Linear(32, 32), folder / "run"
     optimizer = torch.optim.AdamW(net.parameters())
     count(log_dir, folder / f"{rank}.txt")
-    try:
+    with contextlib.suppress(ValueError):
         with InspectSession(**{"config": statistics(), **keywords}, model=net, log_dir=log_dir) as session:
             for _ in range(2):
                 net(torch.ones(16, 32)).sum().backward()
@@ -71,8 +71,6 @@ def run(case: str, rank: int, world: int, folder: Path, keywords: dict[str, Any]
                 os.kill(os.getpid(), signal.SIGTERM)
             if case == "failure" and rank == 1:
                 raise ValueError("bad batch")
-    except ValueError:
-        pass
     torch.distributed.barrier()
 
 

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -106,11 +106,7 @@ class Injection:
             self.places[place] = None
             if place == self._at and not self.raised:
                 self.raised = True
-                raise (
-                    torch.OutOfMemoryError(f"injected at {place}")
-                    if self._at[1] % 2
-                    else MemoryError(f"injected at {place}")
-                )
+                raise (torch.OutOfMemoryError if self._at[1] % 2 else MemoryError)(f"injected at {place}")
         return self._line
 
     @contextmanager
@@ -134,8 +130,6 @@ def trained(rank: int, world: int, step: int) -> bool:
 
 
 class Training:
-    """A session with training around it."""
-
     def __init__(self, folder: Path, **keywords: Any) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.net = torch.nn.Sequential(te.Linear(16, 16), te.Linear(16, 16))
@@ -143,11 +137,9 @@ class Training:
         options = {"require": {"share": {"fp32": 1}, "by_step": 2}, "on_broken": "warn", "records": "off", **keywords}
         self.session = InspectSession(statistics(), log_dir=folder, statistics_log="off", **options)
         self.session.start(stop_at_sigterm=False)
-        self.right = True
-        self.slowest = 0.0
-        self.steps = 0
+        self.right, self.slowest, self.steps = True, 0.0, 0
 
-    def attach(self, injection: Injection | None) -> str:
+    def attach(self, injection: Injection | None = None) -> str:
         return self._timed(lambda: self.session.attach(self.net), injection)
 
     def step(self, injection: Injection | None = None) -> str:
@@ -158,14 +150,10 @@ class Training:
         return error
 
     def _timed(self, call: Callable[[], Any], injection: Injection | None) -> str:
-        begun = time.monotonic()
-        error = ""
+        begun, error = time.monotonic(), ""
         try:
-            if injection is None:
+            with injection.on() if injection else nullcontext():
                 call()
-            else:
-                with injection.on():
-                    call()
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         self.slowest = max(self.slowest, time.monotonic() - begun)
@@ -193,38 +181,38 @@ def one(folder: Path, where: str, victim: int, place: Place | None) -> tuple[dic
             for number in range(4 if where == "step 2" else 2):
                 error = running.step(own if where == f"step {number}" else None)
                 errors["step"] = errors.get("step") or error
-            errors["apart"] = "" if running.session._run.context.ranks.are_together else "apart"
-        failures = running.session._run.context.failures._count
     finally:
         running.session.stop()
     right = everywhere("" if running.right else "wrong")
     faulthandler.cancel_dump_traceback_later()
     logger.info("%s, rank %d, %s: %.1f s", where, victim, place, time.monotonic() - begun)
-    return {"errors": errors, "right": right, "slowest": running.slowest, "failures": failures}, injection
+    return {"errors": errors, "right": right, "slowest": running.slowest}, injection
 
 
 def meet_again(folder: Path) -> dict[str, Any]:
     """Something fails on rank 1 in the third step: the ranks part, and meet again within 40."""
     keeper = Keeper()
     running = Training(folder, require=None, sinks=[keeper])
-    errors = [running.attach(None)]
+    errors = [running.attach()]
     for number in range(50):
-        fails = dist.get_rank() == 1 and number == 2
-        with mock.patch.object(ObservedModel, "note_order", no_room) if fails else nullcontext():
+        with failing(ObservedModel, "note_order", dist.get_rank() == 1 and number == 2):
             errors.append(running.step())
     running.session.stop()
     local = [records.local for records in keeper.steps]
     return {"errors": errors, "right": running.right, "local": local, "iterations": keeper.iterations}
 
 
+def failing(owner: type, method: str, fails: bool) -> AbstractContextManager[object]:
+    no_room = torch.OutOfMemoryError("no room")
+    return mock.patch.object(owner, method, side_effect=no_room) if fails else nullcontext()
+
+
 def strict(folder: Path) -> dict[str, Any]:
     """With strict=True something fails on rank 1 in the second step."""
     running = Training(folder, require=None, strict=True)
-    errors = [running.attach(None)]
-    for number in range(2):
-        fails = dist.get_rank() == 1 and number == 1
-        with mock.patch.object(ForwardHooks, "begin", no_room) if fails else nullcontext():
-            errors.append(running.step())
+    errors = [running.attach(), running.step()]
+    with failing(ForwardHooks, "begin", dist.get_rank() == 1):
+        errors.append(running.step())
     running.session.stop(RuntimeError("the loop has ended"))
     return {"errors": errors, "right": running.right}
 
@@ -233,7 +221,7 @@ def slow(folder: Path) -> list[bool]:
     """Rank 1 takes longer for its first step than ranks wait in a message of a step, then for its second one; whether
     the ranks are together after each."""
     running = Training(folder, require=None)
-    running.attach(None)
+    running.attach()
     together = []
     with mock.patch.object(messages, "EXCHANGING", 0.2):
         for _ in range(2):
@@ -242,10 +230,6 @@ def slow(folder: Path) -> list[bool]:
             together.append(running.session._run.context.ranks.are_together)
     running.session.stop()
     return together
-
-
-def no_room(*_: Any, **__: Any) -> None:
-    raise torch.OutOfMemoryError("no room")
 
 
 _SLOW = 12.0

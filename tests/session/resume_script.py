@@ -35,15 +35,13 @@ def main(rank: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
     for name, recipe, quantized in (
-        ("delayed", DELAYED, False),
         ("current", CURRENT, False),
         ("quantized", CURRENT, True),
+        ("delayed", DELAYED, False),
     ):
         checkpoint = folder / name
         state = saved(recipe, checkpoint, sharded=True, quantized=quantized)
         tell(rank, checkpoint, resumed(recipe, checkpoint, state, sharded=True, quantized=quantized))
-    checkpoint = folder / "delayed"
-    state = saved(DELAYED, checkpoint, sharded=True)
     tell(rank, folder / "sharded without", resumed(DELAYED, checkpoint, without(state), sharded=True))
     checkpoint = folder / "replicas"
     state = saved(DELAYED, checkpoint, sharded=False)
@@ -58,8 +56,7 @@ def main(rank: int, folder: Path) -> None:
     if rank == 1:
         (checkpoint / "te_precision_fingerprint_rank-1.json").unlink()
     torch.distributed.barrier()
-    stated = resumed(DELAYED, checkpoint, state, sharded=False, then=halve_on_one)
-    tell(rank, folder / "rank 0's alone", stated)
+    tell(rank, folder / "rank 0's alone", resumed(DELAYED, checkpoint, state, sharded=False, then=halve_on_one))
     torch.distributed.destroy_process_group()
 
 
@@ -74,9 +71,9 @@ def net(recipe: recipes.Recipe, *, sharded: bool, quantized: bool) -> torch.nn.M
     return model
 
 
-def train(model: torch.nn.Module, session: InspectSession, recipe: recipes.Recipe, steps: int) -> None:
+def train(model: torch.nn.Module, session: InspectSession, recipe: recipes.Recipe) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for _ in range(steps):
+    for _ in range(2):
         with te.autocast(recipe=recipe):
             out = model(torch.randn(32, 64))
         out.sum().backward()
@@ -90,7 +87,7 @@ def saved(recipe: recipes.Recipe, checkpoint: Path, *, sharded: bool, quantized:
     checkpoint.mkdir(exist_ok=True)
     model = net(recipe, sharded=sharded, quantized=quantized)
     with InspectSession(statistics(), model=model, log_dir=checkpoint / "log") as session:
-        train(model, session, recipe, 2)
+        train(model, session, recipe)
         session.save_fingerprint(checkpoint)
         state = {name: value.clone() for name, value in model.state_dict().items()}
     torch.distributed.barrier()
@@ -102,8 +99,6 @@ def without(state: State) -> State:
 
 
 class Told(logging.Handler):
-    """Keeps what the audit logs."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
@@ -129,7 +124,7 @@ def resumed(
         model.load_state_dict(state, strict=False)
         if then is not None:
             then(model)
-        train(model, session, recipe, 2)
+        train(model, session, recipe)
     logging.getLogger("te_precision_callbacks.session.resume").removeHandler(stated)
     assert session.resume_report is not None
     return "\n".join([*map(str, session.resume_report.findings), "logged:", *stated.messages])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
+import threading
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -20,7 +24,10 @@ from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
+from tests.conftest import feature
+from tests.features.plain import linear, plain
 from tests.full_disk import files_up_to
+from tests.training import wait_until
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 SCRIPT = Path(__file__).with_name("dumps_script.py")
@@ -28,13 +35,10 @@ SCRIPT = Path(__file__).with_name("dumps_script.py")
 
 def config(*, layers: str = "all", stats: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """A config that dumps activations in high precision, if nothing else is said."""
-    dump = {"enabled": True, "high_precision_tensor": True, **options}
-    if "tensors_struct" not in dump:
-        dump.setdefault("tensors", ["activation"])
-    features: dict[str, Any] = {"DumpTensors": dump}
+    dumped = feature("DumpTensors", [layers], **{"tensors": ["activation"], "high_precision_tensor": True, **options})
     for name, keys in (stats or {}).items():
-        features[name] = {"enabled": True, **keys}
-    return {"dumped": {"enabled": True, "layers": {"layer_types": [layers]}, "transformer_engine": features}}
+        dumped["transformer_engine"][name] = {"enabled": True, **keys}
+    return {"dumped": dumped}
 
 
 def files(folder: Path) -> dict[str, Path]:
@@ -65,22 +69,19 @@ def messages(caplog: pytest.LogCaptureFixture, *words: str, level: int = logging
 
 def test_what_is_in_the_files(tmp_path: Path) -> None:
     net = te.Linear(32, 32, bias=False)
-    x = random(0).requires_grad_()
-    weight = net.weight.detach().clone()
+    x, weight = random(0).requires_grad_(), net.weight.detach().clone()
     with InspectSession(config(tensors=TENSORS, quantized_tensor=True), model=net, log_dir=tmp_path) as session:
         step(session, net, x, recipe=Float8CurrentScaling())
-    result = files(tmp_path)
-    assert set(result) == {f"iter_000000/linear.{tensor}.safetensors" for tensor in TENSORS}
-    loaded = {tensor: dumps.load(result[f"iter_000000/linear.{tensor}.safetensors"]) for tensor in TENSORS}
-    assert torch.equal(loaded["activation"].tensors["high_precision"], x.detach())
-    assert torch.equal(loaded["weight"].tensors["high_precision"], weight)
+    loaded = {name.split(".")[1]: dumps.load(path) for name, path in files(tmp_path).items()}
+    assert set(files(tmp_path)) == {f"iter_000000/linear.{tensor}.safetensors" for tensor in TENSORS}
     assert torch.equal(loaded["gradient"].tensors["high_precision"], torch.ones(16, 32))
     # Current scaling, from its definition: E4M3 in the forward, the scale from the tensor's own amax.
     for tensor, values in (("activation", x.detach()), ("weight", weight)):
-        scale_inv = loaded[tensor].tensors["scale_inv"].double()
-        assert scale_inv.item() == pytest.approx(values.abs().max().item() / 448, rel=1e-6)
-        codes = (values * (1 / scale_inv.float())).to(torch.float8_e4m3fn)
-        assert torch.equal(loaded[tensor].tensors["data"].view(torch.uint8), codes.view(torch.uint8))
+        tensors = loaded[tensor].tensors
+        assert torch.equal(tensors["high_precision"], values)
+        assert tensors["scale_inv"].item() == pytest.approx(values.abs().max().item() / 448, rel=1e-6)
+        codes = (values * (1 / tensors["scale_inv"].float())).to(torch.float8_e4m3fn)
+        assert torch.equal(tensors["data"].view(torch.uint8), codes.view(torch.uint8))
     for tensor in ("output", "wgrad", "dgrad"):
         assert list(loaded[tensor].tensors) == ["high_precision"], "they are not quantized"
     header = loaded["activation"].header
@@ -116,47 +117,40 @@ def test_micro_batches_evaluations_and_recomputations(tmp_path: Path) -> None:
     assert dumps.load(result["iter_000000/linear.activation.mb1.safetensors"]).header.micro_batch == 1
 
 
-def train(net: torch.nn.Module, session: InspectSession | None, steps: int, size: int = 256) -> list[torch.Tensor]:
-    """Losses and weights of a training in FP8."""
+def train(net: torch.nn.Module, session: InspectSession, steps: int) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     losses = []
     for number in range(steps):
-        with te.autocast(enabled=True, recipe=DelayedScaling()):
-            loss = net(random(number, 128, size).requires_grad_()).square().mean()
+        with te.autocast(recipe=DelayedScaling()):
+            loss = net(random(number, 128, 256).requires_grad_()).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        if session is not None:
-            session.step()
+        session.step()
     return [*losses, *(parameter.detach().clone() for parameter in net.parameters())]
 
 
-def model(size: int = 256) -> torch.nn.Module:
+def model() -> torch.nn.Module:
     torch.manual_seed(1)
-    return torch.nn.Sequential(te.Linear(size, size), te.Linear(size, size))
+    return torch.nn.Sequential(te.Linear(256, 256), te.Linear(256, 256))
 
 
 @pytest.mark.slow
 def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It asks for some 1.9 MB a step; the other run watches the same tensors, without writing any."""
-    asked = config(tensors=TENSORS, quantized_tensor=True, max_bytes="10MB")
-    net = model()
-    with InspectSession(asked, model=net, log_dir=tmp_path / "dumped") as session:
-        dumped = train(net, session, 9)
-    result = files(tmp_path / "dumped")
-    written = sum(path.stat().st_size for path in result.values())
-    assert 9_000_000 < written <= 10_000_000
-    (message,) = messages(caplog, "DumpTensors")
-    assert "max_bytes=10,000,000 leaves no room for the next file" in message
-    for path in result.values():
-        dumps.load(path)
-    watched = config(tensors=TENSORS, quantized_tensor=True, max_files=1, start_step=10**9)
-    never = model()
-    with InspectSession(watched, model=never, log_dir=tmp_path / "not") as session:
-        not_dumped = train(never, session, 9)
+    trained = {}
+    for name, options in (("dumped", {"max_bytes": "10MB"}), ("not", {"max_files": 1, "start_step": 10**9})):
+        net, asked = model(), config(tensors=TENSORS, quantized_tensor=True, **options)
+        with InspectSession(asked, model=net, log_dir=tmp_path / name) as session:
+            trained[name] = train(net, session, 9)
+    assert all(map(torch.equal, trained["dumped"], trained["not"]))
     assert not files(tmp_path / "not")
-    assert all(torch.equal(a, b) for a, b in zip(dumped, not_dumped, strict=True))
+    result = files(tmp_path / "dumped").values()
+    assert 9_000_000 < sum(path.stat().st_size for path in result) <= 10_000_000
+    assert all(dumps.load(path).tensors for path in result)
+    (message,) = messages(caplog, "DumpTensors stops")
+    assert "max_bytes=10,000,000 leaves no room for the next file" in message
 
 
 # --- conditions ------------------------------------------------------------------------------------------------------
@@ -182,40 +176,27 @@ def test_a_condition_on_underflows_of_the_quantized_tensor(tmp_path: Path) -> No
     net = te.Linear(32, 32)
     stats = {"LogFp8TensorStats": {"tensors": ["activation"], "stats": ["underflows%"]}}
     asked = config(when="underflows% > 5", stats=stats, quantized_tensor=True)
+    x = torch.ones(16, 32)
     with InspectSession(asked, model=net, log_dir=tmp_path) as session:
-        for number in range(4):
-            x = torch.ones(16, 32)
-            if number == 2:
-                x[:2] = 1e-7  # an eighth of all, below half of E4M3's smallest number 2^-9 / 448
-            step(session, net, x, recipe=Float8CurrentScaling())
+        step(session, net, x, recipe=Float8CurrentScaling())
+        x[:2] = 1e-7  # an eighth of all, below half of E4M3's smallest number 2^-9 / 448
+        step(session, net, x, recipe=Float8CurrentScaling())
+        step(session, net, torch.ones(16, 32), recipe=Float8CurrentScaling())
     (path,) = files(tmp_path).values()
     dump = dumps.load(path)
-    assert dump.header.iteration == 2
+    assert dump.header.iteration == 1
     assert (dump.tensors["data"].float() == 0).sum().item() == 64
-
-
-class Overflowing(torch.nn.Module):
-    """A layer, and an output that overflows for large inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = te.Linear(32, 32, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x).exp()
 
 
 @pytest.mark.parametrize("found_by", ["optimizer", "step", "end", "end after another error"])
 def test_the_step_of_an_overflow(tmp_path: Path, found_by: str) -> None:
     """The dumped layer itself is finite: it is the report that has it written."""
     torch.manual_seed(0)
-    net = Overflowing()
+    net = torch.nn.Sequential(OrderedDict(first=te.Linear(32, 32, bias=False), last=Exponential()))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    expected = ValueError if "another" in found_by else ActivationOverflowError
-    with pytest.raises(expected):
-        with InspectSession(
-            config(layers="first", when="activation_overflow"), model=net, log_dir=tmp_path, debug="activation_overflow"
-        ) as session:
+    asked = config(layers="first", when="activation_overflow")
+    with pytest.raises(ValueError if "another" in found_by else ActivationOverflowError):
+        with InspectSession(asked, model=net, log_dir=tmp_path, debug="activation_overflow") as session:
             for number in range(3):
                 net(random(number) * (1e4 if number == 2 else 1e-3)).sum().backward()
                 if number == 2 and found_by == "end":
@@ -229,6 +210,11 @@ def test_the_step_of_an_overflow(tmp_path: Path, found_by: str) -> None:
     dump = dumps.load(path)
     assert dump.header.iteration == 2
     assert torch.equal(dump.tensors["high_precision"], random(2) * 1e4)
+
+
+class Exponential(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
 
 
 @pytest.mark.parametrize(
@@ -273,52 +259,33 @@ def test_what_cannot_work_is_refused_before_the_run(
 def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer is held back until the training thread has come to wait for it."""
-    import threading
-
-    go, waiting = threading.Event(), threading.Event()
-    written: list[int | None] = []
+    """350 bytes may wait, which three dumps have, and a larger one alone."""
+    go, written, pending = threading.Event(), [], []
 
     def slow(dump: Dump, folder: Path) -> int:
         go.wait(10)
         written.append(dump.header.iteration)
         return 0
 
-    def put(number: int, nbytes: int) -> None:
-        tensors = {"high_precision": torch.zeros(nbytes, dtype=torch.uint8)}
-        held.put(writer.Job(Dump(Header(iteration=number), tensors), Limits(1 << 40, 1 << 20, 350)))
+    def train() -> None:
+        for number in range(21):
+            tensors = {"high_precision": torch.zeros(1000 if number == 20 else 100, dtype=torch.uint8)}
+            held.put(writer.Job(Dump(Header(iteration=number), tensors), Limits(1 << 40, 1 << 20, 350)))
+            pending.append(held.pending)
 
     monkeypatch.setattr(writer, "write_new", slow)
-    held = writer.Writer(tmp_path)
-    original = threading.Thread.join
-
-    def join(self: threading.Thread, timeout: float | None = None) -> None:
-        if threading.current_thread().name == "training":
-            waiting.set()
-        original(self, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", join)
-    most: list[int] = []
-
-    def train() -> None:
-        for number in range(20):
-            put(number, 100)
-            most.append(held.pending)
-        put(20, 1000)  # larger than all that may wait: alone
-        most.append(held.pending)
-
-    training = threading.Thread(target=train, name="training")
+    held, training = writer.Writer(tmp_path), threading.Thread(target=train)
     training.start()
-    assert waiting.wait(10)
-    assert most, "it has put what has room"
-    assert most[-1] <= 350
+    wait_until(lambda: len(pending) == 3)
+    training.join(0.1)
+    assert len(pending) == 3
     assert not written
     go.set()
     training.join(10)
     held.drain()
     assert written == list(range(21)), "in order, and all"
-    assert max(most[:20]) <= 350
-    assert most[20] <= 1000
+    assert max(pending[:20]) <= 350
+    assert pending[20] <= 1000
     assert held.pending == 0
     held.finish()
 
@@ -326,23 +293,18 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The second step's files are too large. They leave nothing behind, and the first step's are whole."""
-    net = te.Linear(32, 32)
-    steps: list[int] = []
-
-    def run() -> None:
+    net, steps = te.Linear(32, 32), 0
+    error = pytest.raises(ObservationError, match=r"cannot be written.*No more tensors are dumped")
+    with error if strict else contextlib.nullcontext():
         with InspectSession(config(), model=net, log_dir=tmp_path, strict=strict) as session, files_up_to(1 << 19):
             for size in (16, 1 << 14, 16, 16):
                 step(session, net, random(0, size, 32))
                 session._run.observation.recorder._writer.drain()
-                steps.append(size)
-
+                steps += 1
     if strict:
-        with pytest.raises(ObservationError, match=r"cannot be written.*No more tensors are dumped"):
-            run()
-        assert len(steps) in (1, 2), "it is told at the end of the step, or of the next one"
+        assert steps in (1, 2), "it is told at the end of the step, or of the next one"
     else:
-        run()
-        assert len(steps) == 4
+        assert steps == 4
         (message,) = messages(caplog, "cannot be written")
         assert "Precision debugging failed on rank 0: dumping tensors to" in message
         assert "No more tensors are dumped" in message
@@ -370,25 +332,11 @@ def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def run_script(case: str, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [forked.executable(whole=True), str(SCRIPT), case, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == code, errors
-    return output
-
-
 @pytest.mark.processes
 def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
-    process = run_script("killed", str(tmp_path))
-    finish(process, -9)
-    results = [
-        path for path in files(tmp_path).values() if not path.name.startswith(".")
-    ]  # a hidden file is incomplete
+    ended = forked.Running(SCRIPT, ["killed", str(tmp_path)]).end()
+    assert ended.returncode == -9, ended.stderr
+    results = [path for path in files(tmp_path).values() if not path.name.startswith(".")]  # hidden: incomplete
     assert results
     for path in results:
         dump = dumps.load(path)
@@ -398,21 +346,19 @@ def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_script_that_stops_nothing_and_one_that_forks_have_all_files(tmp_path: Path) -> None:
-    stopped, forked = (run_script(case, str(tmp_path / case)) for case in ("not stopped", "forked"))
-    finish(stopped)
-    finish(forked)
+    for ended in forked.ranks(SCRIPT, [[case, str(tmp_path / case)] for case in ("not stopped", "forked")]):
+        assert ended.returncode == 0, ended.stderr
     assert len(files(tmp_path / "not stopped")) == 4, "all of two steps, and what was held of a third"
     results = {name: dumps.load(path) for name, path in files(tmp_path / "forked").items()}
-    by_process = {dump.tensors["high_precision"][0, 0].item() for dump in results.values()}
-    assert len(results) == 2
-    assert by_process == {1.0, 3.0}, "the parent's before and after the fork; a child writes into no log of its parent"
+    by_process = sorted(dump.tensors["high_precision"][0, 0].item() for dump in results.values())
+    assert by_process == [1.0, 3.0], "the parent's before and after the fork; a child writes into no log of its parent"
 
 
 @pytest.mark.processes
 def test_two_ranks_agree_on_a_merged_statistic(tmp_path: Path) -> None:
     """The maximum is rank 1's alone; with the condition both write theirs, and in no other step."""
-    ranks = forked.ranks(SCRIPT, [["ranks", str(tmp_path), str(rank)] for rank in range(2)])
-    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    for ended in forked.ranks(SCRIPT, [["ranks", str(tmp_path), str(rank)] for rank in range(2)]):
+        assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         folder = tmp_path / "log" / "tensor_dumps" / f"rank_{rank}"
         (path,) = (path for path in folder.rglob("*") if path.is_file())
@@ -420,3 +366,48 @@ def test_two_ranks_agree_on_a_merged_statistic(tmp_path: Path) -> None:
         dump = dumps.load(path)
         assert dump.header.rank == rank
         assert torch.equal(dump.tensors["high_precision"], torch.full((16, 32), 1.0 + 8 * rank))
+
+
+def test_a_small_budget_holds_small_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An activation has 2,048 bytes here, and its file less than 4,000: five or more fit."""
+    net = te.Linear(32, 32)
+    with InspectSession(config(max_bytes="20KB"), model=net, log_dir=tmp_path) as session:
+        for number in range(12):
+            step(session, net, random(number))
+    sizes = [path.stat().st_size for path in files(tmp_path).values()]
+    assert sum(sizes) <= 20_000 < sum(sizes) + max(sizes) + 8_000
+    assert len(sizes) >= 5
+    (message,) = messages(caplog, "DumpTensors stops")
+    assert "max_bytes=20,000 leaves no room for the next file, of up to " in message
+    assert f"{sum(sizes):,} bytes are in use." in message
+
+
+# --- wrong options under plain nvidia-dlfw-inspect -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_byte": "10 Mo"}, r"'DumpTensors' has no key 'max_byte' (given: '10 Mo'). Did you mean 'max_bytes'"),
+        ({"max_bytes": "10 MBytes"}, "10 MBytes"),
+        ({"when": "non_finite"}, "Did you mean 'nonfinite'?"),
+        ({"high_precision_tensor": False}, "would write nothing"),
+    ],
+)
+def test_wrong_options_are_told_once_and_training_goes_on(
+    tmp_path: Path, wrong: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"enabled": True, "tensors": ["activation", "weight"], "high_precision_tensor": True, **wrong}
+    statistics = {"enabled": True, "tensors": ["activation"], "stats": ["max"]}
+    for _ in range(2):  # each run says it
+        caplog.clear()
+        with plain({"DumpTensors": options, "LogTensorStats": statistics}, tmp_path) as logged:
+            net = linear()
+            for number in range(3):
+                net(random(number).requires_grad_()).sum().backward()
+                debug_api.step()
+        assert logged.iterations("linear_activation_max") == [0, 1, 2], "other features act"
+        (message,) = messages(caplog, "DumpTensors", level=logging.ERROR)
+        assert words in message
+        assert message.endswith("Nothing is dumped by these options. Training goes on.")
+        assert not files(tmp_path)

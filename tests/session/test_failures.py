@@ -5,28 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
-from te_precision_callbacks.base.errors import FeatureError, OptionError
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import open_run, sink
 from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, facts
 from te_precision_callbacks.sinks import StepRecords, statistics_log, writer_thread
 from tests.conftest import Keeper, feature, statistics
 from tests.reference.processes import python
-
-
-def train(session: InspectSession, net: torch.nn.Module, steps: int = 3) -> None:
-    for _ in range(steps):
-        net(torch.randn(16, 32)).sum().backward()
-        session.step()
+from tests.training import observed, train, wait_until
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -50,36 +42,37 @@ def test_training_goes_on_where_a_file_cannot_be_written(
     (tmp_path / "run" / file).parent.mkdir(exist_ok=True)
     (tmp_path / "run" / file).touch()
     dumped = feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
-    config = statistics() | {"dumps": dumped}
-    net = te.Linear(32, 32)
-    with InspectSession(config, model=net, log_dir=tmp_path / "run", sinks=[keeper]) as session:
-        train(session, net, 3)
+    observed(tmp_path / "run", statistics() | {"dumps": dumped}, sinks=[keeper])
     assert keeper.iterations == [0, 1, 2]
     said = [record.message for record in caplog.records if "failed on rank 0: " in record.message]
     assert sum(f"/{file}" in text for text in said) == 1, said
-    written = {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*")}
-    assert written >= set(FILES)
+    assert {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*")} >= set(FILES)
 
 
 @pytest.mark.parametrize("folder", ["file", "file/run/deeper", "leads nowhere/run/deeper"])
 def test_a_log_folder_that_cannot_be_made_is_said_once(
-    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, folder: str
+    tmp_path: Path,
+    keeper: Keeper,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
 ) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
     (tmp_path / "file").touch()
     (tmp_path / "leads nowhere").symlink_to(tmp_path / "gone" / "too")  # it is this that the error names
-    log_dir, net = tmp_path / folder, te.Linear(32, 32)
-    config = statistics() | {
-        "dumps": feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
-    }
-    with (
-        caplog.at_level("INFO"),
-        InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], report=True) as session,
-    ):
-        train(session, net, 3)
+    log_dir = tmp_path / folder
+    dumped = feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
+    with caplog.at_level("INFO"):
+        observed(log_dir, statistics() | {"dumps": dumped}, sinks=[keeper], report=True)
     assert keeper.iterations == [0, 1, 2]
     (said,) = [record.message for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
     assert said.startswith(f"log_dir='{log_dir}' cannot be written to: [Errno ")
+    assert "writes no records, statistics log, log of events, dumps and report" in said
     assert not any("te-precision report" in record.message for record in caplog.records), "there is no run"
+    closing_lines = capfd.readouterr().err
+    assert "te-precision: " in closing_lines
+    assert "logs:" not in closing_lines
 
 
 def test_a_strict_run_starts_in_no_folder_in_which_nothing_can_be_made(tmp_path: Path) -> None:
@@ -147,64 +140,6 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     wait_until(lambda: not any(thread.name.startswith("te-precision") for thread in threading.enumerate()))
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not holds() and time.monotonic() < until:
-        time.sleep(0.005)
-
-
-def broken_feature(method: str) -> type:
-    """A feature that raises in this call, and says in the one before it that it is wanted."""
-
-    def enabled(self: Any, config: Any, layer_name: str, iteration: int) -> tuple[bool, int]:
-        return True, iteration + 1
-
-    def broken(self: Any, config: Any, layer_name: str, iteration: int) -> None:
-        raise AttributeError("a slip in the feature")
-
-    return type("Broken", (), {f"{method.removesuffix('_enabled')}_enabled": enabled, method: broken})
-
-
-@pytest.mark.parametrize(
-    ("method", "tensor"),
-    [
-        ("inspect_tensor_enabled", "activation"),
-        ("inspect_tensor", "gradient"),
-        ("inspect_tensor", "output"),
-        ("inspect_tensor_postquantize_enabled", "weight"),
-        ("inspect_tensor_postquantize", "weight"),
-    ],
-)
-def test_a_broken_feature_is_reported_once(
-    tmp_path: Path, method: str, tensor: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = {"s": feature("Broken", ["linear"], tensors=[tensor])}
-    net = te.Linear(32, 32)
-    features = [broken_feature(method)]
-    with te.autocast(enabled=True, recipe=DelayedScaling()):
-        with InspectSession(config, model=net, log_dir=tmp_path / "a", features=features) as session:
-            train(session, net)
-        assert len(reports(caplog)) == 1
-        assert f"linear {tensor}: FeatureError: The feature Broken failed in {method}" in reports(caplog)[0]
-        assert "a slip in the feature" in reports(caplog)[0]
-        assert "Precision debugging failed 3 times" in caplog.text
-        with pytest.raises(ObservationError, match=f"linear {tensor}.*failed in {method}"):
-            with InspectSession(config, model=net, log_dir=tmp_path / "b", features=features, strict=True) as session:
-                train(session, net)
-
-
-@pytest.mark.parametrize("method", ["modify_tensor_enabled", "modify_tensor", "fp8_gemm_enabled"])
-def test_a_failure_in_a_precision_call_ends_the_run(tmp_path: Path, method: str) -> None:
-    """What runs in another precision than the config says is not the run that was asked for."""
-    config = {"s": feature("Broken", ["linear"], tensors=["activation"], gemms=["fprop"])}
-    net = te.Linear(32, 32)
-    with te.autocast(enabled=True, recipe=DelayedScaling()):
-        with pytest.raises(FeatureError, match=f"failed in {method} for the layer 'linear'.*a slip"):
-            with InspectSession(config, model=net, log_dir=tmp_path, features=[broken_feature(method)]) as session:
-                train(session, net)
-    assert not session.running
-
-
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -230,14 +165,25 @@ def test_bad_options_are_refused(keywords: dict[str, Any], message: str) -> None
 
 
 def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = {"s": feature("Broken", ["linear"], tensors=["activation", "weight"])}
-    net = te.Linear(32, 32)
-    options: dict[str, Any] = {"features": [broken_feature("inspect_tensor")], "sinks": [BrokenSink()]}
-    config["statistics"] = statistics()["stats"]
-    with InspectSession(config, model=net, log_dir=tmp_path, **options) as session:
-        train(session, net)
-    _, also = reports(caplog)  # the same failure on another tensor is not told again
+    """Each once, and with strict=True the first one ends the run."""
+
+    class Broken:
+        def inspect_tensor_enabled(self, *_: Any, iteration: int, **__: Any) -> tuple[bool, int]:
+            return True, iteration + 1
+
+        def inspect_tensor(self, *_: Any, **__: Any) -> None:
+            raise AttributeError("a slip in the feature")
+
+    config = {"s": feature("Broken", ["linear"], tensors=["activation", "weight"]), **statistics()}
+    options: dict[str, Any] = {"features": [Broken], "recipe": DelayedScaling()}
+    observed(tmp_path / "a", config, **options, sinks=[BrokenSink()])
+    first, also = reports(caplog)  # the same failure on another tensor is not told again
+    assert "linear activation: FeatureError: The feature Broken failed in inspect_tensor" in first
+    assert "a slip in the feature" in first
     assert "the disk is full" in also
+    assert "Precision debugging failed 7 times" in caplog.text
+    with pytest.raises(ObservationError, match=r"linear activation.*failed in inspect_tensor"):
+        observed(tmp_path / "b", config, **options, strict=True)
 
 
 @pytest.mark.processes
@@ -279,11 +225,8 @@ def test_facts_that_could_not_be_gathered_once_are_gathered_again(
         return gathered()
 
     monkeypatch.setattr(facts, "torch_facts", fails_once)
-    net = te.Linear(32, 32)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        train(session, net, 3)
+    session = observed(tmp_path, statistics())
     (text,) = reports(caplog)
     assert "gathering the facts of iteration 0: RuntimeError: no answer" in text
-    run = open_run(tmp_path)
-    assert [row["gemm"] for row in run.gemms.to_pylist()] == ["fprop", "wgrad", "dgrad"]
+    assert [row["gemm"] for row in open_run(tmp_path).gemms.to_pylist()] == ["fprop", "wgrad", "dgrad"]
     assert session.findings.summary.startswith("Not enough checked: observation: in step 0, gathering the facts of")

@@ -37,31 +37,26 @@ def test_rank_0_alone_makes_files(runs: Path, case: str, status: int) -> None:
     assert ast.literal_eval((runs / case / "ended.txt").read_text()) == [status] * len(result)
     assert all(result[rank] == [] for rank in result if rank)
     assert {"nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records"} <= set(result[0])
-    run = open_run(runs / case / "run")
-    assert run.steps["iteration"].to_pylist() == [0, 1, 2]
+    assert open_run(runs / case / "run").steps["iteration"].to_pylist() == [0, 1, 2]
     assert {name for name, _ in logged_lines(runs / case / "run", 0)} >= {"linear_activation_max"}
 
 
-def test_with_the_default_config_each_rank_writes_its_numbers_of_the_optimizers_step(runs: Path) -> None:
-    files = {path for path in made(runs, "default")[1] if Path(path).suffix}
-    in_records = {path for path in files if "/seg-000/rank-00001/" in path}
-    assert files - in_records == {"nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-1.log"}
-    assert {Path(path).name.partition("-")[0] for path in in_records if "incomplete" not in path} >= {"steps", "values"}
-    run = open_run(runs / "default" / "run")
-    assert {row["statistic"] for row in run.series.to_pylist() if row["rank"] == 1} == {"gradients_below_eps%"}
-
-
-def test_a_rank_that_fails_writes_what_it_alone_has(runs: Path) -> None:
-    result = made(runs, "failure")
-    assert result[2] == result[3] == []
+@pytest.mark.parametrize(("case", "wanted"), [("default", {"steps", "values"}), ("failure", {"events", "values"})])
+def test_what_another_rank_writes_is_its_own(runs: Path, case: str, wanted: set[str]) -> None:
+    """With the default config its numbers of the optimizer's step; what it alone has where it fails."""
+    result = made(runs, case)
     files = {path for path in result[1] if Path(path).suffix}
     in_records = {path for path in files if "/seg-000/rank-00001/" in path}
     assert files - in_records == {"nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-1.log"}
-    assert {Path(path).name for path in in_records} >= {"events-0001.arrow", "values-0001.arrow"}
-    assert result[1].count("fsync") < 10
-    run = open_run(runs / "failure" / "run")
-    assert {row["rank"] for row in run.series.to_pylist()} == {None, 0, 1}
-    assert [event["text"] for event in run.events.to_pylist() if event["rank"] == 1] == ["ValueError: bad batch"]
+    assert {Path(path).name.partition("-")[0] for path in in_records if "incomplete" not in path} >= wanted
+    run = open_run(runs / case / "run")
+    if case == "default":
+        assert {row["statistic"] for row in run.series.to_pylist() if row["rank"] == 1} == {"gradients_below_eps%"}
+    else:
+        assert result[2] == result[3] == []
+        assert result[1].count("fsync") < 10
+        assert {row["rank"] for row in run.series.to_pylist()} == {None, 0, 1}
+        assert [event["text"] for event in run.events.to_pylist() if event["rank"] == 1] == ["ValueError: bad batch"]
 
 
 def test_all_ranks_write_if_they_are_told_to(runs: Path) -> None:

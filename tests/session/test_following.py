@@ -10,13 +10,23 @@ import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from transformer_engine.common.recipe import DelayedScaling
 
-from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks import (
+    PrecisionDebugCallback,
+    PrecisionDebugger,
+    PrecisionDebugTrainerCallback,
+)
 from te_precision_callbacks.session import InspectSession
+from tests.accelerate import loops
 from tests.conftest import Keeper, feature, statistics
+from tests.lightning import models as lightning
+from tests.training import train
+from tests.transformers import models as transformers
 
 
-def train(net: Any) -> None:
+def forward_and_backward(net: Any) -> None:
     net(torch.randn(16, 32)).sum().backward()
 
 
@@ -29,8 +39,7 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = te.Linear(32, 32)
-        self.second = te.Linear(32, 32)
+        self.first, self.second = te.Linear(32, 32), te.Linear(32, 32)
         self.extra: list[torch.nn.Module] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +55,6 @@ def test_upstreams_calls_that_were_left_in_do_nothing_and_are_said(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept_before = debug_api.step
-    functions = {name: getattr(debug_api, name) for name in ("initialize", "infer_and_assign_layer_names")}
     net = Net()
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         debug_api.initialize("upstream.yaml", log_dir=str(tmp_path / "theirs"))
@@ -54,8 +62,7 @@ def test_upstreams_calls_that_were_left_in_do_nothing_and_are_said(
         debug_api.set_tensor_reduction_group(None)
         debug_api.initialize_training_step(40)
         for _ in range(3):
-            train(net)
-            session.step()
+            train(session, net, 1)
             debug_api.step()
             kept_before()
     assert keeper.iterations == [0, 1, 2], "each step is counted once"
@@ -64,7 +71,6 @@ def test_upstreams_calls_that_were_left_in_do_nothing_and_are_said(
     calls = ("initialize", "infer_and_assign_layer_names", "set_tensor_reduction_group", "initialize_training_step")
     for name, text in zip((*calls, "step"), said(caplog), strict=True):
         assert f"calls debug_api.{name}() while the session is running. The call is ignored." in text
-    assert {name: getattr(debug_api, name) for name in functions} == functions
 
 
 def test_a_kept_function_that_names_the_layers_anew_loses_nothing(
@@ -74,38 +80,23 @@ def test_a_kept_function_that_names_the_layers_anew_loses_nothing(
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         for _ in range(3):
             rename(net)
-            train(net)
-            session.step()
+            train(session, net, 1)
     assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 3
     assert said(caplog) == []
 
 
-def test_a_scripts_end_of_upstream_is_ignored_and_said(
-    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_end_of_upstream_is_ignored_and_said(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, kept: bool
 ) -> None:
-    net = Net()
+    """Whether the script calls the function of now, or one that it has kept from before."""
+    end, net = debug_api.end_debug, Net()
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         for _ in range(2):
-            train(net)
-            debug_api.end_debug()
+            forward_and_backward(net)
+            (end if kept else debug_api.end_debug)()
             session.step()
-    assert keeper.iterations == [0, 1]
     assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 2
-    (text,) = said(caplog)
-    assert "calls debug_api.end_debug() while the session is running. The call is ignored." in text
-
-
-def test_a_kept_function_that_ends_upstream_does_not_end_the_session(
-    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
-) -> None:
-    kept, net = debug_api.end_debug, Net()
-    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
-        for step in range(3):
-            if step == 1:
-                kept()
-            train(net)
-            session.step()
-    assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 3
     (text,) = said(caplog)
     assert "calls debug_api.end_debug() while the session is running. The call is ignored." in text
 
@@ -113,27 +104,11 @@ def test_a_kept_function_that_ends_upstream_does_not_end_the_session(
 # ------------------------------------------------------------------ a model that changes
 
 
-def test_a_shared_module_has_its_first_path(tmp_path: Path, keeper: Keeper) -> None:
-    net = torch.nn.Module()
-    net.body = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormMLP(32, 64))
-    net.tied = net.body
-    net.head = net.body[0]
-    with InspectSession(statistics(layers=["body.0"]), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
-        assert [layer.name for layer in session.layers] == ["body.0", "body.1.fc1", "body.1.fc2"]
-        train(net.body)
-        session.step()
-    assert {row.layer for row in keeper.steps[-1]} == {"body.0"}
-    with pytest.raises(ConfigError, match=r"matches none .* Similar names: 'body.0'"):
-        InspectSession(statistics(layers=["tied.0"]), model=net, log_dir=tmp_path).start()
-
-
 def test_a_module_outside_of_the_tree_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = Net()
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
         net.extra = [te.Linear(32, 32, name="in_a_list")]
-        for _ in range(3):
-            train(net)
-            session.step()
+        train(session, net)
     (text,) = said(caplog)
     assert "Linear 'in_a_list' trains outside the model" in text
 
@@ -143,14 +118,11 @@ def test_a_model_that_has_changed_is_attached_again(tmp_path: Path, keeper: Keep
     net = Net()
     config = {**statistics(), "high": feature("DisableFP8Layer", ["third"])}
     with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], allow_unmatched=True) as session:
-        train(net)
-        session.step()
+        train(session, net, 1)
         net.third, net.first = te.Linear(32, 32), te.Linear(32, 32)
         net.extra = [net.third]
         session.attach(net)
-        with te.autocast(enabled=True):
-            train(net)
-        session.step()
+        train(session, net, 1, recipe=DelayedScaling())
         ran = {entry.layer: entry.operands["weight"] for entry in session.precision if entry.gemm == "fprop"}
     assert [{row.layer for row in records} for records in keeper.steps] == [
         {"first", "second"},
@@ -164,8 +136,150 @@ def test_a_teacher_that_only_evaluates_is_no_news(tmp_path: Path, caplog: pytest
     net, teacher = Net(), te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
         for _ in range(2):
-            train(net)
             with torch.no_grad():
                 teacher(torch.randn(16, 32))
-            session.step()
+            train(session, net, 1)
     assert said(caplog) == []
+
+
+CONFIG = statistics(freq=100)
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
+def said_of_steps(caplog: pytest.LogCaptureFixture) -> list[str]:
+    results = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [text for text in results if "without a step() of precision debugging" in text]
+
+
+def loop(folder: Path, batches: int, *, steps: int = 0, optimizers: int = 1) -> None:
+    """A loop that steps its optimizers in each batch, and the session in the first batches alone."""
+    net = te.Linear(32, 32)
+    made = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(optimizers)]
+    other = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    with InspectSession(CONFIG, model=net, log_dir=folder) as session:
+        for batch in range(batches):
+            net(torch.ones(16, 32)).sum().backward()
+            for optimizer in (*made, other):
+                optimizer.step()
+            if batch < steps:
+                session.step()
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps", "optimizers", "warned_at"),
+    [(16, 0, 1, [10]), (2, 0, 1, [2]), (1, 0, 1, []), (16, 16, 1, []), (10, 1, 1, []), (6, 6, 3, [])],
+    ids=str,
+)
+def test_a_loop_that_never_steps_is_warned_of_once(
+    batches: int, steps: int, optimizers: int, warned_at: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At its end if it is short."""
+    loop(tmp_path, batches, steps=steps, optimizers=optimizers)
+    assert [text.partition(" times")[0] for text in said_of_steps(caplog)] == [
+        f"SGD has stepped {at}" for at in warned_at
+    ]
+    assert all("Call step() of the session after each step of the optimizer" in text for text in said_of_steps(caplog))
+
+
+AGAIN, MICRO_BATCHES = (
+    "step() is called again after each step of the optimizer",
+    "step() is called after each micro-batch",
+)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "warns"),
+    [
+        (("train", "nothing"), AGAIN),
+        (("train", *["nothing"] * 2), AGAIN),
+        (("train", *["nothing"] * 4), AGAIN),
+        (("micro-batch", "train"), MICRO_BATCHES),
+        ((*["micro-batch"] * 3, "train"), MICRO_BATCHES),
+        (("train",), ""),
+        (("train", "train", "nothing"), ""),
+        (("train", "forward"), ""),  # a rollout before each training
+        (("train", "forward", "forward"), ""),
+        (("first net", "second net"), ""),  # a GAN
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_loop_that_steps_too_often(
+    kinds: tuple[str, ...], warns: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, set_to_none: bool
+) -> None:
+    nets = torch.nn.ModuleList([te.Linear(32, 32), te.Linear(32, 32)])
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    with InspectSession(CONFIG, model=nets, log_dir=tmp_path) as session:
+        for batch in range(4 * len(kinds) + 1):
+            kind = kinds[batch % len(kinds)]
+            if kind != "nothing":
+                which = kind == "second net"
+                with te.autocast():
+                    out = nets[which](torch.ones(16, 32))
+                if kind != "forward":
+                    out.sum().backward()
+                if kind in ("train", "first net", "second net"):
+                    optimizers[which].step()
+                    optimizers[which].zero_grad(set_to_none=set_to_none)
+            session.step()
+    results = [text for text in caplog.messages if text.startswith("step() is called")]
+    assert [text.partition(":")[0] for text in results] == [warns] * bool(warns)
+    assert all(f": {len(kinds)} debug iterations for each step" in text for text in results)
+
+
+def test_a_forgotten_step_in_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = loops.prepared(accelerator, loops.Plain(), batches=3)
+    with PrecisionDebugger(accelerator, model, CONFIG, log_dir=tmp_path):
+        for batch in loader:
+            accelerator.backward(model(batch).pow(2).mean())
+            optimizer.step()
+    (text,) = said_of_steps(caplog)
+    assert "SGD has stepped 3 times" in text
+    assert "Call debugger.step() after each batch" in text
+
+
+class Manual(lightning.Plain):
+    """Steps torch's own optimizer, which Lightning does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.net(batch).pow(2).mean()
+        self.manual_backward(loss)
+        optimizer.optimizer.step()
+        return loss
+
+
+def test_an_optimizer_of_torch_in_lightning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = PrecisionDebugCallback(CONFIG)
+    lightning.trainer(tmp_path, callbacks=[callback], limit_train_batches=3).fit(Manual(), lightning.loader(3))
+    (text,) = said_of_steps(caplog)
+    assert "step the optimizers that self.optimizers() returns" in text
+
+
+def test_a_trainer_steps_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = PrecisionDebugTrainerCallback(CONFIG)
+    transformers.trainer(transformers.arguments(tmp_path, max_steps=2), callback).train()
+    assert callback.session.iteration == 2
+    assert said_of_steps(caplog) == []
+
+
+def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = te.Linear(32, 32).eval()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
+        for _ in range(2):
+            net(torch.ones(16, 32)).sum().backward()
+            optimizer.step()
+            session.step()
+    assert not session.coverage()
+    (text,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert text.startswith("In step 0 the optimizer has stepped, but all observed layers are in evaluation mode")
+    assert "call model.train() before the training" in text

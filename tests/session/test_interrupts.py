@@ -26,6 +26,7 @@ from tests.conftest import Keeper, global_state, module_state, statistics
 from tests.forked import executable
 from tests.lightning.models import logged_lines
 from tests.reference.processes import run
+from tests.training import train
 
 _CODE = (*map(str, te_precision_callbacks.__path__), str(Path(__file__).parents[2] / "features"), contextlib.__file__)
 """Where an interrupt comes: in each line of this project, and of the blocks that it makes with contextlib."""
@@ -55,7 +56,14 @@ class Lines:
 
     def __call__(self, call: Callable[[], Any]) -> bool:
         """Whether the call was interrupted."""
-        interrupted = self._is_interrupted(call)
+        interrupted = False
+        sys.settrace(self._trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(None)
         if sys.exc_info()[1] is not None:
             # CPython 3.11 goes on to handle the exception of an except block in whose last line Ctrl-C came, and later
             # tests in this process would see an error in flight.
@@ -63,29 +71,22 @@ class Lines:
         assert sys.exc_info() == (None, None, None)
         return interrupted
 
-    def _is_interrupted(self, call: Callable[[], Any]) -> bool:
-        sys.settrace(self._trace)
-        try:
-            call()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(None)
-        return False
-
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_CODE):
             return None
         if event == "line":
-            if self.count == self._at:
-                self.count += 1
-                signal.raise_signal(signal.SIGINT)
             self.count += 1
+            if self.count - 1 == self._at:
+                signal.raise_signal(signal.SIGINT)
         return self._trace
 
 
 def batch(step: int) -> torch.Tensor:
     return torch.full((16, 32), float(step + 1))
+
+
+def largest_in_log(folder: Path) -> dict[int, float]:
+    return {step: value for (name, step), value in logged_lines(folder).items() if name == "linear_activation_max"}
 
 
 @pytest.mark.slow
@@ -96,8 +97,7 @@ def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tm
         step = 0
         for at in [None, None, *range(0, 10_000, 1 if EVERY_LINE else 17)]:
             net(batch(step)).sum().backward()
-            lines = Lines(at)
-            interrupted = lines(session.step)
+            interrupted = Lines(at)(session.step)
             if session.iteration == step:
                 session.step()  # Ctrl-C came before the step had begun
             step += 1
@@ -105,11 +105,7 @@ def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tm
                 break
         assert at is not None
         assert at > 100, "there were as many places as a step has lines"
-    assert keeper.iterations == list(range(step))
-    assert keeper.values("max") == {number: number + 1.0 for number in range(step)}
-    assert {key[1]: value for key, value in logged_lines(tmp_path).items() if key[0] == "linear_activation_max"} == {
-        number: number + 1.0 for number in range(step)
-    }
+    assert keeper.values("max") == largest_in_log(tmp_path) == {number: number + 1.0 for number in range(step)}
 
 
 @pytest.mark.slow
@@ -195,9 +191,8 @@ def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Pat
     command = [executable(whole=True), "-c", TERMINATED, how, str(tmp_path)]
     result = run([*command], cwd=Path(__file__).parents[2])
     assert result.returncode == status, result.stderr
-    lines = logged_lines(tmp_path)
-    largest = {step: value for (name, step), value in lines.items() if name == "linear_activation_max"}
-    assert largest == {0: 1.0, 1: 2.0}, "a handler of the script's ends it by SystemExit, which stops the session too"
+    expected = {0: 1.0, 1: 2.0}  # a handler of the script's ends it by SystemExit, which stops the session too
+    assert largest_in_log(tmp_path) == expected
     if how == "forked":
         assert result.stdout.split() == ["None", "None", "child", str(int(signal.SIGTERM))]
         assert result.stderr.count("forked") == 1
@@ -207,23 +202,20 @@ def test_a_second_ctrl_c_ends_a_wait_in_a_step_and_in_the_end(tmp_path: Path) ->
     class Waits(Keeper):
         """Waits for Ctrl-C, as for another rank that never comes."""
 
-        def wait(self) -> None:
+        presses = 0
+
+        def close(self, error: BaseException | None) -> None:
             for _ in range(2):
                 self.presses += 1
                 signal.raise_signal(signal.SIGINT)
             raise AssertionError("the second Ctrl-C has not come through")
 
-        presses = 0
-
         def write(self, records: StepRecords) -> None:
             super().write(records)
             if records.iteration == 1:
-                self.wait()
+                self.close(None)
 
-        def close(self, error: BaseException | None) -> None:
-            self.wait()
-
-    waits, before, net = Waits(), global_state(), te.Linear(32, 32)
+    waits, net = Waits(), te.Linear(32, 32)
     session = InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[waits]).start()
     for step in range(3):
         net(batch(step)).sum().backward()
@@ -233,7 +225,6 @@ def test_a_second_ctrl_c_ends_a_wait_in_a_step_and_in_the_end(tmp_path: Path) ->
     with pytest.raises(KeyboardInterrupt):
         session.stop()
     assert waits.presses == 4
-    assert global_state() == before
     assert {step for _, step in logged_lines(tmp_path)} == {0, 1, 2}
 
 
@@ -283,3 +274,49 @@ def test_an_uncaught_exception_is_in_the_verdict_and_in_the_log(
     assert errors == (["failed-run"] if how in ("error", "shape") else [])
     assert ended_by in "".join(outcome_notes(open_run(tmp_path)))
     assert ("the layer 'linear' cannot run the GEMM" in result.stderr) == (how == "shape"), "also below the traceback"
+
+
+def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_verdict_is_printed(
+    tmp_path: Path,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
+    net = te.Linear(32, 32)
+    session = InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]).start()
+    train(session, net, 2)
+    net(torch.full((16, 32), 9.0)).sum().backward()
+    assert session._run is not None
+    monkeypatch.setattr(session._run._ends, "is_terminated", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    session.stop(ValueError("ended by a signal"))
+    assert keeper.iterations == [0, 1]
+    assert "Problems found: 1 error" in capsys.readouterr().err
+    assert "The statistics of iteration 2 are not written: they are on the GPU" in caplog.text
+
+
+def calls_of_stop(folder: Path, layers: int, *, hurried: bool) -> int:
+    """How many functions stop() calls."""
+    net = torch.nn.Sequential(*(te.Linear(16, 16, bias=False) for _ in range(layers)))
+    session = InspectSession(statistics(), model=net, log_dir=folder).start()
+    train(session, net, 1, x=torch.ones(16, 16))
+    session.flush(60.0)
+    assert session._run is not None
+    session._run._ends.is_terminated = hurried
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, argument: called.append(event))
+    try:
+        session.stop(ValueError("ended"))
+    finally:
+        sys.setprofile(None)
+    return called.count("call")
+
+
+@pytest.mark.parametrize(("hurried", "most"), [(True, 400), (False, 600)])
+def test_what_a_layer_adds_to_the_end_is_bounded(tmp_path: Path, hurried: bool, most: int) -> None:
+    """At 20,000 layers 600 calls are 12 million, which take a second or two."""
+    calls_of_stop(tmp_path / "first", 20, hurried=hurried)  # imports what it needs
+    few, many = (calls_of_stop(tmp_path / str(layers), layers, hurried=hurried) for layers in (20, 60))
+    assert (many - few) / 40 <= most

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, feature, statistics
+from tests.training import train
 
 
 def model() -> te.Linear:
@@ -92,24 +96,13 @@ CHECKPOINTS: dict[str, Run] = {
 }
 
 
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = te.LayerNormLinear(32, 32)
-        self.mlp = te.LayerNormMLP(32, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.linear(x))
-
-
-def train(
-    kind: str, config: Any, log_dir: Path, dtype: torch.dtype, fp8: bool, steps: int = 3, **keywords: Any
+def train_block(
+    kind: str, config: Any, log_dir: Path, dtype: torch.dtype = torch.float32, fp8: bool = False, **keywords: Any
 ) -> tuple[Keeper, list[torch.Tensor]]:
-    net, keeper = Block().to(dtype), Keeper()
-    results = []
+    """Three steps, each forward as this kind of checkpoint runs it: outputs and gradients."""
+    net, keeper, results = block().to(dtype), Keeper(), []
     with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], **keywords) as session:
-        for step in range(steps):
+        for step in range(3):
             x = batch(step).to(dtype).requires_grad_()
             with te.autocast(enabled=fp8):
                 out = CHECKPOINTS[kind](net, x)
@@ -138,35 +131,31 @@ def test_a_recomputed_forward_is_observed_once_and_keeps_its_precision(
         **statistics(tensors=["activation", "weight", "gradient", "output", "wgrad", "dgrad"], layers=["linear"]),
         "precision": feature("FakeQuant", ["fc1"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E4M3"),
     }
-    plain, expected = train("none", config, tmp_path / "plain", dtype, fp8)
-    keeper, results = train(kind, config, tmp_path / "recomputed", dtype, fp8)
-    for result, value in zip(results, expected, strict=True):
-        assert torch.equal(result, value)
+    plain, expected = train_block("none", config, tmp_path / "plain", dtype, fp8)
+    keeper, results = train_block(kind, config, tmp_path / "recomputed", dtype, fp8)
+    assert all(map(torch.equal, results, expected))
     assert [list(records) for records in keeper.steps] == [list(records) for records in plain.steps]
     assert keeper.iterations == [0, 1, 2]
 
 
 def test_a_recomputed_forward_has_precision_features_where_evaluation_has_none(tmp_path: Path) -> None:
     config = {"fake": feature("FakeQuant", ["all"], gemms=["fprop"], tensors=["weight"], quant_format="FP8E5M2")}
-    results, expected = (
-        train(kind, config, tmp_path / kind, torch.float32, False, precision_features_in_eval=False)[1]
+    (_, results), (_, expected) = (
+        train_block(kind, config, tmp_path / kind, precision_features_in_eval=False)
         for kind in ("torch reentrant", "none")
     )
-    for result, value in zip(results, expected, strict=True):
-        assert torch.equal(result, value)
+    assert all(map(torch.equal, results, expected))
 
 
 def test_a_layer_that_recomputes_by_itself_is_observed_once(tmp_path: Path) -> None:
-    seen = {}
+    seen = []
     for own in (False, True):
         torch.manual_seed(0)
         net, keeper = te.LayerNormMLP(32, 64, checkpoint=own), Keeper()
         with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
-            net(batch(0).requires_grad_()).sum().backward()
-            session.step()
-        seen[own] = keeper.values("l1_norm", "layernorm_mlp.fc1"), keeper.values("l1_norm", "layernorm_mlp.fc2")
-    assert seen[True] == seen[False]
-    assert seen[True][0]
+            train(session, net, 1, x=batch(0).requires_grad_())
+        seen.append([keeper.values("l1_norm", f"layernorm_mlp.{layer}") for layer in ("fc1", "fc2")])
+    assert seen[0] == seen[1] != [{}, {}]
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -184,17 +173,35 @@ def test_an_input_of_another_type_than_autocasts_is_taken(tmp_path: Path, config
     for inspected in (False, True):
         te.quantization.FP8GlobalStateManager.reset()
         net = model()
-        session = InspectSession(config, model=net, log_dir=tmp_path)
-        if inspected:
-            session.start()
-        with torch.autocast("cpu", dtype=torch.bfloat16), te.autocast(enabled=fp8):
-            out = net(batch(0).requires_grad_())
-        out.float().sum().backward()
-        session.stop()
+        with InspectSession(config, model=net, log_dir=tmp_path) if inspected else nullcontext():
+            with torch.autocast("cpu", dtype=torch.bfloat16), te.autocast(enabled=fp8):
+                out = net(batch(0).requires_grad_())
+            out.float().sum().backward()
         results.append(out.detach())
     assert results[0].dtype is results[1].dtype is torch.bfloat16
     if "stats" in config:
         assert torch.equal(*results), "observing changes nothing"
+
+
+def test_a_layer_without_features_runs_transformer_engines_own_path(tmp_path: Path) -> None:
+    """Bit for bit under bf16 and delayed scaling, where TE's debug path differs from its fused one."""
+    outputs = []
+    for inspected in (False, True):
+        net = block().bfloat16()
+        with (
+            InspectSession(statistics(layers=["mlp"]), model=net, log_dir=tmp_path) if inspected else nullcontext() as s
+        ):
+            for step in range(3):
+                with te.autocast():
+                    outputs.append(net.linear(batch(step).bfloat16()).detach())
+                if s is not None:
+                    s.step()
+    assert all(map(torch.equal, outputs[:3], outputs[3:]))
+
+
+def block() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(OrderedDict(linear=te.LayerNormLinear(32, 32), mlp=te.LayerNormMLP(32, 64)))
 
 
 def test_micro_batches_of_a_step_are_one_row(tmp_path: Path, keeper: Keeper) -> None:
@@ -211,37 +218,30 @@ def test_micro_batches_of_a_step_are_one_row(tmp_path: Path, keeper: Keeper) -> 
     assert keeper.values("l1_norm", tensor="weight")[0] == pytest.approx(weight, rel=1e-6)
 
 
-def test_a_layer_without_features_runs_transformer_engines_own_path(tmp_path: Path) -> None:
-    """Bit for bit under bf16 and delayed scaling, where TE's debug path differs from its fused one."""
-    outputs = []
-    for config in (None, {**statistics(layers=["mlp"])}):
-        net = Block().to(torch.bfloat16)
-        session = InspectSession(config or statistics(), model=net, log_dir=tmp_path)
-        if config is not None:
-            session.start()
-        for step in range(3):
-            with te.autocast(enabled=True):
-                outputs.append(net.linear(batch(step).to(torch.bfloat16)).detach())
-            if config is not None:
-                session.step()
-        session.stop()
-    for plain, inspected in zip(outputs[:3], outputs[3:], strict=True):
-        assert torch.equal(plain, inspected)
-
-
 def test_the_dgrads_of_an_mlp_are_told_apart(tmp_path: Path, keeper: Keeper) -> None:
     """Transformer Engine 2.20.2 shows both as fc1's."""
     torch.manual_seed(0)
-    net = te.LayerNormMLP(32, 128)
-    x = torch.randn(16, 32, requires_grad=True)
+    net, x = te.LayerNormMLP(32, 128), torch.randn(16, 32, requires_grad=True)
     config = statistics(tensors=["dgrad"], stats=["numel", "l1_norm"])
     with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         for _ in range(2):
-            for _ in range(2):
-                net(x).sum().backward()
-            session.step()
+            net(x).sum().backward()
+            train(session, net, 1, x=x)
     for layer, width in (("fc1", 32), ("fc2", 128)):
         assert keeper.values("numel", f"layernorm_mlp.{layer}", "dgrad") == dict.fromkeys((0, 1), 2 * 16 * width)
     of_fc2 = torch.ones(16, 32) @ net.fc2_weight.detach()
     result = keeper.values("l1_norm", "layernorm_mlp.fc2", "dgrad")[0]
     assert result == pytest.approx(2 * of_fc2.abs().sum().item(), rel=1e-5)
+
+
+def test_what_leaves_the_fused_path_under_the_default_config_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GELU that is fused into its GEMM has no function of its own that could run once more."""
+    caplog.set_level(logging.INFO)
+    net = torch.nn.Sequential(te.Linear(128, 128), te.LayerNormMLP(128, 128))
+    net[1].gemm_gelu_fusion = True  # as NVTE_GEMM_GELU_FUSION=1 makes it where Userbuffers are initialized
+    InspectSession(None, model=net, log_dir=tmp_path).start().stop()
+    (text,) = [text for text in caplog.messages if "debug path" in text]
+    assert "1 of 2 modules" in text
+    assert "1: LogTensorStats: the fused path of LayerNormMLP never has its activation in high precision" in text

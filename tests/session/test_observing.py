@@ -13,17 +13,16 @@ from unittest import mock
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
-import transformer_engine.debug.features
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics
+from tests.features.plain import THEIRS, plain
 
 ROWS, HIDDEN, STEPS = 64, 64, 2
 RECIPES: dict[str, tuple[tuple[int, int], Callable[[], Any] | None]] = {
@@ -59,21 +58,10 @@ def ours(module: torch.nn.Module, folder: Path, **options: Any) -> Iterator[Call
 @contextmanager
 def theirs(module: torch.nn.Module, folder: Path) -> Iterator[Callable[[], object]]:
     """Plain nvidia-dlfw-inspect, with Transformer Engine's own features."""
-    snapshot = Snapshot()
-    try:
-        features = [str(Path(transformer_engine.debug.features.__path__[0]))]
-        debug_api.initialize(config(), feature_dirs=features, log_dir=str(folder))
+    with plain(config()["stats"]["transformer_engine"], folder, folders=[THEIRS], layers="all"):
         TEDebugState.debug_enabled = True
         debug_api.infer_and_assign_layer_names(module)
         yield debug_api.step
-        debug_api.end_debug()
-    finally:
-        snapshot.restore()
-
-
-@contextmanager
-def nobody(module: torch.nn.Module, folder: Path) -> Iterator[Callable[[], object]]:
-    yield lambda: None
 
 
 def train(name: str, recipe: str, dtype: torch.dtype, observer: Observer, folder: Path) -> list[torch.Tensor]:
@@ -121,7 +109,7 @@ def test_the_debug_path_changes_the_same_bits_as_upstreams_features(
     # Transformer Engine's GELU depends on the last checkpoint of the process.
     te.checkpoint(torch.nn.Identity(), torch.ones(1, requires_grad=True), use_reentrant=True)
     with mock.patch.object(compiled, "SMALLEST", sys.maxsize), any_capability():  # nothing is compiled
-        alone = train(name, recipe, dtype, nobody, tmp_path)
+        alone = train(name, recipe, dtype, lambda module, folder: nullcontext(lambda: None), tmp_path)
         observed = train(name, recipe, dtype, ours, tmp_path)
         assert differs(alone, observed)
         assert not differs(observed, train(name, recipe, dtype, theirs, tmp_path))

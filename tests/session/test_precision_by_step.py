@@ -14,6 +14,7 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
+from tests.conftest import feature
 from tests.lightning.models import logged_lines
 
 RECIPES: Mapping[str, tuple[recipes.Recipe, tuple[int, int]]] = {
@@ -140,19 +141,28 @@ class Fixed:
         return float(forward[0]), float(backward[0])
 
 
-@pytest.mark.parametrize("feature", ["DisableFP8Layer", "FakeQuant", "PerTensorScaling"])
-def test_the_scales_of_delayed_scaling_follow_the_amaxes_of_a_span(tmp_path: Path, feature: str) -> None:
+@pytest.mark.parametrize("name", ["DisableFP8Layer", "FakeQuant", "PerTensorScaling"])
+def test_the_scales_of_delayed_scaling_follow_the_amaxes_of_a_span(tmp_path: Path, name: str) -> None:
     """scale = largest number of the format / amax, which is 448 for E4M3 and 57344 for E5M2."""
-    options = dict(FEATURES[feature])
+    options = dict(FEATURES[name])
     if options:
         options |= {"gemms": ["fprop", "dgrad", "wgrad"], "tensors": ["activation", "weight", "gradient"]}
-    section = {feature: {"enabled": True, **options, "start_step": 1, "end_step": 2}}
-    everywhere = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": section}
-    run = Fixed(tmp_path, {"all": everywhere})
+    run = Fixed(tmp_path, {"all": feature(name, ["all"], **options, start_step=1, end_step=2)})
     with run.session:
         scales = [run.step(2.0**number, 2.0 ** (4 - number)) for number in (1, 3, 5, 2)]
     assert [round(448 / forward, 3) for forward, _ in scales] == [2, 8, 32, 32]  # of the last two steps
     assert [round(57344 / backward, 3) for _, backward in scales] == [8, 8, 2, 4]
+
+
+def test_coverage_knows_the_span(tmp_path: Path) -> None:
+    run = Fixed(tmp_path, {"high": feature("DisableFP8GEMM", ["all"], gemms=["fprop"], start_step=1, end_step=2)})
+    reasons = []
+    with run.session as session:
+        for _ in range(4):
+            run.step(1.0, 1.0)
+            reasons.append({product.why for product in session.coverage() if not product.is_low})
+    acts = {"DisableFP8GEMM in the config mapping (section 'high'), steps 1 to 2"}
+    assert reasons == [set(), acts, acts, set()]
 
 
 @pytest.mark.parametrize("feature", ["DisableFP8Layer", "FakeQuant"])
@@ -164,31 +174,12 @@ def test_a_span_between_due_steps_has_no_statistics(tmp_path: Path, feature: str
         "LogTensorStats": {**statistics, "stats": ["cur_amax", "numel"]},
         "LogFp8TensorStats": {**statistics, "stats": ["underflows%"]},
     }
-    training = Training(RECIPES["delayed"][0])
-    names = {}
+    training, names = Training(RECIPES["delayed"][0]), {}
     with InspectSession(sections, model=training.model, log_dir=tmp_path, observe="auto") as session:
         for number in range(12):
             training.step(number)
             session.step()
-            rows = session.last_statistics if number % 4 == 0 or number == 11 else ()
-            names[number] = {(row.layer, row.tensor, row.statistic) for row in rows if row.value}
+            names[number] = {(row.layer, row.tensor, row.statistic) for row in session.last_statistics if row.value}
     steps = {step for (name, step), _ in logged_lines(tmp_path).items() if "activation" in name or "gradient" in name}
     assert steps == {0, 4, 8}
     assert names[0] >= names[4] == names[8] == names[11] != set()
-
-
-def test_coverage_knows_the_span(tmp_path: Path) -> None:
-    section = {"DisableFP8GEMM": {"enabled": True, "gemms": ["fprop"], "start_step": 1, "end_step": 2}}
-    everywhere = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": section}
-    run = Fixed(tmp_path, {"high": everywhere})
-    with run.session as session:
-        results = []
-        for _ in range(5):
-            run.step(1.0, 1.0)
-            results.append(session.coverage())
-        of_fprop = [[entry for entry in session.precision(at=step) if entry.gemm == "fprop"] for step in range(5)]
-    assert [round(coverage.share("fp8"), 3) for coverage in results] == [1, 0.667, 0.667, 1, 1]
-    assert [{product.why for product in coverage if not product.is_low} for coverage in results] == [
-        *[set(), *[{"DisableFP8GEMM in the config mapping (section 'high'), steps 1 to 2"}] * 2, set(), set()]
-    ]
-    assert [(entry.since, entry.until) for (entry,) in of_fprop] == [(0, 0), (1, 2), (1, 2), (3, None), (3, None)]

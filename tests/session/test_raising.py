@@ -33,6 +33,7 @@ from te_precision_callbacks.session.endings import ClosingReport
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.run import Run
 from tests.conftest import Keeper, statistics
+from tests.training import observed
 
 ASKED_FOR = {
     "ObservationError": "strict=True",
@@ -200,12 +201,10 @@ def test_a_step_raises_what_was_asked_for_and_nothing_else(
 
 
 def test_a_strict_session_raises_its_own_exception(tmp_path: Path, kinds: dict[str, type[PrecisionDebugError]]) -> None:
-    net = te.Linear(16, 16)
     for name in ("RanksLostError", "ConfigError", "RunError"):
-        with InspectSession(statistics(), model=net, log_dir=tmp_path, strict=True, records="off") as session:
-            with mock.patch.object(ObservedModel, "note_order", side_effect=one(kinds[name])):
-                with pytest.raises(ObservationError, match=name):
-                    session.step()
+        with mock.patch.object(ObservedModel, "note_order", side_effect=one(kinds[name])):
+            with pytest.raises(ObservationError, match=name):
+                observed(tmp_path, statistics(), steps=1, records="off", strict=True)
 
 
 def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,36 +212,23 @@ def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pyt
         def __str__(self) -> str:
             raise AttributeError("a slip")
 
-    net = te.Linear(16, 16)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path, records="off") as session:
-        with mock.patch.object(ObservedModel, "note_order", side_effect=Broken()):
-            session.step()
+    with mock.patch.object(ObservedModel, "note_order", side_effect=Broken()):
+        observed(tmp_path, statistics(), steps=1, records="off")
     assert "Precision debugging failed on rank 0: ending iteration 0: Broken (without a message)." in caplog.text
 
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
-    "part",
+    ("owner", "part"),
     [
-        "_hand_over",
-        "_send_end",
-        "_warn_never_due",
-        "_close_sinks",
-        "log_coverage",
-        "write_page",
-        "print_verdict",
-        "_put_back",
-        "_close_dumps",
+        *((Run, part) for part in ("_hand_over", "_send_end", "_warn_never_due", "_close_sinks", "_put_back")),
+        (Run, "_close_dumps"),
+        *((ClosingReport, part) for part in ("log_coverage", "write_page", "print_verdict")),
     ],
 )
 def test_stop_raises_no_failure_of_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, strict: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, owner: type, part: str, strict: bool
 ) -> None:
-    net = te.Linear(16, 16)
-    session = InspectSession(statistics(), model=net, log_dir=tmp_path, records="off", strict=strict).start()
-    net(torch.ones(16, 16)).sum().backward()
-    session.step()
-    owner = Run if part.startswith("_") else ClosingReport
     called = getattr(owner, part)
 
     def fails(*arguments: Any, **keywords: Any) -> None:
@@ -250,6 +236,6 @@ def test_stop_raises_no_failure_of_its_own(
         raise MemoryError("no room")
 
     with mock.patch.object(owner, part, fails):
-        session.stop()
+        session = observed(tmp_path, statistics(), steps=1, records="off", strict=strict)
     assert not session.running
     assert "MemoryError: no room" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,33 +11,33 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 
 from te_precision_callbacks.session import InspectSession
-from tests.conftest import Keeper, statistics
+from tests.conftest import Keeper, feature, statistics
+from tests.training import train
 
 VARIABLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-STATE = ("scale", "amax_history")
 
 
-def forward(net: torch.nn.Module, recipe: recipes.Recipe | None) -> None:
-    with te.autocast(enabled=recipe is not None, recipe=recipe):
-        net(torch.randn(128, 128)).sum().backward()
-
-
-def trained(recipe: recipes.Recipe, *, fp8_weights: bool = False) -> te.Linear:
-    with te.quantized_model_init(enabled=fp8_weights, recipe=recipe):
-        net = te.Linear(128, 128)
+def trained(recipe: recipes.Recipe) -> te.Linear:
+    net = te.Linear(128, 128)
     for _ in range(2):
         forward(net, recipe)
     return net
 
 
-def saved(net: torch.nn.Module, *, weights_only: bool = True) -> dict[str, Any]:
+def forward(net: torch.nn.Module, recipe: recipes.Recipe) -> None:
+    with te.autocast(recipe=recipe):
+        net(torch.randn(128, 128)).sum().backward()
+
+
+def saved(net: torch.nn.Module) -> dict[str, Any]:
     """Its state, by way of torch's file format."""
     file = io.BytesIO()
     torch.save(net.state_dict(), file)
     file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=weights_only)
+    loaded: dict[str, Any] = torch.load(file)
     return loaded
 
 
@@ -51,8 +52,7 @@ def test_start_step_is_the_iteration_of_the_first_step(tmp_path: Path, keeper: K
     with InspectSession(statistics(freq=5), model=net, log_dir=tmp_path, sinks=[keeper], start_step=7) as session:
         for step in range(7, 17):
             assert session.iteration == step
-            forward(net, None)
-            session.step()
+            train(session, net, 1, x=torch.randn(128, 128))
             if step == 12:
                 session.attach(net)
     assert [records.iteration for records in keeper.steps if records] == [10, 15]
@@ -61,49 +61,33 @@ def test_start_step_is_the_iteration_of_the_first_step(tmp_path: Path, keeper: K
 DELAYED = recipes.DelayedScaling(amax_history_len=4)
 
 
-def unscaled(
-    net: torch.nn.Module,
-    keeper: Keeper,
-    folder: Path,
-    ran: list[recipes.Recipe | None],
-    *,
-    freq: int = 1,
-    start: int = 0,
-) -> list[int]:
-    """The iterations that are marked as steps without a scale."""
-    with InspectSession(statistics(freq=freq), model=net, log_dir=folder, sinks=[keeper], start_step=start) as session:
-        for recipe in ran:
-            forward(net, recipe)
-            session.step()
-    marked = [records.iteration for records in keeper.steps if records.unscaled]
-    assert all(records.unscaled in ({"linear"}, set()) for records in keeper.steps)
-    return marked
-
-
-@pytest.mark.parametrize(("start", "has_state", "length"), [(0, True, 1), (7, True, 4), (0, False, 4), (7, False, 1)])
+@pytest.mark.parametrize(
+    ("start", "has_state", "length", "behind_attach"),
+    [(0, True, 1, False), (7, True, 4, False), (0, False, 4, False), (7, False, 1, False), (0, True, 4, True)],
+)
 def test_a_layer_has_a_scale_where_its_state_was_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keeper: Keeper, start: int, has_state: bool, length: int
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    keeper: Keeper,
+    start: int,
+    has_state: bool,
+    length: int,
+    behind_attach: bool,
 ) -> None:
+    """Before the session begins, or behind attach, as ``Accelerator.load_state`` does it."""
     monkeypatch.setenv(VARIABLE, "1")
     recipe = recipes.DelayedScaling(amax_history_len=length)
     state, net = saved(trained(recipe)), te.Linear(128, 128)
     if not has_state:
         del state["_extra_state"]
-    net.load_state_dict(state, strict=False)
-    assert unscaled(net, keeper, tmp_path, [recipe] * 3, start=start) == ([] if has_state else [start])
-
-
-def test_so_has_one_whose_state_was_loaded_behind_attach(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keeper: Keeper
-) -> None:
-    """As ``Accelerator.load_state`` does it."""
-    monkeypatch.setenv(VARIABLE, "1")
-    state, net = saved(trained(DELAYED)), te.Linear(128, 128)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
-        net.load_state_dict(state)
-        forward(net, DELAYED)
-        session.step()
-    assert [records.unscaled for records in keeper.steps] == [frozenset()]
+    if not behind_attach:
+        net.load_state_dict(state, strict=False)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], start_step=start) as session:
+        if behind_attach:
+            net.load_state_dict(state)
+        train(session, net, x=torch.randn(128, 128), recipe=recipe)
+    expected = set() if has_state else {"linear"}
+    assert [records.unscaled for records in keeper.steps] == [expected, set(), set()]
 
 
 CURRENT = recipes.Float8CurrentScaling()
@@ -121,7 +105,12 @@ CURRENT = recipes.Float8CurrentScaling()
 def test_a_layer_that_begins_delayed_scaling_later_has_none_in_its_first_step(
     tmp_path: Path, keeper: Keeper, ran: list[recipes.Recipe | None], freq: int, without: list[int]
 ) -> None:
-    assert unscaled(te.Linear(128, 128), keeper, tmp_path, ran, freq=freq) == without
+    net = te.Linear(128, 128)
+    with InspectSession(statistics(freq=freq), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        for recipe in ran:
+            train(session, net, 1, x=torch.randn(128, 128), recipe=recipe)
+    marked = {records.iteration: records.unscaled for records in keeper.steps if records.unscaled}
+    assert marked == {iteration: {"linear"} for iteration in without}
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 1), (7, 4)])
@@ -142,3 +131,72 @@ def test_neither_quantized_weights_nor_an_evaluation_give_it_a_scale(
                 net(torch.randn(128, 128))  # which leaves a layer that seems not to run in FP8
             session.step()
     assert [bool(records.unscaled) for records in keeper.steps] == [True, False, False]
+
+
+PLAIN = {"min", "max", "mean", "std", "cur_amax", "nonfinite_num"}
+QUANTIZED = {"underflows%", "overflows%", "scale_inv_max", "scale_inv_min"}
+LOST = {"s": feature("LogFp8TensorStats", ["all"], tensors=["gradient"], stats=["underflows%", "sqnr_db"], freq=2)}
+
+
+@pytest.fixture
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+
+
+def steps_of(session: InspectSession, net: torch.nn.Module, recipes: list[Recipe | None]) -> Iterator[int]:
+    """A step for each recipe, with a gradient of the size that a mean over a batch has."""
+    for recipe in recipes:
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            out = net(torch.randn(16, 32))
+        (out * torch.randn_like(out) * 7e-6).sum().backward()
+        yield session.iteration
+        session.step()
+
+
+def test_the_default_config_tells_what_quantization_loses(tmp_path: Path, net: torch.nn.Module, keeper: Keeper) -> None:
+    with InspectSession(model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        list(steps_of(session, net, [DelayedScaling()] * 11 + [None] * 10))
+    assert keeper.iterations == [0, 1, 2, 5, 10, 20]
+    *_, in_fp8, in_high_precision = keeper.steps
+    assert {row.statistic for row in in_fp8} == PLAIN | QUANTIZED
+    assert len(in_fp8) == 2 * 3 * len(PLAIN | QUANTIZED)
+    assert {row.statistic for row in in_high_precision} == PLAIN, "and not what current scaling would give"
+
+
+@pytest.mark.parametrize(
+    ("recipes", "start", "left_out"),
+    [
+        ([DelayedScaling()] * 5, None, {0}),
+        ([Float8CurrentScaling()] * 5, None, set()),
+        ([DelayedScaling()] * 3, 100, set()),
+        ([None, None, *[DelayedScaling()] * 3], None, {2}),
+    ],
+    ids=["delayed", "current", "resumed", "switched on"],
+)
+def test_the_first_step_of_delayed_scaling_is_nobodys_worst(
+    tmp_path: Path, net: torch.nn.Module, keeper: Keeper, recipes: list[Any], start: int | None, left_out: set[int]
+) -> None:
+    """Its scale is 1: most of a gradient underflows, which says nothing of the steps after it."""
+    if start is not None:  # a checkpoint brings the scales
+        with InspectSession(LOST, model=net, log_dir=tmp_path / "before") as session:
+            list(steps_of(session, net, recipes))
+    with InspectSession(LOST, model=net, log_dir=tmp_path, sinks=[keeper], start_step=start) as session:
+        list(steps_of(session, net, recipes))
+    values = [
+        (records.iteration, row)
+        for records in keeper.steps
+        for row in records
+        if row.statistic in ("underflows%", "sqnr_db")
+    ]
+    assert {records.iteration for records in keeper.steps if records.unscaled} == left_out
+    for iteration, row in values:
+        if row.statistic == "underflows%":
+            assert (row.value > 60) == (iteration in left_out), "the example of docs/statistics.md"
+    of_own_recipe = [worst for worst in session.worst_statistics if worst.row.statistic in ("underflows%", "sqnr_db")]
+    assert len(of_own_recipe) == 4
+    for row, iteration in of_own_recipe:
+        worst = max if row.statistic == "underflows%" else min
+        of_series = {i: r.value for i, r in values if r[:4] == row[:4] and i not in left_out}
+        assert row.value == worst(of_series.values())
+        assert of_series[iteration] == row.value

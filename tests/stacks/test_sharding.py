@@ -1,9 +1,8 @@
-"""Two ranks under the strategies of trainers that run on CPUs have the numbers of one process."""
+"""Two ranks under the strategies of trainers have the numbers of one process."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 from tests.forked import launched
 from tests.lightning.models import batch_of
 from tests.lightning.test_fabric import Net
-from tests.stacks.sharding_script import CASES, RATE, STEPS
 
 SCRIPT = Path(__file__).with_name("sharding_script.py")
-GPU_SCRIPT = Path(__file__).with_name("gpu_script.py")
+STEPS, RATE = 2, 0.1  # as in the script
 
 
 def in_one_process() -> dict[str, dict[str, float]]:
@@ -40,31 +38,21 @@ def in_one_process() -> dict[str, dict[str, float]]:
     return results
 
 
-def assert_numbers(folder: Path, cases: Iterable[str]) -> None:
-    expected = in_one_process()
-    for case in cases:
-        result = json.loads((folder / f"{case}.json").read_text())
-        assert result == {name: pytest.approx(of_step, rel=1e-5) for name, of_step in expected.items()}, case
-
-
 @pytest.mark.slow
-def test_two_ranks_have_the_numbers_of_one_process(tmp_path: Path) -> None:
-    ended = launched(SCRIPT, [str(tmp_path)])
-    assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr[-3000:] for rank in ended)
-    assert_numbers(tmp_path, CASES)
-    saved = torch.load(tmp_path / "Fabric, DDP" / "saved.ckpt")
-    assert saved["precision"]["iteration"] == STEPS
-    assert saved["precision"]["fingerprint"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("FSDP", 4), ("ZeRO", 7)])
-def test_strategies_that_ask_for_a_gpu_have_the_numbers_of_one_process(tmp_path: Path, kind: str, count: int) -> None:
-    """On CPUs that pretend to be GPUs, with the classes and keywords of a user."""
+@pytest.mark.parametrize(("kind", "count"), [("CPU", 3), ("FSDP", 4), ("ZeRO", 7)])
+def test_two_ranks_have_the_numbers_of_one_process(tmp_path: Path, kind: str, count: int) -> None:
+    """Also on CPUs that pretend to be GPUs, with the classes and keywords of a user."""
     if kind == "ZeRO":
         pytest.importorskip("deepspeed")
-    ended = launched(GPU_SCRIPT, [str(tmp_path), kind], whole=False)
+    ended = launched(SCRIPT, [str(tmp_path), kind], whole=kind == "CPU")
     assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr[-3000:] for rank in ended)
     cases = sorted(path.stem for path in tmp_path.glob("*.json"))
     assert len(cases) == count
-    assert_numbers(tmp_path, cases)
+    expected = in_one_process()
+    for case in cases:
+        result = json.loads((tmp_path / f"{case}.json").read_text())
+        assert result == {name: pytest.approx(of_step, rel=1e-5) for name, of_step in expected.items()}, case
+    if kind == "CPU":
+        saved = torch.load(tmp_path / "Fabric, DDP on CPUs" / "saved.ckpt")
+        assert saved["precision"]["iteration"] == STEPS
+        assert saved["precision"]["fingerprint"]

@@ -1,4 +1,4 @@
-"""Features whose steps a run does not reach are named at its end."""
+"""Steps in which features act: those of ``early_steps=``, and those that a run does not reach, as its end says."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.dumps import load
+from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.session import InspectSession
-from tests.conftest import feature
+from tests.conftest import Keeper, feature
+from tests.training import observed
 
 CHANGES: dict[str, Any] = {"gemms": ["fprop"]}
 LOOKS: dict[str, Any] = {"tensors": ["weight"], "stats": ["max"]}
 
 
 def run(folder: Path, name: str, options: dict[str, Any], **session: Any) -> InspectSession:
-    model = te.Linear(32, 32)
     config = {"s": feature(name, ["all"], **options)}
-    with InspectSession(config, model=torch.nn.Sequential(model), log_dir=folder, **session) as running:
-        for _ in range(4):
-            model(torch.randn(16, 32)).sum().backward()
-            running.step()
-    return running
+    return observed(folder, config, net=torch.nn.Sequential(te.Linear(32, 32)), steps=4, **session)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +78,42 @@ def test_the_rules_of_gemms_that_were_never_due_are_not_judged(
     assert len(results) == 5
     assert set(results.values()) == {f"LogGemmError has measured nothing: {why}"}
     assert diagnose(tmp_path) == running.findings
+
+
+DUMPED: dict[str, Any] = {"tensors": ["gradient"], "high_precision_tensor": True, "freq": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "session", "steps", "due"),
+    [
+        (None, {}, 101, [0, 1, 2, 5, 10, 20, 50, 100]),
+        (None, {"early_steps": False}, 11, [0]),
+        (None, {"start_step": 3}, 9, [5, 10]),  # a resumed run counts from the begin of the training
+        ({"freq": 4}, {}, 7, [0, 4]),
+        ({"freq": 4}, {"early_steps": True}, 7, [0, 1, 2, 4, 5]),
+        ({"freq": 4}, {"early_steps": [3]}, 7, [0, 3, 4]),
+        ({"freq": 4, "start_step": 2, "end_step": 4}, {"early_steps": True}, 7, [2, 4]),
+        ({"tensors_struct": [{"tensor": "gradient", "freq": 4}]}, {"early_steps": [1]}, 5, [0, 1, 4]),
+    ],
+)
+def test_early_steps(
+    tmp_path: Path, keeper: Keeper, options: Any, session: dict[str, Any], steps: int, due: list[int]
+) -> None:
+    """Those of the default config, and of an own one if asked; dumps have none."""
+    config = None
+    if options is not None:
+        tensors = {} if "tensors_struct" in options else {"tensors": ["gradient"]}
+        config = {
+            "own": feature("LogTensorStats", ["all"], stats=["cur_amax"], **tensors, **options),
+            "dumps": feature("DumpTensors", ["all"], **DUMPED),
+        }
+    observed(tmp_path, config, steps=steps, sinks=[keeper], **session)
+    assert sorted(keeper.values("cur_amax", tensor="gradient")) == due
+    dumps = {load(path).header.iteration for path in tmp_path.rglob("*.safetensors")}
+    assert dumps == (set() if options is None else {0, 4})
+
+
+@pytest.mark.parametrize("wrong", ["1, 2", [], [-1], [True]], ids=str)
+def test_values_that_it_does_not_take(wrong: Any) -> None:
+    with pytest.raises(OptionError, match=r"early_steps= must be True, False, None, or a list of whole numbers"):
+        SessionOptions.from_keywords(None, early_steps=wrong)
