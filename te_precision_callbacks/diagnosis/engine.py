@@ -49,9 +49,8 @@ class Diagnosis:
         self._collected = 0
 
     def know(self, facts: Facts, iteration: int) -> list[Finding]:
-        self._facts = facts
-        self.has_run = self.has_run or facts.has_run
-        return self._judge(iteration, lambda judge: judge.facts(facts))
+        self._facts, self.has_run = facts, self.has_run or facts.has_run
+        return self._judge(iteration, lambda judge: judge.facts(facts), of_facts=True)
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
         self.has_run = True
@@ -183,7 +182,12 @@ class Diagnosis:
         return dataclasses.replace(finding, checkpoint=checkpoint)
 
     def _judge(
-        self, iteration: int, look: Callable[[Judge], Iterable[Sighting]], rank: int | None = None
+        self,
+        iteration: int,
+        look: Callable[[Judge], Iterable[Sighting]],
+        rank: int | None = None,
+        *,
+        of_facts: bool = False,
     ) -> list[Finding]:
         changed: dict[_Key, Finding] = {}
         for rule, judge in self._judges:
@@ -195,7 +199,9 @@ class Diagnosis:
                 self._failed[rule.id] = f"it failed in step {iteration}: {type(error).__name__}: {error}"
                 continue
             for sighting in sightings:
-                key, finding, is_news = self._keep((rule, judge), sighting, iteration, rank)
+                # Facts are gathered later than they begin, and at other times in a run than in its record.
+                since = sighting.since if of_facts else None
+                key, finding, is_news = self._keep((rule, judge), sighting, iteration if since is None else since, rank)
                 if is_news:
                     changed[key] = self._with_checkpoint(finding)
         return worst_first(changed.values())

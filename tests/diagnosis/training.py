@@ -34,7 +34,6 @@ def trained(
     after: Callable[[], object] = lambda: None,
     logs: bool = True,
     config: Any = None,
-    compared: Callable[[Verdict], object] = lambda verdict: verdict,
 ) -> Verdict:
     """The verdict on a training.
 
@@ -43,7 +42,6 @@ def trained(
         around: what surrounds the forward of a micro-batch.
         after: called behind the optimizers, before ``session.step()``.
         logs: whether the loop logs its loss.
-        compared: what of the verdict the replay has to have too.
     """
     loss = loss or (lambda step: model(torch.randn(16, 32)).square().mean())
     stepped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
@@ -59,7 +57,7 @@ def trained(
             after()
             session.log({"loss": value.detach()} if logs else {})
             session.step()
-    assert compared(diagnose(folder)) == compared(session.findings)
+    assert diagnose(folder) == session.findings
     return session.findings
 
 
