@@ -186,9 +186,7 @@ def _recipe(
     )
 
 
-def _megatron(
-    name: str, what: str, processes: int, *arguments: str, capability: str = "9.0", differs: str = ""
-) -> Client:
+def _megatron(name: str, what: str, processes: int, *arguments: str, capability: str = "9.0") -> Client:
     return Client(
         name=f"megatron-core/{name}",
         marker="megatron/train_gpt.py",
@@ -202,7 +200,6 @@ def _megatron(
         capability=capability,
         stands_in="the script itself, tests/clients/scripts/megatron/train_gpt.py; random tokens",
         said=("megatron-core",),
-        differs=differs,
     )
 
 
@@ -340,7 +337,7 @@ CLIENTS = (
         stands_in="the script itself, tests/clients/scripts/trl/train_sft.py; random tokens",
         said=("trl", "accelerate", "transformers"),
     ),
-    _megatron("one", "own loop, Megatron DDP, delayed scaling; 1 process", 1, differs=_FUSED_NORM),
+    _megatron("one", "own loop, Megatron DDP, delayed scaling; 1 process", 1),
     _megatron(
         "tp2",
         "tensor parallel 2 with sequence parallelism, current scaling; 2 processes",
@@ -360,6 +357,6 @@ CLIENTS = (
         "--recipe",
         "tensorwise",
     ),
-    _megatron("fp8-weights", "FP8 primary weights, delayed scaling; 1 process", 1, "--fp8-param", differs=_FUSED_NORM),
+    _megatron("fp8-weights", "FP8 primary weights, delayed scaling; 1 process", 1, "--fp8-param"),
     _megatron("mxfp8", "MXFP8; 1 process", 1, "--recipe", "mxfp8", capability="10.0"),
 )
