@@ -12,7 +12,7 @@ import torch
 from measuring import FP8_STATISTICS, TENSOR_STATISTICS, Interval, as_in_a_long_run, measured_tensor
 from stats import CURRENT, Measured
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 
 UNITS = {
     "ours_ms": "ms",
@@ -70,7 +70,7 @@ def _bandwidth(measured: Measured) -> dict[str, float]:
 
 def check(settings: Settings, rows: Rows) -> None:
     settings.transformer_engine()
-    size, least, seconds = (160, 1, 0.0) if settings.small else (8192, 8, 20.0)
+    size, least, seconds = (160, 1, 0.0) if not settings.on_gpu else (8192, 8, 20.0)
     for tensor, quantized, recipe in ((TENSOR_STATISTICS, (), ""), ((), FP8_STATISTICS, CURRENT)):
         with as_in_a_long_run():
             measured = Measured(torch.bfloat16, tensor, quantized, recipe, size=size, device=settings.device)
@@ -89,7 +89,3 @@ def check(settings: Settings, rows: Rows) -> None:
                 note = f"{value.low:.3g} to {value.high:.3g}"
                 value = value.value
             rows.measured(f"{name}: {key}", value, unit, note)
-
-
-if __name__ == "__main__":
-    run_part("bandwidth", check)

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from step import with_ours, without
 
-from gpu_parts.rows import CannotRunHereError, Rows, Settings, in_one_line, run_part
+from gpu_parts.rows import CannotRunHereError, Rows, Settings, in_one_line
 from gpu_parts.training import transformer_layers
 from te_precision_callbacks.session import InspectSession
 
@@ -358,7 +358,3 @@ def check(settings: Settings, rows: Rows) -> None:
                 alone = _captured(functools.partial(_trained, settings, make, watched=False, warm=warm))
                 watched = _trained(settings, make, watched=True, warm=warm)
                 rows.equal(f"{name}, captured {when}: the weights", _same(alone, watched), "same")
-
-
-if __name__ == "__main__":
-    run_part("capture", check)

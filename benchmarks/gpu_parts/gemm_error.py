@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu_parts.rows import Rows, Settings, run_part, values_of
+from gpu_parts.rows import Rows, Settings, values_of
 
 FLOORS = {"current": 0.0375, "mxfp8": 0.0375}
 """Relative errors of products of Gaussian matrices in E4M3."""
@@ -62,7 +62,7 @@ def _measured(made: Any, settings: Settings, size: int, steps: int) -> list[dict
 
 def check(settings: Settings, rows: Rows) -> None:
     settings.transformer_engine()
-    sizes = (128,) if settings.small else (512, 4096)
+    sizes = (128,) if not settings.on_gpu else (512, 4096)
     for name, (make, supports) in _recipes().items():
         supported = supports()
         if supported is not True and not (isinstance(supported, tuple) and supported[0]):
@@ -70,7 +70,7 @@ def check(settings: Settings, rows: Rows) -> None:
             continue
         for size in sizes:
             with rows.of(f"{name}, {size}"):
-                steps = _measured(make(), settings, size, 2 if settings.small else 20)
+                steps = _measured(make(), settings, size, 2 if not settings.on_gpu else 20)
                 for tensor in ("output", "dgrad", "wgrad"):
                     ratio = max(step[f"{tensor} gemm_kernel_ratio"] for step in steps)
                     rows.at_most(f"{name}, {size}, {tensor}: error over its tolerance", ratio, 1.0)
@@ -83,7 +83,3 @@ def check(settings: Settings, rows: Rows) -> None:
                     rows.at_most(check, abs(error / floor - 1), 0.1, note=f"{error:.4f}, and {floor}")
                 else:
                     rows.measured(f"{name}, {size}: error of the format", error)
-
-
-if __name__ == "__main__":
-    run_part("gemm_error", check)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from models import MODELS, ModelName, RecipeName, build
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.session import InspectSession
 
@@ -26,7 +26,7 @@ STEPS = 31
 def sizes(settings: Settings, smallest: int) -> tuple[Iterator[int], int | None]:
     """The blocks of each training in turn, and how many recipes, models or kinds there are."""
     settings.transformer_engine()
-    return itertools.cycle((smallest,) if settings.small else BLOCKS), 1 if settings.small else None
+    return itertools.cycle((smallest,) if not settings.on_gpu else BLOCKS), 1 if not settings.on_gpu else None
 
 
 def _train(model: ModelName, recipe: RecipeName, count: int, settings: Settings, rows: Rows) -> None:
@@ -48,7 +48,3 @@ def check(settings: Settings, rows: Rows) -> None:
     for recipe in RECIPES[:most]:
         for model in MODELS[:most]:
             _train(model, recipe, next(counts), settings, rows)
-
-
-if __name__ == "__main__":
-    run_part("healthy", check)

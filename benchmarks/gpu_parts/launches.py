@@ -14,7 +14,7 @@ import torch
 from measuring import as_in_a_long_run
 from step import Run, with_ours, without
 
-from gpu_parts.rows import Rows, Settings, in_one_line, run_part
+from gpu_parts.rows import Rows, Settings, in_one_line
 from gpu_parts.training import Training, statistics_of_all
 from gpu_parts.waits import HostWaits
 from te_precision_callbacks.base.vocabulary import Observe
@@ -50,7 +50,7 @@ def counted(training: Training, way: Run, settings: Settings) -> Counted:
 
 
 def check(settings: Settings, rows: Rows) -> None:
-    layers, hidden, sequence = (1, 64, 32) if settings.small else (4, 1024, 512)
+    layers, hidden, sequence = (1, 64, 32) if not settings.on_gpu else (4, 1024, 512)
     training = Training(settings, layers=layers, hidden=hidden, sequence=sequence, batch=2)
     ways: dict[str, Run] = {"without": without}
     for path in PATHS:
@@ -96,7 +96,3 @@ def _without_waits(training: Training, way: Run, rows: Rows) -> None:
             torch.cuda.set_sync_debug_mode("default")
     check = "fused: forward and backward where waits are errors"
     rows.equal(check, "failed" if failure else "ran", "ran", note=failure)
-
-
-if __name__ == "__main__":
-    run_part("launches", check)

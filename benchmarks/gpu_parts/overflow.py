@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 from gpu_parts.waits import HostWaits
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, extreme_slots
 
@@ -26,7 +26,7 @@ class Training:
 
     def __init__(self, settings: Settings) -> None:
         torch.manual_seed(0)
-        blocks, hidden, tokens = (3, 64, 32) if settings.small else (12, 1024, 4096)
+        blocks, hidden, tokens = (3, 64, 32) if not settings.on_gpu else (12, 1024, 4096)
         layers = (
             torch.nn.Sequential(
                 torch.nn.Linear(hidden, 4 * hidden), torch.nn.GELU(), torch.nn.Linear(4 * hidden, hidden)
@@ -92,7 +92,3 @@ def check(settings: Settings, rows: Rows) -> None:
     without = _waits(training, contextlib.nullcontext(), settings)
     waits = _waits(training, DebugActivationOverflow(training.model), settings)
     rows.equal("host waits added to a step", waits - without, 1)
-
-
-if __name__ == "__main__":
-    run_part("overflow", check)

@@ -16,7 +16,7 @@ import torch
 from measuring import as_in_a_long_run, progress
 from step import Run, with_ours, with_upstream, without
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 from gpu_parts.training import Training, statistics_of_all
 from te_precision_callbacks.base.vocabulary import Observe
 
@@ -50,7 +50,7 @@ def measure(training: Training, ways: dict[str, tuple[Run, int, int]], settings:
     times: dict[str, list[float]] = {name: [] for name in ways}
     block(training, without, 1, 1, settings)
     started = time.perf_counter()
-    for number in range(1 if settings.small else _ROUNDS):
+    for number in range(1 if not settings.on_gpu else _ROUNDS):
         for name, (way, warm_up, steps) in ways.items():
             if time.perf_counter() - started > _SECONDS:
                 return times
@@ -60,7 +60,7 @@ def measure(training: Training, ways: dict[str, tuple[Run, int, int]], settings:
 
 
 def check(settings: Settings, rows: Rows) -> None:
-    layers, hidden, sequence = (1, 64, 32) if settings.small else (24, 2048, 1024)
+    layers, hidden, sequence = (1, 64, 32) if not settings.on_gpu else (24, 2048, 1024)
     if settings.on_gpu and torch.cuda.mem_get_info(settings.device)[0] < _ROOMY:
         layers = min(layers, 4)
     training = Training(settings, layers=layers, hidden=hidden, sequence=sequence, batch=2)
@@ -92,7 +92,3 @@ def check(settings: Settings, rows: Rows) -> None:
             rows.measured(f"{name}: added share", 100 * added / alone, "%", note)
     if settings.on_gpu:
         rows.measured("memory, at most", torch.cuda.max_memory_allocated() / 2**30, "GiB")
-
-
-if __name__ == "__main__":
-    run_part("overhead", check)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpu_parts.parity_dump import ACTIVATION, COLUMNS, WEIGHT
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 
 CAPABILITIES = ("9.0", "10.0")
@@ -146,7 +146,3 @@ def check(settings: Settings, rows: Rows) -> None:
 def _layouts_of_this_gpu(settings: Settings) -> str:
     """Return the emulated capability with this GPU's layouts."""
     return "10.0" if torch.cuda.get_device_capability(settings.device) >= (10, 0) else "9.0"
-
-
-if __name__ == "__main__":
-    run_part("parity", check)

@@ -13,7 +13,7 @@ from defects import KINDS, Defect, Kind, train_with_defect
 from judging import judge_defect
 
 from gpu_parts.healthy import RECIPES, sizes
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 
 
 def _drawn(kind: Kind, blocks: int) -> Defect:
@@ -35,7 +35,3 @@ def check(settings: Settings, rows: Rows) -> None:
     counts, most = sizes(settings, smallest=4)
     for kind in KINDS[:most]:
         _train(_drawn(kind, next(counts)), settings, rows)
-
-
-if __name__ == "__main__":
-    run_part("planted", check)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_parts.rows import Rows, Settings, run_part, values_of
+from gpu_parts.rows import Rows, Settings, values_of
 from te_precision_callbacks.session import InspectSession
 
 RANKS, STEPS, ROWS, WIDTH = 2, 3, 64, 128
@@ -120,7 +120,3 @@ def check(settings: Settings, rows: Rows) -> None:
     for backend, note in ways.items():
         with rows.of(f"two ranks over {backend}"), tempfile.TemporaryDirectory() as folder:
             _judge(f"two ranks over {backend}", _run(settings, Path(folder), backend), rows, note)
-
-
-if __name__ == "__main__":
-    run_part("ranks", check)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gpu_parts.rows import CannotRunHereError, Rows, Settings, run_part, values_of
+from gpu_parts.rows import CannotRunHereError, Rows, Settings, values_of
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.session import InspectSession
 
@@ -176,7 +176,3 @@ def check(settings: Settings, rows: Rows) -> None:
     for name in _RECIPES[settings.capability or "9.0"]:
         with rows.of(name):
             _check_recipe(settings, rows, name)
-
-
-if __name__ == "__main__":
-    run_part("recipes", check)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
 from te_precision_callbacks.base.vocabulary import RECIPES as FORMATS
 from te_precision_callbacks.coverage.coverage import Product
@@ -36,7 +36,7 @@ RECIPES = ("fp8_current_scaling", "fp8_delayed_scaling", "fp8_block_scaling", "m
 def check(settings: Settings, rows: Rows) -> None:
     settings.transformer_engine()
     device = _device(settings, rows)
-    shapes = SMALL if settings.small else LARGE
+    shapes = SMALL if not settings.on_gpu else LARGE
     table: Calibration | None = None
     for recipe in RECIPES:
         try:
@@ -92,7 +92,3 @@ def _beside(rows: Rows, modeled: list[ProductTime], measured: list[ProductTime],
         )
         beside = f"expected {model.speedup:.2f} ({low:.2f} to {high:.2f}): {inside} of the interval"
         rows.measured(f"{name}: speed-up", product.speedup, "times", beside)
-
-
-if __name__ == "__main__":
-    run_part("speed", check)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
@@ -54,7 +54,7 @@ def _measure(engine: StatisticsEngine, layer: str, values: torch.Tensor) -> None
 def _wrong_statistics(settings: Settings, *, ends_on_second: bool, grows: bool) -> int:
     """Count the wrong values of all rounds."""
     engine, second = StatisticsEngine(), Second(settings)
-    layers = (20 if settings.small else 200) if grows else 1
+    layers = (20 if not settings.on_gpu else 200) if grows else 1
     wrong = 0
     for number in range(1, ROUNDS + 1):
         expected: dict[tuple[str, str], float] = {}
@@ -81,7 +81,7 @@ def _wrong_extremes(settings: Settings) -> int:
     slots, second, wrong = Slots(abs_min=False), Second(settings), 0
     for number in range(1, ROUNDS + 1):
         measured = []
-        for place in range(100 if settings.small else 1000):
+        for place in range(100 if not settings.on_gpu else 1000):
             with second.entered(asleep=place == 0) if place % 2 == 0 else contextlib.nullcontext():
                 values = torch.full((16,), float(place), device=settings.device)
                 values[0] = -number
@@ -107,7 +107,3 @@ def check(settings: Settings, rows: Rows) -> None:
             )
     with rows.of("extremes"):
         rows.equal("overflow detection: wrong extremes", _wrong_extremes(settings), 0)
-
-
-if __name__ == "__main__":
-    run_part("streams", check)
