@@ -98,14 +98,14 @@ class Spent:
 
 def spent(function: Callable[[], object], device: torch.device) -> Spent:
     """Time a call."""
-    _synchronize(device)
+    synchronize(device)
     processor, wall = time.process_time(), time.perf_counter()
     function()
-    _synchronize(device)
+    synchronize(device)
     return Spent(1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - processor))
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

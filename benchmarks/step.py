@@ -90,6 +90,13 @@ def fused_config(*, fp8: bool = False) -> Config:
     return {layer: _section(f"{layer}$", sorted(tensors), fp8=fp8) for layer, tensors in has.items()}
 
 
+def gemm_errors(freq: int) -> Config:
+    """The errors of all GEMMs of all layers."""
+    feature = {"enabled": True, "gemms": ["fprop", "dgrad", "wgrad"], "freq": freq}
+    layers = {"layer_types": ["all"]}
+    return {"gemms": {"enabled": True, "layers": layers, "transformer_engine": {"LogGemmError": feature}}}
+
+
 def _section(layers: str, tensors: list[str], *, fp8: bool, **schedule: int) -> Config:
     features: Config = {"LogTensorStats": {"tensors": tensors, "stats": list(TENSOR_STATISTICS)}}
     if fp8:
@@ -347,13 +354,7 @@ def gemms(options: argparse.Namespace, device: torch.device) -> list[Case]:
     training = Training(options, device, byte_model, byte_loss)
     runs: dict[str, Run] = {}
     for name, freq in {"a step in which all GEMMs are measured": 1, "another step": 500}.items():
-        feature = {"enabled": True, "gemms": ["fprop", "dgrad", "wgrad"], "freq": freq}
-        section = {
-            "enabled": True,
-            "layers": {"layer_types": ["all"]},
-            "transformer_engine": {"LogGemmError": feature},
-        }
-        runs[name] = functools.partial(with_ours, training.model, {"gemms": section})
+        runs[name] = functools.partial(with_ours, training.model, gemm_errors(freq))
     return [case(name, pairs) for name, pairs in measure(training, runs, options).items()]
 
 

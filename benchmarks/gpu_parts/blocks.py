@@ -94,7 +94,8 @@ def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[st
     bounds = {
         name: BOUNDS_ON_GPU.get(name, 0.0) + BOUNDS_ON_CPU.get(name, 0.0) + 1e-13 * ("sum" in name) for name in SUMS
     }
-    return compared(*results, [*SUMS, *MAXIMA_OF_BLOCKS], bounds | dict.fromkeys(MAXIMA_OF_BLOCKS, 1e-14))[1]
+    ours, right = results
+    return compared(ours, right, [*SUMS, *MAXIMA_OF_BLOCKS], bounds | dict.fromkeys(MAXIMA_OF_BLOCKS, 1e-14))[1]
 
 
 def check(settings: Settings, rows: Rows) -> None:

@@ -199,9 +199,10 @@ def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: b
     places, width, extremes = layout(codes=with_codes, histogram=False)
     pending, alone = [], []
     for number, side in enumerate(sides):
-        values = drawn(side, side, seed=number).to(dtype)
-        codes, scale_inv = quantized(values, e5m2=False) if with_codes else (None, None)
-        values, codes, scale_inv = (None if x is None else x.to(settings.device) for x in (values, codes, scale_inv))
+        on_cpu = drawn(side, side, seed=number).to(dtype)
+        values, codes, scale_inv = on_cpu.to(settings.device), None, None
+        if with_codes:
+            codes, scale_inv = (part.to(settings.device) for part in quantized(on_cpu, e5m2=False))
         at = [place if place < 0 else place + 300 * number for place in places]
         pending.append(Pending(values, codes, scale_inv, False, ColumnPlaces(*at)))
         alone.append(measured_tensor(values, codes, scale_inv))
@@ -230,5 +231,4 @@ def check(settings: Settings, rows: Rows) -> None:
             differing = _differing_together(dtype, settings, with_codes=with_codes)
             rows.equal(f"{name}, together: columns that are not those of one at a time", differing, 0)
         path = path_of(torch.zeros(2**16, device=settings.device))  # after a failure of Triton it is ``eager``
-    right = "triton" if settings.on_gpu else None
-    rows.add("the pass that was taken", path, expected=right, ok=None if right is None else path == right)
+    rows.equal_on_gpu("the pass that was taken", path, "triton", settings)

@@ -39,7 +39,7 @@ def _made(settings: Settings) -> torch.Tensor:
 
 def _expected(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums and maxima by pieces, in float64."""
-    parts = [measured_tensor(piece.double()) for piece in values.view(-1).split(_PIECE)]
+    parts = [measured_tensor(piece.double()) for piece in torch.split(values.view(-1), _PIECE)]
     sums, maxima = (torch.stack(vectors) for vectors in zip(*parts, strict=True))
     return sums.sum(0), maxima.amax(0)
 
@@ -58,7 +58,7 @@ def check(settings: Settings, rows: Rows) -> None:
         codes = torch.full_like(values, 0x38, dtype=torch.uint8)  # 1.0 in E4M3
         scale_inv = torch.ones(1, device=settings.device)
         sums, _ = measured_tensor(values, codes, scale_inv, e5m2=False)
-        for name, right in (("underflows", 0), ("overflows", 2), ("compared", values.numel() - 2)):
-            rows.equal(f"{size}, with codes: {name}", sums[SUMS_AND_MAXIMA[True][0].index(name)].item(), right)
+        for name, number in (("underflows", 0), ("overflows", 2), ("compared", values.numel() - 2)):
+            rows.equal(f"{size}, with codes: {name}", sums[SUMS_AND_MAXIMA[True][0].index(name)].item(), number)
         if settings.on_gpu:
             rows.measured("memory, at most", torch.cuda.max_memory_allocated() / 2**30, "GiB")

@@ -115,7 +115,7 @@ def _make(number: int, sides: list[Settings], folder: Path) -> None:
         if not runs:
             results[name] = {"refused": str(why)}
             continue
-        parts, operands, failures = {}, {}, {}
+        parts, operands, failures = dict[str, torch.Tensor](), dict[str, Any](), dict[str, str]()
         results[name] = {"parts": parts, "failures": failures}
         for key, tensor in tensors().items():
             if "Hadamard" in name and (tensor.dtype != torch.bfloat16 or key == WEIGHT):

@@ -123,6 +123,13 @@ class Rows:
     def equal(self, check: str, value: Value, expected: Value, unit: str = "", note: str = "") -> None:
         self.add(check, value, unit, expected, value == expected, note)
 
+    def equal_on_gpu(self, check: str, value: Value, expected: Value, settings: Settings, note: str = "") -> None:
+        """A number that must be this one on a GPU, and is only measured elsewhere."""
+        if settings.on_gpu:
+            self.equal(check, value, expected, note=note)
+        else:
+            self.measured(check, value, note=note)
+
     def same(self, check: str, same: bool, note: str = "") -> None:
         """Whether two things are equal to the last bit, as they must be."""
         self.equal(check, "same" if same else "other", "same", note=note)
