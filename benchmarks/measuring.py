@@ -69,15 +69,17 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{_short(self.value)} ({_short(self.low)} to {_short(self.high)})"
+        return f"{_text(self.value)} ({_text(self.low)} to {_text(self.high)})"
 
     def scaled(self, factor: float, shift: float = 0.0) -> Interval:
         """``factor * (self + shift)``, of a factor above zero."""
         return Interval(*(factor * (number + shift) for number in (self.value, self.low, self.high)))
 
 
-def _short(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return "" if value is None else str(value)
 
 
 def interval(samples: Sequence[float], seed: int = 0) -> Interval:
@@ -97,7 +99,6 @@ class Spent:
 
 
 def spent(function: Callable[[], object], device: torch.device) -> Spent:
-    """Time a call."""
     synchronize(device)
     processor, wall = time.process_time(), time.perf_counter()
     function()
@@ -115,7 +116,6 @@ Way = Callable[[], AbstractContextManager[Callable[[], object]]]
 
 
 def plainly(function: Callable[[], object]) -> Way:
-    """A call without a context."""
     return lambda: contextlib.nullcontext(function)
 
 
@@ -140,11 +140,9 @@ class Pairs:
         return interval([way.wall - base.wall for way, base in zip(self.ways, self.bases, strict=True)])
 
     def base(self) -> Interval:
-        """The base, in milliseconds."""
         return interval([base.wall for base in self.bases])
 
     def way(self) -> Interval:
-        """The way, in milliseconds."""
         return interval([way.wall for way in self.ways])
 
 
@@ -170,8 +168,7 @@ def in_turn(
         seed: of the order.
     """
     order, results = random.Random(seed), {name: Pairs() for name in ways}
-    open_ways, end = list(ways), time.monotonic() + seconds
-    number = 0
+    open_ways, end, number = list(ways), time.monotonic() + seconds, 0
     while open_ways and (number < least or time.monotonic() < end):
         number += 1
         order.shuffle(open_ways)
@@ -271,7 +268,6 @@ def machine(device: torch.device) -> str:
 
 
 def processor() -> str:
-    """Return the model of the processor."""
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -327,19 +323,12 @@ def report(cases: Sequence[Case], columns: Mapping[str, str], device: torch.devi
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table."""
-    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    cells = [list(header), *(list(map(_text, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return _short(value)
-    return "" if value is None else str(value)
-
-
 def progress(message: str) -> None:
-    """Print a line on stderr."""
     print(message, file=sys.stderr, flush=True)

@@ -81,19 +81,16 @@ class Drift:
 
     @classmethod
     def drawn(cls, seed: int) -> Drift:
-        """Any kind, in any place."""
         draw = random.Random(seed)
         kind = KINDS[seed % len(KINDS)]
         return cls(kind, draw.randrange(LAYERS - 1 if kind == "weights" else LAYERS))
 
     @property
     def name(self) -> str:
-        """The layer's name."""
         return f"layers.{self.layer}.linear"
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Tensors of the drift's first layer."""
         return {"weights": ("weight",), "channel": ("activation", "weight"), "gradient": ("gradient",)}[self.kind]
 
 

@@ -26,6 +26,6 @@ def check(settings: Settings, rows: Rows) -> None:
         with rows.of(name), tempfile.TemporaryDirectory() as folder:
             truth = train_with_defect(defect, Path(folder), settings.device.type)
             row = judge_defect(Path(folder), truth)
-            outcome = "first finding" if row.right else "found" if row.anywhere else "missed"
-            note = f"{row.first}; planted: {row.truth}"
-            rows.add(name, outcome, expected="found", ok=row.anywhere, note=note)
+            outcome = "first finding" if row["right"] else "found" if row["anywhere"] else "missed"
+            note = "{first}; planted: {truth}".format_map(row)
+            rows.add(name, outcome, expected="found", ok=row["anywhere"], note=note)
