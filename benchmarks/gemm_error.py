@@ -197,8 +197,13 @@ def faults(number: int) -> Iterator[dict[str, Any]]:
             for ratios, places in ((judgement.rows, rows), (judgement.columns, columns)):
                 wrong = set(torch.nonzero(ratios > 1).view(-1).tolist())
                 elsewhere += places is not None and wrong != places
-        case = {"case": f"fault: {name}", "number": number, "worst": least, "beyond": missed}
-        yield case | {"not_localized": elsewhere}
+        yield {
+            "case": f"fault: {name}",
+            "number": number,
+            "worst": least,
+            "beyond": missed,
+            "not_localized": elsewhere,
+        }
 
 
 DRAWS: Mapping[str, Callable[[int, int], torch.Tensor]] = {
@@ -236,8 +241,7 @@ def healthy(number: int) -> Iterator[dict[str, Any]]:
                 round_blocks("mxfp8", x.reshape(-1, 32), x.abs().amax(), settings).values.view(x.shape) for x in drawn
             )
             if dtype == torch.float16:
-                left = left / left.abs().amax().clamp(min=1)
-                right = right / right.abs().amax().clamp(min=1)
+                left, right = (factor / factor.abs().amax().clamp(min=1) for factor in (left, right))
             out = accumulated(left, right, accumulator).float().to(dtype)
             gemm = Gemm(factor_of(left, columnwise=False), factor_of(right, columnwise=False), left, right, out)
             ratio = float(judge(gemm, out, seed, accumulator).ratio)

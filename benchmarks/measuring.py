@@ -189,8 +189,7 @@ def in_turn(
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
-def llama(layers: int, hidden: int, sequence: int, vocabulary: int) -> Any:
-    """A Llama of transformers, with random weights."""
+def llama(layers: int, hidden: int, sequence: int, vocabulary: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -205,32 +204,9 @@ def llama(layers: int, hidden: int, sequence: int, vocabulary: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def measured_tensor(
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums and maxima of one pass over a tensor."""
-    from te_precision_callbacks.engine import kernels
-    from te_precision_callbacks.engine.kernels.columns import NOTHING, Pending, layout
-
-    places, width, extremes = layout(codes=codes is not None, histogram=histogram)
-    sums = torch.zeros(width, dtype=torch.float64, device=values.device)
-    maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)
-    kernels.add([Pending(values.detach(), codes, scale_inv, e5m2, places)], sums, maxima)
-    return sums, maxima
-
-
-@contextlib.contextmanager
-def as_in_a_long_run() -> Iterator[None]:
+def as_in_a_long_run() -> AbstractContextManager[object]:
     """Simulations of recipes are compiled at once, as they are for nearly all of a long run."""
-    from te_precision_callbacks.engine.kernels import compiled
-
-    with mock.patch.object(compiled, "PAYS_FROM", 0):
-        yield
+    return mock.patch("te_precision_callbacks.engine.kernels.compiled.PAYS_FROM", 0)
 
 
 @contextlib.contextmanager
@@ -243,10 +219,8 @@ def upstream_functions() -> Iterator[None]:
     """
     from transformer_engine.debug.features.utils import stats_computation
 
-    from te_precision_callbacks.reference import cuda_on_cpu
-
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(cuda_on_cpu, "exact_norm", torch.norm))
+        stack.enter_context(mock.patch("te_precision_callbacks.reference.cuda_on_cpu.exact_norm", torch.norm))
         for name in _COMPILED_UPSTREAM:
             function = getattr(stats_computation, name)
             plain = getattr(function, "_torchdynamo_orig_callable", function)
@@ -258,7 +232,6 @@ def upstream_functions() -> Iterator[None]:
 
 
 def machine(device: torch.device) -> str:
-    """Return processor, GPU and versions."""
     vectors = torch.backends.cpu.get_cpu_capability()
     described = f"{processor()}, {vectors}, {cores()} cores, {torch.get_num_threads()} threads"
     if device.type == "cuda":
@@ -322,7 +295,6 @@ def report(cases: Sequence[Case], columns: Mapping[str, str], device: torch.devi
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
     cells = [list(header), *(list(map(_text, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]

@@ -108,7 +108,6 @@ class Measured:
             yield call
 
     def run(self, seconds: float, least: int) -> Case:
-        """The values of the case."""
         progress(self.name)
         self.ours()
         results = len(self._engine.flush(reduce=False))

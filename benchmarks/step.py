@@ -139,7 +139,6 @@ class Training:
         self._next = 0
 
     def step(self, end: EndOfStep) -> None:
-        """One optimizer step, and what comes at its end."""
         tokens = self._batches[self._next % len(self._batches)]
         self._next += 1
         self._loss(self.model, tokens).backward()  # type: ignore[no-untyped-call]
@@ -167,9 +166,8 @@ def byte_model(options: argparse.Namespace) -> torch.nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def byte_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each next byte."""
-    return _next_byte_loss(model(tokens[:, :-1]), tokens)
+def next_byte_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def converted_llama(options: argparse.Namespace) -> torch.nn.Module:
@@ -178,7 +176,7 @@ def converted_llama(options: argparse.Namespace) -> torch.nn.Module:
     from accelerate.utils.transformer_engine import convert_model
 
     Accelerator(cpu=not torch.cuda.is_available())  # the conversion needs its state
-    model: torch.nn.Module = llama(options.layers, options.hidden, options.sequence, vocabulary=256)
+    model = llama(options.layers, options.hidden, options.sequence, vocabulary=256)
     with torch.no_grad():
         convert_model(model)
     return model
@@ -187,13 +185,11 @@ def converted_llama(options: argparse.Namespace) -> torch.nn.Module:
 def fp8_llama_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     import transformer_engine.pytorch as te
 
-    with te.autocast(enabled=True):
-        logits = model(tokens[:, :-1]).logits
-    return _next_byte_loss(logits, tokens)
+    def logits(inputs: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True):
+            return model(inputs).logits  # type: ignore[no-any-return]
 
-
-def _next_byte_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return next_byte_loss(logits, tokens)
 
 
 # --- the ways to run -------------------------------------------------------------------------------------------------
@@ -201,7 +197,6 @@ def _next_byte_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def without() -> Iterator[EndOfStep]:
-    """No debugging at all."""
     yield lambda: None
 
 
@@ -209,7 +204,6 @@ def without() -> Iterator[EndOfStep]:
 def with_ours(
     model: torch.nn.Module, sections: Config | None, observe: Observe = "auto", **keywords: Any
 ) -> Iterator[EndOfStep]:
-    """A session of this project."""
     from te_precision_callbacks.session import InspectSession
 
     with (
@@ -257,7 +251,6 @@ def with_upstream(model: torch.nn.Module, sections: Config) -> Iterator[EndOfSte
 
 @contextlib.contextmanager
 def with_detection(model: torch.nn.Module) -> Iterator[EndOfStep]:
-    """This project's overflow detection."""
     from te_precision_callbacks.overflow import DebugActivationOverflow
 
     with DebugActivationOverflow(model):
@@ -306,20 +299,20 @@ def case(name: str, ours: Pairs, upstream: Pairs | None = None) -> Case:
 def statistics(options: argparse.Namespace, device: torch.device) -> list[Case]:
     """All statistics in every step, on both paths; and a session without collection steps in this range."""
     compared = {"tensor statistics": config(), "tensor and FP8 statistics": config(fp8=True)}
-    fused = {
+    others = {
         "fused, tensor statistics": fused_config(),
         "fused, tensor and FP8 statistics": fused_config(fp8=True),
+        "nothing due": config(fp8=True, start_step=10**9),
     }
-    quiet = {"nothing due": config(fp8=True, start_step=10**9)}
-    training = Training(options, device, byte_model, byte_loss)
+    training = Training(options, device, byte_model, next_byte_loss)
     runs: dict[str, Run] = {}
-    for name, sections in {**compared, **fused, **quiet}.items():
-        runs[name] = functools.partial(with_ours, training.model, sections, "fused" if name in fused else "debug")
-    others = {name: f"{name}, Transformer Engine" for name in compared}
-    for name, other in others.items():
-        runs[other] = functools.partial(with_upstream, training.model, compared[name])
+    for name, sections in (compared | others).items():
+        path: Observe = "fused" if name.startswith("fused") else "debug"
+        runs[name] = functools.partial(with_ours, training.model, sections, path)
+    for name, sections in compared.items():
+        runs[f"{name}, Transformer Engine"] = functools.partial(with_upstream, training.model, sections)
     times = measure(training, runs, options)
-    return [case(name, times[name], times.get(others.get(name, ""))) for name in runs if name not in others.values()]
+    return [case(name, times[name], times.get(f"{name}, Transformer Engine")) for name in compared | others]
 
 
 def default(options: argparse.Namespace, device: torch.device) -> list[Case]:
@@ -339,19 +332,18 @@ def default(options: argparse.Namespace, device: torch.device) -> list[Case]:
         "start, first step and stop": whole,
         "a collection step": functools.partial(training.within, session),
     }
-    others: dict[str, Way] = {
-        "five other steps": functools.partial(training.within, functools.partial(session, early_steps=False), 5)
-    }
-    times: dict[str, Pairs] = {}
+    quiet = functools.partial(session, early_steps=False)
+    others: dict[str, Way] = {"five other steps": functools.partial(training.within, quiet, 5)}
+    cases = []
     for timed, steps in ((ways, 1), (others, 5)):
         base = functools.partial(training.within, without, steps)
-        times |= in_turn(timed, base, device, share=0.02, seconds=options.seconds, least=options.least)
-    return [case(name, pairs) for name, pairs in times.items()]
+        times = in_turn(timed, base, device, share=0.02, seconds=options.seconds, least=options.least)
+        cases += [case(name, pairs) for name, pairs in times.items()]
+    return cases
 
 
 def gemms(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    """Errors of all GEMMs."""
-    training = Training(options, device, byte_model, byte_loss)
+    training = Training(options, device, byte_model, next_byte_loss)
     runs: dict[str, Run] = {}
     for name, freq in {"a step in which all GEMMs are measured": 1, "another step": 500}.items():
         runs[name] = functools.partial(with_ours, training.model, gemm_errors(freq))
@@ -359,15 +351,13 @@ def gemms(options: argparse.Namespace, device: torch.device) -> list[Case]:
 
 
 def overflow(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    """Activation overflow detection."""
     cases = []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         progress(name)
 
         def model(sizes: argparse.Namespace, dtype: torch.dtype = dtype) -> torch.nn.Module:
-            built: torch.nn.Module = llama(sizes.layers, sizes.hidden, sizes.sequence + 1, vocabulary=8192)
-            return built.to(dtype)
+            return llama(sizes.layers, sizes.hidden, sizes.sequence + 1, vocabulary=8192).to(dtype)
 
         training = Training(options, device, model, lambda model, tokens: model(input_ids=tokens, labels=tokens).loss)
         runs: dict[str, Run] = {

@@ -9,9 +9,10 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from measuring import FP8_STATISTICS, TENSOR_STATISTICS, Interval, as_in_a_long_run, measured_tensor
+from measuring import FP8_STATISTICS, TENSOR_STATISTICS, Interval, as_in_a_long_run
 from stats import CURRENT, Measured
 
+from gpu_parts.kernels import measured_tensor
 from gpu_parts.rows import Rows, Settings
 
 UNITS = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from measuring import as_in_a_long_run, measured_tensor
+from measuring import as_in_a_long_run
 from stats import path_of
 
 from gpu_parts.rows import Rows, Settings
@@ -152,6 +152,22 @@ def quantized(values: torch.Tensor, *, e5m2: bool) -> tuple[torch.Tensor, torch.
     wide = values.float().nan_to_num(0.0, 0.0, 0.0)
     scale_inv = (wide.abs().max() / largest * 0.4).reshape(1)
     return (wide / scale_inv).clamp(-largest, largest).to(dtype).view(torch.uint8), scale_inv
+
+
+def measured_tensor(
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums and maxima of one pass over a tensor."""
+    places, width, extremes = layout(codes=codes is not None, histogram=histogram)
+    sums = torch.zeros(width, dtype=torch.float64, device=values.device)
+    maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)
+    kernels.add([Pending(values.detach(), codes, scale_inv, e5m2, places)], sums, maxima)
+    return sums, maxima
 
 
 def compared(

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 
 import torch
-from measuring import measured_tensor
 
-from gpu_parts.kernels import SUMS_AND_MAXIMA, compared
+from gpu_parts.kernels import SUMS_AND_MAXIMA, compared, measured_tensor
 from gpu_parts.rows import CannotRunHereError, Rows, Settings
 from te_precision_callbacks.engine.kernels.columns import MOMENT_SUMS
 

@@ -15,7 +15,7 @@ from step import Run, with_ours, without
 
 from gpu_parts.rows import Rows, Settings
 from gpu_parts.training import PATHS, Training
-from gpu_parts.waits import HostWaits
+from gpu_parts.waits import HostWaits, host_waits
 
 _WARM_UP = 3
 
@@ -25,9 +25,9 @@ def counted(training: Training, way: Run, settings: Settings) -> tuple[HostWaits
     with way() as end:
         for _ in range(_WARM_UP):
             training.step(end)
-        with HostWaits(settings.device) as before:
+        with host_waits(settings.device) as before:
             training.forward_and_backward()
-        with HostWaits(settings.device) as after:
+        with host_waits(settings.device) as after:
             training.finish(end)
         return before, after
 

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from gpu_parts.rows import Rows, Settings
-from gpu_parts.waits import HostWaits
+from gpu_parts.waits import host_waits
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, extreme_slots
 
 CULPRIT = "1.2"
@@ -64,7 +64,7 @@ def _waits(training: Training, detection: AbstractContextManager[object], settin
     with detection, mock.patch.object(extreme_slots, "to_host", copies):
         training.step()
         copies.reset_mock()
-        with HostWaits(settings.device) as waits:
+        with host_waits(settings.device) as waits:
             training.step()
     return waits.total + (0 if settings.on_gpu else copies.call_count)
 

@@ -44,7 +44,6 @@ def block(training: Training, way: Run, warm_up: int, steps: int, settings: Sett
 
 
 def measure(training: Training, ways: dict[str, tuple[Run, int, int]], settings: Settings) -> dict[str, list[float]]:
-    """Times of alternating blocks."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     block(training, without, 1, 1, settings)
     started = time.perf_counter()

@@ -217,7 +217,6 @@ class Defect:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return f"{self.kind}-{self.seed}"
 
     @property

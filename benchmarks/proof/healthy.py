@@ -43,7 +43,6 @@ class Healthy:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         often = "" if self.freq is None else f"-every{self.freq}"
         blocks = "" if self.count == BLOCKS else f"-{self.count}blocks"
         return f"{self.shape}-{self.model}-{self.recipe}-{self.precision}-{self.steps}{often}{blocks}-{self.seed}"

@@ -28,7 +28,6 @@ finding, None where the first finding is not right; ``first``: the first finding
 
 
 def judge_defect(log_dir: Path, truth: Mapping[str, Any]) -> Row:
-    """Diagnose a training with a defect."""
     wrong = diagnose(log_dir).wrong
     first = wrong[0] if wrong else None
     right = first is not None and _is_right(first, truth)

@@ -40,15 +40,15 @@ def recipe_of(name: RecipeName, *, history: int | None = None) -> Any:
     """The recipe; None for none. ``history`` is the length of delayed scaling's history of largest magnitudes."""
     from transformer_engine.common import recipe
 
-    if name == "delayed":
-        return recipe.DelayedScaling(amax_history_len=history or 16)
-    classes = {
+    classes: dict[RecipeName, Callable[[], Any]] = {
+        "delayed": lambda: recipe.DelayedScaling(amax_history_len=history or 16),
         "current": recipe.Float8CurrentScaling,
         "blocks": recipe.Float8BlockScaling,
         "mxfp8": recipe.MXFP8BlockScaling,
         "nvfp4": recipe.NVFP4BlockScaling,
+        "none": lambda: None,
     }
-    return classes[name]() if name in classes else None
+    return classes[name]()
 
 
 @dataclass(frozen=True)
