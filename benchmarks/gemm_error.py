@@ -71,7 +71,6 @@ class Gemm(NamedTuple):
 
 
 def quantizer(recipe: str, *, weight: bool, gradient: bool) -> Any:
-    """One of Transformer Engine's quantizers, as a recipe has it."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
@@ -96,7 +95,6 @@ def quantizer(recipe: str, *, weight: bool, gradient: bool) -> Any:
 
 
 def gemm_of(recipe: str, gemm: GemmName, seed: int, sizes: tuple[int, int, int] = (N, M, K)) -> Gemm:
-    """A GEMM of Gaussian operands."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     torch.manual_seed(seed)
@@ -127,7 +125,6 @@ def deviation(estimate: float, error: torch.Tensor) -> float:
 
 
 def trials(number: int) -> Iterator[dict[str, Any]]:
-    """Estimates, against whole products."""
     for recipe in RECIPES:
         for kind in LAYOUTS:
             results: dict[str, list[float]] = {"kernel": [], "format": []}
@@ -217,7 +214,6 @@ DRAWS: Mapping[str, Callable[[int, int], torch.Tensor]] = {
 
 
 def healthy(number: int) -> Iterator[dict[str, Any]]:
-    """Healthy GEMMs, summed by the models of the accumulators."""
     from te_precision_callbacks.base.numerics.recipes import RECIPES as ARITHMETIC
 
     settings = ARITHMETIC["mxfp8"].defaults("activation")

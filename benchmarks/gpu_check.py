@@ -57,13 +57,11 @@ PACKAGES = (
     "transformers",
     "numpy",
 )
-SECONDS = 540.0
-"""Time limit of all parts together."""
+SECONDS = 540.0  # of all parts together
 _AT_ONCE = 4
 _SLOWER_ON_A_CPU = 5
 """Factor on the time limit of a part: most of its time are imports, on a machine that others may use too."""
-_LEAST_SECONDS = 5.0
-"""A part does not start with less time left."""
+_LEAST_SECONDS = 5.0  # a part does not start with less time left
 
 
 class Part(NamedTuple):

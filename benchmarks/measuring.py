@@ -131,9 +131,8 @@ class Pairs:
     bases: list[Spent] = field(default_factory=list)
 
     def ratio(self, clock: Clock = "wall") -> Interval:
-        """The way over the base."""
-        pairs = zip(self.ways, self.bases, strict=True)
-        return interval([getattr(way, clock) / getattr(base, clock) for way, base in pairs])
+        both = zip(self.ways, self.bases, strict=True)
+        return interval([getattr(way, clock) / getattr(base, clock) for way, base in both])
 
     def added(self) -> Interval:
         """The way less the base, in milliseconds."""
@@ -262,18 +261,13 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with ``--json``."""
+def arguments(description: str | None, seconds: float | None = None) -> argparse.ArgumentParser:
+    """A parser with ``--json``; with seconds, also with ``--seconds`` and ``--least`` of :func:`in_turn`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON list, one object a case, instead of a table")
-    return parser
-
-
-def timed_arguments(description: str | None, seconds: float) -> argparse.ArgumentParser:
-    """A parser with ``--json``, and ``--seconds`` and ``--least`` of :func:`in_turn`."""
-    parser = arguments(description)
-    parser.add_argument("--seconds", type=float, default=seconds, help=f"time limit of rounds (default: {seconds:g})")
-    parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each case (default: {LEAST_PAIRS})")
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds, help=f"limit of rounds (default: {seconds:g})")
+        parser.add_argument("--least", type=int, default=LEAST_PAIRS, help="pairs of each case (default: %(default)s)")
     return parser
 
 

@@ -119,7 +119,6 @@ _CONCENTRATION = math.hypot(*(shape.operations / _operations(SHAPES["fprop"]) fo
 
 
 def fit(name: str) -> Constants:
-    """The constants of a device, from the published sums of it."""
     device = device_named(name)
     before = QUANTIZED_BEFORE[name]
     kernel = {}

@@ -42,13 +42,13 @@ from measuring import (
     Case,
     Pairs,
     Way,
+    arguments,
     as_in_a_long_run,
     in_turn,
     llama,
     machine,
     progress,
     report,
-    timed_arguments,
     upstream_functions,
 )
 
@@ -91,7 +91,6 @@ def fused_config(*, fp8: bool = False) -> Config:
 
 
 def gemm_errors(freq: int) -> Config:
-    """The errors of all GEMMs of all layers."""
     feature = {"enabled": True, "gemms": ["fprop", "dgrad", "wgrad"], "freq": freq}
     layers = {"layer_types": ["all"]}
     return {"gemms": {"enabled": True, "layers": layers, "transformer_engine": {"LogGemmError": feature}}}
@@ -284,7 +283,6 @@ def measure(training: Training, runs: Mapping[str, Run], options: argparse.Names
 
 
 def case(name: str, ours: Pairs, upstream: Pairs | None = None) -> Case:
-    """A case, perhaps with the other side."""
     return {
         "case": name,
         "none_ms": ours.base(),
@@ -316,7 +314,6 @@ def statistics(options: argparse.Namespace, device: torch.device) -> list[Case]:
 
 
 def default(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    """The parts of a training with the default config."""
     training = Training(options, device, converted_llama, fp8_llama_loss)
     session = functools.partial(with_ours, training.model, None)
 
@@ -377,16 +374,19 @@ MODES: Mapping[str, tuple[Callable[[argparse.Namespace, torch.device], list[Case
 }
 """Mode -> its cases; and its layers, hidden size, sequence and batch."""
 
-SIZES = ("layers", "hidden", "sequence", "batch")
+SIZES = {
+    "layers": "Transformer layers",
+    "hidden": "hidden size, a multiple of 64",
+    "sequence": "tokens of a sequence",
+    "batch": "sequences of a batch",
+}
 
 
 def main() -> None:
-    parser = timed_arguments(__doc__, 900)
+    parser = arguments(__doc__, 900)
     parser.add_argument("mode", nargs="?", choices=MODES, default="statistics")
-    parser.add_argument("--layers", type=int, help="Transformer layers")
-    parser.add_argument("--hidden", type=int, help="hidden size, a multiple of 64")
-    parser.add_argument("--sequence", type=int, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, help="sequences of a batch")
+    for name, meaning in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, help=meaning)
     options = parser.parse_args()
     cases_of, sizes = MODES[options.mode]
     for name, size in zip(SIZES, sizes, strict=True):
@@ -402,7 +402,7 @@ def main() -> None:
     with as_in_a_long_run():
         cases = cases_of(options, device)
     sizes_used = {name: getattr(options, name) for name in SIZES}
-    report([{**case, **sizes_used} for case in cases], COLUMNS, device, as_json=options.json)
+    report([case | sizes_used for case in cases], COLUMNS, device, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ UNITS = {
     "peak_gb_per_s": "GB/s",
     "bandwidth_share": "of the peak",
 }
-_COPIES_BYTES = 512 * 2**20
-"""Larger than the cache of any GPU."""
+_COPIES_BYTES = 512 * 2**20  # larger than the cache of any GPU
 
 
 def device_milliseconds(calls: Sequence[Callable[[], object]]) -> float:

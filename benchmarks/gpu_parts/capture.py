@@ -124,8 +124,7 @@ def _beside(settings: Settings) -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(side)
 
 
-Statistics = dict[tuple[int, str, str, str], float]
-"""Iteration, layer, tensor and statistic -> value."""
+Statistics = dict[tuple[int, str, str, str], float]  # iteration, layer, tensor and statistic -> value
 
 
 def _same(weights: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -258,20 +257,6 @@ def _check_blocks(settings: Settings, rows: Rows, name: str, recipe: Any, *, cac
             rows.equal(f"{title}: the verdict", findings.state, "no problems found", note=findings.summary)
 
 
-def check_blocks(settings: Settings, rows: Rows) -> None:
-    """Check layers of ``te.make_graphed_callables`` in two recipes, and with cached quantized weights."""
-    settings.transformer_engine()
-    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
-    for name, recipe, caches in (
-        ("make_graphed_callables, current scaling", Float8CurrentScaling, False),
-        ("make_graphed_callables, current scaling, cached weights", Float8CurrentScaling, True),
-        ("make_graphed_callables, delayed scaling", DelayedScaling, False),
-    ):
-        with rows.of(name):
-            _check_blocks(settings, rows, name, recipe(), caches=caches)
-
-
 def check_scales(settings: Settings, rows: Rows) -> None:
     """Check the scales of a step that is captured by hand: a replay updates them, and they are recorded."""
     te = settings.transformer_engine()
@@ -313,7 +298,16 @@ def check(settings: Settings, rows: Rows) -> None:
     # Otherwise the backward of attention may give other gradients in each training.
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     logging.getLogger("te_precision_callbacks").setLevel(logging.CRITICAL)
-    check_blocks(settings, rows)
+    settings.transformer_engine()
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+    for name, recipe, caches in (
+        ("make_graphed_callables, current scaling", Float8CurrentScaling, False),
+        ("make_graphed_callables, current scaling, cached weights", Float8CurrentScaling, True),
+        ("make_graphed_callables, delayed scaling", DelayedScaling, False),
+    ):
+        with rows.of(name):
+            _check_blocks(settings, rows, name, recipe(), caches=caches)
     check_scales(settings, rows)
     for name, make in models(settings).items():
         for warm in (True, False):

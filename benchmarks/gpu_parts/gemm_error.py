@@ -16,23 +16,7 @@ from step import gemm_errors
 from gpu_parts.rows import Rows, Settings, values_of
 from te_precision_callbacks.session import InspectSession
 
-FLOORS = {"current": 0.0375, "mxfp8": 0.0375}
-"""Relative errors of products of Gaussian matrices in E4M3."""
-
-
-def _recipes() -> Mapping[str, tuple[Callable[[], Any], Callable[..., Any]]]:
-    """Recipe -> how it is made, and Transformer Engine's question whether the GPU has it."""
-    from transformer_engine.common import recipe
-    from transformer_engine.pytorch import quantization
-
-    return {
-        "delayed": (recipe.DelayedScaling, quantization.check_fp8_support),
-        "current": (recipe.Float8CurrentScaling, quantization.check_fp8_support),
-        "block": (recipe.Float8BlockScaling, quantization.check_fp8_block_scaling_support),
-        "mxfp8": (recipe.MXFP8BlockScaling, quantization.check_mxfp8_support),
-        "nvfp4": (lambda: recipe.NVFP4BlockScaling(disable_rht=True), quantization.check_nvfp4_support),
-        "nvfp4 with Hadamard": (recipe.NVFP4BlockScaling, quantization.check_nvfp4_support),
-    }
+FLOORS = {"current": 0.0375, "mxfp8": 0.0375}  # relative errors of products of Gaussian matrices in E4M3
 
 
 def _measured(made: Any, settings: Settings, size: int, steps: int) -> list[dict[str, float]]:
@@ -56,8 +40,19 @@ def _measured(made: Any, settings: Settings, size: int, steps: int) -> list[dict
 
 def check(settings: Settings, rows: Rows) -> None:
     settings.transformer_engine()
+    from transformer_engine.common import recipe
+    from transformer_engine.pytorch import quantization
+
+    recipes: Mapping[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "delayed": (recipe.DelayedScaling, quantization.check_fp8_support),
+        "current": (recipe.Float8CurrentScaling, quantization.check_fp8_support),
+        "block": (recipe.Float8BlockScaling, quantization.check_fp8_block_scaling_support),
+        "mxfp8": (recipe.MXFP8BlockScaling, quantization.check_mxfp8_support),
+        "nvfp4": (lambda: recipe.NVFP4BlockScaling(disable_rht=True), quantization.check_nvfp4_support),
+        "nvfp4 with Hadamard": (recipe.NVFP4BlockScaling, quantization.check_nvfp4_support),
+    }
     sizes, count = ((512, 4096), 20) if settings.on_gpu else ((128,), 2)
-    for name, (make, supports) in _recipes().items():
+    for name, (make, supports) in recipes.items():
         if not supports()[0]:
             rows.left_out(name, "this GPU does not have it")
             continue

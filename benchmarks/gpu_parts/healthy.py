@@ -16,8 +16,7 @@ from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.session import InspectSession
 
-RECIPES: tuple[RecipeName, ...] = ("delayed", "current", "blocks")
-"""Those of a Hopper GPU."""
+RECIPES: tuple[RecipeName, ...] = ("delayed", "current", "blocks")  # those of a Hopper GPU
 
 BLOCKS, STEPS = (6, 12), 31
 

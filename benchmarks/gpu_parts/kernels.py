@@ -40,8 +40,7 @@ FORMATS = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.
 """Whether codes are E5M2 -> torch's dtype, and its largest number."""
 
 _U = 2.0**-24
-_K = 16
-"""The additions in float32 on the way of an element into a sum, at most."""
+_K = 16  # additions in float32 on the way of an element into a sum, at most
 BOUNDS_ON_GPU = {
     "sum": 2 * (_K + 1) * _U,  # of the sum of magnitudes
     "abs_sum": _K * _U,

@@ -16,12 +16,10 @@ from te_precision_callbacks.engine.kernels.columns import MOMENT_SUMS
 
 ELEMENTS = 2**31 + 2**20
 _COLUMNS = 2**12
-_BYTES_NEEDED = 8 * ELEMENTS
-"""The tensor, its codes, and as much again for what torch takes to make them."""
+_BYTES_NEEDED = 8 * ELEMENTS  # the tensor, its codes, and as much again for what torch takes to make them
 _SPECIAL = (1000.0, -3000.0, math.inf, math.nan, 0.0)
 _PIECE = 2**24
-_BOUNDS = dict.fromkeys(("sum", "abs_sum", "square_sum"), 36 * 2.0**-24)
-"""The largest of ``kernels.py``."""
+_BOUNDS = dict.fromkeys(("sum", "abs_sum", "square_sum"), 36 * 2.0**-24)  # the largest of kernels.py
 
 
 def _made(settings: Settings) -> torch.Tensor:

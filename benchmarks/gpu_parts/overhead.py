@@ -20,8 +20,7 @@ from gpu_parts.rows import Rows, Settings
 from gpu_parts.training import PATHS, Training
 
 _ROUNDS = 5
-_SECONDS = 70.0
-"""After this time no further block begins."""
+_SECONDS = 70.0  # after this time no further block begins
 _ROOMY = 40 * 2**30
 """Bytes of free memory with which a GPU holds the large model, its optimizer and what the backward needs."""
 
@@ -70,7 +69,7 @@ def check(settings: Settings, rows: Rows) -> None:
     ways["default config, a step that samples weights"] = default, 3, 2  # steps 3 and 4
     ways["default config, a collection step"] = default, 5, 1
     ways["default config, another step"] = default, 11, 5
-    upstream: Run = functools.partial(with_upstream, training.model, PATHS["debug"](fp8=True))
+    upstream = functools.partial(with_upstream, training.model, PATHS["debug"](fp8=True))
     ways["Transformer Engine's own, every step"] = upstream, 2, 1  # a step takes seconds
     with as_in_a_long_run():
         times = measure(training, ways, settings)

@@ -24,14 +24,12 @@ from te_precision_callbacks.base.numerics.layouts import stored
 ROWS, COLUMNS, OUTPUTS = 256, 384, 128
 """Multiples of 128, which all recipes take; the number of outputs is that of a weight's rows."""
 
-SCALE = 3.7
-"""Of delayed scaling: no power of two."""
+SCALE = 3.7  # of delayed scaling: no power of two
 
 IN_FLOAT32 = COLUMNS * 2.0**-24
 IN_TENSOR_CORES = 2.0**-10
 
-WEIGHT, ACTIVATION = "weight", "normal, bfloat16"
-"""What is multiplied."""
+WEIGHT, ACTIVATION = "weight", "normal, bfloat16"  # what is multiplied
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -34,8 +34,7 @@ _TOLERANCE = 1e-5
 _OPERANDS = {"TN": ("weight", "activation"), "NN": ("weight", "gradient"), "NT": ("activation", "gradient")}
 """Layout -> what A and B are."""
 
-Numbers = dict[str, float]
-"""``tensor statistic`` -> value."""
+Numbers = dict[str, float]  # "tensor statistic" -> value
 
 
 @contextlib.contextmanager

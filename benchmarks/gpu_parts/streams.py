@@ -18,8 +18,7 @@ from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
 from te_precision_callbacks.statistics.names import Request, tensor_request
 
 ROUNDS = 5
-_CYCLES = 20_000_000
-"""For which the second stream sleeps: some 10 ms."""
+_CYCLES = 20_000_000  # for which the second stream sleeps: some 10 ms
 _REQUESTS: tuple[Request, ...] = (tensor_request("max"), tensor_request("mean"))
 
 
@@ -34,13 +33,11 @@ def entered(stream: torch.cuda.Stream | None, *, asleep: bool) -> Iterator[None]
         yield
 
 
-def _second(settings: Settings) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(settings.device) if settings.on_gpu else None  # type: ignore[no-untyped-call]
-
-
-def _wrong_statistics(settings: Settings, *, ends_on_second: bool, grows: bool) -> int:
+def _wrong_statistics(
+    settings: Settings, second: torch.cuda.Stream | None, *, ends_on_second: bool, grows: bool
+) -> int:
     """Count the wrong values of all rounds."""
-    engine, second, wrong = StatisticsEngine(), _second(settings), 0
+    engine, wrong = StatisticsEngine(), 0
     layers = (200 if settings.on_gpu else 20) if grows else 1
 
     def measure(layer: str, values: torch.Tensor) -> None:
@@ -63,9 +60,9 @@ def _wrong_statistics(settings: Settings, *, ends_on_second: bool, grows: bool) 
     return wrong
 
 
-def _wrong_extremes(settings: Settings) -> int:
+def _wrong_extremes(settings: Settings, second: torch.cuda.Stream | None) -> int:
     """As :func:`_wrong_statistics`, of the slots of overflow detection."""
-    slots, second, wrong = Slots(abs_min=False), _second(settings), 0
+    slots, wrong = Slots(abs_min=False), 0
     for number in range(1, ROUNDS + 1):
         measured = []
         for place in range(1000 if settings.on_gpu else 100):
@@ -82,12 +79,13 @@ def _wrong_extremes(settings: Settings) -> int:
 
 
 def check(settings: Settings, rows: Rows) -> None:
+    second = torch.cuda.Stream(settings.device) if settings.on_gpu else None  # type: ignore[no-untyped-call]
     if not settings.on_gpu:
         rows.left_out("a second stream", "needs a GPU: here both are one")
     ways = {"one vector": (False, False), "growing vectors": (False, True), "the second stream reads": (True, True)}
     for name, (ends_on_second, grows) in ways.items():
         with rows.of(name):
-            wrong = _wrong_statistics(settings, ends_on_second=ends_on_second, grows=grows)
+            wrong = _wrong_statistics(settings, second, ends_on_second=ends_on_second, grows=grows)
             rows.equal(f"statistics, {name}: wrong numbers", wrong, 0)
     with rows.of("extremes"):
-        rows.equal("overflow detection: wrong extremes", _wrong_extremes(settings), 0)
+        rows.equal("overflow detection: wrong extremes", _wrong_extremes(settings, second), 0)

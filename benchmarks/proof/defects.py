@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,7 +242,6 @@ class Defect:
 
 
 def train_with_defect(defect: Defect, log_dir: Path, device: str = "cpu") -> dict[str, Any]:
-    """Train, and return the truth about the defect."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     built = defect.build(device)
@@ -291,11 +290,9 @@ def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return same
 
 
-@contextlib.contextmanager
-def planted(defect: Defect, built: Built) -> Iterator[None]:
-    """The defect acts on the training; what it changes outside of the model ends with the block."""
-    with _PLANT[defect.kind](defect, built) or contextlib.nullcontext():
-        yield
+def planted(defect: Defect, built: Built) -> AbstractContextManager[object]:
+    """The defect acts on the training; what it changes outside of the model begins and ends with the block."""
+    return _PLANT[defect.kind](defect, built) or contextlib.nullcontext()
 
 
 Planted = AbstractContextManager[object] | None

@@ -49,7 +49,6 @@ class Healthy:
 
 
 def all_healthy() -> Sequence[Healthy]:
-    """The trainings of the proof."""
     trainings: list[Healthy] = []
     lengths = (31, 21, 41, 31)
     for at, model in enumerate(MODELS):
@@ -231,11 +230,12 @@ def _steps(built: Built, session: InspectSession, count: int) -> None:
 
 
 def train_healthy(training: Healthy, log_dir: Path) -> dict[str, Any]:
-    """Train, and return the training's description."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if training.shape == "two-ranks":
-        _on_two_ranks(training, log_dir)
+        with tempfile.TemporaryDirectory() as folder:  # over gloo
+            arguments = training, log_dir, Path(folder) / "store"
+            torch.multiprocessing.spawn(_rank, arguments, 2)  # type: ignore[attr-defined,no-untyped-call]
     elif training.shape == "resumed":
         _resumed(training, log_dir)
     else:
@@ -267,13 +267,6 @@ def _resumed(training: Healthy, log_dir: Path) -> None:
     with _session(training, again, log_dir) as session:
         session.load_state_dict(saved["session"])
         _steps(again, session, training.steps - half)
-
-
-def _on_two_ranks(training: Healthy, log_dir: Path) -> None:
-    """Two processes over gloo, with gradients averaged."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = training, log_dir, Path(folder) / "store"
-        torch.multiprocessing.spawn(_rank, arguments, 2)  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _rank(rank: int, training: Healthy, log_dir: Path, store: Path) -> None:

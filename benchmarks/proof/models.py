@@ -267,20 +267,18 @@ def _llama(count: int, dtype: torch.dtype) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     Accelerator(cpu=True)  # the conversion needs its state
-    model: torch.nn.Module = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=2 * HIDDEN,
-            num_hidden_layers=count,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS,
-            max_position_embeddings=WINDOW,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=count,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=WINDOW,
+        tie_word_embeddings=False,
+        use_cache=False,
     )
-    model.to(dtype)
+    model: torch.nn.Module = LlamaForCausalLM(config).to(dtype)
     with torch.no_grad():
         convert_model(model)
     return model
@@ -393,10 +391,8 @@ def build(
         "parallel": lambda: _Language(lambda: _ParallelBlock(te, dtype), count, dtype),
     }
     model = makers[name]().to(device)
-    model.train()
     patches = {"vit": PATCHES, "mixer": 2 * PATCHES}.get(name)
     batches = _sequences(seed) if patches is None else _images(seed, patches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
-    made = recipe_of(recipe, history=history)
     blocks = [_block_of(name, number) for number in range(count)]
-    return Built(name, model, blocks, batches, optimizer, made, precision)
+    return Built(name, model, blocks, batches, optimizer, recipe_of(recipe, history=history), precision)

@@ -93,7 +93,6 @@ def capability_of(recipe: str) -> tuple[int, int]:
 
 
 def start_process(capability: tuple[int, int]) -> None:
-    """Prepare a process for trainings."""
     import torch
 
     from te_precision_callbacks import reference
