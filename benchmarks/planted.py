@@ -81,9 +81,8 @@ class Drift:
 
     @classmethod
     def drawn(cls, seed: int) -> Drift:
-        draw = random.Random(seed)
         kind = KINDS[seed % len(KINDS)]
-        return cls(kind, draw.randrange(LAYERS - 1 if kind == "weights" else LAYERS))
+        return cls(kind, random.Random(seed).randrange(LAYERS - 1 if kind == "weights" else LAYERS))
 
     @property
     def name(self) -> str:

@@ -15,21 +15,19 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from step import with_ours, without
 
-from gpu_parts.rows import CannotRunHereError, Rows, Settings, in_one_line
+from gpu_parts.rows import CannotRunHereError, Rows, Settings, in_one_line, of_all_layers
 from gpu_parts.training import transformer_layers
 from te_precision_callbacks.session import InspectSession
 
 WIDTH, TOKENS, HEADS, REPLAYS = 256, 128, 4, 3
-_LAYERS = {"layer_name_regex_pattern": ".*"}
-_FEATURES = {
-    "LogTensorStats": {"enabled": True, "tensors": ["activation", "weight", "gradient"], "stats": ["max", "std"]}
-}
-CONFIG: dict[str, Any] = {"of_all": {"enabled": True, "layers": _LAYERS, "transformer_engine": _FEATURES}}
+CONFIG = of_all_layers(
+    {"LogTensorStats": {"enabled": True, "tensors": ["activation", "weight", "gradient"], "stats": ["max", "std"]}}
+)
 
 STEPS, BLOCKS, BATCH, MICRO_BATCHES = 14, 3, 2, 2
 """Of the training with ``te.make_graphed_callables``; the default config collects in steps 0, 1, 2, 5 and 10."""
@@ -38,7 +36,6 @@ Graphs = Literal["none", "before", "after"]
 """Whether graphs are made, before or after the session starts."""
 
 Make = Callable[[], torch.nn.Module]
-Trained = TypeVar("Trained")
 
 
 class Packed(torch.nn.Module):
@@ -214,7 +211,7 @@ def _train_blocks(
     return [parameter.detach().clone() for parameter in model.parameters()], statistics, session
 
 
-def _captured(train: Callable[[], Trained]) -> Trained:
+def _captured(train: Callable[[], Any]) -> Any:
     """Train without a session.
 
     Raises:

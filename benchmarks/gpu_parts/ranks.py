@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_parts.rows import Rows, Settings, values_of
+from gpu_parts.rows import Rows, Settings, of_all_layers, values_of
 from te_precision_callbacks.session import InspectSession
 
 RANKS, STEPS, ROWS, WIDTH = 2, 3, 64, 128
-_FEATURES = {"LogTensorStats": {"enabled": True, "tensors": ["activation", "weight"], "stats": ["max", "mean", "std"]}}
-CONFIG: dict[str, Any] = {
-    "of_all": {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "transformer_engine": _FEATURES}
-}
+CONFIG = of_all_layers(
+    {"LogTensorStats": {"enabled": True, "tensors": ["activation", "weight"], "stats": ["max", "mean", "std"]}}
+)
 _TOLERANCE = 1e-6
 
 

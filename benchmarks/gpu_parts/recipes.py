@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from gpu_parts.rows import CannotRunHereError, Rows, Settings, values_of
+from gpu_parts.rows import CannotRunHereError, Rows, Settings, of_all_layers, values_of
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.session import InspectSession
 
@@ -72,16 +72,6 @@ def witnessed(layer: torch.nn.Module) -> Iterator[Numbers]:
         yield seen
 
 
-def _config(recipe: str) -> dict[str, Any]:
-    code_statistics = "LogNvfp4TensorStats" if recipe.startswith("NVFP4") else "LogFp8TensorStats"
-    features = {
-        "LogTensorStats": {"enabled": True, "tensors": list(TENSORS), "stats": ["max"]},
-        code_statistics: {"enabled": True, "tensors": list(TENSORS), "stats": ["mse", "underflows%"]},
-    }
-    layers = {"layer_name_regex_pattern": ".*"}
-    return {"of_all": {"enabled": True, "layers": layers, "transformer_engine": features}}
-
-
 def _train(settings: Settings, recipe: Any, *, watched: bool) -> tuple[list[torch.Tensor], Numbers, Numbers]:
     """Return losses and weights, and the last step's values of the session and of the witness."""
     te = settings.transformer_engine()
@@ -90,9 +80,14 @@ def _train(settings: Settings, recipe: Any, *, watched: bool) -> tuple[list[torc
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
     kept: list[torch.Tensor] = []
+    of_codes = "LogNvfp4TensorStats" if type(recipe).__name__.startswith("NVFP4") else "LogFp8TensorStats"
+    features = {
+        "LogTensorStats": {"enabled": True, "tensors": list(TENSORS), "stats": ["max"]},
+        of_codes: {"enabled": True, "tensors": list(TENSORS), "stats": ["mse", "underflows%"]},
+    }
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        config, values, seen = _config(type(recipe).__name__), Numbers(), Numbers()
-        session = InspectSession(config, model=layer, log_dir=folder, observe="fused", strict=True)
+        values, seen = Numbers(), Numbers()
+        session = InspectSession(of_all_layers(features), model=layer, log_dir=folder, observe="fused", strict=True)
         if watched:
             seen = stack.enter_context(witnessed(layer))
             stack.enter_context(session)

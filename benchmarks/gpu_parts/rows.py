@@ -79,6 +79,12 @@ def layouts() -> str:
     return "10.0" if torch.cuda.get_device_capability() >= (10, 0) else "9.0"
 
 
+def of_all_layers(features: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A config of features, with their options, for all layers."""
+    layers = {"layer_name_regex_pattern": ".*"}
+    return {"of_all": {"enabled": True, "layers": layers, "transformer_engine": features}}
+
+
 def values_of(records: StepRecords | None) -> dict[str, float]:
     """Return the values of a step of one layer, by ``tensor statistic``."""
     return {f"{row.tensor} {row.statistic}": row.value for row in records or ()}

@@ -39,7 +39,6 @@ def check(settings: Settings, rows: Rows) -> None:
     known = device_reported(name)
     rows.measured("device", name, note="" if known else "no known device: the expected times are those of an H200")
     device = known or device_named("h200")
-    shapes = LARGE if settings.on_gpu else SMALL
     table: Calibration | None = None
     for recipe in RECIPES:
         try:
@@ -48,7 +47,7 @@ def check(settings: Settings, rows: Rows) -> None:
             rows.left_out(recipe, str(error))
             continue
         with rows.of(recipe):
-            products = with_recipes(_products_of_shapes(shapes, recipe), recipe)
+            products = with_recipes(_products_of_shapes(LARGE if settings.on_gpu else SMALL, recipe), recipe)
             modeled = timed(products, device)
             table = calibrate(products, device=settings.device.type, table=table)
             measured = timed(products, device, table=table)

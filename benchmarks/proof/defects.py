@@ -225,10 +225,16 @@ class Defect:
         return table.steps_of_default if self.freq is None else table.steps
 
     def build(self, device: str = "cpu") -> Built:
-        rate = 3e-7 if self.kind == "lost-updates" else 1e-3
-        history = 1024 if self.kind in ("spike", "squeezed-gradient") else None
-        more: Any = {"rate": rate, "count": self.count, "history": history, "device": device}
-        built = build(self.model, self.recipe, self.precision, self.seed, **more)
+        built = build(
+            self.model,
+            self.recipe,
+            self.precision,
+            self.seed,
+            rate=3e-7 if self.kind == "lost-updates" else 1e-3,
+            count=self.count,
+            history=1024 if self.kind in ("spike", "squeezed-gradient") else None,
+            device=device,
+        )
         if self.kind == "squeezed-gradient":
             from transformer_engine.common.recipe import Format
 
@@ -315,7 +321,7 @@ def _on_output(layer: torch.nn.Module, change: Callable[[torch.Tensor], torch.Te
 
 def _on_weight(defect: Defect, built: Built, change: Callable[[torch.Tensor], object]) -> None:
     """Change a layer's weight once."""
-    weight = cast(torch.nn.Parameter, built.module(_target(defect, built)).weight)
+    weight = cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight)
 
     @torch.no_grad()
     def once() -> None:
@@ -327,7 +333,7 @@ def _on_weight(defect: Defect, built: Built, change: Callable[[torch.Tensor], ob
 
 def _scaled_input(defect: Defect, built: Built, factor: Callable[[int], float | None]) -> None:
     """The input of a layer is multiplied by a step's factor, and its output divided by it."""
-    layer = built.module(_target(defect, built))
+    layer = built.model.get_submodule(_target(defect, built))
 
     def scaled(x: torch.Tensor, *, down: bool) -> torch.Tensor:
         scale = factor(built.step)
@@ -352,7 +358,7 @@ def _changed_mlp(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[De
     """Change the output of a block's MLP."""
 
     def plant(defect: Defect, built: Built) -> None:
-        mlp = built.module(built.blocks[cast(int, defect.block)].mlp)
+        mlp = built.model.get_submodule(built.blocks[cast(int, defect.block)].mlp)
         _on_output(mlp, lambda x: x if built.step < defect.start else change(x))
 
     return plant
@@ -363,7 +369,7 @@ def _outlier_row(defect: Defect, built: Built) -> None:
 
 
 def _outlier_channel(defect: Defect, built: Built) -> None:
-    layer = built.module(_target(defect, built))
+    layer = built.model.get_submodule(_target(defect, built))
     scale = torch.ones(cast(int, layer.in_features))
     scale[defect.seed % len(scale)] = 2.0**14
     _on_input(layer, lambda x: x if built.step < defect.start else x * scale.to(x))
@@ -372,7 +378,7 @@ def _outlier_channel(defect: Defect, built: Built) -> None:
 def _not_fp8(defect: Defect, built: Built) -> None:
     """The layer is torch's, or it is called outside of ``te.autocast``."""
     path = _target(defect, built)
-    layer: Any = built.module(path)
+    layer: Any = built.model.get_submodule(path)
     if built.name == "gpt" or defect.variant % 2:
         _leave_autocast(layer)
         return
@@ -455,14 +461,14 @@ def _nan(defect: Defect, built: Built) -> None:
             x[(0,) * x.ndim] = torch.nan
         return x
 
-    _on_input(built.module(_target(defect, built)), hurt)
+    _on_input(built.model.get_submodule(_target(defect, built)), hurt)
 
 
 def _wrong_kernel(defect: Defect, built: Built) -> AbstractContextManager[object]:
     """In the forward of a layer, behind the extension's GEMM."""
     import transformer_engine_torch as tex
 
-    layer, upstream = built.module(_target(defect, built)), tex.generic_gemm
+    layer, upstream = built.model.get_submodule(_target(defect, built)), tex.generic_gemm
     inside: list[bool] = []
 
     def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
@@ -493,7 +499,7 @@ def _hurt(out: torch.Tensor, variant: int) -> None:
 
 @torch.no_grad()
 def _large_weight(defect: Defect, built: Built) -> None:
-    cast(torch.nn.Parameter, built.module(_target(defect, built)).weight).mul_(1000.0)
+    cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight).mul_(1000.0)
 
 
 def _unmoved_scales(defect: Defect, built: Built) -> None:

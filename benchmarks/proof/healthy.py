@@ -193,7 +193,7 @@ def _shaped(training: Healthy) -> Built:
         built.model.requires_grad_(False)
         for block in built.blocks:
             for path in block.linears[:2]:
-                built.model.set_submodule(path, Lora(built.module(path)))
+                built.model.set_submodule(path, Lora(built.model.get_submodule(path)))
         built.optimizer = torch.optim.AdamW(
             [weight for weight in built.model.parameters() if weight.requires_grad], lr=3e-3
         )

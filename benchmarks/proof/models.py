@@ -122,9 +122,6 @@ class Built:
         self.step += 1
         return loss.item()
 
-    def module(self, path: str) -> torch.nn.Module:
-        return self.model.get_submodule(path)
-
 
 class _Attention(torch.nn.Module):
     """Attention of torch between two layers of Transformer Engine."""
@@ -278,7 +275,7 @@ def _llama(count: int, dtype: torch.dtype) -> torch.nn.Module:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    model: torch.nn.Module = LlamaForCausalLM(config).to(dtype)
+    model: torch.nn.Module = LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
     with torch.no_grad():
         convert_model(model)
     return model
