@@ -17,7 +17,6 @@ the false alarms. An error of 3 times its tolerance is missed in less than one o
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,6 +51,7 @@ COLUMNS = {name: name for name in ("case", "number", "worst", "beyond", "spread"
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "nvfp4 rht", "nvfp4 rht stochastic")
 LAYOUTS: Mapping[GemmName, str] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
 N, M, K = 64, 96, 128
+PARTS = ("trials", "faults", "healthy")
 
 
 class Gemm(NamedTuple):
@@ -71,7 +71,6 @@ class Gemm(NamedTuple):
 
 
 def quantizer(recipe: str, *, weight: bool, gradient: bool) -> Any:
-    """One of Transformer Engine's quantizers, as a recipe has it."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
@@ -96,7 +95,6 @@ def quantizer(recipe: str, *, weight: bool, gradient: bool) -> Any:
 
 
 def gemm_of(recipe: str, gemm: GemmName, seed: int, sizes: tuple[int, int, int] = (N, M, K)) -> Gemm:
-    """A GEMM of Gaussian operands."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     torch.manual_seed(seed)
@@ -114,30 +112,19 @@ def gemm_of(recipe: str, gemm: GemmName, seed: int, sizes: tuple[int, int, int] 
 
 
 def judge(gemm: Gemm, out: torch.Tensor, seed: int, accumulator: Accumulator = FLOAT32) -> Judged:
-    """Judge a result by probes."""
     n, m = out.shape
     x, y = probes(m, PROBES, seed_of(seed, "x"), CPU), probes(n, PROBES, seed_of(seed, "y"), CPU)
-    expected = product(gemm.left, gemm.right, x, y)
-    return judged(
-        thin(factor_of(out, columnwise=False), x, y),
-        expected,
-        GemmCall(gemm.left.shape[1], out.dtype, x, y, accumulator),
-    )
-
-
-def relative_variance(matrix: torch.Tensor) -> float:
-    """Relative variance of an estimate of |E|^2: 2 / (s r)."""
-    r = matrix.square().sum() ** 2 / (matrix.t() @ matrix).square().sum()
-    return 2 / (PROBES * float(r))
+    call = GemmCall(gemm.left.shape[1], out.dtype, x, y, accumulator)
+    return judged(thin(factor_of(out, columnwise=False), x, y), product(gemm.left, gemm.right, x, y), call)
 
 
 def deviation(estimate: float, error: torch.Tensor) -> float:
-    """By how many standard deviations an estimate of |E|^2 is off."""
-    return float((estimate / error.square().sum() - 1) / math.sqrt(relative_variance(error)))
+    """By how many standard deviations an estimate of |E|^2 is off. Its relative variance is 2 / (s r)."""
+    r = error.square().sum() ** 2 / (error.t() @ error).square().sum()
+    return float((estimate / error.square().sum() - 1) / math.sqrt(2 / (PROBES * float(r))))
 
 
 def trials(number: int) -> Iterator[dict[str, Any]]:
-    """Estimates, against whole products."""
     for recipe in RECIPES:
         for kind in LAYOUTS:
             results: dict[str, list[float]] = {"kernel": [], "format": []}
@@ -154,19 +141,14 @@ def trials(number: int) -> Iterator[dict[str, Any]]:
                 v_deq = gemm.left.matrix() @ (gemm.right.matrix().t() @ x.double())
                 results["format"].append(deviation(float((v_deq - v_hp).square().sum()) / PROBES, decoded - exact))
             for what, deviations in results.items():
-                yield _estimates(f"{recipe}, {kind}: {what}", deviations, ratios)
-
-
-def _estimates(case: str, deviations: Sequence[float], ratios: Sequence[float]) -> dict[str, Any]:
-    """Return a case, from the deviations of estimates and the ratios of errors to tolerances."""
-    return {
-        "case": case,
-        "number": len(deviations),
-        "worst": max(map(abs, deviations)),
-        "spread": math.sqrt(sum(deviation**2 for deviation in deviations) / len(deviations)),
-        "beyond": sum(abs(deviation) > 6 for deviation in deviations),
-        "largest_ratio": max(ratios),
-    }
+                yield {
+                    "case": f"{recipe}, {kind}: {what}",
+                    "number": number,
+                    "worst": max(map(abs, deviations)),
+                    "spread": math.sqrt(sum(deviation**2 for deviation in deviations) / number),
+                    "beyond": sum(abs(deviation) > 6 for deviation in deviations),
+                    "largest_ratio": max(ratios),
+                }
 
 
 def _elements(out: torch.Tensor) -> None:
@@ -175,9 +157,8 @@ def _elements(out: torch.Tensor) -> None:
     flat[places] = flat[places.roll(1)]
 
 
-def _swap(out: torch.Tensor, *, columns: bool) -> None:
-    matrix = out.t() if columns else out
-    matrix[[1, 20]] = matrix[[20, 1]]
+def _swap_rows(out: torch.Tensor) -> None:
+    out[[1, 20]] = out[[20, 1]]
 
 
 def _transpose(out: torch.Tensor) -> None:
@@ -187,8 +168,8 @@ def _transpose(out: torch.Tensor) -> None:
 FAULTS: Mapping[str, tuple[Callable[[torch.Tensor], Any], set[int] | None, set[int] | None]] = {
     "a tile of 16 x 16 zeroed": (lambda out: out[16:32, 32:48].zero_(), {*range(16, 32)}, {*range(32, 48)}),
     "a tile of 16 x 16 transposed": (_transpose, {*range(16, 32)}, {*range(32, 48)}),
-    "two rows swapped": (lambda out: _swap(out, columns=False), {1, 20}, None),
-    "two columns swapped": (lambda out: _swap(out, columns=True), None, {1, 20}),
+    "two rows swapped": (_swap_rows, {1, 20}, None),
+    "two columns swapped": (lambda out: _swap_rows(out.t()), None, {1, 20}),
     "a row uninitialised": (lambda out: out[5].fill_(0.01), {5}, None),
     "all times 2^-1": (lambda out: out.mul_(0.5), None, None),
     "all times 2^-7": (lambda out: out.mul_(2.0**-7), None, None),
@@ -233,7 +214,6 @@ DRAWS: Mapping[str, Callable[[int, int], torch.Tensor]] = {
 
 
 def healthy(number: int) -> Iterator[dict[str, Any]]:
-    """Healthy GEMMs, summed by the models of the accumulators."""
     from te_precision_callbacks.base.numerics.recipes import RECIPES as ARITHMETIC
 
     settings = ARITHMETIC["mxfp8"].defaults("activation")
@@ -257,8 +237,7 @@ def healthy(number: int) -> Iterator[dict[str, Any]]:
                 round_blocks("mxfp8", x.reshape(-1, 32), x.abs().amax(), settings).values.view(x.shape) for x in drawn
             )
             if dtype == torch.float16:
-                left = left / left.abs().amax().clamp(min=1)
-                right = right / right.abs().amax().clamp(min=1)
+                left, right = (factor / factor.abs().amax().clamp(min=1) for factor in (left, right))
             out = accumulated(left, right, accumulator).float().to(dtype)
             gemm = Gemm(factor_of(left, columnwise=False), factor_of(right, columnwise=False), left, right, out)
             ratio = float(judge(gemm, out, seed, accumulator).ratio)
@@ -271,23 +250,16 @@ def healthy(number: int) -> Iterator[dict[str, Any]]:
         }
 
 
-PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
-    "trials": lambda given: trials(given.trials),
-    "faults": lambda given: faults(given.trials),
-    "healthy": lambda given: healthy(given.healthy),
-}
-
-
 def main() -> None:
-    """Run the parts."""
     parser = arguments(__doc__)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--healthy", type=int, default=100_000)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     reference.install()
     target.choose((10, 0))  # which has every recipe
-    cases = [case for part in given.parts for case in PARTS[part](given)]
+    parts = {"trials": trials(given.trials), "faults": faults(given.trials), "healthy": healthy(given.healthy)}
+    cases = [case for part in given.parts for case in parts[part]]
     report(cases, COLUMNS, CPU, as_json=given.json)
 
 

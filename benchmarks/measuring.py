@@ -69,15 +69,17 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{_short(self.value)} ({_short(self.low)} to {_short(self.high)})"
+        return f"{_text(self.value)} ({_text(self.low)} to {_text(self.high)})"
 
     def scaled(self, factor: float, shift: float = 0.0) -> Interval:
         """``factor * (self + shift)``, of a factor above zero."""
         return Interval(*(factor * (number + shift) for number in (self.value, self.low, self.high)))
 
 
-def _short(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return "" if value is None else str(value)
 
 
 def interval(samples: Sequence[float], seed: int = 0) -> Interval:
@@ -97,15 +99,14 @@ class Spent:
 
 
 def spent(function: Callable[[], object], device: torch.device) -> Spent:
-    """Time a call."""
-    _synchronize(device)
+    synchronize(device)
     processor, wall = time.process_time(), time.perf_counter()
     function()
-    _synchronize(device)
+    synchronize(device)
     return Spent(1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - processor))
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -115,7 +116,6 @@ Way = Callable[[], AbstractContextManager[Callable[[], object]]]
 
 
 def plainly(function: Callable[[], object]) -> Way:
-    """A call without a context."""
     return lambda: contextlib.nullcontext(function)
 
 
@@ -131,20 +131,17 @@ class Pairs:
     bases: list[Spent] = field(default_factory=list)
 
     def ratio(self, clock: Clock = "wall") -> Interval:
-        """The way over the base."""
-        pairs = zip(self.ways, self.bases, strict=True)
-        return interval([getattr(way, clock) / getattr(base, clock) for way, base in pairs])
+        both = zip(self.ways, self.bases, strict=True)
+        return interval([getattr(way, clock) / getattr(base, clock) for way, base in both])
 
     def added(self) -> Interval:
         """The way less the base, in milliseconds."""
         return interval([way.wall - base.wall for way, base in zip(self.ways, self.bases, strict=True)])
 
     def base(self) -> Interval:
-        """The base, in milliseconds."""
         return interval([base.wall for base in self.bases])
 
     def way(self) -> Interval:
-        """The way, in milliseconds."""
         return interval([way.wall for way in self.ways])
 
 
@@ -170,8 +167,7 @@ def in_turn(
         seed: of the order.
     """
     order, results = random.Random(seed), {name: Pairs() for name in ways}
-    open_ways, end = list(ways), time.monotonic() + seconds
-    number = 0
+    open_ways, end, number = list(ways), time.monotonic() + seconds, 0
     while open_ways and (number < least or time.monotonic() < end):
         number += 1
         order.shuffle(open_ways)
@@ -192,8 +188,7 @@ def in_turn(
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
-def llama(layers: int, hidden: int, sequence: int, vocabulary: int) -> Any:
-    """A Llama of transformers, with random weights."""
+def llama(layers: int, hidden: int, sequence: int, vocabulary: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -208,32 +203,9 @@ def llama(layers: int, hidden: int, sequence: int, vocabulary: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def measured_tensor(
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums and maxima of one pass over a tensor."""
-    from te_precision_callbacks.engine import kernels
-    from te_precision_callbacks.engine.kernels.columns import NOTHING, Pending, layout
-
-    places, width, extremes = layout(codes=codes is not None, histogram=histogram)
-    sums = torch.zeros(width, dtype=torch.float64, device=values.device)
-    maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)
-    kernels.add([Pending(values.detach(), codes, scale_inv, e5m2, places)], sums, maxima)
-    return sums, maxima
-
-
-@contextlib.contextmanager
-def as_in_a_long_run() -> Iterator[None]:
+def as_in_a_long_run() -> AbstractContextManager[object]:
     """Simulations of recipes are compiled at once, as they are for nearly all of a long run."""
-    from te_precision_callbacks.engine.kernels import compiled
-
-    with mock.patch.object(compiled, "PAYS_FROM", 0):
-        yield
+    return mock.patch("te_precision_callbacks.engine.kernels.compiled.PAYS_FROM", 0)
 
 
 @contextlib.contextmanager
@@ -246,10 +218,8 @@ def upstream_functions() -> Iterator[None]:
     """
     from transformer_engine.debug.features.utils import stats_computation
 
-    from te_precision_callbacks.reference import cuda_on_cpu
-
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(cuda_on_cpu, "exact_norm", torch.norm))
+        stack.enter_context(mock.patch("te_precision_callbacks.reference.cuda_on_cpu.exact_norm", torch.norm))
         for name in _COMPILED_UPSTREAM:
             function = getattr(stats_computation, name)
             plain = getattr(function, "_torchdynamo_orig_callable", function)
@@ -261,7 +231,6 @@ def upstream_functions() -> Iterator[None]:
 
 
 def machine(device: torch.device) -> str:
-    """Return processor, GPU and versions."""
     vectors = torch.backends.cpu.get_cpu_capability()
     described = f"{processor()}, {vectors}, {cores()} cores, {torch.get_num_threads()} threads"
     if device.type == "cuda":
@@ -271,7 +240,6 @@ def machine(device: torch.device) -> str:
 
 
 def processor() -> str:
-    """Return the model of the processor."""
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -293,18 +261,13 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with ``--json``."""
+def arguments(description: str | None, seconds: float | None = None) -> argparse.ArgumentParser:
+    """A parser with ``--json``; with seconds, also with ``--seconds`` and ``--least`` of :func:`in_turn`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON list, one object a case, instead of a table")
-    return parser
-
-
-def timed_arguments(description: str | None, seconds: float) -> argparse.ArgumentParser:
-    """A parser with ``--json``, and ``--seconds`` and ``--least`` of :func:`in_turn`."""
-    parser = arguments(description)
-    parser.add_argument("--seconds", type=float, default=seconds, help=f"time limit of rounds (default: {seconds:g})")
-    parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each case (default: {LEAST_PAIRS})")
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds, help=f"limit of rounds (default: {seconds:g})")
+        parser.add_argument("--least", type=int, default=LEAST_PAIRS, help="pairs of each case (default: %(default)s)")
     return parser
 
 
@@ -326,20 +289,12 @@ def report(cases: Sequence[Case], columns: Mapping[str, str], device: torch.devi
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    cells = [list(header), *(list(map(_text, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return _short(value)
-    return "" if value is None else str(value)
-
-
 def progress(message: str) -> None:
-    """Print a line on stderr."""
     print(message, file=sys.stderr, flush=True)

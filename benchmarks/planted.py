@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -81,19 +81,15 @@ class Drift:
 
     @classmethod
     def drawn(cls, seed: int) -> Drift:
-        """Any kind, in any place."""
-        draw = random.Random(seed)
         kind = KINDS[seed % len(KINDS)]
-        return cls(kind, draw.randrange(LAYERS - 1 if kind == "weights" else LAYERS))
+        return cls(kind, random.Random(seed).randrange(LAYERS - 1 if kind == "weights" else LAYERS))
 
     @property
     def name(self) -> str:
-        """The layer's name."""
         return f"layers.{self.layer}.linear"
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Tensors of the drift's first layer."""
         return {"weights": ("weight",), "channel": ("activation", "weight"), "gradient": ("gradient",)}[self.kind]
 
 
@@ -139,11 +135,10 @@ class Network(torch.nn.Module):
         self.blocks = [Block() for _ in range(LAYERS)]
         self.layers = torch.nn.ModuleList(self.blocks)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         for block in self.blocks[:-1]:
             x = torch.relu(block(x))
-        out: torch.Tensor = self.blocks[-1](x)
-        return out
+        return self.blocks[-1](x)
 
 
 @torch.no_grad()
@@ -226,10 +221,10 @@ def main() -> int:
             named += is_named(drift, comparison)
             print(f"seed {seed}: {drift.kind} in {drift.name}; first: {_first(comparison)}", flush=True)
         others = [train(seed, folder / f"healthy-{seed}") for seed in range(1000, 1000 + draws)]
-        comparisons = [compare(healthy, other, noise=[noise]) for other in others]
-        wrong = [_first(comparison) for comparison in comparisons if comparison.first is not None]
+        firsts = [_first(compare(healthy, other, noise=[noise])) for other in others]
         pairs = list(combinations([healthy, noise, *others], 2))
         without_floor = sum(bool(compare(a, b).parted) for a, b in pairs)
+    wrong = [first for first in firsts if first != "nothing"]
     print(f"{named} of {draws} drifts are named; healthy trainings with a finding: {'; '.join(wrong) or 'none'}")
     print(f"pairs of healthy trainings with a finding without a noise floor: {without_floor} of {len(pairs)}")
     return 0 if 20 * named >= 19 * draws and not wrong else 1

@@ -26,9 +26,9 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import yaml
@@ -114,14 +114,11 @@ def _operations(shapes: Iterable[Shape]) -> float:
     return sum(shape.operations for shape in shapes)
 
 
-def _concentration() -> float:
-    """Ratio of the relative spread of the sum of four shapes to a single shape's."""
-    weights = [shape.operations / _operations(SHAPES["fprop"]) for shape in SHAPES["fprop"]]
-    return math.sqrt(sum(weight**2 for weight in weights))
+_CONCENTRATION = math.hypot(*(shape.operations / _operations(SHAPES["fprop"]) for shape in SHAPES["fprop"]))
+"""Ratio of the relative spread of the sum of four shapes to a single shape's."""
 
 
 def fit(name: str) -> Constants:
-    """The constants of a device, from the published sums of it."""
     device = device_named(name)
     before = QUANTIZED_BEFORE[name]
     kernel = {}
@@ -129,15 +126,19 @@ def fit(name: str) -> Constants:
         peak = device.peak_tflops(kernels) or math.nan
         kernel[kernels] = _operations(s for which in sums for s in SHAPES[which]) / (sum(sums.values()) * peak * 1e9)
     recipes = [recipe for recipe in SUMS[name] if recipe != HIGH and KERNEL_OF_RECIPE[recipe] in kernel]
-    best = min((_casts(name, kernel, recipes, float(launch)) for launch in _LAUNCHES), key=lambda fitted: fitted[0])
-    _, launch, cast, cast_errors = best
+    fits = (_casts(name, kernel, recipes, float(launch)) for launch in _LAUNCHES)
+    _, launch, cast, cast_errors = min(fits, key=lambda fit: fit[0])
     if BLOCK in SUMS[name]:
         cast[BLOCK] = cast[CURRENT]
         kernel["fp8_block"] = _share_of_block(name, kernel, cast, launch)
     elif "mxfp8" in kernel:  # Blackwell emulates block scaling by MXFP8
         cast[BLOCK], kernel["fp8_block"] = cast["mxfp8"], kernel["mxfp8"]
     degrees = 2 * len(before)
-    spread = math.sqrt(statistics.mean(statistics.variance(_relative(sums)) for sums in before.values()))
+    spread = math.sqrt(
+        statistics.mean(
+            statistics.variance(sums.values()) / statistics.mean(sums.values()) ** 2 for sums in before.values()
+        )
+    )
     left = max(1, len(cast_errors) - len(cast) - 1)
     cast_spread = math.sqrt(sum(error**2 for error in cast_errors) / left)
     twice = [SUMS[name][HIGH][gemm] / before[HIGH][gemm] - 1 for gemm in FITTED]
@@ -148,19 +149,14 @@ def fit(name: str) -> Constants:
         launch_ms=round(launch, 5),
         bandwidth=BANDWIDTH[name],
         scatter=Scatter(
-            kernel=round(spread / _concentration(), 4),
-            cast=round(cast_spread / _concentration(), 4),
+            kernel=round(spread / _CONCENTRATION, 4),
+            cast=round(cast_spread / _CONCENTRATION, 4),
             run=round(math.sqrt(statistics.mean(error**2 for error in twice) / 2), 4),
             transfer=0.0,
             quantile=_T[degrees],
         ),
         source="Transformer Engine, docs/examples/gemm_profiling (commit d0067d0), by benchmarks/speed_model.py",
     )
-
-
-def _relative(sums: Mapping[str, float]) -> list[float]:
-    mean = statistics.mean(sums.values())
-    return [value / mean for value in sums.values()]
 
 
 def _with(device: Device, **changed: object) -> Device:
@@ -181,9 +177,7 @@ def _casts(
     """The sum of squared relative errors with a launch of that time, the launch, the best shares of the casts, and the
     errors of the time of casts alone."""
     device = device_named(name)
-    errors: list[float] = []
-    cast_errors: list[float] = []
-    shares = {}
+    errors, cast_errors, shares = list[float](), list[float](), dict[str, float]()
     for recipe in recipes:
         _, activation_launches = cast_bytes(recipe, "activation", 1, device.capability)
         _, weight_launches = cast_bytes(recipe, "weight", 1, device.capability, columnwise=False)
@@ -245,8 +239,7 @@ def transferred(constants: Constants) -> dict[str, dict[str, list[float]]]:
     return results
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A single shape of the fprop on the B300.
 
     Attributes:
@@ -265,12 +258,10 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Relative."""
         return self.expected / self.measured - 1
 
 
 def cells(constants: Constants) -> list[Cell]:
-    """Return the 20 cells with the model's times."""
     device = device_named("b300").model_copy(update={"constants": constants})
     results = []
     for recipe, measured in CELLS.items():
@@ -284,51 +275,48 @@ def cells(constants: Constants) -> list[Cell]:
     return results
 
 
-def tables() -> Iterator[str]:
+def tables() -> list[str]:
     """The lines of the tables of docs/speed.md."""
     results = fitted()
-    yield "Constants:"
-    yield ""
-    yield from _constants(results)
-    yield ""
-    yield from _cells(cells(results["b300"]))
+    scatter = results["b300"].scatter
 
+    def shares(of: Mapping[str, float]) -> str:
+        return ", ".join(f"{name} {value:.2f}" for name, value in of.items())
 
-def _constants(results: Mapping[str, Constants]) -> Iterator[str]:
-    shares = "kernels, share of the peak | kernels, share of the bandwidth | casts, share of the bandwidth"
-    yield f"| measured on | {shares} | a launch of a cast, ms |"
-    yield "|---|---|---|---|---|"
-    for fit in results.values():
-        kernel = ", ".join(f"{name} {value:.2f}" for name, value in fit.kernel.items())
-        cast = ", ".join(f"{name} {value:.2f}" for name, value in fit.cast.items())
-        yield f"| {fit.measured_on} | {kernel} | {fit.bandwidth:.2f} | {cast} | {fit.launch_ms:.4f} |"
-    scatter = next(iter(results.values())).scatter
-    yield ""
-    yield (
-        f"Relative standard deviations: of a shape's kernel {scatter.kernel:.3f}, of its casts {scatter.cast:.3f}, of a"
-        f" run {scatter.run:.3f}, of a transfer {scatter.transfer:.3f}; the quantile is {scatter.quantile}."
-    )
-
-
-def _cells(results: Sequence[Cell]) -> Iterator[str]:
-    yield "The 20 cells that are in no fit, B300, both operands cast: expected / measured ms, and the error:"
-    yield ""
-    yield f"| shape | {' | '.join(CELLS)} |"
-    yield "|---" * (1 + len(CELLS)) + "|"
+    fits = [
+        f"| {fit.measured_on} | {shares(fit.kernel)} | {fit.bandwidth:.2f} | {shares(fit.cast)} | {fit.launch_ms:.4f} |"
+        for fit in results.values()
+    ]
+    in_no_fit = cells(results["b300"])
+    rows = []
     for layer, shape in zip(LAYERS, SHAPES["fprop"], strict=True):
-        row = [cell for cell in results if cell.layer == layer]
+        row = [cell for cell in in_no_fit if cell.layer == layer]
         texts = (f"{cell.expected:.3f} / {cell.measured:.3f}, {100 * cell.error:+.0f} %" for cell in row)
-        yield f"| {layer} {shape} | {' | '.join(texts)} |"
-    errors = [abs(cell.error) for cell in results]
-    low = [cell for cell in results if cell.recipe != HIGH]
+        rows.append(f"| {layer} {shape} | {' | '.join(texts)} |")
+    low = [cell for cell in in_no_fit if cell.recipe != HIGH]
     inside = sum(cell.interval[0] <= cell.measured_speedup <= cell.interval[1] for cell in low)
-    worst = max(results, key=lambda cell: abs(cell.error))
-    yield ""
-    yield (
-        f"The median error is {100 * statistics.median(errors):.1f} %, the worst {100 * max(errors):.1f} %"
-        f" ({worst.layer}, {worst.recipe}). The interval includes the measured speed-up in {inside} of {len(low)}"
-        " cells."
-    )
+    worst = max(in_no_fit, key=lambda cell: abs(cell.error))
+    median = statistics.median(abs(cell.error) for cell in in_no_fit)
+    columns = "kernels, share of the peak | kernels, share of the bandwidth | casts, share of the bandwidth"
+    return [
+        "Constants:",
+        "",
+        f"| measured on | {columns} | a launch of a cast, ms |",
+        "|---|---|---|---|---|",
+        *fits,
+        "",
+        f"Relative standard deviations: of a shape's kernel {scatter.kernel:.3f}, of its casts {scatter.cast:.3f}, of a"
+        f" run {scatter.run:.3f}, of a transfer {scatter.transfer:.3f}; the quantile is {scatter.quantile}.",
+        "",
+        "The 20 cells that are in no fit, B300, both operands cast: expected / measured ms, and the error:",
+        "",
+        f"| shape | {' | '.join(CELLS)} |",
+        "|---" * (1 + len(CELLS)) + "|",
+        *rows,
+        "",
+        f"The median error is {100 * median:.1f} %, the worst {100 * abs(worst.error):.1f} % ({worst.layer},"
+        f" {worst.recipe}). The interval includes the measured speed-up in {inside} of {len(low)} cells.",
+    ]
 
 
 def main() -> None:
@@ -338,8 +326,7 @@ def main() -> None:
     if options.write:
         CONSTANTS.write_text(constants_text(), encoding="utf-8")
         constants.cache_clear()  # what follows reads the new ones
-        page = PAGE.read_text(encoding="utf-8")
-        before, _, rest = page.partition(BEGIN)
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         _, _, after = rest.partition(END)
         PAGE.write_text("\n".join([before + BEGIN, "", *tables(), "", END]) + after, encoding="utf-8")
     else:
@@ -347,10 +334,8 @@ def main() -> None:
 
 
 def constants_text() -> str:
-    """The text of constants.yaml."""
-    text = yaml.safe_dump(
-        {name: constants.model_dump() for name, constants in fitted().items()}, sort_keys=False, width=110
-    )
+    sets = {name: constants.model_dump() for name, constants in fitted().items()}
+    text = yaml.safe_dump(sets, sort_keys=False, width=110)
     return f"# Made by benchmarks/speed_model.py --write, whose docstring says from what.\n{text}"
 
 

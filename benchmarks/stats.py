@@ -24,6 +24,7 @@ from measuring import (
     FP8_STATISTICS,
     TENSOR_STATISTICS,
     Case,
+    arguments,
     as_in_a_long_run,
     in_turn,
     interval,
@@ -31,7 +32,6 @@ from measuring import (
     progress,
     report,
     spent,
-    timed_arguments,
     upstream_functions,
 )
 
@@ -108,7 +108,6 @@ class Measured:
             yield call
 
     def run(self, seconds: float, least: int) -> Case:
-        """The values of the case."""
         progress(self.name)
         self.ours()
         results = len(self._engine.flush(reduce=False))
@@ -157,7 +156,7 @@ def _fail(what: str, of: str, error: Exception) -> None:
 
 
 def main() -> None:
-    parser = timed_arguments(__doc__, 20)
+    parser = arguments(__doc__, 20)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of the tensor (default: 4096)")
     options = parser.parse_args()
     reference.install_where_needed()

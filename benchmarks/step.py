@@ -42,13 +42,13 @@ from measuring import (
     Case,
     Pairs,
     Way,
+    arguments,
     as_in_a_long_run,
     in_turn,
     llama,
     machine,
     progress,
     report,
-    timed_arguments,
     upstream_functions,
 )
 
@@ -88,6 +88,12 @@ def fused_config(*, fp8: bool = False) -> Config:
         **dict(zip(("fc1", "fc2"), tensors_of["LayerNormMLP"], strict=True)),
     }
     return {layer: _section(f"{layer}$", sorted(tensors), fp8=fp8) for layer, tensors in has.items()}
+
+
+def gemm_errors(freq: int) -> Config:
+    feature = {"enabled": True, "gemms": ["fprop", "dgrad", "wgrad"], "freq": freq}
+    layers = {"layer_types": ["all"]}
+    return {"gemms": {"enabled": True, "layers": layers, "transformer_engine": {"LogGemmError": feature}}}
 
 
 def _section(layers: str, tensors: list[str], *, fp8: bool, **schedule: int) -> Config:
@@ -132,7 +138,6 @@ class Training:
         self._next = 0
 
     def step(self, end: EndOfStep) -> None:
-        """One optimizer step, and what comes at its end."""
         tokens = self._batches[self._next % len(self._batches)]
         self._next += 1
         self._loss(self.model, tokens).backward()  # type: ignore[no-untyped-call]
@@ -160,9 +165,8 @@ def byte_model(options: argparse.Namespace) -> torch.nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def byte_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each next byte."""
-    return _next_byte_loss(model(tokens[:, :-1]), tokens)
+def next_byte_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def converted_llama(options: argparse.Namespace) -> torch.nn.Module:
@@ -171,7 +175,7 @@ def converted_llama(options: argparse.Namespace) -> torch.nn.Module:
     from accelerate.utils.transformer_engine import convert_model
 
     Accelerator(cpu=not torch.cuda.is_available())  # the conversion needs its state
-    model: torch.nn.Module = llama(options.layers, options.hidden, options.sequence, vocabulary=256)
+    model = llama(options.layers, options.hidden, options.sequence, vocabulary=256)
     with torch.no_grad():
         convert_model(model)
     return model
@@ -180,13 +184,11 @@ def converted_llama(options: argparse.Namespace) -> torch.nn.Module:
 def fp8_llama_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     import transformer_engine.pytorch as te
 
-    with te.autocast(enabled=True):
-        logits = model(tokens[:, :-1]).logits
-    return _next_byte_loss(logits, tokens)
+    def logits(inputs: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True):
+            return model(inputs).logits  # type: ignore[no-any-return]
 
-
-def _next_byte_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return next_byte_loss(logits, tokens)
 
 
 # --- the ways to run -------------------------------------------------------------------------------------------------
@@ -194,7 +196,6 @@ def _next_byte_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def without() -> Iterator[EndOfStep]:
-    """No debugging at all."""
     yield lambda: None
 
 
@@ -202,7 +203,6 @@ def without() -> Iterator[EndOfStep]:
 def with_ours(
     model: torch.nn.Module, sections: Config | None, observe: Observe = "auto", **keywords: Any
 ) -> Iterator[EndOfStep]:
-    """A session of this project."""
     from te_precision_callbacks.session import InspectSession
 
     with (
@@ -250,7 +250,6 @@ def with_upstream(model: torch.nn.Module, sections: Config) -> Iterator[EndOfSte
 
 @contextlib.contextmanager
 def with_detection(model: torch.nn.Module) -> Iterator[EndOfStep]:
-    """This project's overflow detection."""
     from te_precision_callbacks.overflow import DebugActivationOverflow
 
     with DebugActivationOverflow(model):
@@ -284,7 +283,6 @@ def measure(training: Training, runs: Mapping[str, Run], options: argparse.Names
 
 
 def case(name: str, ours: Pairs, upstream: Pairs | None = None) -> Case:
-    """A case, perhaps with the other side."""
     return {
         "case": name,
         "none_ms": ours.base(),
@@ -299,24 +297,23 @@ def case(name: str, ours: Pairs, upstream: Pairs | None = None) -> Case:
 def statistics(options: argparse.Namespace, device: torch.device) -> list[Case]:
     """All statistics in every step, on both paths; and a session without collection steps in this range."""
     compared = {"tensor statistics": config(), "tensor and FP8 statistics": config(fp8=True)}
-    fused = {
+    others = {
         "fused, tensor statistics": fused_config(),
         "fused, tensor and FP8 statistics": fused_config(fp8=True),
+        "nothing due": config(fp8=True, start_step=10**9),
     }
-    quiet = {"nothing due": config(fp8=True, start_step=10**9)}
-    training = Training(options, device, byte_model, byte_loss)
+    training = Training(options, device, byte_model, next_byte_loss)
     runs: dict[str, Run] = {}
-    for name, sections in {**compared, **fused, **quiet}.items():
-        runs[name] = functools.partial(with_ours, training.model, sections, "fused" if name in fused else "debug")
-    others = {name: f"{name}, Transformer Engine" for name in compared}
-    for name, other in others.items():
-        runs[other] = functools.partial(with_upstream, training.model, compared[name])
+    for name, sections in (compared | others).items():
+        path: Observe = "fused" if name.startswith("fused") else "debug"
+        runs[name] = functools.partial(with_ours, training.model, sections, path)
+    for name, sections in compared.items():
+        runs[f"{name}, Transformer Engine"] = functools.partial(with_upstream, training.model, sections)
     times = measure(training, runs, options)
-    return [case(name, times[name], times.get(others.get(name, ""))) for name in runs if name not in others.values()]
+    return [case(name, times[name], times.get(f"{name}, Transformer Engine")) for name in compared | others]
 
 
 def default(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    """The parts of a training with the default config."""
     training = Training(options, device, converted_llama, fp8_llama_loss)
     session = functools.partial(with_ours, training.model, None)
 
@@ -332,41 +329,32 @@ def default(options: argparse.Namespace, device: torch.device) -> list[Case]:
         "start, first step and stop": whole,
         "a collection step": functools.partial(training.within, session),
     }
-    others: dict[str, Way] = {
-        "five other steps": functools.partial(training.within, functools.partial(session, early_steps=False), 5)
-    }
-    times: dict[str, Pairs] = {}
+    quiet = functools.partial(session, early_steps=False)
+    others: dict[str, Way] = {"five other steps": functools.partial(training.within, quiet, 5)}
+    cases = []
     for timed, steps in ((ways, 1), (others, 5)):
         base = functools.partial(training.within, without, steps)
-        times |= in_turn(timed, base, device, share=0.02, seconds=options.seconds, least=options.least)
-    return [case(name, pairs) for name, pairs in times.items()]
+        times = in_turn(timed, base, device, share=0.02, seconds=options.seconds, least=options.least)
+        cases += [case(name, pairs) for name, pairs in times.items()]
+    return cases
 
 
 def gemms(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    """Errors of all GEMMs."""
-    training = Training(options, device, byte_model, byte_loss)
+    training = Training(options, device, byte_model, next_byte_loss)
     runs: dict[str, Run] = {}
     for name, freq in {"a step in which all GEMMs are measured": 1, "another step": 500}.items():
-        feature = {"enabled": True, "gemms": ["fprop", "dgrad", "wgrad"], "freq": freq}
-        section = {
-            "enabled": True,
-            "layers": {"layer_types": ["all"]},
-            "transformer_engine": {"LogGemmError": feature},
-        }
-        runs[name] = functools.partial(with_ours, training.model, {"gemms": section})
+        runs[name] = functools.partial(with_ours, training.model, gemm_errors(freq))
     return [case(name, pairs) for name, pairs in measure(training, runs, options).items()]
 
 
 def overflow(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    """Activation overflow detection."""
     cases = []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         progress(name)
 
         def model(sizes: argparse.Namespace, dtype: torch.dtype = dtype) -> torch.nn.Module:
-            built: torch.nn.Module = llama(sizes.layers, sizes.hidden, sizes.sequence + 1, vocabulary=8192)
-            return built.to(dtype)
+            return llama(sizes.layers, sizes.hidden, sizes.sequence + 1, vocabulary=8192).to(dtype)
 
         training = Training(options, device, model, lambda model, tokens: model(input_ids=tokens, labels=tokens).loss)
         runs: dict[str, Run] = {
@@ -386,16 +374,19 @@ MODES: Mapping[str, tuple[Callable[[argparse.Namespace, torch.device], list[Case
 }
 """Mode -> its cases; and its layers, hidden size, sequence and batch."""
 
-SIZES = ("layers", "hidden", "sequence", "batch")
+SIZES = {
+    "layers": "Transformer layers",
+    "hidden": "hidden size, a multiple of 64",
+    "sequence": "tokens of a sequence",
+    "batch": "sequences of a batch",
+}
 
 
 def main() -> None:
-    parser = timed_arguments(__doc__, 900)
+    parser = arguments(__doc__, 900)
     parser.add_argument("mode", nargs="?", choices=MODES, default="statistics")
-    parser.add_argument("--layers", type=int, help="Transformer layers")
-    parser.add_argument("--hidden", type=int, help="hidden size, a multiple of 64")
-    parser.add_argument("--sequence", type=int, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, help="sequences of a batch")
+    for name, meaning in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, help=meaning)
     options = parser.parse_args()
     cases_of, sizes = MODES[options.mode]
     for name, size in zip(SIZES, sizes, strict=True):
@@ -411,7 +402,7 @@ def main() -> None:
     with as_in_a_long_run():
         cases = cases_of(options, device)
     sizes_used = {name: getattr(options, name) for name in SIZES}
-    report([{**case, **sizes_used} for case in cases], COLUMNS, device, as_json=options.json)
+    report([case | sizes_used for case in cases], COLUMNS, device, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from measuring import FP8_STATISTICS, TENSOR_STATISTICS, Interval, as_in_a_long_run, measured_tensor
+from measuring import FP8_STATISTICS, TENSOR_STATISTICS, Interval, as_in_a_long_run
 from stats import CURRENT, Measured
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.kernels import measured_tensor
+from gpu_parts.rows import Rows, Settings
 
 UNITS = {
     "ours_ms": "ms",
@@ -25,8 +26,7 @@ UNITS = {
     "peak_gb_per_s": "GB/s",
     "bandwidth_share": "of the peak",
 }
-_COPIES_BYTES = 512 * 2**20
-"""Larger than the cache of any GPU."""
+_COPIES_BYTES = 512 * 2**20  # larger than the cache of any GPU
 
 
 def device_milliseconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -63,14 +63,14 @@ def _bandwidth(measured: Measured) -> dict[str, float]:
     ms = device_milliseconds([functools.partial(measured_tensor, *copy, *scale) for copy in copies])
     # Not `values`, whose sum may not be bound by memory in every dtype.
     large = torch.ones(_COPIES_BYTES // 4, device=measured.device)
-    rates = [2 * large.nbytes / device_milliseconds([large.clone]), large.nbytes / device_milliseconds([large.sum])]
-    peak = max(rates)
+    copying, summing = device_milliseconds([large.clone]), device_milliseconds([large.sum])
+    peak = max(2 * large.nbytes / copying, large.nbytes / summing)
     return {"pass_ms": ms, "peak_gb_per_s": peak / 1e6, "bandwidth_share": read / ms / peak}
 
 
 def check(settings: Settings, rows: Rows) -> None:
     settings.transformer_engine()
-    size, least, seconds = (160, 1, 0.0) if settings.small else (8192, 8, 20.0)
+    size, least, seconds = (8192, 8, 20.0) if settings.on_gpu else (160, 1, 0.0)
     for tensor, quantized, recipe in ((TENSOR_STATISTICS, (), ""), ((), FP8_STATISTICS, CURRENT)):
         with as_in_a_long_run():
             measured = Measured(torch.bfloat16, tensor, quantized, recipe, size=size, device=settings.device)
@@ -78,18 +78,9 @@ def check(settings: Settings, rows: Rows) -> None:
         name = f"{measured.name}, {size} x {size}"
         if settings.on_gpu:
             results |= _bandwidth(measured)
-            rows.equal(f"{name}: path", results["path"], "triton")
-        else:
-            rows.measured(f"{name}: path", results["path"])
-        for key, unit in UNITS.items():
-            if key not in results:
-                continue
-            value, note = results[key], ""
+        rows.equal_on_gpu(f"{name}: path", results["path"], "triton", settings)
+        for key, value in results.items():
             if isinstance(value, Interval):
-                note = f"{value.low:.3g} to {value.high:.3g}"
-                value = value.value
-            rows.measured(f"{name}: {key}", value, unit, note)
-
-
-if __name__ == "__main__":
-    run_part("bandwidth", check)
+                rows.measured(f"{name}: {key}", value.value, UNITS[key], f"{value.low:.3g} to {value.high:.3g}")
+            elif key in UNITS:
+                rows.measured(f"{name}: {key}", value, UNITS[key])

@@ -6,24 +6,21 @@ is a multiple of the kernel's tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from measuring import as_in_a_long_run
 
-from gpu_parts.kernels import BOUNDS_ON_CPU, BOUNDS_ON_GPU, drawn
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.kernels import BOUNDS_ON_CPU, BOUNDS_ON_GPU, SUMS_AND_MAXIMA, compared, drawn
+from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 from te_precision_callbacks.base.numerics.layouts import ScaleMemory, Stored, packed
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels.columns import (
-    COMPARISON_SUMS,
     LIMIT_SUMS,
+    LOSS_MAXIMA,
     LOSS_SUMS,
-    MOMENT_SUMS,
     NOTHING,
+    RANGE_MAXIMA,
     RANGE_SUMS,
-    SCALE_SUMS,
     BlockPlaces,
     ColumnPlaces,
     InBlocks,
@@ -33,26 +30,26 @@ from te_precision_callbacks.engine.kernels.columns import (
 IN_FLOAT32 = ("MXFP8", "NVFP4 columnwise", "FP8 blocks of 128 x 128")
 """Forms that are also measured in float32: one for each format of scales. Others would only compile for longer."""
 
+SUMS = (*SUMS_AND_MAXIMA[True][0], *LIMIT_SUMS, *LOSS_SUMS, *RANGE_SUMS)
+MAXIMA_OF_BLOCKS = (*SUMS_AND_MAXIMA[True][1], *LOSS_MAXIMA, *RANGE_MAXIMA)
+
 Form = tuple[str, FloatFormat, FloatFormat | None, tuple[int, int], tuple[int, int], bool]
 
 
-def _forms() -> Iterator[Form]:
-    """Name, format of codes and of scales, stored block, block, and whether codes are of the transpose."""
-    yield "MXFP8", E4M3, E8M0, (1, 32), (1, 32), False
-    yield "MXFP8 columnwise, E5M2", E5M2, E8M0, (32, 1), (32, 1), False
-    yield "NVFP4", E2M1, E4M3, (1, 16), (1, 16), False
-    yield "NVFP4 columnwise", E2M1, E4M3, (1, 16), (1, 16), True
-    yield "NVFP4, 16 x 16", E2M1, E4M3, (1, 16), (16, 16), False
-    yield "FP8 blocks of 1 x 128", E4M3, None, (1, 128), (1, 128), False
-    yield "FP8 blocks of 128 x 128", E4M3, None, (128, 128), (128, 128), False
-    yield "FP8 blocks of 128 x 1", E4M3, None, (1, 128), (1, 128), True
+FORMS: tuple[Form, ...] = (
+    ("MXFP8", E4M3, E8M0, (1, 32), (1, 32), False),
+    ("MXFP8 columnwise, E5M2", E5M2, E8M0, (32, 1), (32, 1), False),
+    ("NVFP4", E2M1, E4M3, (1, 16), (1, 16), False),
+    ("NVFP4 columnwise", E2M1, E4M3, (1, 16), (1, 16), True),
+    ("NVFP4, 16 x 16", E2M1, E4M3, (1, 16), (16, 16), False),
+    ("FP8 blocks of 1 x 128", E4M3, None, (1, 128), (1, 128), False),
+    ("FP8 blocks of 128 x 128", E4M3, None, (128, 128), (128, 128), False),
+    ("FP8 blocks of 128 x 1", E4M3, None, (1, 128), (1, 128), True),
+)
+"""Name, format of codes and of scales, stored block, block, and whether codes are of the transpose."""
 
 
-def _in_blocks(
-    form: Form,
-    shape: tuple[int, int],
-    device: torch.device,
-) -> InBlocks:
+def _in_blocks(form: Form, shape: tuple[int, int], device: torch.device) -> InBlocks:
     """Return random codes and scales; the rows of a square block share a scale."""
     _, codes_format, scale_format, stored_block, block, transposed = form
     generator = torch.Generator().manual_seed(3)
@@ -80,44 +77,33 @@ def _in_blocks(
 
 def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[str]:
     """Return the columns that differ from plain torch with sums in float64."""
-    shape = (80, 160) if settings.small else (2048 + 16, 4096 + 32)
+    shape = (2048 + 16, 4096 + 32) if settings.on_gpu else (80, 160)
     values = (drawn(*shape, seed=4) * 10).to(dtype)
     places = ColumnPlaces(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)
     block_places = BlockPlaces(14, 18, 21, 5, 6)
     results = []
     for device in (settings.device, torch.device("cpu")):
-        sums = torch.zeros(23, dtype=torch.float64, device=device)
-        maxima = torch.full((8,), NOTHING, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        maxima = torch.full((len(MAXIMA_OF_BLOCKS),), NOTHING, dtype=torch.float64, device=device)
         in_blocks = _in_blocks(form, shape, device)
         pending = Pending(values.to(device), None, None, False, places, in_blocks, block_places)
         kernels.add([pending], sums, maxima)
-        results.append((sums.cpu(), maxima.cpu()))
-    (sums, maxima), (right, right_maxima) = results
-    names = [*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS, *LIMIT_SUMS, *LOSS_SUMS, *RANGE_SUMS]
-    wrong = []
-    for place, (value, expected) in enumerate(zip(sums.tolist(), right.tolist(), strict=True)):
-        name = names[place]
-        size = float(right[MOMENT_SUMS.index("abs_sum")]) if name == "sum" else abs(expected)
-        # The other side of the comparison may be as far off, where it is the pass in C++.
-        allowed = (BOUNDS_ON_GPU.get(name, 0.0) + BOUNDS_ON_CPU.get(name, 0.0) + 1e-13 * ("sum" in name)) * size
-        if not abs(value - expected) <= allowed:
-            wrong.append(f"{name} is {value!r}, not {expected!r}")
-    if not torch.allclose(maxima, right_maxima, rtol=1e-14, atol=0.0):
-        wrong.append(f"maxima are {maxima.tolist()}, not {right_maxima.tolist()}")
-    return wrong
+        results.append((sums, maxima))
+    # The other side of the comparison may be as far off, where it is the pass in C++.
+    bounds = {
+        name: BOUNDS_ON_GPU.get(name, 0.0) + BOUNDS_ON_CPU.get(name, 0.0) + 1e-13 * ("sum" in name) for name in SUMS
+    }
+    ours, right = results
+    return compared(ours, right, [*SUMS, *MAXIMA_OF_BLOCKS], bounds | dict.fromkeys(MAXIMA_OF_BLOCKS, 1e-14))[1]
 
 
 def check(settings: Settings, rows: Rows) -> None:
     with as_in_a_long_run():
-        for dtype, names in ((torch.bfloat16, None), (torch.float32, IN_FLOAT32)):
-            for form in _forms():
-                if names is not None and form[0] not in names:
+        for dtype in (torch.bfloat16, torch.float32):
+            for form in FORMS:
+                if dtype == torch.float32 and form[0] not in IN_FLOAT32:
                     continue
                 name = f"{str(dtype).removeprefix('torch.')}, {form[0]}: columns that are wrong"
                 with rows.of(name):
                     wrong = _blocks_wrong(form, dtype, settings)
-                    rows.add(name, len(wrong), "", 0, ok=not wrong, note="; ".join(wrong)[:400])
-
-
-if __name__ == "__main__":
-    run_part("blocks", check)
+                    rows.equal(name, len(wrong), 0, note="; ".join(wrong))

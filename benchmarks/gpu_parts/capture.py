@@ -9,27 +9,25 @@ training without graphs, and has the same verdict.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 from step import with_ours, without
 
-from gpu_parts.rows import CannotRunHereError, Rows, Settings, in_one_line, run_part
+from gpu_parts.rows import CannotRunHereError, Rows, Settings, in_one_line, of_all_layers
 from gpu_parts.training import transformer_layers
 from te_precision_callbacks.session import InspectSession
 
 WIDTH, TOKENS, HEADS, REPLAYS = 256, 128, 4, 3
-_LAYERS = {"layer_name_regex_pattern": ".*"}
-_FEATURES = {
-    "LogTensorStats": {"enabled": True, "tensors": ["activation", "weight", "gradient"], "stats": ["max", "std"]}
-}
-CONFIG: dict[str, Any] = {"of_all": {"enabled": True, "layers": _LAYERS, "transformer_engine": _FEATURES}}
+CONFIG = of_all_layers(
+    {"LogTensorStats": {"enabled": True, "tensors": ["activation", "weight", "gradient"], "stats": ["max", "std"]}}
+)
 
 STEPS, BLOCKS, BATCH, MICRO_BATCHES = 14, 3, 2, 2
 """Of the training with ``te.make_graphed_callables``; the default config collects in steps 0, 1, 2, 5 and 10."""
@@ -38,7 +36,6 @@ Graphs = Literal["none", "before", "after"]
 """Whether graphs are made, before or after the session starts."""
 
 Make = Callable[[], torch.nn.Module]
-Trained = TypeVar("Trained")
 
 
 class Packed(torch.nn.Module):
@@ -58,7 +55,6 @@ class Packed(torch.nn.Module):
 
 
 def models(settings: Settings) -> dict[str, Make]:
-    """Return the models to capture."""
     te = settings.transformer_engine()
     sizes: dict[str, Any] = {"device": settings.device, "dtype": torch.bfloat16}
     te_sizes: dict[str, Any] = {"device": settings.device, "params_dtype": torch.bfloat16}
@@ -73,20 +69,6 @@ def models(settings: Settings) -> dict[str, Make]:
     }
 
 
-class _Step:
-    """A step with tensors that stay where they are, as a graph needs it."""
-
-    def __init__(self, settings: Settings, model: torch.nn.Module) -> None:
-        self.inputs = torch.randn(TOKENS, WIDTH, device=settings.device, dtype=torch.bfloat16, requires_grad=True)
-        self._model = model
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def __call__(self) -> None:
-        self._optimizer.zero_grad(set_to_none=False)
-        self._model(self.inputs).float().square().mean().backward()
-        self._optimizer.step()
-
-
 def _trained(settings: Settings, make: Make, *, watched: bool, warm: bool) -> list[torch.Tensor]:
     """The weights after a capture and some replays.
 
@@ -98,16 +80,20 @@ def _trained(settings: Settings, make: Make, *, watched: bool, warm: bool) -> li
     """
     torch.manual_seed(0)
     model = make()
-    step = _Step(settings, model)
-    side = torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
+    # Tensors that stay where they are, as a graph needs them.
+    inputs = torch.randn(TOKENS, WIDTH, device=settings.device, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
 
     def warm_up(end: Callable[[], object]) -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with _beside(settings):
             for _ in range(2):
                 step()
                 end()
-        torch.cuda.current_stream().wait_stream(side)
 
     if not warm:
         warm_up(lambda: None)
@@ -125,30 +111,21 @@ def _trained(settings: Settings, make: Make, *, watched: bool, warm: bool) -> li
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-Statistics = dict[tuple[int, str, str, str], float]
-"""Iteration, layer, tensor and statistic -> value."""
+@contextlib.contextmanager
+def _beside(settings: Settings) -> Iterator[None]:
+    """On another stream, which waits for the current one and the current one for it, as before a capture."""
+    side = torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
 
 
-@dataclass
-class _Result:
-    """A training of graphed layers.
-
-    Attributes:
-        weights: the last weights.
-        statistics: of a session.
-        state, summary: of the session's verdict.
-        refused: why layers were not observed.
-    """
-
-    weights: list[torch.Tensor] = field(default_factory=list)
-    statistics: Statistics = field(default_factory=dict)
-    state: str = ""
-    summary: str = ""
-    refused: set[str] = field(default_factory=set)
+Statistics = dict[tuple[int, str, str, str], float]  # iteration, layer, tensor and statistic -> value
 
 
-def _same(weights: list[torch.Tensor], others: list[torch.Tensor]) -> str:
-    return "same" if all(map(torch.equal, weights, others)) else "other"
+def _same(weights: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, weights, others))
 
 
 def _difference(statistics: Statistics, without_graphs: Statistics) -> str:
@@ -175,8 +152,10 @@ class _Blocks(torch.nn.Module):
         return values
 
 
-def _train_blocks(settings: Settings, recipe: Any, *, graphs: Graphs, watched: bool, caches: bool) -> _Result:
-    """Train transformer layers.
+def _train_blocks(
+    settings: Settings, recipe: Any, graphs: Graphs, *, watched: bool, caches: bool
+) -> tuple[list[torch.Tensor], Statistics, InspectSession]:
+    """Train transformer layers, and return the last weights, the statistics, and the session with its verdict.
 
     Args:
         settings: the device.
@@ -190,7 +169,7 @@ def _train_blocks(settings: Settings, recipe: Any, *, graphs: Graphs, watched: b
 
     FP8GlobalStateManager.reset()
     torch.manual_seed(0)
-    model, result = _Blocks(settings), _Result()
+    model, statistics = _Blocks(settings), Statistics()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def make_inputs() -> torch.Tensor:
@@ -207,7 +186,14 @@ def _train_blocks(settings: Settings, recipe: Any, *, graphs: Graphs, watched: b
         )
         optimizer.zero_grad()
 
-    def train(end: Callable[[torch.Tensor], object]) -> None:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        if graphs == "before":
+            make_graphs()
+        session = InspectSession(None, model=model, log_dir=folder)
+        if watched:
+            stack.enter_context(session)
+        if graphs == "after":
+            make_graphs()
         for step in range(STEPS):
             torch.manual_seed(1 + step)
             for number in range(MICRO_BATCHES):
@@ -217,36 +203,15 @@ def _train_blocks(settings: Settings, recipe: Any, *, graphs: Graphs, watched: b
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            end(loss.detach())
-
-    if graphs == "before":
-        make_graphs()
-    if watched:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            InspectSession(None, model=model, log_dir=folder) as session,
-        ):
-            if graphs == "after":
-                make_graphs()
-
-            def end_step(loss: torch.Tensor) -> None:
-                session.log({"loss": loss})
-                records = session.step()
-                if records is not None:
-                    for row in records:
-                        result.statistics[records.iteration, row.layer, row.tensor, row.statistic] = row.value
-
-            train(end_step)
-        result.state, result.summary = session.findings.state, session.findings.summary
-        result.refused = {info.refused for info in session.layers if info.refused}
-    else:
-        train(lambda loss: None)
+            if watched:
+                session.log({"loss": loss.detach()})
+                for row in session.step() or ():
+                    statistics[step, row.layer, row.tensor, row.statistic] = row.value
     torch.cuda.synchronize()
-    result.weights = [parameter.detach().clone() for parameter in model.parameters()]
-    return result
+    return [parameter.detach().clone() for parameter in model.parameters()], statistics, session
 
 
-def _captured(train: Callable[[], Trained]) -> Trained:
+def _captured(train: Callable[[], Any]) -> Any:
     """Train without a session.
 
     Raises:
@@ -260,50 +225,33 @@ def _captured(train: Callable[[], Trained]) -> Trained:
 
 def _check_blocks(settings: Settings, rows: Rows, name: str, recipe: Any, *, caches: bool) -> None:
     """Compare trainings with ``te.make_graphed_callables``, with and without a session."""
-
-    def train(graphs: Graphs, *, watched: bool) -> _Result:
-        return _train_blocks(settings, recipe, graphs=graphs, watched=watched, caches=caches)
-
-    alone = eager = _Result()
-    with rows.of(name):
-        alone, again = (_captured(functools.partial(train, "before", watched=False)) for _ in range(2))
-        if _same(alone.weights, again.weights) == "other":
-            raise CannotRunHereError("two trainings without a session have different weights")
-        eager = train("none", watched=True)
-    if not eager.weights:
-        return
-    as_eager = _same(eager.weights, alone.weights)
-    rows.measured(f"{name}: the weights without graphs", as_eager, note=f"the verdict: {eager.summary}")
+    train = functools.partial(_train_blocks, settings, recipe, caches=caches)
+    alone = functools.partial(train, "before", watched=False)
+    (weights, *_), (again, *_) = _captured(alone), _captured(alone)
+    if not _same(weights, again):
+        raise CannotRunHereError("two trainings without a session have different weights")
+    eager_weights, eager_statistics, eager = train("none", watched=True)
+    as_eager = _same(eager_weights, weights)
+    without_graphs = "same" if as_eager else "other"
+    rows.measured(f"{name}: the weights without graphs", without_graphs, note=f"the verdict: {eager.findings.summary}")
     when: Graphs
     for when in ("before", "after"):
         title = f"{name}, graphs made {when} the session starts"
         with rows.of(title):
-            watched = train(when, watched=True)
-            note = "; ".join(sorted(watched.refused))
-            same = _same(watched.weights, alone.weights)
-            if as_eager == "same":
-                rows.equal(f"{title}: the weights", same, "same", note=note)
-                difference = _difference(watched.statistics, eager.statistics)
-                rows.equal(f"{title}: the statistics", "other" if difference else "same", "same", note=difference)
+            watched_weights, statistics, session = train(when, watched=True)
+            note = "; ".join(sorted({info.refused for info in session.layers if info.refused}))
+            same = _same(watched_weights, weights)
+            if as_eager:
+                rows.same(f"{title}: the weights", same, note)
+                difference = _difference(statistics, eager_statistics)
+                rows.same(f"{title}: the statistics", not difference, difference)
             else:
                 why = "the layers' own forward computes other values than the graph"
-                rows.measured(f"{title}: the weights", same, note=f"{why} {note}".strip())
-            count = len({key[0] for key in watched.statistics})
-            rows.equal(f"{title}: steps with statistics", count, len({key[0] for key in eager.statistics}))
-            rows.equal(f"{title}: the verdict", watched.state, "no problems found", note=watched.summary)
-
-
-def check_blocks(settings: Settings, rows: Rows) -> None:
-    """Check layers of ``te.make_graphed_callables`` in two recipes, and with cached quantized weights."""
-    settings.transformer_engine()
-    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
-    for name, recipe, caches in (
-        ("make_graphed_callables, current scaling", Float8CurrentScaling, False),
-        ("make_graphed_callables, current scaling, cached weights", Float8CurrentScaling, True),
-        ("make_graphed_callables, delayed scaling", DelayedScaling, False),
-    ):
-        _check_blocks(settings, rows, name, recipe(), caches=caches)
+                rows.measured(f"{title}: the weights", "same" if same else "other", note=f"{why} {note}".strip())
+            collected, right = ({key[0] for key in keys} for keys in (statistics, eager_statistics))
+            rows.equal(f"{title}: steps with statistics", len(collected), len(right))
+            findings = session.findings
+            rows.equal(f"{title}: the verdict", findings.state, "no problems found", note=findings.summary)
 
 
 def check_scales(settings: Settings, rows: Rows) -> None:
@@ -323,10 +271,8 @@ def check_scales(settings: Settings, rows: Rows) -> None:
         graph = torch.cuda.CUDAGraph()
         with InspectSession(None, model=linear, log_dir=folder) as session:
             try:
-                side = torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
-                with torch.cuda.stream(side):
+                with _beside(settings):
                     step()
-                torch.cuda.current_stream().wait_stream(side)
                 session.step()
                 with torch.cuda.graph(graph):
                     step()
@@ -349,7 +295,16 @@ def check(settings: Settings, rows: Rows) -> None:
     # Otherwise the backward of attention may give other gradients in each training.
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     logging.getLogger("te_precision_callbacks").setLevel(logging.CRITICAL)
-    check_blocks(settings, rows)
+    settings.transformer_engine()
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+    for name, recipe, caches in (
+        ("make_graphed_callables, current scaling", Float8CurrentScaling, False),
+        ("make_graphed_callables, current scaling, cached weights", Float8CurrentScaling, True),
+        ("make_graphed_callables, delayed scaling", DelayedScaling, False),
+    ):
+        with rows.of(name):
+            _check_blocks(settings, rows, name, recipe(), caches=caches)
     check_scales(settings, rows)
     for name, make in models(settings).items():
         for warm in (True, False):
@@ -357,8 +312,4 @@ def check(settings: Settings, rows: Rows) -> None:
             with rows.of(f"{name}, captured {when}"):
                 alone = _captured(functools.partial(_trained, settings, make, watched=False, warm=warm))
                 watched = _trained(settings, make, watched=True, warm=warm)
-                rows.equal(f"{name}, captured {when}: the weights", _same(alone, watched), "same")
-
-
-if __name__ == "__main__":
-    run_part("capture", check)
+                rows.same(f"{name}, captured {when}: the weights", _same(alone, watched))

@@ -1,4 +1,5 @@
-"""One pass over a tensor, against sums in float64 on the CPU.
+"""One pass over a tensor, against the pass in plain torch over the same tensor in float64 on the CPU, which
+``tests/engine`` compares with numpy.
 
 On a GPU this is the Triton kernel. Its sums must lie within the bounds of the docstring of
 ``te_precision_callbacks/engine/kernels/triton_parts.py``; on a CPU the pass in C++ (``one_pass.cpp``). Counts,
@@ -8,17 +9,14 @@ extremes and histograms must be equal. The value of a row is the largest error o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from measuring import as_in_a_long_run, measured_tensor
+from measuring import as_in_a_long_run
 from stats import path_of
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
@@ -33,7 +31,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     layout,
 )
 
-Array = npt.NDArray[np.float64]
 View = Callable[[torch.Tensor], torch.Tensor]
 
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,8 +40,7 @@ FORMATS = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.
 """Whether codes are E5M2 -> torch's dtype, and its largest number."""
 
 _U = 2.0**-24
-_K = 16
-"""The additions in float32 on the way of an element into a sum, at most."""
+_K = 16  # additions in float32 on the way of an element into a sum, at most
 BOUNDS_ON_GPU = {
     "sum": 2 * (_K + 1) * _U,  # of the sum of magnitudes
     "abs_sum": _K * _U,
@@ -56,16 +52,11 @@ BOUNDS_ON_GPU = {
 BOUNDS_ON_CPU = {**dict.fromkeys(BOUNDS_ON_GPU, 10 * _U), "variance": 28 * _U}
 """The largest of the bounds in one_pass.cpp."""
 
-_FSUM_UP_TO = 2**21
-"""Elements that math.fsum adds in a moment; of more, numpy's pairwise sum in float64 is wrong by some 2^-48."""
 
-
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A measured case.
 
     Attributes:
-        name: printed name.
         base: a contiguous tensor on the CPU.
         view: function from the base to the measured tensor, also applied to its codes.
         codes: whether it is compared with codes, and then whether they are E5M2.
@@ -80,6 +71,12 @@ class Case:
     codes_view: View | None = None
     histogram: bool = True
 
+
+SUMS_AND_MAXIMA = {
+    False: (MOMENT_SUMS, MAXIMA),
+    True: ((*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS), (*MAXIMA, *SCALE_MAXIMA)),
+}
+"""Whether there are codes -> the columns of :func:`layout`."""
 
 VIEWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], View]] = {
     "transposed": ((1000, 1201), (40, 33), lambda x: x.t()),
@@ -156,134 +153,79 @@ def quantized(values: torch.Tensor, *, e5m2: bool) -> tuple[torch.Tensor, torch.
     return (wide / scale_inv).clamp(-largest, largest).to(dtype).view(torch.uint8), scale_inv
 
 
-# --- what must come out -----------------------------------------------------------------------------------------------
+def measured_tensor(
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums and maxima of one pass over a tensor."""
+    places, width, extremes = layout(codes=codes is not None, histogram=histogram)
+    sums = torch.zeros(width, dtype=torch.float64, device=values.device)
+    maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)
+    kernels.add([Pending(values.detach(), codes, scale_inv, e5m2, places)], sums, maxima)
+    return sums, maxima
 
 
-def exact(
-    values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None, e5m2: bool
-) -> dict[str, Any]:
-    """Return all columns in float64, the histogram as a list, and the variance."""
-    x = _array(values)
-    finite = np.isfinite(x)
-    kept = x[finite]
-    magnitudes = np.abs(kept[kept != 0])
-    results: dict[str, Any] = {
-        "finite": kept.size,
-        "nonfinite": x.size - kept.size,
-        "zeros": kept.size - magnitudes.size,
-        "sum": _sum(kept),
-        "square_sum": _sum(kept**2),
-        "abs_sum": _sum(magnitudes),
-        "max": kept.max(initial=-math.inf),
-        "negated_min": (-kept).max(initial=-math.inf),
-        "negated_min_nonzero": (-magnitudes).max(initial=-math.inf),
-        "variance": _sum((kept - _sum(kept) / kept.size) ** 2) / kept.size if kept.size else 0.0,
-    }
-    bins = np.clip(np.frexp(magnitudes)[1] + 126, 0, EXPONENT_BINS - 1)  # frexp: 0.5 <= mantissa < 1
-    results["histogram"] = np.bincount(bins, minlength=EXPONENT_BINS).tolist()
-    if codes is not None and scale_inv is not None:
-        dtype, largest = FORMATS[e5m2]
-        y = _array(codes.contiguous().view(dtype).float() * scale_inv)[finite]
-        limit = float(torch.tensor(largest) * scale_inv)
-        results |= {
-            "compared": kept.size,
-            "underflows": int(((kept != 0) & (y == 0)).sum()),
-            "overflows": int((np.abs(kept) > limit).sum()),
-            "error_square_sum": _sum((kept - y) ** 2),
-            "signal_square_sum": results["square_sum"],
-        }
-        factor = scale_inv.item()
-        results |= {"scales": 1, "scale_sum": factor, "scale_square_sum": factor * factor}
-        results |= {"scale_max": factor, "negated_scale_min": -factor}
-    return results
+def compared(
+    measured: Sequence[torch.Tensor], right: Sequence[torch.Tensor], names: Sequence[str], bounds: Mapping[str, float]
+) -> tuple[float, list[str]]:
+    """Compare vectors of sums and maxima with the right ones.
 
+    Args:
+        names: of the sums and then of the maxima.
+        bounds: name -> the largest relative error, for ``sum`` relative to the sum of magnitudes; others are exact.
 
-def _array(values: torch.Tensor) -> Array:
-    array: Array = values.double().reshape(-1).numpy()
-    return array
-
-
-def _sum(numbers: Array) -> float:
-    return math.fsum(numbers) if numbers.size <= _FSUM_UP_TO else float(np.sum(numbers))
-
-
-def _named(sums: torch.Tensor, maxima: torch.Tensor, case: Case) -> dict[str, Any]:
-    """The columns of a pass by their names, and the variance that follows from them."""
-    with_codes = case.codes is not None
-    names = [*MOMENT_SUMS, *((*COMPARISON_SUMS, *SCALE_SUMS) if with_codes else ())]
-    extremes = [*MAXIMA, *(SCALE_MAXIMA if with_codes else ())]
-    numbers = sums.tolist()
-    if (sums.dtype, maxima.dtype) != (torch.float64, torch.float64) or len(numbers) != len(names) + (
-        EXPONENT_BINS * case.histogram
-    ):
-        raise RuntimeError(f"{case.name}: {len(numbers)} sums of {sums.dtype}, maxima of {maxima.dtype}")
-    results: dict[str, Any] = dict(zip(names, numbers, strict=False)) | dict(
-        zip(extremes, maxima.tolist(), strict=True)
-    )
-    if case.histogram:
-        results["histogram"] = numbers[len(names) :]
-    count = max(1.0, results["finite"])
-    mean = results["sum"] / count
-    results["variance"] = results["square_sum"] / count - mean * mean
-    return results
-
-
-def compared(results: dict[str, Any], expected: dict[str, Any], bounds: dict[str, float]) -> tuple[float, list[str]]:
-    """The largest error as a share of its bound, and the columns that are wrong."""
+    Returns:
+        The largest error as a share of its bound, and what is wrong.
+    """
+    values, expected = ([number for vector in vectors for number in vector.tolist()] for vectors in (measured, right))
+    abs_sum = expected[names.index("abs_sum")]
     worst, wrong = 0.0, []
-    for name, value in results.items():
-        right = expected[name]
-        if name not in bounds:
-            if value != right:
-                where = "" if name == "histogram" else f" is {value}, not {right}"
-                wrong.append(f"{name}{where}")
+    for name, value, number in zip(names, values, expected, strict=True):
+        if value == number:
             continue
-        size = expected["abs_sum"] if name == "sum" else abs(right)
-        allowed = bounds[name] * size
-        if name == "variance":  # and what float64 rounds where the mean's square is subtracted
-            allowed += 8 * 2.0**-52 * expected["square_sum"] / max(1, expected["finite"])
-        error = abs(value - right)
-        share = 0.0 if error == 0 else error / allowed if allowed else math.inf
-        if not share <= 1:
-            wrong.append(f"{name} is {value!r}, not {right!r}")
-        worst = max(worst, share if not math.isnan(share) else math.inf)
+        allowed = bounds.get(name, 0.0) * (abs_sum if name == "sum" else abs(number))
+        error = abs(value - number)
+        share = error / allowed if allowed and math.isfinite(error) else math.inf
+        worst = max(worst, share)
+        if share > 1:
+            wrong.append(f"{name} is {value!r}, not {number!r}")
     return worst, wrong
 
 
-def _run(case: Case, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of the pass, and the expected ones."""
-    base_codes, scale_inv = quantized(case.base, e5m2=case.codes) if case.codes is not None else (None, None)
-    arguments = []
-    for place in (device, torch.device("cpu")):
-        values = case.view(case.base.to(place))
-        codes = None if base_codes is None else case.view(base_codes.to(place))
-        if codes is not None and case.codes_view is not None:
-            codes = case.codes_view(codes)
-        arguments.append((values, codes, None if scale_inv is None else scale_inv.to(place)))
-    e5m2 = bool(case.codes)
-    results = _named(*measured_tensor(*arguments[0], e5m2=e5m2, histogram=case.histogram), case)
-    return results, exact(*arguments[1], e5m2)
+def _measured(case: Case, device: torch.device, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums and maxima of the pass, and the variance that follows from them; perhaps in another dtype."""
+    values, codes, scale_inv = case.view(case.base.to(device, dtype)), None, None
+    if case.codes is not None:
+        base_codes, scale_inv = (part.to(device) for part in quantized(case.base, e5m2=case.codes))
+        codes = (case.codes_view or torch.Tensor.detach)(case.view(base_codes))
+    sums, maxima = measured_tensor(values, codes, scale_inv, e5m2=bool(case.codes), histogram=case.histogram)
+    finite, total, squares = (sums[MOMENT_SUMS.index(name)] for name in ("finite", "sum", "square_sum"))
+    variance = squares / finite - (total / finite) ** 2
+    return sums, torch.cat([maxima, variance.view(1)])
 
 
 def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: bool) -> int:
     """Count the columns that differ between tensors measured together and each measured alone."""
-    sides = (16, 48, 96, 128) if settings.small else (16, 512, 2048, 4096)
+    sides = (16, 512, 2048, 4096) if settings.on_gpu else (16, 48, 96, 128)
     places, width, extremes = layout(codes=with_codes, histogram=False)
     pending, alone = [], []
     for number, side in enumerate(sides):
-        values = drawn(side, side, seed=number).to(dtype)
-        codes, scale_inv = quantized(values, e5m2=False) if with_codes else (None, None)
-        codes, scale_inv = (None if x is None else x.to(settings.device) for x in (codes, scale_inv))
+        on_cpu = drawn(side, side, seed=number).to(dtype)
+        values, codes, scale_inv = on_cpu.to(settings.device), None, None
+        if with_codes:
+            codes, scale_inv = (part.to(settings.device) for part in quantized(on_cpu, e5m2=False))
         at = [place if place < 0 else place + 300 * number for place in places]
-        values = values.to(settings.device)
         pending.append(Pending(values, codes, scale_inv, False, ColumnPlaces(*at)))
         alone.append(measured_tensor(values, codes, scale_inv))
     sums = torch.zeros(300 * len(sides), dtype=torch.float64, device=settings.device)
     maxima = torch.full_like(sums, NOTHING)
     kernels.add(pending, sums, maxima)
     differing = 0
-    for number, (alone_sums, alone_maxima) in enumerate(alone):
-        begin = 300 * number
+    for begin, (alone_sums, alone_maxima) in zip(range(0, len(sums), 300), alone, strict=True):
         differing += int((sums[begin : begin + width] != alone_sums).sum())
         differing += int((maxima[begin : begin + extremes] != alone_maxima).sum())
     return differing
@@ -292,19 +234,16 @@ def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: b
 def check(settings: Settings, rows: Rows) -> None:
     bounds = BOUNDS_ON_GPU if settings.on_gpu else BOUNDS_ON_CPU
     with as_in_a_long_run():
-        for case in cases(small=settings.small):
-            worst, wrong = compared(*_run(case, settings.device), bounds)
-            rows.add(case.name, worst, "of the bound", "<= 1, counts equal", ok=not wrong, note="; ".join(wrong)[:400])
+        for case in cases(small=not settings.on_gpu):
+            sums, maxima = SUMS_AND_MAXIMA[case.codes is not None]
+            bins = [f"exponent {number}" for number in range(EXPONENT_BINS if case.histogram else 0)]
+            names = [*sums, *bins, *maxima, "variance"]
+            right = _measured(case, torch.device("cpu"), torch.float64)
+            worst, wrong = compared(_measured(case, settings.device), right, names, bounds)
+            rows.add(case.name, worst, "of the bound", "<= 1, counts equal", ok=not wrong, note="; ".join(wrong))
         for dtype, with_codes in ((torch.float32, False), (torch.bfloat16, True)):
             name = f"{str(dtype).removeprefix('torch.')}, four tensors{' and their codes' if with_codes else ''}"
             differing = _differing_together(dtype, settings, with_codes=with_codes)
             rows.equal(f"{name}, together: columns that are not those of one at a time", differing, 0)
         path = path_of(torch.zeros(2**16, device=settings.device))  # after a failure of Triton it is ``eager``
-    if settings.on_gpu:
-        rows.equal("the pass that was taken", path, "triton")
-    else:
-        rows.measured("the pass that was taken", path)
-
-
-if __name__ == "__main__":
-    run_part("kernels", check)
+    rows.equal_on_gpu("the pass that was taken", path, "triton", settings)

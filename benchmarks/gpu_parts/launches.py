@@ -8,95 +8,64 @@ the copy of all values.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from measuring import as_in_a_long_run
 from step import Run, with_ours, without
 
-from gpu_parts.rows import Rows, Settings, in_one_line, run_part
-from gpu_parts.training import Training, statistics_of_all
-from gpu_parts.waits import HostWaits
-from te_precision_callbacks.base.vocabulary import Observe
-
-PATHS: tuple[Observe, ...] = ("fused", "debug")
+from gpu_parts.rows import Rows, Settings
+from gpu_parts.training import PATHS, Training
+from gpu_parts.waits import HostWaits, host_waits
 
 _WARM_UP = 3
 
 
-class Counted(NamedTuple):
-    """A step, taken apart.
-
-    Attributes:
-        before: waits in forward and backward.
-        end: waits in the optimizer's step and what comes after.
-    """
-
-    before: HostWaits
-    end: HostWaits
-
-
-def counted(training: Training, way: Run, settings: Settings) -> Counted:
-    """Count in the steps after the first ones, which set things up."""
+def counted(training: Training, way: Run, settings: Settings) -> tuple[HostWaits, HostWaits]:
+    """Count in forward and backward, and in the rest of a step after the first ones, which set things up."""
     with way() as end:
         for _ in range(_WARM_UP):
             training.step(end)
-        before, after = HostWaits(settings.device), HostWaits(settings.device)
-        with before:
+        with host_waits(settings.device) as before:
             training.forward_and_backward()
-        with after:
+        with host_waits(settings.device) as after:
             training.finish(end)
-        return Counted(before, after)
+        return before, after
 
 
 def check(settings: Settings, rows: Rows) -> None:
-    layers, hidden, sequence = (1, 64, 32) if settings.small else (4, 1024, 512)
+    layers, hidden, sequence = (4, 1024, 512) if settings.on_gpu else (1, 64, 32)
     training = Training(settings, layers=layers, hidden=hidden, sequence=sequence, batch=2)
     ways: dict[str, Run] = {"without": without}
     for path in PATHS:
-        ways[path] = functools.partial(with_ours, training.model, statistics_of_all(path, fp8=False), path)
+        ways[path] = functools.partial(with_ours, training.model, PATHS[path](fp8=False), path)
     with as_in_a_long_run():
         results = {name: counted(training, way, settings) for name, way in ways.items()}
-    alone = results["without"]
+    alone, _ = results["without"]
     note = f"{layers} layers, hidden {hidden}; {settings.backend_note}".removesuffix("; ")
-    for name, step in results.items():
+    for name, (before, after) in results.items():
         waits = f"{name}: host waits in forward and backward"
         if name == "fused":  # the layers' own path
-            rows.equal(waits, step.before.total, alone.before.total, note=note)
+            rows.equal(waits, before.total, alone.total, note=note)
         else:
-            rows.measured(waits, step.before.total, note=note)
-        rows.measured(f"{name}: host waits in the end of the step", step.end.total, note=note)
+            rows.measured(waits, before.total, note=note)
+        rows.measured(f"{name}: host waits in the end of the step", after.total, note=note)
         if name == "without":
             continue
-        rows.equal(f"{name}: host waits of ours in forward and backward", step.before.ours, 0, note=step.before.where)
-        if settings.on_gpu:
-            rows.equal(f"{name}: host waits of ours in the end of the step", step.end.ours, 1, note=step.end.where)
-        else:
-            rows.measured(f"{name}: host waits of ours in the end of the step", step.end.ours, note=step.end.where)
+        rows.equal(f"{name}: host waits of ours in forward and backward", before.ours, 0, note=before.where)
+        of_end = f"{name}: host waits of ours in the end of the step"
+        rows.equal_on_gpu(of_end, after.ours, 1, settings, note=after.where)
+    as_errors = "fused: forward and backward where waits are errors"
     if not settings.on_gpu:
-        rows.left_out("forward and backward where waits are errors", "needs a GPU")
-    elif alone.before.total:
-        rows.left_out("forward and backward where waits are errors", f"the step alone waits {alone.before.total} times")
+        rows.left_out(as_errors, "needs a GPU")
+    elif alone.total:
+        rows.left_out(as_errors, f"the step alone waits {alone.total} times")
     else:
-        _without_waits(training, ways["fused"], rows)
-
-
-def _without_waits(training: Training, way: Run, rows: Rows) -> None:
-    """Run forward and backward on the fused path while torch raises an error for each wait."""
-    failure = ""
-    with way() as end:
-        for _ in range(_WARM_UP):
-            training.step(end)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            training.forward_and_backward()
-        except RuntimeError as error:
-            failure = in_one_line(error)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    check = "fused: forward and backward where waits are errors"
-    rows.equal(check, "failed" if failure else "ran", "ran", note=failure)
-
-
-if __name__ == "__main__":
-    run_part("launches", check)
+        with rows.of(as_errors), ways["fused"]() as end:
+            for _ in range(_WARM_UP):
+                training.step(end)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                training.forward_and_backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            rows.equal(as_errors, "ran", "ran")

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from unittest import mock
 
 import torch
 
-from gpu_parts.rows import Rows, Settings, run_part
-from gpu_parts.waits import HostWaits
+from gpu_parts.rows import Rows, Settings
+from gpu_parts.waits import host_waits
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, extreme_slots
 
 CULPRIT = "1.2"
 
 
 class Training:
-    """The model and its optimizer."""
-
     def __init__(self, settings: Settings) -> None:
         torch.manual_seed(0)
-        blocks, hidden, tokens = (3, 64, 32) if settings.small else (12, 1024, 4096)
+        blocks, hidden, tokens = (12, 1024, 4096) if settings.on_gpu else (3, 64, 32)
         layers = (
             torch.nn.Sequential(
                 torch.nn.Linear(hidden, 4 * hidden), torch.nn.GELU(), torch.nn.Linear(4 * hidden, hidden)
@@ -38,30 +35,18 @@ class Training:
         self.inputs = torch.randn(tokens, hidden, device=settings.device)
 
     def step(self) -> None:
-        """Forward, backward and the optimizer's step."""
         self.model(self.inputs).square().mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
 
-@contextlib.contextmanager
-def _planted(model: torch.nn.Module) -> Iterator[None]:
-    """One weight of a layer is too large for the products of the first activation with it."""
-    weight = model.get_parameter(f"{CULPRIT}.weight")
-    before = weight.detach().clone()
+def _finds(settings: Settings, rows: Rows) -> None:
+    """A weight is too large for the products of the first activation with it."""
+    training = Training(settings)
     with torch.no_grad():
-        weight[0] = torch.finfo(weight.dtype).max
-    try:
-        yield
-    finally:
-        model.zero_grad()
-        with torch.no_grad():
-            weight.copy_(before)
-
-
-def _finds(training: Training, rows: Rows) -> None:
-    with _planted(training.model), DebugActivationOverflow(training.model):
-        before = [parameter.detach().clone() for parameter in training.model.parameters()]
+        training.model.get_parameter(f"{CULPRIT}.weight")[0] = torch.finfo(torch.float32).max
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    with DebugActivationOverflow(training.model):
         try:
             training.step()
         except ActivationOverflowError as error:
@@ -69,9 +54,8 @@ def _finds(training: Training, rows: Rows) -> None:
             rows.equal("what of it", error.role, "output")
         else:
             rows.equal("the layer that is named", None, CULPRIT, note="nothing was raised")
-        after = list(training.model.parameters())
-        same = all(map(torch.equal, before, after))
-        rows.equal("the weights after the step that was stopped", "as before" if same else "changed", "as before")
+    same = all(map(torch.equal, before, training.model.parameters()))
+    rows.equal("the weights after the step that was stopped", "as before" if same else "changed", "as before")
 
 
 def _waits(training: Training, detection: AbstractContextManager[object], settings: Settings) -> int:
@@ -80,19 +64,15 @@ def _waits(training: Training, detection: AbstractContextManager[object], settin
     with detection, mock.patch.object(extreme_slots, "to_host", copies):
         training.step()
         copies.reset_mock()
-        with HostWaits(settings.device) as waits:
+        with host_waits(settings.device) as waits:
             training.step()
     return waits.total + (0 if settings.on_gpu else copies.call_count)
 
 
 def check(settings: Settings, rows: Rows) -> None:
     logging.getLogger("te_precision_callbacks").setLevel(logging.CRITICAL)  # the report of the planted inf
+    _finds(settings, rows)
     training = Training(settings)
-    _finds(training, rows)
     without = _waits(training, contextlib.nullcontext(), settings)
     waits = _waits(training, DebugActivationOverflow(training.model), settings)
     rows.equal("host waits added to a step", waits - without, 1)
-
-
-if __name__ == "__main__":
-    run_part("overflow", check)

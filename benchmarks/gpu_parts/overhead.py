@@ -13,44 +13,40 @@ import statistics
 import time
 
 import torch
-from measuring import as_in_a_long_run, progress
+from measuring import as_in_a_long_run, progress, synchronize
 from step import Run, with_ours, with_upstream, without
 
-from gpu_parts.rows import Rows, Settings, run_part
-from gpu_parts.training import Training, statistics_of_all
-from te_precision_callbacks.base.vocabulary import Observe
+from gpu_parts.rows import Rows, Settings
+from gpu_parts.training import PATHS, Training
 
-PATHS: tuple[Observe, ...] = ("fused", "debug")
 _ROUNDS = 5
-_SECONDS = 70.0
-"""After this time no further block begins."""
+_SECONDS = 70.0  # after this time no further block begins
 _ROOMY = 40 * 2**30
 """Bytes of free memory with which a GPU holds the large model, its optimizer and what the backward needs."""
 
 
 def block(training: Training, way: Run, warm_up: int, steps: int, settings: Settings) -> float:
     """Milliseconds of a step; without a warm-up, starting and ending the session belong to it."""
-    settings.synchronize()
+    synchronize(settings.device)
     start = time.perf_counter()
     with way() as end:
         for _ in range(warm_up):
             training.step(end)
         if warm_up:
-            settings.synchronize()
+            synchronize(settings.device)
             start = time.perf_counter()
         for _ in range(steps):
             training.step(end)
-        settings.synchronize()
+        synchronize(settings.device)
         stop = time.perf_counter()
     return 1e3 * ((stop if warm_up else time.perf_counter()) - start) / steps
 
 
 def measure(training: Training, ways: dict[str, tuple[Run, int, int]], settings: Settings) -> dict[str, list[float]]:
-    """Alternating blocks of all ways: their times."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     block(training, without, 1, 1, settings)
     started = time.perf_counter()
-    for number in range(1 if settings.small else _ROUNDS):
+    for number in range(_ROUNDS if settings.on_gpu else 1):
         for name, (way, warm_up, steps) in ways.items():
             if time.perf_counter() - started > _SECONDS:
                 return times
@@ -60,20 +56,20 @@ def measure(training: Training, ways: dict[str, tuple[Run, int, int]], settings:
 
 
 def check(settings: Settings, rows: Rows) -> None:
-    layers, hidden, sequence = (1, 64, 32) if settings.small else (24, 2048, 1024)
+    layers, hidden, sequence = (24, 2048, 1024) if settings.on_gpu else (1, 64, 32)
     if settings.on_gpu and torch.cuda.mem_get_info(settings.device)[0] < _ROOMY:
         layers = min(layers, 4)
     training = Training(settings, layers=layers, hidden=hidden, sequence=sequence, batch=2)
     ways: dict[str, tuple[Run, int, int]] = {"without": (without, 2, 5)}
     for path in PATHS:
-        sections = statistics_of_all(path, fp8=True)
-        ways[f"{path}, every step"] = functools.partial(with_ours, training.model, sections, path), 2, 3
+        ours = functools.partial(with_ours, training.model, PATHS[path](fp8=True), path)
+        ways[f"{path}, every step"] = ours, 2, 3
     default = functools.partial(with_ours, training.model, None)
     ways["default config, first step with start and end"] = default, 0, 1
     ways["default config, a step that samples weights"] = default, 3, 2  # steps 3 and 4
     ways["default config, a collection step"] = default, 5, 1
     ways["default config, another step"] = default, 11, 5
-    upstream: Run = functools.partial(with_upstream, training.model, statistics_of_all("debug", fp8=True))
+    upstream = functools.partial(with_upstream, training.model, PATHS["debug"](fp8=True))
     ways["Transformer Engine's own, every step"] = upstream, 2, 1  # a step takes seconds
     with as_in_a_long_run():
         times = measure(training, ways, settings)
@@ -92,7 +88,3 @@ def check(settings: Settings, rows: Rows) -> None:
             rows.measured(f"{name}: added share", 100 * added / alone, "%", note)
     if settings.on_gpu:
         rows.measured("memory, at most", torch.cuda.max_memory_allocated() / 2**30, "GiB")
-
-
-if __name__ == "__main__":
-    run_part("overhead", check)

@@ -9,33 +9,23 @@ import itertools
 import tempfile
 from pathlib import Path
 
-from defects import KINDS, Defect, Kind, train_with_defect
+from defects import KINDS, Defect, train_with_defect
 from judging import judge_defect
 
 from gpu_parts.healthy import RECIPES, sizes
-from gpu_parts.rows import Rows, Settings, run_part
-
-
-def _drawn(kind: Kind, blocks: int) -> Defect:
-    """With a recipe that a Hopper GPU has."""
-    draws = (Defect.drawn(kind, seed, freq=2, counts=(blocks,)) for seed in itertools.count())
-    return next(draw for draw in draws if draw.recipe in RECIPES)
-
-
-def _train(defect: Defect, settings: Settings, rows: Rows) -> None:
-    name = f"{defect.kind} in {defect.model}, {defect.recipe}, {defect.count} blocks"
-    with rows.of(name), tempfile.TemporaryDirectory() as folder:
-        truth = train_with_defect(defect, Path(folder), settings.device.type)
-        row = judge_defect(Path(folder), truth)
-        outcome = "first finding" if row.right else "found" if row.anywhere else "missed"
-        rows.add(name, outcome, expected="found", ok=row.anywhere, note=f"{row.first}; planted: {row.truth}"[:400])
+from gpu_parts.rows import Rows, Settings
 
 
 def check(settings: Settings, rows: Rows) -> None:
     counts, most = sizes(settings, smallest=4)
     for kind in KINDS[:most]:
-        _train(_drawn(kind, next(counts)), settings, rows)
-
-
-if __name__ == "__main__":
-    run_part("planted", check)
+        block_counts = (next(counts),)
+        draws = (Defect.drawn(kind, seed, freq=2, counts=block_counts) for seed in itertools.count())
+        defect = next(draw for draw in draws if draw.recipe in RECIPES)
+        name = f"{kind} in {defect.model}, {defect.recipe}, {defect.count} blocks"
+        with rows.of(name), tempfile.TemporaryDirectory() as folder:
+            truth = train_with_defect(defect, Path(folder), settings.device.type)
+            row = judge_defect(Path(folder), truth)
+            outcome = "first finding" if row["right"] else "found" if row["anywhere"] else "missed"
+            note = "{first}; planted: {truth}".format_map(row)
+            rows.add(name, outcome, expected="found", ok=row["anywhere"], note=note)

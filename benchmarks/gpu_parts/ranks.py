@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_parts.rows import Rows, Settings, run_part, values_of
+from gpu_parts.rows import Rows, Settings, of_all_layers, values_of
 from te_precision_callbacks.session import InspectSession
 
 RANKS, STEPS, ROWS, WIDTH = 2, 3, 64, 128
-_FEATURES = {"LogTensorStats": {"enabled": True, "tensors": ["activation", "weight"], "stats": ["max", "mean", "std"]}}
-CONFIG: dict[str, Any] = {
-    "of_all": {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "transformer_engine": _FEATURES}
-}
+CONFIG = of_all_layers(
+    {"LogTensorStats": {"enabled": True, "tensors": ["activation", "weight"], "stats": ["max", "mean", "std"]}}
+)
 _TOLERANCE = 1e-6
 
 
@@ -41,10 +40,8 @@ def _train(settings: Settings, device: torch.device, rank: int, folder: Path, *,
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(layer))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = []
-    with contextlib.ExitStack() as stack:
-        session = InspectSession(CONFIG, model=model, log_dir=folder / f"{rank}", observe="fused")
-        if watched:
-            stack.enter_context(session)
+    session = InspectSession(CONFIG, model=model, log_dir=folder / f"{rank}", observe="fused")
+    with session if watched else contextlib.nullcontext():
         for step in range(STEPS):
             model(_inputs(rank, step).to(device)).float().square().mean().backward()
             optimizer.step()
@@ -62,25 +59,10 @@ def _run_rank(rank: int, settings: Settings, folder: Path, backend: str) -> None
         torch.cuda.set_device(device)
     settings.transformer_engine()
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    try:
-        results = {
-            name: _train(settings, device, rank, folder, watched=watched)
-            for name, watched in (("alone", False), ("beside", True))
-        }
-        (folder / f"rank{rank}.json").write_text(json.dumps(results), encoding="utf-8")
-    finally:
-        dist.destroy_process_group()
-
-
-def _run(settings: Settings, folder: Path, backend: str) -> list[dict[str, Any]]:
-    """Train on all ranks, and return their results.
-
-    Raises:
-        torch.multiprocessing.ProcessException: a rank has failed.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.multiprocessing.spawn(_run_rank, (settings, folder, backend), RANKS)  # type: ignore[attr-defined,no-untyped-call]
-    return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
+    ways = {"alone": False, "beside": True}
+    results = {name: _train(settings, device, rank, folder, watched=watched) for name, watched in ways.items()}
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
 
 
 def _expected(step: int) -> dict[str, float]:
@@ -96,7 +78,7 @@ def _expected(step: int) -> dict[str, float]:
 def _judge(name: str, results: list[dict[str, Any]], rows: Rows, note: str) -> None:
     for rank, result in enumerate(results):
         same = result["alone"]["weight"] == result["beside"]["weight"]
-        rows.equal(f"{name}: weights of rank {rank} with a session", "same" if same else "other", "same", note=note)
+        rows.same(f"{name}: weights of rank {rank} with a session", same, note)
         steps = result["beside"]["steps"]
         rows.equal(f"{name}: steps of rank {rank}", len(steps), STEPS)
         for number, step in enumerate(steps):
@@ -104,23 +86,22 @@ def _judge(name: str, results: list[dict[str, Any]], rows: Rows, note: str) -> N
                 value = step.get(key, float("nan"))
                 near = abs(value - right) <= _TOLERANCE * max(1.0, abs(right))
                 rows.add(f"{name}: {key}, step {number}, rank {rank}", value, expected=right, ok=near)
-    same = results[0]["beside"]["steps"] == results[1]["beside"]["steps"]
-    rows.equal(f"{name}: numbers of both ranks", "same" if same else "other", "same")
+    rows.same(f"{name}: numbers of both ranks", results[0]["beside"]["steps"] == results[1]["beside"]["steps"])
 
 
 def check(settings: Settings, rows: Rows) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     ways = {"gloo": ""}
     if not settings.on_gpu:
         rows.left_out("two ranks on a GPU", "needs a GPU")
-        rows.left_out("two ranks over NCCL", "needs two GPUs")
-    elif torch.cuda.device_count() < RANKS:
-        rows.left_out("two ranks over NCCL", "needs two GPUs")
-    else:
+    if settings.on_gpu and torch.cuda.device_count() >= RANKS:
         ways["nccl"] = f"{torch.cuda.device_count()} GPUs"
+    else:
+        rows.left_out("two ranks over NCCL", "needs two GPUs")
     for backend, note in ways.items():
-        with rows.of(f"two ranks over {backend}"), tempfile.TemporaryDirectory() as folder:
-            _judge(f"two ranks over {backend}", _run(settings, Path(folder), backend), rows, note)
-
-
-if __name__ == "__main__":
-    run_part("ranks", check)
+        name = f"two ranks over {backend}"
+        with rows.of(name), tempfile.TemporaryDirectory() as folder:
+            # It raises what a rank has raised.
+            torch.multiprocessing.spawn(_run_rank, (settings, Path(folder), backend), RANKS)  # type: ignore[attr-defined,no-untyped-call]
+            results = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+            _judge(name, results, rows, note)

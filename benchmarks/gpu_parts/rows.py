@@ -1,31 +1,24 @@
-"""Rows of the parts of gpu_check.py, and the main function of a part.
+"""Rows of the parts of gpu_check.py.
 
     def check(settings: Settings, rows: Rows) -> None:
         with rows.of("files"):  # an exception in it is a row, and what comes after it runs all the same
             rows.equal("files", len(files), 4)
 
-    if __name__ == "__main__":
-        run_part("dumps", check)
-
-A part is started as ``python -m gpu_parts.parity --rows FILE --device cuda``. Each row is written as soon as it is
-found, so a part that fails later keeps its earlier rows.
+Each row is written as soon as it is found, so a part that fails later keeps its earlier rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
-import logging
 import math
 import re
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -36,24 +29,12 @@ Backend = Literal["compiled", "reference"]
 
 Value = float | int | str | None
 
+Row = dict[str, Any]
+"""``ok`` is None for a measurement, which cannot be wrong, and for a check that could not be made."""
+
 
 class CannotRunHereError(Exception):
     """This machine lacks a requirement of a check; the message names it."""
-
-
-class Row(TypedDict):
-    """Result of a check.
-
-    ``ok`` is None for a measurement, which cannot be wrong, and for a check that could not be made.
-    """
-
-    part: str
-    check: str
-    value: Value
-    unit: str
-    expected: Value
-    ok: bool | None
-    note: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +42,7 @@ class Settings:
     """Options of a part.
 
     Attributes:
-        device: where tensors are.
+        device: where tensors are. On a CPU, sizes are those of a test.
         backend: which Transformer Engine the part runs on.
         capability: the compute capability that the reference backend stands for; None for its own choice.
     """
@@ -73,11 +54,6 @@ class Settings:
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
-
-    @property
-    def small(self) -> bool:
-        """Whether to use the sizes of a test."""
-        return not self.on_gpu
 
     @property
     def backend_note(self) -> str:
@@ -97,10 +73,16 @@ class Settings:
 
         return transformer_engine.pytorch
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
+
+def layouts() -> str:
+    """The emulated compute capability with this GPU's layouts of quantized tensors."""
+    return "10.0" if torch.cuda.get_device_capability() >= (10, 0) else "9.0"
+
+
+def of_all_layers(features: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A config of features, with their options, for all layers."""
+    layers = {"layer_name_regex_pattern": ".*"}
+    return {"of_all": {"enabled": True, "layers": layers, "transformer_engine": features}}
 
 
 def values_of(records: StepRecords | None) -> dict[str, float]:
@@ -109,11 +91,11 @@ def values_of(records: StepRecords | None) -> dict[str, float]:
 
 
 class Rows:
-    """Writes the rows of a part.
+    """Writes the rows of a part, each as a line of JSON.
 
     Args:
         part: the name of the part.
-        path: the file; each row is appended as a line of JSON.
+        path: the file.
     """
 
     def __init__(self, part: str, path: Path) -> None:
@@ -130,7 +112,9 @@ class Rows:
             self.left_out(check, brief(str(why)))
         except Exception as error:
             traceback.print_exc()
-            self.add(check, "failed", expected="ran", ok=False, note=f"{in_one_line(error)} {_where(error)}".strip())
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            note = f"{in_one_line(error)} ({Path(frame.filename).name}:{frame.lineno})"
+            self.add(check, "failed", expected="ran", ok=False, note=note)
             error.__traceback__ = None  # which holds the tensors of the check
         finally:
             gc.collect()
@@ -139,13 +123,22 @@ class Rows:
         """A number that is neither right nor wrong."""
         self.add(check, value, unit, note=note)
 
-    def left_out(self, check: str, note: str) -> None:
-        """A check that could not be made, and why."""
-        self.add(check, None, note=note)
+    def left_out(self, check: str, why: str) -> None:
+        self.add(check, None, note=why)
 
     def equal(self, check: str, value: Value, expected: Value, unit: str = "", note: str = "") -> None:
-        """A number that must be this one."""
         self.add(check, value, unit, expected, value == expected, note)
+
+    def equal_on_gpu(self, check: str, value: Value, expected: Value, settings: Settings, note: str = "") -> None:
+        """A number that must be this one on a GPU, and is only measured elsewhere."""
+        if settings.on_gpu:
+            self.equal(check, value, expected, note=note)
+        else:
+            self.measured(check, value, note=note)
+
+    def same(self, check: str, same: bool, note: str = "") -> None:
+        """Whether two things are equal to the last bit, as they must be."""
+        self.equal(check, "same" if same else "other", "same", note=note)
 
     def at_most(self, check: str, value: float, limit: float, unit: str = "", note: str = "") -> None:
         """A number that must not be larger, nor nan."""
@@ -160,10 +153,8 @@ class Rows:
         ok: bool | None = None,
         note: str = "",
     ) -> None:
-        """Any row."""
-        entry = row(self._part, check, value, unit, expected, ok, note)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(json.dumps(row(self._part, check, value, unit, expected, ok, note[:400])) + "\n")
 
 
 def row(
@@ -176,21 +167,12 @@ def row(
     note: str = "",
 ) -> Row:
     """A row. JSON has no inf and nan: they become text."""
-    return Row(
-        part=part,
-        check=check,
-        value=_plain(value),
-        unit=unit,
-        expected=_plain(expected),
-        ok=None if ok is None else bool(ok),
-        note=note,
+    value, expected = (
+        str(number) if isinstance(number, float) and not math.isfinite(number) else number
+        for number in (value, expected)
     )
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows that a part has written; a line that it was killed in is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    ok = None if ok is None else bool(ok)
+    return {"part": part, "check": check, "value": value, "unit": unit, "expected": expected, "ok": ok, "note": note}
 
 
 def in_one_line(error: BaseException) -> str:
@@ -198,37 +180,6 @@ def in_one_line(error: BaseException) -> str:
     return brief(f"{type(error).__name__}: {error}")
 
 
-def _where(error: BaseException) -> str:
-    """File and line of the innermost frames, without folders."""
-    frames = traceback.extract_tb(error.__traceback__)[-3:]
-    return f"({', '.join(f'{Path(frame.filename).name}:{frame.lineno}' for frame in frames)})" if frames else ""
-
-
 def brief(text: str) -> str:
     """Text for a note: one line, not long, and no folders of this machine."""
     return re.sub(r"(?<![\w/:.])(/[\w.+@-]+)+/", "", " ".join(text.split()))[:300]
-
-
-def run_part(name: str, check: Callable[[Settings, Rows], None]) -> None:
-    """The main function of a part."""
-    parser = argparse.ArgumentParser(prog=f"python -m gpu_parts.{name}")
-    parser.add_argument("--rows", type=Path, required=True, help="the file that rows are appended to")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--backend", choices=get_args(Backend), default="reference")
-    parser.add_argument("--capability")
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
-    torch.manual_seed(0)
-    settings = Settings(torch.device(options.device), options.backend, options.capability)
-    rows = Rows(name, options.rows)
-    try:
-        check(settings, rows)
-    except CannotRunHereError as why:
-        rows.left_out("all", brief(str(why)))
-
-
-def _plain(value: Value) -> Value:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

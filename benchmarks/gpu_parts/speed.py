@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 import torch
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
 from te_precision_callbacks.base.vocabulary import RECIPES as FORMATS
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.speed import Device, Shape, SpeedError, device_named, device_reported
+from te_precision_callbacks.speed import Shape, SpeedError, device_named, device_reported
 from te_precision_callbacks.speed.calibration import Calibration, calibrate
 from te_precision_callbacks.speed.expected import ProductTime, timed, with_recipes
 
@@ -35,8 +35,10 @@ RECIPES = ("fp8_current_scaling", "fp8_delayed_scaling", "fp8_block_scaling", "m
 
 def check(settings: Settings, rows: Rows) -> None:
     settings.transformer_engine()
-    device = _device(settings, rows)
-    shapes = SMALL if settings.small else LARGE
+    name = torch.cuda.get_device_name(settings.device) if settings.on_gpu else "cpu"
+    known = device_reported(name)
+    rows.measured("device", name, note="" if known else "no known device: the expected times are those of an H200")
+    device = known or device_named("h200")
     table: Calibration | None = None
     for recipe in RECIPES:
         try:
@@ -45,7 +47,7 @@ def check(settings: Settings, rows: Rows) -> None:
             rows.left_out(recipe, str(error))
             continue
         with rows.of(recipe):
-            products = with_recipes(_products_of_shapes(shapes, recipe), recipe)
+            products = with_recipes(_products_of_shapes(LARGE if settings.on_gpu else SMALL, recipe), recipe)
             modeled = timed(products, device)
             table = calibrate(products, device=settings.device.type, table=table)
             measured = timed(products, device, table=table)
@@ -54,7 +56,6 @@ def check(settings: Settings, rows: Rows) -> None:
 
 def _products_of_shapes(shapes: Iterable[Shape], recipe: str) -> list[Product]:
     """Return the three GEMMs of a linear layer of each shape, named after it."""
-    form = FORMATS[recipe].format
     products = []
     for shape in shapes:
         tokens, k, n = shape[:3]
@@ -63,19 +64,11 @@ def _products_of_shapes(shapes: Iterable[Shape], recipe: str) -> list[Product]:
             "dgrad": (tokens, k, n),
             "wgrad": (n, k, tokens),
         }
-        for gemm, shape_of_gemm in sizes.items():
-            operands: dict[str, str] = {str(tensor): form for tensor in OPERANDS[gemm]}
+        for gemm, size in sizes.items():
+            operands: dict[str, str] = dict.fromkeys(map(str, OPERANDS[gemm]), FORMATS[recipe].format)
             macs = shape.operations // 2
-            products.append(Product(str(shape), "te", gemm, gemm != "fprop", *shape_of_gemm, 1, 1, macs, operands))
+            products.append(Product(str(shape), "te", gemm, gemm != "fprop", *size, 1, 1, macs, operands))
     return products
-
-
-def _device(settings: Settings, rows: Rows) -> Device:
-    """The device that times are expected for."""
-    name = torch.cuda.get_device_name(settings.device) if settings.on_gpu else "cpu"
-    device = device_reported(name)
-    rows.measured("device", name, note="" if device else "no known device: the expected times are those of an H200")
-    return device or device_named("h200")
 
 
 def _beside(rows: Rows, modeled: list[ProductTime], measured: list[ProductTime], note: str) -> None:
@@ -92,7 +85,3 @@ def _beside(rows: Rows, modeled: list[ProductTime], measured: list[ProductTime],
         )
         beside = f"expected {model.speedup:.2f} ({low:.2f} to {high:.2f}): {inside} of the interval"
         rows.measured(f"{name}: speed-up", product.speedup, "times", beside)
-
-
-if __name__ == "__main__":
-    run_part("speed", check)

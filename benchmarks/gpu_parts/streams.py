@@ -11,78 +11,62 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
 from te_precision_callbacks.statistics.names import Request, tensor_request
 
 ROUNDS = 5
-_CYCLES = 20_000_000
-"""For which the second stream sleeps: some 10 ms."""
+_CYCLES = 20_000_000  # for which the second stream sleeps: some 10 ms
 _REQUESTS: tuple[Request, ...] = (tensor_request("max"), tensor_request("mean"))
 
 
-class Second:
-    """The second stream.
-
-    Attributes:
-        stream: None on a CPU.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self.stream = torch.cuda.Stream(settings.device) if settings.on_gpu else None  # type: ignore[no-untyped-call]
-
-    @contextlib.contextmanager
-    def entered(self, *, asleep: bool) -> Iterator[None]:
-        """Queue operations after the current stream's operations, optionally behind a sleeping kernel."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            if asleep:
-                torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
-            yield
+@contextlib.contextmanager
+def entered(stream: torch.cuda.Stream | None, *, asleep: bool) -> Iterator[None]:
+    """Queue operations after the current stream's operations, perhaps behind a sleeping kernel. None: on a CPU."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # which does nothing with None
+        if stream is not None and asleep:
+            torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+        yield
 
 
-def _measure(engine: StatisticsEngine, layer: str, values: torch.Tensor) -> None:
-    engine.note(Watched(layer, "activation", 0, values), _REQUESTS)
-    engine.measure()
-
-
-def _wrong_statistics(settings: Settings, *, ends_on_second: bool, grows: bool) -> int:
+def _wrong_statistics(
+    settings: Settings, second: torch.cuda.Stream | None, *, ends_on_second: bool, grows: bool
+) -> int:
     """Count the wrong values of all rounds."""
-    engine, second = StatisticsEngine(), Second(settings)
-    layers = (20 if settings.small else 200) if grows else 1
-    wrong = 0
+    engine, wrong = StatisticsEngine(), 0
+    layers = (200 if settings.on_gpu else 20) if grows else 1
+
+    def measure(layer: str, values: torch.Tensor) -> None:
+        engine.note(Watched(layer, "activation", 0, values), _REQUESTS)
+        engine.measure()
+
     for number in range(1, ROUNDS + 1):
         expected: dict[tuple[str, str], float] = {}
         for layer in range(layers * number):
             name = f"layer {layer}"
-            _measure(engine, name, torch.full((64,), 1.0, device=settings.device))
-            with second.entered(asleep=layer == 0):
+            measure(name, torch.full((64,), 1.0, device=settings.device))
+            with entered(second, asleep=layer == 0):
                 values = torch.full((64,), float(number), device=settings.device)
                 values += 1.0
-                _measure(engine, name, values)
+                measure(name, values)
             expected |= {(name, "max"): number + 1.0, (name, "mean"): (number + 2.0) / 2}
-        if ends_on_second and second.stream is not None:
-            with torch.cuda.stream(second.stream):
-                results = engine.flush(reduce=False)
-        else:
+        with torch.cuda.stream(second if ends_on_second else None):
             results = engine.flush(reduce=False)
-        values_of = {(name, label): results.value(name, "activation", label) for name, label in expected}
-        wrong += sum(values_of[key] != right for key, right in expected.items())
+        wrong += sum(results.value(name, "activation", label) != right for (name, label), right in expected.items())
     return wrong
 
 
-def _wrong_extremes(settings: Settings) -> int:
+def _wrong_extremes(settings: Settings, second: torch.cuda.Stream | None) -> int:
     """As :func:`_wrong_statistics`, of the slots of overflow detection."""
-    slots, second, wrong = Slots(abs_min=False), Second(settings), 0
+    slots, wrong = Slots(abs_min=False), 0
     for number in range(1, ROUNDS + 1):
         measured = []
-        for place in range(100 if settings.small else 1000):
-            with second.entered(asleep=place == 0) if place % 2 == 0 else contextlib.nullcontext():
+        for place in range(1000 if settings.on_gpu else 100):
+            with entered(second, asleep=place == 0) if place % 2 == 0 else contextlib.nullcontext():
                 values = torch.full((16,), float(place), device=settings.device)
                 values[0] = -number
                 measured.append((slots.measure(values), -float(number), float(place)))
@@ -95,19 +79,13 @@ def _wrong_extremes(settings: Settings) -> int:
 
 
 def check(settings: Settings, rows: Rows) -> None:
+    second = torch.cuda.Stream(settings.device) if settings.on_gpu else None  # type: ignore[no-untyped-call]
     if not settings.on_gpu:
         rows.left_out("a second stream", "needs a GPU: here both are one")
     ways = {"one vector": (False, False), "growing vectors": (False, True), "the second stream reads": (True, True)}
     for name, (ends_on_second, grows) in ways.items():
         with rows.of(name):
-            rows.equal(
-                f"statistics, {name}: wrong numbers",
-                _wrong_statistics(settings, ends_on_second=ends_on_second, grows=grows),
-                0,
-            )
+            wrong = _wrong_statistics(settings, second, ends_on_second=ends_on_second, grows=grows)
+            rows.equal(f"statistics, {name}: wrong numbers", wrong, 0)
     with rows.of("extremes"):
-        rows.equal("overflow detection: wrong extremes", _wrong_extremes(settings), 0)
-
-
-if __name__ == "__main__":
-    run_part("streams", check)
+        rows.equal("overflow detection: wrong extremes", _wrong_extremes(settings, second), 0)

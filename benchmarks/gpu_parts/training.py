@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from step import Config, EndOfStep, config, fused_config
 
 from gpu_parts.rows import Settings
 from te_precision_callbacks.base.vocabulary import Observe
+
+PATHS: Mapping[Observe, Callable[..., Config]] = {"fused": fused_config, "debug": config}
+"""How a session observes -> statistics of all tensors that it can observe so; with ``fp8=True`` also FP8 statistics."""
 
 
 def transformer_layers(
@@ -47,8 +50,7 @@ class Training:
         from transformer_engine.common.recipe import DelayedScaling
 
         torch.manual_seed(0)
-        recipe = DelayedScaling()
-        self._autocast: Callable[[], AbstractContextManager[None]] = lambda: te.autocast(enabled=True, recipe=recipe)
+        self._autocast = functools.partial(te.autocast, enabled=True, recipe=DelayedScaling())
         heads = max(1, hidden // 128)
         self.model = torch.nn.Sequential(*transformer_layers(settings, layers, hidden, heads, attn_input_format="bshd"))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=settings.on_gpu)
@@ -68,16 +70,5 @@ class Training:
         end()
 
     def step(self, end: EndOfStep) -> None:
-        """A whole step."""
         self.forward_and_backward()
         self.finish(end)
-
-
-def statistics_of_all(observe: Observe, *, fp8: bool) -> Config:
-    """Return a config with the eight statistics of LogTensorStats on all tensors of the path, and FP8 statistics.
-
-    Args:
-        observe: the path.
-        fp8: whether LogFp8TensorStats comes with its five on all operands.
-    """
-    return config(fp8=fp8) if observe == "debug" else fused_config(fp8=fp8)

@@ -1,6 +1,6 @@
 """Count the waits of the host for the device, by the code that waits.
 
-    with HostWaits(device) as waits:
+    with host_waits(device) as waits:
         loss.backward()
     waits.total, waits.ours
 
@@ -15,8 +15,9 @@ import contextlib
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,10 +48,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class HostWaits:
-    """Count waits inside a ``with`` block.
-
-    Args:
-        device: kind of device.
+    """Counted waits.
 
     Attributes:
         total: all of them.
@@ -58,9 +56,7 @@ class HostWaits:
         places: file and line of ours -> how often.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stack = contextlib.ExitStack()
+    def __init__(self) -> None:
         self.total = 0
         self.places: Counter[str] = Counter()
 
@@ -70,36 +66,38 @@ class HostWaits:
 
     @property
     def where(self) -> str:
-        """The places, for a note."""
         return ", ".join(f"{count} in {place}" for place, count in self.places.most_common(4))
 
-    def __enter__(self) -> HostWaits:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self._stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("always")
-            warnings.showwarning = self._shown
-            torch.cuda.set_sync_debug_mode("warn")
-            self._stack.callback(torch.cuda.set_sync_debug_mode, "default")
-        else:
-            self._stack.enter_context(_Reads(self._note))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def _shown(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        """Called in place of ``warnings.showwarning``, in the thread of the operation and on top of its stack."""
-        if _SYNCHRONIZING in str(message):
-            self._note()
-
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Count the wait that is on the stack."""
         self.total += 1
         place = _ours(sys._getframe(1))
         if place is not None:
             self.places[place] += 1
+
+    def shown(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        """Called in place of ``warnings.showwarning``, in the thread of the operation and on top of its stack."""
+        if _SYNCHRONIZING in str(message):
+            self.note()
+
+
+@contextlib.contextmanager
+def host_waits(device: torch.device) -> Iterator[HostWaits]:
+    """Count waits inside a ``with`` block."""
+    waits = HostWaits()
+    if device.type != "cuda":
+        with _Reads(waits.note):
+            yield waits
+        return
+    torch.cuda.synchronize(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = waits.shown
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def _ours(frame: FrameType | None) -> str | None:

@@ -12,7 +12,6 @@ into docs/proof.md.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -42,15 +41,14 @@ def main() -> None:
         folder: Path = options.folder or Path(temporary)
         truths = record(train_with_defect, drawn, folder, processes=options.processes)
         rows = [judge_defect(folder / name, truth) for name, truth in truths.items()]
-    by_blocks = sorted(rows, key=lambda row: row.blocks)
-    tables = [contest_table(rows, "kind", "defect"), contest_table(by_blocks, "blocks", "blocks")]
+    by_blocks = contest_table(sorted(rows, key=lambda row: row["blocks"]), "blocks", "blocks")
     misses = [
-        f"- {row.name} ({row.model} of {row.blocks} blocks, {row.recipe}): {row.truth}; first: {row.first}"
+        "- {name} ({model} of {blocks} blocks, {recipe}): {truth}; first: {first}".format_map(row)
         for row in rows
-        if not row.right
+        if not row["right"]
     ]
-    text = "\n\n".join([*tables, "\n".join(misses)])
-    print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) if options.json else text)
+    text = "\n\n".join([contest_table(rows, "kind", "defect"), by_blocks, "\n".join(misses)])
+    print(json.dumps(rows, indent=1) if options.json else text)
     if options.page:
         kinds = [f"| {kind} | {TABLE[kind].about} | {', '.join(sorted(TABLE[kind].rules))} |" for kind in KINDS]
         write_into_page("defects", "\n".join(["| defect | what is planted | right rules |", "|---|---|---|", *kinds]))

@@ -4,19 +4,22 @@
         for _ in range(31):
             built.train_step()
 
-A defect acts on one block, or on the whole model, from its start step on. It is made with hooks and with changes of
-weights between steps; nothing of it is known to what observes the training.
+A defect acts on one block, or on the whole model, from its start step on. It is made with hooks, which stay on the
+model, and with changes of weights between steps; nothing of it is known to what observes the training.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
+from unittest import mock
 
 import torch
 from models import (
@@ -214,31 +217,22 @@ class Defect:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return f"{self.kind}-{self.seed}"
 
     @property
-    def table(self) -> Table:
-        """Properties of all draws of the kind."""
-        return TABLE[self.kind]
-
-    @property
     def steps(self) -> int:
-        """Number of steps."""
-        return self.table.steps_of_default if self.freq is None else self.table.steps
+        table = TABLE[self.kind]
+        return table.steps_of_default if self.freq is None else table.steps
 
     def build(self, device: str = "cpu") -> Built:
-        """Build the training."""
-        rate = 3e-7 if self.kind == "lost-updates" else 1e-3
-        history = 1024 if self.kind in ("spike", "squeezed-gradient") else None
         built = build(
             self.model,
             self.recipe,
             self.precision,
             self.seed,
-            rate=rate,
+            rate=3e-7 if self.kind == "lost-updates" else 1e-3,
             count=self.count,
-            history=history,
+            history=1024 if self.kind in ("spike", "squeezed-gradient") else None,
             device=device,
         )
         if self.kind == "squeezed-gradient":
@@ -250,15 +244,10 @@ class Defect:
     def truth(self, built: Built) -> dict[str, Any]:
         """Return the draw, and prefixes of the right layers' names."""
         layers = None if self.block is None else [f"{built.blocks[self.block].path}."]
-        return {
-            **dataclasses.asdict(self),
-            "right_layers": layers,
-            "exact_layers": _exact_layers(self, built),
-        }
+        return {**dataclasses.asdict(self), "right_layers": layers, "exact_layers": _exact_layers(self, built)}
 
 
 def train_with_defect(defect: Defect, log_dir: Path, device: str = "cpu") -> dict[str, Any]:
-    """Train, and return the truth about the defect."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     built = defect.build(device)
@@ -307,107 +296,104 @@ def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return same
 
 
-Undo = Callable[[], object]
+def planted(defect: Defect, built: Built) -> AbstractContextManager[object]:
+    """The defect acts on the training; what it changes outside of the model begins and ends with the block."""
+    return _PLANT[defect.kind](defect, built) or contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def planted(defect: Defect, built: Built) -> Iterator[None]:
-    """The defect acts on the training, until the end of the block."""
-    undo = _PLANT[defect.kind](defect, built)
-    try:
-        yield
-    finally:
-        for action in undo:
-            action()
+Planted = AbstractContextManager[object] | None
+"""What ends a change outside of the model."""
 
 
-def _factor_on_input(built: Built, path: str, factor: Callable[[int], float | None]) -> list[Undo]:
-    """The input of a layer is multiplied, and its output divided by the same number."""
-    module = built.module(path)
+def _on_input(layer: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the first input of a layer."""
+    layer.register_forward_pre_hook(lambda _, inputs: (change(inputs[0]), *inputs[1:]))
 
-    def before(_: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
-        scale = factor(built.step)
-        return None if scale is None else (inputs[0] * scale, *inputs[1:])
+
+def _on_output(layer: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the first tensor of a layer's output."""
 
     def after(_: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    layer.register_forward_hook(after)
+
+
+def _on_weight(defect: Defect, built: Built, change: Callable[[torch.Tensor], object]) -> None:
+    """Change a layer's weight once."""
+    weight = cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight)
+
+    @torch.no_grad()
+    def once() -> None:
+        if built.step + 1 == defect.start:
+            change(weight)
+
+    built.after_step.append(once)
+
+
+def _scaled_input(defect: Defect, built: Built, factor: Callable[[int], float | None]) -> None:
+    """The input of a layer is multiplied by a step's factor, and its output divided by it."""
+    layer = built.model.get_submodule(_target(defect, built))
+
+    def scaled(x: torch.Tensor, *, down: bool) -> torch.Tensor:
         scale = factor(built.step)
-        return None if scale is None else _first(output, lambda tensor: tensor / scale)
+        if scale is None:
+            return x
+        return x / scale if down else x * scale
 
-    return [module.register_forward_pre_hook(before).remove, module.register_forward_hook(after).remove]
-
-
-def _first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change the first tensor of a layer's output."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+    _on_input(layer, functools.partial(scaled, down=False))
+    _on_output(layer, functools.partial(scaled, down=True))
 
 
-def _growing_activation(defect: Defect, built: Built) -> list[Undo]:
+def _growing_activation(defect: Defect, built: Built) -> None:
     per_step = (1.4, 1.6, 1.8, 2.0)[defect.variant]
 
     def factor(step: int) -> float | None:
         return None if step < defect.start else min(per_step ** (step - defect.start + 1), 2.0**20)
 
-    return _factor_on_input(built, _target(defect, built), factor)
+    _scaled_input(defect, built, factor)
 
 
-def _scaled_gradient(scale: float) -> Callable[[Defect, Built], list[Undo]]:
-    def plant(defect: Defect, built: Built) -> list[Undo]:
-        module = built.module(built.blocks[cast(int, defect.block)].mlp)
+def _changed_mlp(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Defect, Built], None]:
+    """Change the output of a block's MLP."""
 
-        def after(_: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            if built.step < defect.start:
-                return None
-            return _first(output, lambda tensor: _scaled(tensor, scale))
-
-        return [module.register_forward_hook(after).remove]
+    def plant(defect: Defect, built: Built) -> None:
+        mlp = built.model.get_submodule(built.blocks[cast(int, defect.block)].mlp)
+        _on_output(mlp, lambda x: x if built.step < defect.start else change(x))
 
     return plant
 
 
-def _outlier_row(defect: Defect, built: Built) -> list[Undo]:
-    weight = cast(torch.nn.Parameter, built.module(_target(defect, built)).weight)
-    row = defect.seed % weight.shape[0]
-
-    @torch.no_grad()
-    def once() -> None:
-        if built.step + 1 == defect.start:
-            weight[row] *= 2.0**12
-
-    built.after_step.append(once)
-    return []
+def _outlier_row(defect: Defect, built: Built) -> None:
+    _on_weight(defect, built, lambda weight: weight[defect.seed % len(weight)].mul_(2.0**12))
 
 
-def _outlier_channel(defect: Defect, built: Built) -> list[Undo]:
-    path = _target(defect, built)
-    scale = torch.ones(cast(int, built.module(path).in_features))
+def _outlier_channel(defect: Defect, built: Built) -> None:
+    layer = built.model.get_submodule(_target(defect, built))
+    scale = torch.ones(cast(int, layer.in_features))
     scale[defect.seed % len(scale)] = 2.0**14
-
-    def before(_: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
-        return None if built.step < defect.start else (inputs[0] * scale.to(inputs[0]), *inputs[1:])
-
-    return [built.module(path).register_forward_pre_hook(before).remove]
+    _on_input(layer, lambda x: x if built.step < defect.start else x * scale.to(x))
 
 
-def _not_fp8(defect: Defect, built: Built) -> list[Undo]:
+def _not_fp8(defect: Defect, built: Built) -> None:
     """The layer is torch's, or it is called outside of ``te.autocast``."""
     path = _target(defect, built)
-    layer: Any = built.module(path)
+    layer: Any = built.model.get_submodule(path)
     if built.name == "gpt" or defect.variant % 2:
-        return _left_autocast(layer)
+        _leave_autocast(layer)
+        return
     bias = isinstance(getattr(layer, "bias", None), torch.nn.Parameter) and layer.bias.numel() > 0
     plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=bias).to(layer.weight)
     with torch.no_grad():
         plain.weight.copy_(layer.weight)
         if bias:
             plain.bias.copy_(layer.bias)
-    parent, _, name = path.rpartition(".")
-    setattr(built.module(parent), name, plain)
+    built.model.set_submodule(path, plain)
     built.optimizer.param_groups.clear()
     built.optimizer.add_param_group({"params": list(built.model.parameters())})
-    return []
 
 
-def _left_autocast(layer: torch.nn.Module) -> list[Undo]:
+def _leave_autocast(layer: torch.nn.Module) -> None:
     """As if the layer was called outside of ``te.autocast``."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -424,43 +410,32 @@ def _left_autocast(layer: torch.nn.Module) -> list[Undo]:
         FP8GlobalStateManager.set_autocast_state(autocast)
         FP8GlobalStateManager.quantization_state.autocast_depth = depth
 
-    return [layer.register_forward_pre_hook(before).remove, layer.register_forward_hook(after).remove]
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after)
 
 
-def _spike(defect: Defect, built: Built) -> list[Undo]:
-    def factor(step: int) -> float | None:
-        return 2.0 ** (12 + 2 * defect.variant) if step == defect.start else None
-
-    return _factor_on_input(built, _target(defect, built), factor)
+def _spike(defect: Defect, built: Built) -> None:
+    largest = 2.0 ** (12 + 2 * defect.variant)
+    _scaled_input(defect, built, lambda step: largest if step == defect.start else None)
 
 
-def _stale_weights(defect: Defect, built: Built) -> list[Undo]:
+def _stale_weights(defect: Defect, built: Built) -> None:
     """Keep ``is_first_microbatch`` False, so the weights in FP8 stay stale."""
     import transformer_engine.pytorch as te
 
     def before(_: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return inputs, {**options, "is_first_microbatch": built.step < defect.start}
 
-    kinds = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
-    layers = [module for module in built.model.modules() if isinstance(module, kinds)]
-    return [layer.register_forward_pre_hook(before, with_kwargs=True).remove for layer in layers]
+    for module in built.model.modules():
+        if isinstance(module, (te.Linear, te.LayerNormLinear, te.LayerNormMLP)):
+            module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _tiny_loss(defect: Defect, built: Built) -> list[Undo]:
+def _tiny_loss(defect: Defect, built: Built) -> None:
     built.loss_scale = 1e-12
-    return []
 
 
-def _detached(defect: Defect, built: Built) -> list[Undo]:
-    module = built.module(built.blocks[cast(int, defect.block)].mlp)
-
-    def after(_: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        return _first(output, torch.Tensor.detach)
-
-    return [module.register_forward_hook(after).remove]
-
-
-def _growth(defect: Defect, built: Built) -> list[Undo]:
+def _growth(defect: Defect, built: Built) -> None:
     """The weights before the MLP's second product grow, and with them its input."""
     weights = [built.model.get_parameter(path) for path in built.blocks[cast(int, defect.block)].grows]
     per_step = (1.1, 1.13, 1.16, 1.2)[defect.variant]
@@ -472,38 +447,28 @@ def _growth(defect: Defect, built: Built) -> list[Undo]:
                 weight.mul_(per_step)
 
     built.after_step.append(grow)
-    return []
 
 
-def _nan(defect: Defect, built: Built) -> list[Undo]:
+def _nan(defect: Defect, built: Built) -> None:
     """In the input of a layer, or in its weight."""
-    path = _target(defect, built)
-    layer: Any = built.module(path)
     if defect.variant % 2:
+        _on_weight(defect, built, lambda weight: weight[0, 0].fill_(torch.nan))
+        return
 
-        @torch.no_grad()
-        def once() -> None:
-            if built.step + 1 == defect.start:
-                layer.weight[0, 0] = torch.nan
+    def hurt(x: torch.Tensor) -> torch.Tensor:
+        if built.step == defect.start:
+            x = x.clone()
+            x[(0,) * x.ndim] = torch.nan
+        return x
 
-        built.after_step.append(once)
-        return []
-
-    def before(_: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
-        if built.step != defect.start:
-            return None
-        hurt = inputs[0].clone()
-        hurt[(0,) * hurt.ndim] = torch.nan
-        return (hurt, *inputs[1:])
-
-    return [layer.register_forward_pre_hook(before).remove]
+    _on_input(built.model.get_submodule(_target(defect, built)), hurt)
 
 
-def _wrong_kernel(defect: Defect, built: Built) -> list[Undo]:
+def _wrong_kernel(defect: Defect, built: Built) -> AbstractContextManager[object]:
     """In the forward of a layer, behind the extension's GEMM."""
     import transformer_engine_torch as tex
 
-    layer, upstream = built.module(_target(defect, built)), tex.generic_gemm
+    layer, upstream = built.model.get_submodule(_target(defect, built)), tex.generic_gemm
     inside: list[bool] = []
 
     def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
@@ -512,12 +477,9 @@ def _wrong_kernel(defect: Defect, built: Built) -> list[Undo]:
             _hurt(result[0].view(-1, result[0].shape[-1]), defect.variant)
         return result
 
-    tex.generic_gemm = generic_gemm
-    return [
-        lambda: setattr(tex, "generic_gemm", upstream),
-        layer.register_forward_pre_hook(lambda *_: inside.append(True)).remove,
-        layer.register_forward_hook(lambda *_: inside.clear()).remove,
-    ]
+    layer.register_forward_pre_hook(lambda *_: inside.append(True))
+    layer.register_forward_hook(lambda *_: inside.clear())
+    return mock.patch.object(tex, "generic_gemm", generic_gemm)
 
 
 @torch.no_grad()
@@ -536,19 +498,18 @@ def _hurt(out: torch.Tensor, variant: int) -> None:
 
 
 @torch.no_grad()
-def _large_weight(defect: Defect, built: Built) -> list[Undo]:
-    cast(torch.nn.Parameter, built.module(_target(defect, built)).weight).mul_(1000.0)
-    return []
+def _large_weight(defect: Defect, built: Built) -> None:
+    cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight).mul_(1000.0)
 
 
-def _unmoved_scales(defect: Defect, built: Built) -> list[Undo]:
+def _unmoved_scales(defect: Defect, built: Built) -> None:
     """Detach the first block, or checkpoint all blocks with te.autocast inside."""
     import transformer_engine.pytorch as te
 
     blocks = cast(Any, built.model).blocks
     if defect.variant % 2:
-        hook = blocks[0].register_forward_hook(lambda _, inputs, output: output.detach())
-        return [hook.remove]
+        _on_output(blocks[0], torch.Tensor.detach)
+        return
     recipe, built.recipe = built.recipe, None
 
     def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -560,25 +521,24 @@ def _unmoved_scales(defect: Defect, built: Built) -> list[Undo]:
 
     for block in blocks:
         block.forward = checkpointed(block.forward)
-    return []
 
 
-_PLANT: Mapping[Kind, Callable[[Defect, Built], list[Undo]]] = {
+_PLANT: Mapping[Kind, Callable[[Defect, Built], Planted]] = {
     "growing-activation": _growing_activation,
-    "small-gradient": _scaled_gradient(2.0**-18),
-    "large-gradient": _scaled_gradient(2.0**14),
+    "small-gradient": _changed_mlp(lambda x: _scaled(x, 2.0**-18)),
+    "large-gradient": _changed_mlp(lambda x: _scaled(x, 2.0**14)),
     "outlier-row": _outlier_row,
     "outlier-channel": _outlier_channel,
     "not-fp8": _not_fp8,
     "spike": _spike,
     "stale-weights": _stale_weights,
-    "lost-updates": lambda defect, built: [],  # the learning rate of the training is the defect
+    "lost-updates": lambda defect, built: None,  # the learning rate of the training is the defect
     "tiny-loss": _tiny_loss,
-    "detached": _detached,
+    "detached": _changed_mlp(torch.Tensor.detach),
     "growth": _growth,
     "nan": _nan,
     "wrong-kernel": _wrong_kernel,
     "large-weight": _large_weight,
     "unmoved-scales": _unmoved_scales,
-    "squeezed-gradient": _scaled_gradient(2.0**-18),
+    "squeezed-gradient": _changed_mlp(lambda x: _scaled(x, 2.0**-18)),
 }

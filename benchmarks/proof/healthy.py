@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,14 +43,12 @@ class Healthy:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         often = "" if self.freq is None else f"-every{self.freq}"
         blocks = "" if self.count == BLOCKS else f"-{self.count}blocks"
         return f"{self.shape}-{self.model}-{self.recipe}-{self.precision}-{self.steps}{often}{blocks}-{self.seed}"
 
 
 def all_healthy() -> Sequence[Healthy]:
-    """The trainings of the proof."""
     trainings: list[Healthy] = []
     lengths = (31, 21, 41, 31)
     for at, model in enumerate(MODELS):
@@ -84,14 +83,18 @@ def all_healthy() -> Sequence[Healthy]:
             if shape in ("moe", "grouped"):
                 model = "bytes"
             trainings.append(Healthy(shape, model, recipe, precision, steps, turn, 2 if at % 2 else None))
-    trainings.append(Healthy("plain", "bytes", "current", "bfloat16", 31, len(trainings)))
-    trainings.append(Healthy("plain", "gpt", "mxfp8", "bfloat16", 31, len(trainings), 2))
-    trainings.append(Healthy("two-ranks", "bytes", "delayed", "float32", 31, len(trainings)))
-    trainings.append(Healthy("two-ranks", "gpt", "mxfp8", "autocast", 21, len(trainings), 2))
-    trainings.append(Healthy("long", "bytes", "delayed", "float32", 500, len(trainings)))
-    trainings.append(Healthy("long", "vit", "current", "autocast", 300, len(trainings)))
-    trainings.append(Healthy("long", "gpt", "delayed", "autocast", 200, len(trainings)))
-    trainings.append(Healthy("long", "llama", "blocks", "float32", 150, len(trainings)))
+    others: Sequence[tuple[Shape, ModelName, RecipeName, Precision, int, int | None]] = (
+        ("plain", "bytes", "current", "bfloat16", 31, None),
+        ("plain", "gpt", "mxfp8", "bfloat16", 31, 2),
+        ("two-ranks", "bytes", "delayed", "float32", 31, None),
+        ("two-ranks", "gpt", "mxfp8", "autocast", 21, 2),
+        ("long", "bytes", "delayed", "float32", 500, None),
+        ("long", "vit", "current", "autocast", 300, None),
+        ("long", "gpt", "delayed", "autocast", 200, None),
+        ("long", "llama", "blocks", "float32", 150, None),
+    )
+    for shape, model, recipe, precision, steps, freq in others:
+        trainings.append(Healthy(shape, model, recipe, precision, steps, len(trainings), freq))
     return trainings
 
 
@@ -144,7 +147,7 @@ class Experts(torch.nn.Module):
             self.up = torch.nn.ModuleList(te.Linear(hidden, 2 * hidden, params_dtype=dtype) for _ in range(count))
             self.down = torch.nn.ModuleList(te.Linear(2 * hidden, hidden, params_dtype=dtype) for _ in range(count))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         tokens = x.reshape(-1, x.shape[-1])
         shares = self.router(tokens).softmax(-1)
         share, expert = shares.max(-1)
@@ -156,7 +159,7 @@ class Experts(torch.nn.Module):
             for part, size in zip(torch.split(tokens[order], counts), padded, strict=True)
         ]
         if self.grouped:
-            together: torch.Tensor = self.fc2(torch.nn.functional.gelu(self.fc1(torch.cat(parts), padded)), padded)
+            together = self.fc2(torch.nn.functional.gelu(self.fc1(torch.cat(parts), padded)), padded)
             mixed = list(torch.split(together, padded))
         else:
             mixed = [
@@ -166,8 +169,7 @@ class Experts(torch.nn.Module):
         joined = torch.cat([part[:count] for part, count in zip(mixed, counts, strict=True)])
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
-        out: torch.Tensor = (joined[back] * share[:, None]).view(x.shape)
-        return out
+        return (joined[back] * share[:, None]).view(x.shape)
 
 
 class _WithNorm(torch.nn.Module):
@@ -178,12 +180,11 @@ class _WithNorm(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(hidden, dtype=dtype)
         self.experts = Experts(hidden, 4, dtype, grouped=grouped)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         normed = self.norm(x)
         if torch.is_autocast_enabled("cpu"):
             normed = normed.to(torch.get_autocast_dtype("cpu"))  # as NVFP4 needs it
-        out: torch.Tensor = self.experts(normed)
-        return out
+        return self.experts(normed)
 
 
 def _shaped(training: Healthy) -> Built:
@@ -192,65 +193,54 @@ def _shaped(training: Healthy) -> Built:
         built.model.requires_grad_(False)
         for block in built.blocks:
             for path in block.linears[:2]:
-                parent, _, name = path.rpartition(".")
-                setattr(built.module(parent), name, Lora(built.module(path)))
+                built.model.set_submodule(path, Lora(built.model.get_submodule(path)))
         built.optimizer = torch.optim.AdamW(
             [weight for weight in built.model.parameters() if weight.requires_grad], lr=3e-3
         )
     if training.shape in ("moe", "grouped"):
         dtype = next(built.model.parameters()).dtype
         for block in built.blocks[1::2]:
-            parent, _, name = block.mlp.rpartition(".")
-            experts = _WithNorm(64, dtype, grouped=training.shape == "grouped")
-            setattr(built.module(parent), name, experts)
+            built.model.set_submodule(block.mlp, _WithNorm(64, dtype, grouped=training.shape == "grouped"))
         built.optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-3)
     if training.shape == "accumulation":
         built.accumulate = 4
     if training.shape == "ema":
-        _average(built)
+        weights = torch.nn.ParameterList(built.model.parameters())
+        ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)  # type: ignore[no-untyped-call]
+        averaged = torch.optim.swa_utils.AveragedModel(weights, multi_avg_fn=ema)
+        built.after_step.append(lambda: averaged.update_parameters(weights))
     if training.shape == "warmup-decay":
-        _warm_up_and_decay(built, training.steps)
+
+        def rate(step: int) -> float:
+            return step / 10 if step < 10 else 0.5 * (1 + math.cos(math.pi * (step - 10) / (training.steps - 11)))
+
+        built.after_step.append(torch.optim.lr_scheduler.LambdaLR(built.optimizer, rate).step)
     return built
 
 
-def _average(built: Built) -> None:
-    averaged = torch.optim.swa_utils.AveragedModel(
-        torch.nn.ParameterList(built.model.parameters()),
-        multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99),  # type: ignore[no-untyped-call]
-    )
-    weights = torch.nn.ParameterList(built.model.parameters())
-    built.after_step.append(lambda: averaged.update_parameters(weights))
-
-
-def _warm_up_and_decay(built: Built, steps: int) -> None:
-    def rate(step: int) -> float:
-        if step < 10:
-            return step / 10
-        return 0.5 * (1 + math.cos(math.pi * (step - 10) / (steps - 11)))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(built.optimizer, rate)
-    built.after_step.append(schedule.step)
+def _session(training: Healthy, built: Built, log_dir: Path) -> InspectSession:
+    config = with_statistics_every(training.freq)
+    return InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off")
 
 
 def _steps(built: Built, session: InspectSession, count: int) -> None:
     for _ in range(count):
-        rate = built.optimizer.param_groups[0]["lr"]
-        session.log({"loss": built.train_step(), "lr": rate})
+        session.log({"lr": built.optimizer.param_groups[0]["lr"], "loss": built.train_step()})
         session.step()
 
 
 def train_healthy(training: Healthy, log_dir: Path) -> dict[str, Any]:
-    """Train, and return the training's description."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if training.shape == "two-ranks":
-        _on_two_ranks(training, log_dir)
+        with tempfile.TemporaryDirectory() as folder:  # over gloo
+            arguments = training, log_dir, Path(folder) / "store"
+            torch.multiprocessing.spawn(_rank, arguments, 2)  # type: ignore[attr-defined,no-untyped-call]
     elif training.shape == "resumed":
         _resumed(training, log_dir)
     else:
         built = _shaped(training)
-        config = with_statistics_every(training.freq)
-        with InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off") as session:
+        with _session(training, built, log_dir) as session:
             _steps(built, session, training.steps)
     FP8GlobalStateManager.reset()
     return dataclasses.asdict(training)
@@ -258,13 +248,10 @@ def train_healthy(training: Healthy, log_dir: Path) -> dict[str, Any]:
 
 def _resumed(training: Healthy, log_dir: Path) -> None:
     """Half of the steps, a checkpoint, and the other half in a new model."""
-    import os
-
     os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
-    config = with_statistics_every(training.freq)
     half = training.steps // 2
     built = _shaped(training)
-    with InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off") as session:
+    with _session(training, built, log_dir) as session:
         _steps(built, session, half)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "checkpoint.pt"
@@ -277,16 +264,9 @@ def _resumed(training: Healthy, log_dir: Path) -> None:
     again.step = half
     again.model.load_state_dict(saved["model"])
     again.optimizer.load_state_dict(saved["optimizer"])
-    with InspectSession(config, model=again.model, log_dir=log_dir, statistics_log="off") as session:
+    with _session(training, again, log_dir) as session:
         session.load_state_dict(saved["session"])
         _steps(again, session, training.steps - half)
-
-
-def _on_two_ranks(training: Healthy, log_dir: Path) -> None:
-    """Two processes over gloo, with gradients averaged."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = training, log_dir, Path(folder) / "store"
-        torch.multiprocessing.spawn(_rank, arguments, 2)  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _rank(rank: int, training: Healthy, log_dir: Path, store: Path) -> None:
@@ -305,7 +285,6 @@ def _rank(rank: int, training: Healthy, log_dir: Path, store: Path) -> None:
                 parameter.grad /= 2
 
     built.after_backward.append(average)
-    config = with_statistics_every(training.freq)
-    with InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off") as session:
+    with _session(training, built, log_dir) as session:
         _steps(built, session, training.steps)
     dist.destroy_process_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,55 +17,36 @@ from te_precision_callbacks.runs import open_run
 PAGE = Path(__file__).parent.parent.parent / "docs" / "proof.md"
 
 
-@dataclass(frozen=True)
-class Row:
-    """A judged training with a defect.
+Row = dict[str, Any]
+"""A judged training with a defect.
 
-    Attributes:
-        name: of its folder.
-        right: whether the first finding is an error or a warning of a right rule, and its first layer is right.
-        layer: whether its first layer is.
-        exact: whether its first layer is one of the defect's first layers.
-        anywhere: whether any finding that is an error or a warning is right.
-        delay: steps from the first one of the defect to the finding; None where the first finding is not right.
-        first: the first finding, as text.
-    """
-
-    name: str
-    kind: str
-    model: str
-    recipe: str
-    blocks: int
-    right: bool
-    layer: bool
-    exact: bool
-    anywhere: bool
-    delay: int | None
-    first: str
-    truth: str
+``right``: whether the first finding is an error or a warning of a right rule, and its first layer is right; ``layer``:
+whether its first layer is; ``exact``: whether its first layer is one of the defect's first layers; ``anywhere``:
+whether any finding that is an error or a warning is right; ``delay``: steps from the first one of the defect to the
+finding, None where the first finding is not right; ``first``: the first finding, as text.
+"""
 
 
 def judge_defect(log_dir: Path, truth: Mapping[str, Any]) -> Row:
-    """Diagnose a training with a defect."""
     wrong = diagnose(log_dir).wrong
     first = wrong[0] if wrong else None
     right = first is not None and _is_right(first, truth)
     step = None if first is None else _reported_in(log_dir, first)
     where = "the model" if truth["right_layers"] is None else ", ".join(truth["exact_layers"])
-    return Row(
-        name=log_dir.name,
-        kind=truth["kind"],
-        model=truth["model"],
-        recipe=truth["recipe"],
-        blocks=truth["count"],
-        right=right,
-        layer=first is not None and _has_layer(first, truth["right_layers"]),
-        exact=first is not None and _has_layer(first, truth["exact_layers"]),
-        anywhere=any(_is_right(finding, truth) for finding in wrong),
-        delay=max(0, step - truth["start"]) if right and step is not None else None,
-        first="nothing" if first is None else f"{first.severity} {first}",
-        truth=f"{' or '.join(sorted(TABLE[truth['kind']].rules))} in {where} from step {truth['start']}",
-    )
+    return {
+        "name": log_dir.name,
+        "kind": truth["kind"],
+        "model": truth["model"],
+        "recipe": truth["recipe"],
+        "blocks": truth["count"],
+        "right": right,
+        "layer": first is not None and _has_layer(first, truth["right_layers"]),
+        "exact": first is not None and _has_layer(first, truth["exact_layers"]),
+        "anywhere": any(_is_right(finding, truth) for finding in wrong),
+        "delay": max(0, step - truth["start"]) if right and step is not None else None,
+        "first": "nothing" if first is None else f"{first.severity} {first}",
+        "truth": f"{' or '.join(sorted(TABLE[truth['kind']].rules))} in {where} from step {truth['start']}",
+    }
 
 
 def _reported_in(log_dir: Path, finding: Finding) -> int | None:
@@ -95,15 +75,15 @@ def _has_layer(finding: Finding, right: Sequence[str] | None) -> bool:
 def contest_table(rows: Sequence[Row], by: str, heading: str) -> str:
     """A line for each kind, or for each number of blocks, in Markdown."""
     columns = "draws | first finding right | its layer right | found at all | steps until found, median (most)"
-    groups = dict.fromkeys(getattr(row, by) for row in rows)
-    lines = [_line(str(group), [row for row in rows if getattr(row, by) == group]) for group in groups]
+    groups = dict.fromkeys(row[by] for row in rows)
+    lines = [_line(str(group), [row for row in rows if row[by] == group]) for group in groups]
     return "\n".join([f"| {heading} | {columns} |", "|---|---|---|---|---|---|", *lines, _line("all", rows)])
 
 
 def _line(name: str, rows: Sequence[Row]) -> str:
-    delays = [row.delay for row in rows if row.delay is not None]
+    delays = [row["delay"] for row in rows if row["delay"] is not None]
     delay = f"{median(delays):g} ({max(delays)})" if delays else ""
-    counts = [sum(getattr(row, key) for row in rows) for key in ("right", "layer", "anywhere")]
+    counts = [sum(row[key] for row in rows) for key in ("right", "layer", "anywhere")]
     shares = " | ".join(f"{count} ({100 * count // len(rows)} %)" for count in counts)
     return f"| {name} | {len(rows)} | {shares} | {delay} |"
 

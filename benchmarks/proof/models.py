@@ -10,8 +10,8 @@ a second on one core.
 
 from __future__ import annotations
 
-import contextlib
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -40,15 +40,15 @@ def recipe_of(name: RecipeName, *, history: int | None = None) -> Any:
     """The recipe; None for none. ``history`` is the length of delayed scaling's history of largest magnitudes."""
     from transformer_engine.common import recipe
 
-    if name == "delayed":
-        return recipe.DelayedScaling(amax_history_len=history or 16)
-    classes = {
+    classes: dict[RecipeName, Callable[[], Any]] = {
+        "delayed": lambda: recipe.DelayedScaling(amax_history_len=history or 16),
         "current": recipe.Float8CurrentScaling,
         "blocks": recipe.Float8BlockScaling,
         "mxfp8": recipe.MXFP8BlockScaling,
         "nvfp4": recipe.NVFP4BlockScaling,
+        "none": lambda: None,
     }
-    return classes[name]() if name in classes else None
+    return classes[name]()
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,18 @@ class Built:
     step: int = 0
 
     def loss(self) -> torch.Tensor:
-        """The loss of the next batch."""
+        import transformer_engine.pytorch as te
+
         device = next(self.model.parameters()).device
         inputs, targets = (tensor.to(device) for tensor in next(self.batches))
-        with self._precision(device.type):
-            outputs = self.model(inputs)
-            outputs = getattr(outputs, "logits", outputs)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "autocast"):
+            with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+                outputs = self.model(inputs)
+        outputs = getattr(outputs, "logits", outputs)
         return torch.nn.functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
 
     def train_step(self) -> float:
         """A step of the optimizer; gives the loss of its last batch."""
-        import warnings
-
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for _ in range(self.accumulate):
@@ -122,36 +122,21 @@ class Built:
         self.step += 1
         return loss.item()
 
-    def module(self, path: str) -> torch.nn.Module:
-        """The module at a path."""
-        return self.model.get_submodule(path)
-
-    @contextlib.contextmanager
-    def _precision(self, device: str) -> Iterator[None]:
-        import transformer_engine.pytorch as te
-
-        with torch.autocast(device, torch.bfloat16, enabled=self.precision == "autocast"):
-            with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
-                yield
-
 
 class _Attention(torch.nn.Module):
     """Attention of torch between two layers of Transformer Engine."""
 
-    def __init__(self, dtype: torch.dtype, *, causal: bool) -> None:
+    def __init__(self, te: Any, dtype: torch.dtype, *, causal: bool) -> None:
         super().__init__()
-        import transformer_engine.pytorch as te
-
         self.causal = causal
         self.qkv = te.LayerNormLinear(HIDDEN, 3 * HIDDEN, params_dtype=dtype)
         self.proj = te.Linear(HIDDEN, HIDDEN, params_dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         batch, length, _ = x.shape
         query, key, value = self.qkv(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        out: torch.Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, length, HIDDEN))
-        return out
+        return self.proj(mixed.transpose(1, 2).reshape(batch, length, HIDDEN))
 
 
 class _Block(torch.nn.Module):
@@ -161,43 +146,26 @@ class _Block(torch.nn.Module):
         super().__init__()
         self.attention, self.mlp = attention, mlp
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = x + self.attention(x)
-        out: torch.Tensor = x + self.mlp(x)
-        return out
-
-
-def _byte_block(dtype: torch.dtype) -> torch.nn.Module:
-    import transformer_engine.pytorch as te
-
-    mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu", params_dtype=dtype)
-    return _Block(_Attention(dtype, causal=True), mlp)
+        return x + self.mlp(x)
 
 
 class _Mlp(torch.nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, te: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        import transformer_engine.pytorch as te
-
         self.fc1 = te.LayerNormLinear(HIDDEN, 4 * HIDDEN, params_dtype=dtype)
         self.fc2 = te.Linear(4 * HIDDEN, HIDDEN, params_dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc2(torch.nn.functional.gelu(self.fc1(x)))
-        return out
-
-
-def _vit_block(dtype: torch.dtype) -> torch.nn.Module:
-    return _Block(_Attention(dtype, causal=False), _Mlp(dtype))
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.fc2(torch.nn.functional.gelu(self.fc1(x)))
 
 
 class _ParallelBlock(torch.nn.Module):
     """Grouped-query attention and an MLP in parallel behind one norm, as in GPT-J and PaLM."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, te: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        import transformer_engine.pytorch as te
-
         self.norm = te.RMSNorm(HIDDEN, dtype=dtype)
         self.query = te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=dtype)
         self.key_value = te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=dtype)
@@ -208,7 +176,7 @@ class _ParallelBlock(torch.nn.Module):
             te.Linear(4 * HIDDEN, HIDDEN, bias=False, params_dtype=dtype),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         behind = self.norm(x)
         heads = [
             projected.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2)
@@ -216,17 +184,14 @@ class _ParallelBlock(torch.nn.Module):
         ]
         key, value = (half.repeat_interleave(2, 1) for half in heads[1].chunk(2, 1))
         mixed = torch.nn.functional.scaled_dot_product_attention(heads[0], key, value, is_causal=True)
-        out: torch.Tensor = x + self.proj(mixed.transpose(1, 2).flatten(2)) + self.mlp(behind)
-        return out
+        return x + self.proj(mixed.transpose(1, 2).flatten(2)) + self.mlp(behind)
 
 
 class _GptBlock(torch.nn.Module):
     """A TransformerLayer, for inputs with the batch first."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, te: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        import transformer_engine.pytorch as te
-
         self.layer = te.TransformerLayer(
             HIDDEN,
             2 * HIDDEN,
@@ -238,70 +203,58 @@ class _GptBlock(torch.nn.Module):
             params_dtype=dtype,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x)
-        return out
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
 
 
 class _Language(torch.nn.Module):
     """Blocks between an embedding and a head."""
 
-    def __init__(self, block: Callable[[torch.dtype], torch.nn.Module], count: int, dtype: torch.dtype) -> None:
+    def __init__(self, block: Callable[[], torch.nn.Module], count: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN, dtype=dtype)
         self.positions = torch.nn.Parameter(0.02 * torch.randn(WINDOW, HIDDEN, dtype=dtype))
-        self.blocks = torch.nn.ModuleList(block(dtype) for _ in range(count))
+        self.blocks = torch.nn.ModuleList(block() for _ in range(count))
         self.norm = torch.nn.LayerNorm(HIDDEN, dtype=dtype)
         self.head = torch.nn.Linear(HIDDEN, VOCABULARY, dtype=dtype)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embedding(tokens) + self.positions
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 class _Mixer(torch.nn.Module):
     """Mixes the patches of an image, without attention."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, te: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        import transformer_engine.pytorch as te
-
         self.norm = torch.nn.LayerNorm(HIDDEN, dtype=dtype)
         self.up = te.Linear(2 * PATCHES, 4 * PATCHES, params_dtype=dtype)
         self.down = te.Linear(4 * PATCHES, 2 * PATCHES, params_dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         across = self.norm(x).to(x.dtype).transpose(1, 2).contiguous()
-        mixed: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(across))).transpose(1, 2)
-        return mixed
-
-
-def _mixer_block(dtype: torch.dtype) -> torch.nn.Module:
-    return _Block(_Mixer(dtype), _Mlp(dtype))
+        return self.down(torch.nn.functional.gelu(self.up(across))).transpose(1, 2)
 
 
 class _Vision(torch.nn.Module):
     """Blocks over the patches of an image; the mean of the patches is classified."""
 
-    def __init__(
-        self, block: Callable[[torch.dtype], torch.nn.Module], count: int, patches: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, block: Callable[[], torch.nn.Module], count: int, patches: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.patches = torch.nn.Linear(PATCH, HIDDEN, dtype=dtype)
         self.positions = torch.nn.Parameter(0.02 * torch.randn(patches, HIDDEN, dtype=dtype))
-        self.blocks = torch.nn.ModuleList(block(dtype) for _ in range(count))
+        self.blocks = torch.nn.ModuleList(block() for _ in range(count))
         self.norm = torch.nn.LayerNorm(HIDDEN, dtype=dtype)
         self.head = torch.nn.Linear(HIDDEN, CLASSES, dtype=dtype)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor) -> Any:
         x = self.patches(images.to(self.positions.dtype)) + self.positions
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x).mean(1))
-        return logits
+        return self.head(self.norm(x).mean(1))
 
 
 def _llama(count: int, dtype: torch.dtype) -> torch.nn.Module:
@@ -311,20 +264,18 @@ def _llama(count: int, dtype: torch.dtype) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     Accelerator(cpu=True)  # the conversion needs its state
-    model: torch.nn.Module = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=2 * HIDDEN,
-            num_hidden_layers=count,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS,
-            max_position_embeddings=WINDOW,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=count,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=WINDOW,
+        tie_word_embeddings=False,
+        use_cache=False,
     )
-    model.to(dtype)
+    model: torch.nn.Module = LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
     with torch.no_grad():
         convert_model(model)
     return model
@@ -387,16 +338,11 @@ _PARTS: Mapping[ModelName, tuple[str, tuple[str, ...], str, tuple[str, ...], str
 """Model -> path of a block, and the rest of :class:`Block` below it."""
 
 
-def _blocks_of(name: ModelName, count: int) -> list[Block]:
+def _block_of(name: ModelName, number: int) -> Block:
     path, linears, mlp, grows, down = _PARTS[name]
-
-    blocks = []
-    for number in range(count):
-        block = path.format(number)
-        paths = tuple(f"{block}.{linear}" for linear in linears)
-        weights = tuple(f"{block}.{weight}" for weight in grows)
-        blocks.append(Block(block, paths, f"{block}.{mlp}", weights, f"{block}.{down}"))
-    return blocks
+    block = path.format(number)
+    paths, weights = (tuple(f"{block}.{part}" for part in parts) for parts in (linears, grows))
+    return Block(block, paths, f"{block}.{mlp}", weights, f"{block}.{down}")
 
 
 def build(
@@ -419,21 +365,31 @@ def build(
         history: see :func:`recipe_of`.
         device: where it trains.
     """
+    import transformer_engine.pytorch as te
+
     torch.manual_seed(seed)
     random.seed(seed)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     makers: dict[ModelName, Callable[[], torch.nn.Module]] = {
-        "bytes": lambda: _Language(_byte_block, count, dtype),
-        "gpt": lambda: _Language(_GptBlock, count, dtype),
+        "bytes": lambda: _Language(
+            lambda: _Block(
+                mlp=te.LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu", params_dtype=dtype),
+                attention=_Attention(te, dtype, causal=True),
+            ),
+            count,
+            dtype,
+        ),
+        "gpt": lambda: _Language(lambda: _GptBlock(te, dtype), count, dtype),
         "llama": lambda: _llama(count, dtype),
-        "vit": lambda: _Vision(_vit_block, count, PATCHES, dtype),
-        "mixer": lambda: _Vision(_mixer_block, count, 2 * PATCHES, dtype),
-        "parallel": lambda: _Language(_ParallelBlock, count, dtype),
+        "vit": lambda: _Vision(
+            lambda: _Block(_Attention(te, dtype, causal=False), _Mlp(te, dtype)), count, PATCHES, dtype
+        ),
+        "mixer": lambda: _Vision(lambda: _Block(_Mixer(te, dtype), _Mlp(te, dtype)), count, 2 * PATCHES, dtype),
+        "parallel": lambda: _Language(lambda: _ParallelBlock(te, dtype), count, dtype),
     }
     model = makers[name]().to(device)
-    model.train()
     patches = {"vit": PATCHES, "mixer": 2 * PATCHES}.get(name)
     batches = _sequences(seed) if patches is None else _images(seed, patches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
-    made = recipe_of(recipe, history=history)
-    return Built(name, model, _blocks_of(name, count), batches, optimizer, made, precision)
+    blocks = [_block_of(name, number) for number in range(count)]
+    return Built(name, model, blocks, batches, optimizer, recipe_of(recipe, history=history), precision)

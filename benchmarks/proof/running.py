@@ -23,7 +23,6 @@ TRUTH = "truth.json"
 
 
 def proof_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of both proofs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep trainings here; those that are there are not repeated")
     parser.add_argument("--processes", type=int, default=2, help="trainings at once (default: 2)")
@@ -90,12 +89,10 @@ def record(
 
 
 def capability_of(recipe: str) -> tuple[int, int]:
-    """Return the compute capability of a GPU that has the recipe."""
     return (10, 0) if recipe in ("mxfp8", "nvfp4") else (9, 0)
 
 
 def start_process(capability: tuple[int, int]) -> None:
-    """Prepare a process for trainings."""
     import torch
 
     from te_precision_callbacks import reference
