@@ -1,7 +1,5 @@
 """Run each backward in a second thread, as torch does on a GPU."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Iterator

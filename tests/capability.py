@@ -1,7 +1,5 @@
 """Let the reference backend emulate another GPU after Transformer Engine has cached the first one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

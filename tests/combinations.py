@@ -1,7 +1,5 @@
 """Fewer cases than all combinations of several factors."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

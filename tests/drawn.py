@@ -1,7 +1,5 @@
 """Random tensors that are the same in every run."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -5,8 +5,6 @@ something else has nothing. A test of what holds from a process's start on, such
 ``sys.executable``.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import shlex

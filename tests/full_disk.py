@@ -1,7 +1,5 @@
 """A disk that is full, for the tests of what writes."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import signal

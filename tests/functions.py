@@ -1,7 +1,5 @@
 """A function as a module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

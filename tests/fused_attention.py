@@ -1,7 +1,5 @@
 """Stand-in for a fused FP8 attention kernel, which only a GPU has: takes the operands and returns ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ of ``pytorch/csrc/extensions/cast.cpp``, the last functions of ``gemm.cpp``, and
 Each matrix is quantized and multiplied as it would be alone.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A recorded run with a planted defect, which one rule finds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Set up a process of the tests."""
 
-from __future__ import annotations
-
 import torch
 
 from te_precision_callbacks import reference

@@ -5,8 +5,6 @@
 def test_a_property(draw: random.Random) -> None: ...
 """
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import HealthCheck, Phase, settings

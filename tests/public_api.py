@@ -3,8 +3,6 @@
 ``python -m tests.public_api > tests/public_api.txt`` writes the list that tests/docs/test_public_api.py compares with.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

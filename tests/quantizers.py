@@ -1,7 +1,5 @@
 """Transformer Engine's quantizers by the names of recipes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

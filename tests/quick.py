@@ -1,7 +1,5 @@
 """``make test-quick``: the first case of each test that is not marked ``slow`` or ``processes``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

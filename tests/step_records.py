@@ -1,7 +1,5 @@
 """Records of a step, made from rows."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """The example configs of Transformer Engine's documentation of its debug features, each as it stands there."""
 
-from __future__ import annotations
-
 LOG_TENSOR_STATS = """
 example_tensor_stat_collection:
   enabled: True

@@ -1,7 +1,5 @@
 """The benchmarks run, and their JSON has the expected keys. Times are not asserted: machines differ."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The grammar of conditions, and the values that satisfy them."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import random

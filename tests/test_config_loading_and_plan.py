@@ -1,7 +1,5 @@
 """Loading a config, selecting layers, and planning: mistakes raise before the run, with their place."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Contracts as users write them, and errors for invalid contracts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

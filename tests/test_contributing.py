@@ -1,7 +1,5 @@
 """CONTRIBUTING.md: its steps to add a statistic, a feature, a format and an integration work in a copy."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

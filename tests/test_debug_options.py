@@ -1,7 +1,5 @@
 """Values of debug=, and --debug for any argparse parser."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA graphs and lost GPUs, emulated: what torch.cuda would answer is put in its place."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Processes see what is real: an environment whose packages lack Transformer Engin
 the path, a log folder below a file.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import re

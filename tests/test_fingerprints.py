@@ -1,7 +1,5 @@
 """Fingerprints without a run: their hash, their files, and how a comparison speaks of layers."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

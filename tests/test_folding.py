@@ -1,7 +1,5 @@
 """Names in few words: nothing is lost, and nothing is added."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """``forked.executable()`` does what ``sys.executable`` does."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

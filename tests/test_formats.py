@@ -1,7 +1,5 @@
 """The formats of the reference extension, against the specifications and against torch's own casts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

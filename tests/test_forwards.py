@@ -1,7 +1,5 @@
 """The kind of the running forward, read from the frames on the stack."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of shapes that GEMMs take; that the reference backend follows it is in tests/reference."""
 
-from __future__ import annotations
-
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, refusals
 from te_precision_callbacks.base.vocabulary import RECIPES
 

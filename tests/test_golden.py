@@ -1,7 +1,5 @@
 """Outputs of commands equal the files in tests/golden/."""
 
-from __future__ import annotations
-
 import difflib
 from pathlib import Path
 

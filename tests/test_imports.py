@@ -1,7 +1,5 @@
 """Import rules: no cycles, and no imports upwards in the table of docs/architecture.md."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping

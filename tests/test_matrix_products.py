@@ -1,7 +1,5 @@
 """The sizes of the matrix products that torch's operators compute, against torch's own counter and by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics of a trainer's loggers: selection, names, and the worst values."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

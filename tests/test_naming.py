@@ -1,7 +1,5 @@
 """Layer names from the module tree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Installation and imports: the package from a wheel, quick imports, and errors of missing extras."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

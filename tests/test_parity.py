@@ -1,7 +1,5 @@
 """With the same YAML, seeds and model, Transformer Engine's features and ours log the same names and values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

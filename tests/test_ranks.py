@@ -1,8 +1,6 @@
 """Messages among ranks, which are processes forked from the test: what comes of a message, and who learns of a failure.
 Meetings are tested in threads."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

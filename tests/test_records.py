@@ -1,7 +1,5 @@
 """Records, the sink protocol, and the statistics log."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import math

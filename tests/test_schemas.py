@@ -1,7 +1,5 @@
 """The features' schemas: valid keys, errors, and the generated page."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from pathlib import Path

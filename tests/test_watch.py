@@ -1,7 +1,5 @@
 """Scripts that are watched without a change: their models, steps and losses are found, and their numbers stay."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

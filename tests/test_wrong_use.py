@@ -1,7 +1,5 @@
 """Wrong use of commands with --json: the error is on stderr, and stdout is empty."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small trainings under a session."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Accelerate keeps its state in classes: each test begins without it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 The reference backend is installed in it as in every process that one with the backend starts.
 """
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from pathlib import Path

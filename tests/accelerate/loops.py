@@ -1,7 +1,5 @@
 """The models and the loop of the Accelerate tests, and what reads the trackers' files."""
 
-from __future__ import annotations
-
 import json
 import struct
 import time

@@ -1,7 +1,5 @@
 """The debugger in real loops with Accelerate: what counts as an iteration, where logs go, how it ends."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Accelerate's own FP8: the layers that it makes are watched, and those that it leaves are named."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`accelerate launch` with two processes on the CPU: one set of statistics, and an end if one process fails."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

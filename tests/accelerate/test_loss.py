@@ -1,7 +1,5 @@
 """The loss that a script gives accelerator.backward() is recorded, and judged, if the script logs none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """debug="activation_overflow": the loop ends before the optimizer spreads an inf."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

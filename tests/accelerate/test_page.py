@@ -1,7 +1,5 @@
 """docs/accelerate.md: every block in it, as it stands there; and the example."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

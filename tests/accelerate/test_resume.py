@@ -1,7 +1,5 @@
 """save_state and load_state: the debug iteration goes on, the audit finds nothing, and no checkpoint is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Real trackers, read back: the numbers of the statistics log, at the steps of the script's own metrics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

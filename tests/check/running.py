@@ -1,7 +1,5 @@
 """Models whose layers are known by the shapes of their weights, and what their GEMMs are handed in three steps."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A plan with a batch has the products of a step, without the step."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """``te-precision check``."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """A model of transformers is planned as Accelerate's conversion makes it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The mistakes are made here: in every word of the documented configs that a user could misspell, two letters are swapped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

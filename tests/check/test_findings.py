@@ -1,7 +1,5 @@
 """What a plan finds: what a run would refuse or leave undone, held against such a run where there is one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

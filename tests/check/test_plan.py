@@ -1,7 +1,5 @@
 """The plan of a model is what three steps of training run, as a spy at the extension's entries sees them."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from tempfile import TemporaryDirectory

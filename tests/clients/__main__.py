@@ -10,8 +10,6 @@ Rows of clients that this call does not run stay as they are.
 Exits with 0 if every client has the results in the table, 1 if not, 2 on wrong use.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

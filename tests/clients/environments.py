@@ -8,8 +8,6 @@ Usage::
 What a client installs comes first on its path, so that one may have another version of a library than the project.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

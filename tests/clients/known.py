@@ -4,8 +4,6 @@ A script is run as it is, with arguments that make it small. ``launcher`` and ``
 with the size taken down.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import tempfile

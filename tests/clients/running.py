@@ -6,8 +6,6 @@ Usage::
     outcome.plain.folder  # what the spy noted, see inside/spying.py
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -4,8 +4,6 @@ Libraries of Hugging Face look for a local folder of the name that they are give
 a folder ``bert-base-cased`` beside the script is what ``from_pretrained("bert-base-cased")`` loads.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -3,8 +3,6 @@
 The page has the table between two comments; what stands around it is left alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

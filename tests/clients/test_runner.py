@@ -1,7 +1,5 @@
 """The runner itself, without a client: search, comparison, and errors for bad input."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -6,8 +6,6 @@ Usage::
     print(trial.verdict)
 """
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

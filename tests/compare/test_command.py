@@ -1,7 +1,5 @@
 """``te-precision compare``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

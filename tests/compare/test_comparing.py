@@ -1,7 +1,5 @@
 """Where two runs part first, by how much, and beyond which noise."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Real trainings compared: drifts that leave what is computed unchanged, a weight that is rounded, plain logs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each computes with numbers of numpy's, so that no operator of torch multiplies.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What fused attention is handed, against a spy at the extension's entries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

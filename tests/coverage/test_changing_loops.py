@@ -1,7 +1,5 @@
 """The coverage of loops that change: paths, sizes, tasks and precisions that come, go, or differ by micro-batch."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A run is held to its contract: after the third step, and where precision changes later."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

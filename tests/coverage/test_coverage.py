@@ -1,7 +1,5 @@
 """Every matrix product of a model, against lists written from the model's configuration, and why it is not in FP8."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Attention of packed sequences is counted by their lengths, which only the device has."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The share of attention that masks leave, against masks of torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

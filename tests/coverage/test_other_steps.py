@@ -1,7 +1,5 @@
 """Steps in which other products ran in low precision than in the last one: on the terminal, in files, in views."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The precision that each GEMM really ran in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``session.precision`` against what the extension's GEMMs are handed; :mod:`tests.instrumentation.gemm_spy` spies."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """``session.precision(at=...)``: the facts of one iteration, and how long they held."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 from collections.abc import Callable, Sequence

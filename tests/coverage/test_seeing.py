@@ -1,7 +1,5 @@
 """What a session looks at in torch, where operators are not those of aten, and where looking itself fails."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

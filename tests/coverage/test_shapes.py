@@ -1,7 +1,5 @@
 """A shape that FP8 cannot multiply: the exception says in which layer and GEMM, and what would work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

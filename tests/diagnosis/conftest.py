@@ -1,7 +1,5 @@
 """One training with a planted defect, for all tests that only read what it has left."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A healthy training that a signal ends, with SOON in its third step: ending_script.py TERM|KILL FOLDER [SOON]."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 Prints for each case the findings about ranks, and the rules about ranks that were checked.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable

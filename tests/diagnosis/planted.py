@@ -1,7 +1,5 @@
 """A small training with a defect: the gradient of one block is far too small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

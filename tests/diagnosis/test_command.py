@@ -1,7 +1,5 @@
 """``te-precision diagnose`` and ``te-precision rules``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rules on sudden changes, on curves that are made and in trainings: what is found, and what healthy runs keep."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

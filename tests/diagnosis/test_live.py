@@ -1,7 +1,5 @@
 """What a session finds while it runs, says once, and acts on; and that a replay of its records finds the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -1,7 +1,5 @@
 """Parameters that do not train: planted defects are found live and in the records, healthy twins are silent."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

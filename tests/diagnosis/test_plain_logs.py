@@ -1,7 +1,5 @@
 """Logs that Transformer Engine's own features have written, without a session."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rules on statistics, in real trainings of several models: planted defects, their remedies, and healthy twins."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext

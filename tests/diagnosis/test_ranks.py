@@ -1,7 +1,5 @@
 """The verdict on a recorded run of several ranks, which have numbers of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

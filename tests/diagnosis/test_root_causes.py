@@ -1,7 +1,5 @@
 """The order of findings: each follows the one that can explain it."""
 
-from __future__ import annotations
-
 from te_precision_callbacks.diagnosis import Finding
 from te_precision_callbacks.diagnosis.finding import Severity, root_causes_first
 

@@ -1,7 +1,5 @@
 """Each rule, on numbers that are made: what it finds, and what it leaves alone."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

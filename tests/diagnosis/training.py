@@ -1,7 +1,5 @@
 """Train a model under a session, for the verdict that a replay of the records gives too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -5,8 +5,6 @@ says why it does not run at all: ``<!-- not run: needs two GPUs -->``. A block o
 prints, or a drawing.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass

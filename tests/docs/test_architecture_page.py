@@ -1,7 +1,5 @@
 """What pages say of the code: the call paths of docs/architecture.md, tables that are made, and quoted messages."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

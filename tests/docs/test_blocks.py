@@ -1,7 +1,5 @@
 """Every block of code of the README and of docs/ runs, is parsed by its tool, or is run by another test."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Every relative link of the pages leads to a file of the repository, and to a heading in it, as GitHub reads them."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The list of public names, by the rule of docs/options.md; pages and examples use only these."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

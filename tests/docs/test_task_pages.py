@@ -1,7 +1,5 @@
 """Pages on one task each: their code and its output."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

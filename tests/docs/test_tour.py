@@ -1,7 +1,5 @@
 """docs/start.md and docs/tour.md: the outputs and pictures on the pages are current."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Records of GEMMs, made by small trainings with each recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

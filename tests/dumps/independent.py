@@ -1,7 +1,5 @@
 """Quantized tensors of Transformer Engine, read with numpy: torch's numbers of codes, and cuBLAS's layout of scales."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ writes for each tensor NAME.safetensors; for each direction NAME.rowwise.npy wit
 :mod:`tests.dumps.independent`; and facts.json with what the tensors were like in memory.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

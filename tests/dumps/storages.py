@@ -1,7 +1,5 @@
 """Quantized tensors with known bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Dumps listed in Python, and ``te-precision dumps``."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dumps compared, against numpy."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

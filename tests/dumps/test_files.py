@@ -1,7 +1,5 @@
 """Dump files: what is in them, that they appear whole or not at all, and what else is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

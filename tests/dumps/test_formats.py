@@ -1,7 +1,5 @@
 """Every format and direction, as training lays it out: read back from its dump where there is no Transformer Engine."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records of whole GEMMs: what a session writes, against what Transformer Engine's result says of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/dumps.md: its code as it stands there, its table, and its words about the header."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

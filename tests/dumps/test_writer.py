@@ -1,7 +1,5 @@
 """The thread that writes: what becomes of it, and of those who wait for it, when it ends."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tests of the engine share."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors that were made to be difficult, drawn with a seed."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

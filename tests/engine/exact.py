@@ -1,7 +1,5 @@
 """The columns of a pass in float64, from numpy: what the passes and the engine are tested against."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

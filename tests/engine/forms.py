@@ -1,7 +1,5 @@
 """Tensors quantized by numpy in the layouts of Transformer Engine's storages, and what a pass must find of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

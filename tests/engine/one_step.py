@@ -1,7 +1,5 @@
 """Statistics of one step through the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

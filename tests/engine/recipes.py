@@ -1,7 +1,5 @@
 """The recipes in numpy, from the definitions of the formats: what the statistics are tested against."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The dynamic range inside blocks, against a loop over them, and against Transformer Engine's where that works."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The passes in plain torch and in C++, against float64; what is compiled, and what that does not let itself in for."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

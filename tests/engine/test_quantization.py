@@ -4,8 +4,6 @@ Some of the tensors are drawn with a seed: any dtype, shape and strides, magnitu
 outlier, inf and nan, in one or more micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

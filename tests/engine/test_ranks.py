@@ -4,8 +4,6 @@ All that needs processes runs in one launch of two and one of four: see ranks_sc
 here with the same models and batches in this process. A data-parallel rank's batch is a micro-batch here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is simulated and what is read, against Transformer Engine's own quantizers on the reference backend."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

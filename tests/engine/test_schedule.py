@@ -1,7 +1,5 @@
 """When a feature acts, against trying every iteration, and against Transformer Engine's own."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

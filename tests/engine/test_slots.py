@@ -1,7 +1,5 @@
 """The slots of a step's statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

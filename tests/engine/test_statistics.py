@@ -1,7 +1,5 @@
 """Statistics through the engine, against float64 on all micro-batches together, and beside Transformer Engine's."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The Triton kernel for tensors in blocks, in Triton's interpreter, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType

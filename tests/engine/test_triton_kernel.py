@@ -1,7 +1,5 @@
 """The Triton kernel in Triton's interpreter, against float64; and what Triton makes of it for a Hopper GPU."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import operator

@@ -5,8 +5,6 @@
 A recipe that only another GPU has needs another process, since the reference backend stands for one GPU in a process.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import nullcontext

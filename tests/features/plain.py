@@ -1,7 +1,5 @@
 """nvidia-dlfw-inspect without a session, put back after each use, and what it logged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

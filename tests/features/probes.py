@@ -1,7 +1,5 @@
 """Feature classes with every call, written in the ways that a user may write them, and what they saw."""
 
-from __future__ import annotations
-
 from textwrap import indent
 from typing import Any
 

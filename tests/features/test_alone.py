@@ -1,7 +1,5 @@
 """The features without a session: plain ``nvdlfw_inspect.api.initialize`` with this folder, in a process of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Real layers under each recipe: the statistics of their own blocks, and what other formats would give, in one run."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """A user's own features: every call of the debug API, in every way to write it, in a training step with FP8."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

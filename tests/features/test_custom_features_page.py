@@ -1,7 +1,5 @@
 """docs/custom-features.md: the feature in it, as it stands there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DumpTensors under plain nvidia-dlfw-inspect: the tensors of Transformer Engine's files, and nothing overwritten."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What goes wrong in a feature names the feature, the call and the layer; observation does not end training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

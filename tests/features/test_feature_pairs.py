@@ -1,7 +1,5 @@
 """Two features on one layer: what each promises holds, or the config is refused before the run."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping

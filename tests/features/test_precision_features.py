@@ -1,7 +1,5 @@
 """What PerTensorScaling and FakeQuant make of a tensor, beside Transformer Engine's features and the formats' rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

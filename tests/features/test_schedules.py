@@ -1,7 +1,5 @@
 """A feature's options: in which iterations it acts, and which hold for a tensor and a GEMM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What docs/statistics.md and docs/features.md say of formats in numbers, from numpy and from real layers."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from pathlib import Path

@@ -5,8 +5,6 @@
 PROGRAM is what this was called by; beside it is the socket of tests/forking/server.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -2,8 +2,6 @@
 
 # ruff: noqa: F401  # imported to be there
 
-from __future__ import annotations
-
 import accelerate.commands.launch
 import einops
 import lightning.pytorch

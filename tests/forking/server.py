@@ -5,8 +5,6 @@
 LISTENER is the descriptor of a socket. It ends when the process with the id OWNER has ended.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import fcntl

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E402, F401, I001  # imported to be there; the reference backend before Transformer Engine
 
-from __future__ import annotations
-
 from tests.preparing import prepare
 
 prepare()

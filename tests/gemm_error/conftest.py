@@ -1,7 +1,5 @@
 """Blackwell, which has every recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """GEMMs of each recipe on the reference backend, with their operands before and after quantization."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Codes and scales of Transformer Engine's quantizers, and of quantizers with a fault."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What thin products tell of a GEMM, against the whole products in float64; and how ranks and the page tell it."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rewrite the golden files whose output has changed: python -m tests.golden"""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

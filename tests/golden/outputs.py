@@ -3,8 +3,6 @@
 Folders, times, names of runs, versions and the machine are masked.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Steps of a training under a session."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the entries of the extension are handed, beside the events of a tap."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights that a module gathers itself, by Transformer Engine's protocol ``DistributedWeight``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The log of events names each feature that acts, with the tensor or the GEMM that it acts on."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

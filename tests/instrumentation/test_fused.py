@@ -1,7 +1,5 @@
 """``observe="fused"``: features look at tensors on the layers' own path."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """LogGemmError in a session, against whole products in float64 of what the extension was handed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A graph needs a GPU. Here forwards are replaced exactly as by ``_make_graphed_ca
 module, which nothing observes, computes what a replay would.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GEMMs of grouped tensors: what a session sees of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

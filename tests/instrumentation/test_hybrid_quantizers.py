@@ -1,7 +1,5 @@
 """Layers whose quantizers are Transformer Engine's hybrid ones, its reference ones, or a user's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

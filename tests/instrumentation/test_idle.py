@@ -1,8 +1,6 @@
 """Off means off: where nothing is due, nothing of a session is called inside of a step, but a note of each region of
 autocast, and the evidence of coverage."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import Counter

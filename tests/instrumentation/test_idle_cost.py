@@ -1,7 +1,5 @@
 """What a session costs the host where nothing is due: the same for a large model as for a small one; and at its end."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

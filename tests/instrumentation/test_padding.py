@@ -1,7 +1,5 @@
 """How many rows pad the tokens of experts, and how many tokens each expert gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

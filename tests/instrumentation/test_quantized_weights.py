@@ -1,7 +1,5 @@
 """Weights that exist in quantized form only: their dequantized values are observed, planted defects are found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Arguments of recipes that Transformer Engine accepts and does not use: the places that were read, and the bits."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """What Transformer Engine's debug path refuses is known, named, and left as it is."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

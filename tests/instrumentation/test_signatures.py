@@ -1,7 +1,5 @@
 """Transformer Engine's functions are read by the names of their parameters: another version may have more of them."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Events of GEMMs, beside what the entries of the extension are handed."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

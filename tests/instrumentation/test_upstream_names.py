@@ -3,8 +3,6 @@
 What it selects is asked of its own ``infer_and_assign_layer_names`` and ``is_layer_in_cfg``, on the same model.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

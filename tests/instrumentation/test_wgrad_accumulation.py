@@ -1,7 +1,5 @@
 """wgrad where Transformer Engine's GEMM adds it to ``main_grad`` (``fuse_wgrad_accumulation=True``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A training script for two CPU processes: python ddp_script.py STRATEGY FOLDER [FAILING_RANK]"""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from pathlib import Path

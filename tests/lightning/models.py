@@ -1,7 +1,5 @@
 """The models and the trainer of the Lightning tests."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path

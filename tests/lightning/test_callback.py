@@ -1,7 +1,5 @@
 """The Lightning callback in real fits."""
 
-from __future__ import annotations
-
 import pickle
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The callback in the YAML of a LightningCLI: every option, for each jsonargparse from 4.40 on that is installed."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

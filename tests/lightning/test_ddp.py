@@ -1,7 +1,5 @@
 """Two processes under Lightning's DDP strategy: one set of logged numbers, a file a rank, and an end if one fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

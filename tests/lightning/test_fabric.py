@@ -1,7 +1,5 @@
 """The callback for Fabric, in a loop as Fabric's users write it."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from pathlib import Path

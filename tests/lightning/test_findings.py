@@ -1,7 +1,5 @@
 """What the rules find in real fits: which checkpoints stay, what is judged of the module's numbers, and who sees it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``debug="activation_overflow"`` under the Lightning callback."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

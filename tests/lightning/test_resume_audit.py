@@ -1,7 +1,5 @@
 """The audit of a resume in real fits, with Lightning's own checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

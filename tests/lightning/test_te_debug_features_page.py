@@ -4,8 +4,6 @@ Each one puts its statistics into the log in its steps, or changes the formats o
 numbers are is tested in tests/test_parity.py and tests/features/test_precision_features.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``te-precision features`` and ``te-precision statistics``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

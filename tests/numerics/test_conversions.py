@@ -1,7 +1,5 @@
 """Conversions to codes of FP8 and FP4 and back, in one pass, are plain torch's bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks as recipes round them, against numpy, from the formats' specifications and the recipes' formulas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

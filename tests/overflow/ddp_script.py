@@ -1,7 +1,5 @@
 """A rank of two: python ddp_script.py CASE FOLDER RANK. Writes what it ended with to FOLDER/RANK.json."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

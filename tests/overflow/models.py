@@ -1,7 +1,5 @@
 """Models that overflow at a known place, and what plain hooks see of them."""
 
-from __future__ import annotations
-
 import re
 from collections import namedtuple
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Two processes under DDP: they stop together, and evaluation needs no other rank."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Under FSDP, in one process: forwards, backwards, and which gradients of parameters there are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

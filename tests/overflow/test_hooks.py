@@ -1,7 +1,5 @@
 """Which modules are watched, and that nothing stays behind."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

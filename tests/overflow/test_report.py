@@ -1,7 +1,5 @@
 """The report on a T5 in float16: its frames, their order and their numbers."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

@@ -1,7 +1,5 @@
 """Under torch's GradScaler: an overflow of a forward stops the run, and an inf in a gradient is the scaler's affair."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What modules take and give besides plain tensors: nesting, keywords, other dtypes and layouts, masks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import OrderedDict, namedtuple

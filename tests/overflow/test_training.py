@@ -1,7 +1,5 @@
 """In a training loop: when it looks, what that costs, and when it keeps quiet."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

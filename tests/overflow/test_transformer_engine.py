@@ -1,7 +1,5 @@
 """Modules of Transformer Engine: their names, quantized tensors, checkpoints, and a session beside the detector."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -5,8 +5,6 @@ those of the "OCP Microscaling Formats Specification"; a scale is what the docst
 and the comments of its kernels say. Products are rounded to float32 where the kernels round.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

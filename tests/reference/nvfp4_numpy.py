@@ -3,8 +3,6 @@
 The scales in float32, one operation after the other.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.reference.block_formats import E2M1, E4M3

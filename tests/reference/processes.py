@@ -4,8 +4,6 @@ They are forked from one that has imported the libraries, but neither Transforme
 is about that: then they are ``fresh``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

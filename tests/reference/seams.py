@@ -5,8 +5,6 @@ If a text occurs many times, the place is an example. The replacements are in
 :mod:`~te_precision_callbacks.reference.cuda_on_cpu`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 READ_FROM = {"transformer-engine": "2.20.2", "nvdlfw-inspect": "0.2.2"}

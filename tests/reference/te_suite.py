@@ -15,8 +15,6 @@ features run, and none may fail that does not fail in the table.
 Exits with 0 if everything is as in the table, 1 if not, 2 on wrong use.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

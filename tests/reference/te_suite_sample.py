@@ -5,8 +5,6 @@ Usage::
     pytest -p te_suite_sample --sample=0.1 test_file.py
 """
 
-from __future__ import annotations
-
 import math
 import random
 

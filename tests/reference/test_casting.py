@@ -1,7 +1,5 @@
 """Buffers of quantized tensors, for all families of quantizers: of new tensors, and of tensors written again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Code of rewritten modules is kept for the next process, and what is kept never stands for something else."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Collectives that gloo does not run as NCCL does. One process is enough: gloo copies and checks there as elsewhere."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Activations of the reference extension, against float64 and torch's autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 """Softmax, padding and rotary position embedding of the reference extension, against float64, complex numbers and
 Transformer Engine's own torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Matrix products of the reference extension, against float64."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

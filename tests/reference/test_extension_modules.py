@@ -1,7 +1,5 @@
 """Transformer Engine's modules on the reference extension, against the same layers in torch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Operations over lists of tensors, and optimizers, of the reference extension, against torch's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

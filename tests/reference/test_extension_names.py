@@ -1,7 +1,5 @@
 """Every name that Transformer Engine looks up in its compiled module is in the reference extension."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Normalization of the reference extension, against float64 and torch's autograd."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

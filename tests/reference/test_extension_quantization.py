@@ -1,7 +1,5 @@
 """Per-tensor FP8 quantization through Transformer Engine's own quantizers, against torch's own casts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Amax, scale, and the update of delayed scaling in the reference extension, against rules worked out in float32."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """FP8 attention on the reference backend: Transformer Engine's own emulation of it, in its unfused attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

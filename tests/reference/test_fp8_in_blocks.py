@@ -1,7 +1,5 @@
 """FP8 block scaling and MXFP8 on the reference backend, bit for bit against numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Installing the reference backend: when it is refused, what it says, and what it costs to import."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.reference.processes import answers, python

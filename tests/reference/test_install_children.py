@@ -1,7 +1,5 @@
 """Processes that are started by one with the reference backend have it too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import dedent
 from typing import Any

@@ -1,7 +1,5 @@
 """What the two scopes change in a process, and that Transformer Engine trains in both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Each write of quantized data is recorded on its way through the backend: what wa
 must come out is computed anew with numpy, and results of modules are held against float64 products of that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Each write of FP8 data is recorded on its way through the backend: what was quan
 out is computed here from the formulas of the recipes (numpy float32 and torch's own float8 casts).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

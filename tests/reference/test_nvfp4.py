@@ -1,7 +1,5 @@
 """NVFP4 through Transformer Engine's own quantizer: against the formats' definitions, and TE's pure-torch reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

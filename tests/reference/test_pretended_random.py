@@ -1,7 +1,5 @@
 """The random numbers of a pretended GPU, and the CPU's beside them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

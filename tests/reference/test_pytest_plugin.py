@@ -1,7 +1,5 @@
 """The pytest plugin: unmodified GPU tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

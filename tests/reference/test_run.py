@@ -1,7 +1,5 @@
 """``te-precision run``: unmodified GPU scripts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

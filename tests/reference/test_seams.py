@@ -1,7 +1,5 @@
 """The seams between Transformer Engine's Python and the reference backend."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from importlib import metadata

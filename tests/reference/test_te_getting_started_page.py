@@ -4,8 +4,6 @@ The script is a GPU script (it calls ``.cuda()``); ``te-precision run`` runs it 
 which is also the one of the demo.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Shared by the tests of modules in each recipe: a step, inputs, and the products of a linear layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

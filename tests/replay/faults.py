@@ -1,7 +1,5 @@
 """Faults planted in the reference backend's kernels and quantizers while a GEMM is recorded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

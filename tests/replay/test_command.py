@@ -1,7 +1,5 @@
 """``te-precision replay``: exit codes, JSON, and the script that runs alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The replay section of docs/gemm-error.md: its config records, and its commands print what the page says."""
 
-from __future__ import annotations
-
 import runpy
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replay: right on records of every format, healthy and with each planted fault."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A browser that opens reports, and sees what they say on the console and what they ask for."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

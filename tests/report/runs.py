@@ -3,8 +3,6 @@
 run = drifting(blocks=12, steps=200)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

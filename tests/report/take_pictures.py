@@ -5,8 +5,6 @@ The picture of README.md shows a real training with a defect: the gradient of on
 python -m tests.report.take_pictures
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """te-precision report on the files of a run: pages, and messages for what is no run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """The page of a comparison, in a browser: the numbers of the comparison, both curves, nothing requested."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

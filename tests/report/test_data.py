@@ -1,7 +1,5 @@
 """What goes into a page: each cell the worst of its steps, each number within half a level, all within the size."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

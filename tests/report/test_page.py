@@ -1,7 +1,5 @@
 """The report in a browser: every plot is drawn, nothing is requested, and what can be pressed does its work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import quote
 

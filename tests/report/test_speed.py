@@ -1,7 +1,5 @@
 """The page Speed: expected times; and what it says where nothing is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

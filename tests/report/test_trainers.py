@@ -1,7 +1,5 @@
 """The end of a fit: the command is named, and with report=True the page of the real run is written."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The verdict in the report: it comes first, leads to the plots, and is there in full on a page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import parse_qs
 

@@ -1,7 +1,5 @@
 """The worst layers of a run are the same in ``show``, in the report and in loggers."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A folder with several runs, as a second training with the same log_dir leaves it: which one the commands read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

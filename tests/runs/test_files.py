@@ -1,7 +1,5 @@
 """What is in the files of a run, whatever happens to the process, the disk or the files."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

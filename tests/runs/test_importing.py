@@ -1,7 +1,5 @@
 """Logs of plain nvidia-dlfw-inspect, read as a run."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """docs/records.md: its code as it stands there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What sessions record, through every front door."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

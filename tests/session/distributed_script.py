@@ -1,7 +1,5 @@
 """One of two gloo processes, which run all cases, one after the other: python distributed_script.py RANK FOLDER"""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

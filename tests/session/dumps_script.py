@@ -2,8 +2,6 @@
 
 # ruff: noqa: E402  # the backend is installed before what imports Transformer Engine
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ FOLDER/<case>/<rank>.txt has a line for each file or folder that a rank makes in
 the interpreter itself and a replaced ``os.fsync`` see them. The log folder is FOLDER/<case>/run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

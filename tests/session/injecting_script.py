@@ -7,8 +7,6 @@ the same processes and process group, one after another, and FOLDER/RANK.jsonl h
 known.
 """
 
-from __future__ import annotations
-
 import ast
 import faulthandler
 import json

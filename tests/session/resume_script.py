@@ -1,7 +1,5 @@
 """One of two gloo processes that save, and resume with FSDP2: python resume_script.py RANK FOLDER"""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Two gloo processes: over which ranks statistics are reduced, and what a failing rank leaves behind."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps in which features act: those of ``early_steps=``, and those that a run does not reach, as its end says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DumpTensors in a session: what is on the disk after a run, and that the run is none the worse for it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """A failure in observation never ends a run, unless that was asked for; it is reported once, with its place."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

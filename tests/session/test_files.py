@@ -1,7 +1,5 @@
 """Which rank makes which files, and how often it waits for the disk, in runs of several gloo ranks."""
 
-from __future__ import annotations
-
 import ast
 import signal
 from collections.abc import Mapping

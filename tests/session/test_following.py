@@ -1,7 +1,5 @@
 """What a script forgets, leaves in from upstream, or changes in the model while a session runs."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

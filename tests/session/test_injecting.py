@@ -1,7 +1,5 @@
 """A rank runs out of memory inside step() or attach(): the training's own collectives are as without a session."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ctrl-C, SIGTERM and a fork: in each line of step() and stop(), the run's numbers and the process stay whole."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Start and stop: modules built before, sessions in turn, and a process that is left as it was."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

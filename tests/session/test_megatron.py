@@ -1,7 +1,5 @@
 """The products of Megatron Core's GPT, counted by hand."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Host memory stays flat over a long run; upstream's grows with every step."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

@@ -1,7 +1,5 @@
 """Which forwards are observed: training ones, once each, whatever evaluation or recomputation comes in between."""
 
-from __future__ import annotations
-
 import logging
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """On the debug path, a session changes the same bits of a training as Transformer Engine's own features."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

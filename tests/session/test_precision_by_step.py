@@ -1,7 +1,5 @@
 """Features that change precision in spans of steps: each step has the bits of one that began from the same state."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a step raises in the training: what somebody has asked for, and nothing else of all that the package raises."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

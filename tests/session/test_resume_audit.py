@@ -1,7 +1,5 @@
 """The audit of a resume: what it finds in real runs, and that it says nothing after a good resume."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

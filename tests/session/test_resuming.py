@@ -1,7 +1,5 @@
 """What docs/resuming.md says: of the state of recipes, which is Transformer Engine's, and of start_step."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from pathlib import Path

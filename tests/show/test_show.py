@@ -1,7 +1,5 @@
 """``te-precision show``."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

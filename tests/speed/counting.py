@@ -10,8 +10,6 @@ the Functions in ``pytorch/module/*.py``, which ``restore_from_saved`` and ``pre
 and empty; ``_fp8_workspaces`` of a module.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A trace of a GPU with a known truth: a model of two blocks of Transformer Engine and a head, one step of training."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

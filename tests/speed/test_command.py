@@ -1,7 +1,5 @@
 """te-precision speed and te-precision check --speed: what they print of runs and plans, and refuse."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Operations, bytes and launches of products, computed by hand, and the times that follow from them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

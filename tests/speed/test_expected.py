@@ -1,7 +1,5 @@
 """Expected times of a step's products and the advice, against sums that are counted by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Planned bytes are those of the tensors that layers keep and save on the reference backend."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """docs/speed.md: its code, what it shows of the output, and its table of devices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

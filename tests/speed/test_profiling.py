@@ -1,7 +1,5 @@
 """``profile=``: the ranges and the trace of a session."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter

@@ -1,7 +1,5 @@
 """The model against published times: benchmarks/speed_model.py, its constants and its tables in docs/speed.md."""
 
-from __future__ import annotations
-
 import importlib
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """Traces of torch.profiler: each kernel against a trace with a known truth, and the errors of invalid traces."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

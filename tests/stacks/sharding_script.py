@@ -4,8 +4,6 @@ KIND is in the names of the cases that run: CPU, FSDP or ZeRO. The last two ask 
 under ``te-precision run``. What the first layer has seen goes to FOLDER/<case>.json, from rank 0.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

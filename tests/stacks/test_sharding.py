@@ -1,7 +1,5 @@
 """Two ranks under the strategies of trainers have the numbers of one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

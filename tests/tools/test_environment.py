@@ -1,7 +1,5 @@
 """The set-up of the virtual environment: from one source of pins, resumed where it was interrupted, and told."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution

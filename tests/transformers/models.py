@@ -1,7 +1,5 @@
 """The models, the data and the trainers of the Hugging Face tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

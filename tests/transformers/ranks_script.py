@@ -1,7 +1,5 @@
 """A training script for two CPU processes under torchrun or as under it: ranks_script.py FOLDER WHAT [FAILING_RANK]"""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The callback in trainings of the unmodified Trainer."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

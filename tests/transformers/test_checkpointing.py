@@ -1,7 +1,5 @@
 """Gradient checkpointing through the Trainer under Accelerate's FP8: what docs/transformers.md says of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

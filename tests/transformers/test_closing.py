@@ -1,7 +1,5 @@
 """Each way in which a session is closed after a training that failed: the Trainer raises no event then."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The drop-in pair: --debug activation_overflow and te_precision, beside all that transformers takes."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """docs/transformers.md: its code and its commands, as they stand there; and the example."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

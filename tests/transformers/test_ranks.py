@@ -1,7 +1,5 @@
 """Two processes as under torchrun, and under it: one set of statistics, and an end for both where one fails."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

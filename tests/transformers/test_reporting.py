@@ -1,7 +1,5 @@
 """The trainer's reporting integrations, read back: the numbers of the statistics log at the trainer's own steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The audit of a resume in trainings of the unmodified Trainer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

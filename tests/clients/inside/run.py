@@ -11,8 +11,6 @@ debugger watches, with the config ``CLIENTS_CONFIG`` and logs in ``CLIENTS_LOGS`
 Generators of random numbers have a seed, since some scripts set none.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import runpy

@@ -10,8 +10,6 @@ Usage::
 ``record/rank-0.jsonl`` then holds one JSON object a line: ``{"kind": "gemm" | "loss" | "step", ...}``.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import json

@@ -13,8 +13,6 @@ transformers    in the callbacks of a Trainer, when it is made
 ==============  ========================================================================================================
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import itertools
