@@ -17,8 +17,6 @@ from tests.lightning.models import loader
 
 
 class Plain(torch.nn.Module):
-    """Two TE layers."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -46,13 +44,11 @@ class Torch(torch.nn.Module):
 
 
 def prepared(accelerator: Accelerator, model: torch.nn.Module, batches: int = 6, size: int = 8) -> tuple[Any, Any, Any]:
-    """The model, its optimizer and a loader, prepared."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return accelerator.prepare(model, optimizer, loader(batches, size))
 
 
 def fresh(model: torch.nn.Module | None = None, batches: int = 6, size: int = 8, **keywords: Any) -> Any:
-    """An accelerator, a model, its optimizer and a loader as in a new process."""
     reset()
     accelerator = Accelerator(**keywords)
     return accelerator, *prepared(accelerator, model or Plain(), batches, size)
@@ -73,7 +69,6 @@ def train(
 
 
 def run(accelerator: Accelerator, debugger: PrecisionDebugger, model: Any, optimizer: Any, loader: Any) -> None:
-    """One epoch."""
     for _ in train(accelerator, debugger, model, optimizer, loader):
         pass
 
@@ -104,7 +99,6 @@ def wandb_history(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _wandb_records(folder: Path) -> list[Any]:
-    """The records in the file of the only offline run, once the service has written its end."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")

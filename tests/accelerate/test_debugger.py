@@ -20,7 +20,6 @@ from tests.lightning.models import batch_of, largest, largest_inputs, logged_lin
 
 
 def observe(tmp_path: Path, batches: int = 6, accumulate: int = 1, **keywords: Any) -> dict[int, float]:
-    """The largest input of fc1 in each iteration, as the statistics log has it."""
     accelerator, *loop = fresh(batches=batches, gradient_accumulation_steps=accumulate)
     with PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=tmp_path, **keywords) as debugger:
         run(accelerator, debugger, *loop)

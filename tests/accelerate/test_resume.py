@@ -18,8 +18,6 @@ pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
 
 
 class InFp8(Plain):
-    """Two layers of Transformer Engine in FP8."""
-
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         with te.autocast(recipe=DELAYED):
             return super().forward(inputs)
@@ -30,7 +28,6 @@ def new_process() -> Any:
 
 
 def saved(folder: Path, *, inside: bool = True) -> Path:
-    """A checkpoint, three iterations old."""
     accelerator, *loop = new_process()
     checkpoint = folder / "checkpoint"
     with PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=folder / "first") as debugger:
@@ -45,7 +42,6 @@ def saved(folder: Path, *, inside: bool = True) -> Path:
 def resumed(
     keeper: Keeper, folder: Path, checkpoint: Path, *, before_start: bool = True, **keywords: Any
 ) -> PrecisionDebugger:
-    """After a second run of three optimizer steps."""
     accelerator, *loop = new_process()
     options: dict[str, Any] = {"log_dir": folder / "second", "sinks": [keeper], **keywords}
     debugger = PrecisionDebugger(accelerator, loop[0], statistics(), **options)
@@ -63,7 +59,6 @@ def resumed(
 def test_a_good_resume(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, inside: bool, before_start: bool
 ) -> None:
-    """The checkpoint is saved and loaded inside of the block and outside."""
     checkpoint = saved(tmp_path, inside=inside)
     debugger = resumed(keeper, tmp_path, checkpoint, before_start=before_start, strict=True)
     assert keeper.iterations == [3, 4, 5]

@@ -31,8 +31,6 @@ CONFIG = {
 
 
 class Kept(GeneralTracker):
-    """A user's own tracker."""
-
     name = "kept"
     requires_logging_directory = False
 
@@ -61,7 +59,6 @@ class Kept(GeneralTracker):
 def test_every_tracker_has_the_numbers_of_the_log(
     offline_trackers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FP8 by Accelerate, two batches an optimizer step, three steps, a checkpoint, a resume, three steps more."""
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # Transformer Engine loads no checkpoint without it
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -28,7 +28,6 @@ def gemm(layout: str, a: str, b: str, d: str, arrays: dict[str, np.ndarray[Any, 
 
 
 def step_of_a_layer() -> tuple[list[dict[str, Any]], dict[str, np.ndarray[Any, Any]]]:
-    """One layer, forward and backward, and its tensors."""
     draw = np.random.default_rng(0)
     names = ("weight", "activation", "output", "gradient", "dgrad", "wgrad")
     arrays = {name: draw.standard_normal(64) for name in names}

@@ -20,7 +20,6 @@ X = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Dumps of two iterations, and files of other kinds."""
     for iteration in (10, 9):
         for layer in ("b", "a"):
             path = tmp_path / "rank_0" / f"iter_{iteration:06d}" / f"{layer}.safetensors"

@@ -137,7 +137,6 @@ def test_a_matrix_of_nvfp4_is_compared_with_all_dimensions(tmp_path: Path) -> No
 
 
 def test_two_formats_of_one_tensor() -> None:
-    """The numbers are compared, the codes cannot be."""
     a, b = dump_of(None, some_mxfp8(16, 32)), dump_of(None, some_nvfp4(16, 32))
     result = dumps.compare(a, b)
     (actual,) = result.differences

@@ -114,7 +114,6 @@ def test_views(tmp_path: Path, tensor: torch.Tensor) -> None:
 
 
 def test_decoded_internals_multiply_to_the_tensor(tmp_path: Path) -> None:
-    """They are optional."""
     quantized = some_nvfp4()
     dumps.save(quantized, tmp_path / "without", internals=False)
     without = dumps.load(tmp_path / "without")
@@ -151,7 +150,6 @@ def test_a_dump_shares_memory_and_a_snapshot_does_not() -> None:
 
 
 def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path) -> None:
-    """All of its buffers are counted, and copied."""
     quantizer = HybridQuantizer(
         rowwise_quantizer=te.MXFP8Quantizer(tex.DType.kFloat8E4M3),
         columnwise_quantizer=te.NVFP4Quantizer(tex.DType.kFloat4E2M1),
@@ -238,7 +236,6 @@ def test_a_foreign_or_damaged_file(tmp_path: Path, change: Callable[[bytes], byt
 
 
 def rewritten(path: Path, change: Any) -> None:
-    """The same file with another header."""
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["te_precision_dump"])
     change(header)

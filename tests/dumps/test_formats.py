@@ -64,7 +64,6 @@ READER = """
 
 
 def produced(capability: str, folder: Path) -> Facts:
-    """What each tensor was like in training."""
     done = python(
         f"""
         import runpy, sys
@@ -79,7 +78,6 @@ def produced(capability: str, folder: Path) -> Facts:
 
 
 def read_all(folder: Path) -> dict[str, Facts]:
-    """What a reader without Transformer Engine finds, by capability."""
     read = python(READER.replace("sys.argv[1]", repr(str(folder))))
     assert read.returncode == 0, read.stderr
     result, of_transformer_engine = json.loads(read.stdout)

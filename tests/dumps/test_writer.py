@@ -15,13 +15,11 @@ from te_precision_callbacks.dumps.writer import Job, Writer
 
 
 def job(number: int, nbytes: int, most: int) -> Job:
-    """A dump of so many bytes, with a number for its iteration."""
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
     return Job(Dump(Header(iteration=number), {"high_precision": tensor}), Limits(1 << 40, 1 << 20, most))
 
 
 def ends(doing: Callable[[], object]) -> bool:
-    """Whether it comes to an end."""
     thread = threading.Thread(target=doing, daemon=True)
     thread.start()
     thread.join(20)

@@ -23,7 +23,6 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Found]:
-    """Recipe of the layer -> its statistics."""
     folder = tmp_path_factory.mktemp("layers")
     done = python(
         f"""
@@ -40,7 +39,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Found]:
 
 @cache
 def expected(recipe: str, tensor: str, *, columnwise: bool = False, e5m2: bool = False) -> Found:
-    """What numpy makes of a tensor."""
     x = layers.tensors()[tensor].float().numpy()
     quantized = quantize(recipe, x, weight=tensor == "weight", columnwise=columnwise, e5m2=e5m2)
     statistics = recipes.by_block(recipe, [Pair(x, quantized)])
@@ -59,7 +57,6 @@ def assert_same(found: Any, value: Any, name: str) -> None:
 @pytest.mark.parametrize("recipe", layers.BLOCK_RECIPES)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_every_format_at_once(found: dict[str | None, Found], layer: str | None, recipe: str, tensor: str) -> None:
-    """Whatever the layer runs: what is real there, and what would be elsewhere."""
     for name, value in expected(recipe, tensor).items():
         assert_same(found[layer][f"{tensor} {recipe}_{name}"], value, name)
     columnwise = expected(recipe, tensor, columnwise=True)

@@ -82,7 +82,6 @@ PLACES: dict[str, list[tuple[str | None, str | None]]] = {
 
 
 def check(call: str, calls: list[dict[str, Any]]) -> None:
-    """The arguments of one call in one iteration."""
     places = [(arguments.get("tensor_name"), arguments.get("gemm")) for arguments in calls]
     if call in PLACES:
         assert set(places) == set(PLACES[call])
@@ -115,7 +114,6 @@ def check(call: str, calls: list[dict[str, Any]]) -> None:
 
 
 def test_what_a_feature_gives_is_what_is_computed_with(tmp_path: Path) -> None:
-    """The probe doubles the gradient of the input."""
     gradients: list[torch.Tensor] = []
     for name, enabled in (("without", False), ("with", True)):
         with plain(
@@ -198,7 +196,6 @@ OTHERS: dict[str, Callable[[int], Any] | None] = {
 def test_a_feature_that_answers_with_a_bool_is_asked_in_every_step(
     tmp_path: Path, other: str, with_session: bool
 ) -> None:
-    """False in 0 to 4 and True from 5 on, alone and beside others, whatever they answer."""
     late_class, asked, inspected = watcher("Late", late)
     other_answer = OTHERS[other]
     other_class, _, seen_by_other = watcher("Other", other_answer or (lambda _: (False, None)))

@@ -78,7 +78,6 @@ def test_in_a_session(tmp_path: Path, keeper: Keeper, how: str, fp8: bool) -> No
 
 
 def test_the_table_has_the_calls_and_their_arguments(tmp_path: Path) -> None:
-    """As the features get them, who take everything."""
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|", PAGE, re.MULTILINE)
     described = {call: set(re.findall(r"`(\w+)`", arguments)) for call, arguments in rows}
     seen: dict[str, set[str]] = {}

@@ -41,7 +41,6 @@ def quantized(x: torch.Tensor, *, rowwise: bool = True, columnwise: bool = True)
 
 @pytest.mark.parametrize("folders", [[OURS], [OURS, THEIRS], [THEIRS, OURS]], ids=["ours", "ours-te", "te-ours"])
 def test_the_tensors_are_those_of_transformer_engines_feature(tmp_path: Path, folders: list[str]) -> None:
-    """The same training under each: files in the same folders, with the same tensors."""
     for name, listed in (("theirs", [THEIRS]), ("ours", folders)):
         torch.manual_seed(0)
         with plain({"DumpTensors": BOTH}, tmp_path / name, folders=listed, fresh=True):

@@ -45,7 +45,6 @@ def modified(
     gemm: str = "fprop",
     **keywords: Any,
 ) -> Any:
-    """What the feature makes of a tensor, called as Transformer Engine does."""
     with plain(feature, log_dir):
         return debug_api.transformer_engine.modify_tensor(
             layer_name="linear", tensor_name=name, gemm=gemm, tensor=tensor, iteration=0, **keywords

@@ -20,7 +20,6 @@ from tests.features.plain import in_session, linear, plain, train
 
 
 def stats(**options: Any) -> dict[str, dict[str, Any]]:
-    """Activations, unless the options say something else."""
     tensors = {} if "tensors_struct" in options else {"tensors": ["activation"]}
     return {"LogTensorStats": {"enabled": True, "stats": ["max"], **tensors, **options}}
 

@@ -96,7 +96,6 @@ def test_a_quantizer_with_a_fault(recipe: str, fault: str, share: float) -> None
 
 
 def test_the_distance_of_neighbours() -> None:
-    """Of all numbers of two formats, against their tables."""
     for number_format in (E2M1, E4M3):
         numbers = torch.tensor([number_format.value(code) for code in range(number_format.max_code + 1)]).double()
         middles = (numbers[1:] + numbers[:-1]) / 2

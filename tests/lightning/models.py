@@ -34,7 +34,6 @@ def batch_of(index: int, size: int = 8) -> torch.Tensor:
 
 
 def largest(*batches: int) -> float:
-    """The largest element of these batches."""
     return max(batch_of(index).max().item() for index in batches)
 
 
@@ -43,8 +42,6 @@ def loader(batches: int, size: int = 8) -> DataLoader[torch.Tensor]:
 
 
 class Plain(L.LightningModule):
-    """Two TE layers; every training step logs the index of its batch."""
-
     def __init__(self, lr: float = 0.01) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -111,7 +108,6 @@ class Torch(L.LightningModule):
 
 
 def trainer(root: Path, **keywords: Any) -> L.Trainer:
-    """A quiet trainer on the CPU."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -144,13 +140,11 @@ def largest_inputs(log_dir: Path, layer: str = "net.0", rank: int = 0) -> dict[i
 
 
 def _number_lines(log_dir: Path, rank: int) -> list[str]:
-    """The lines of the last run in a statistics log."""
     parts = re.split(r".{23} - INFO - Here another run begins, of process \d+\.\n", log_of(log_dir, rank).read_text())
     return parts[-1].splitlines()
 
 
 def log_of(log_dir: Path, rank: int) -> Path:
-    """The statistics log of a rank."""
     return log_dir / "nvdlfw_inspect_statistics_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
 
 

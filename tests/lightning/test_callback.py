@@ -32,7 +32,6 @@ from tests.lightning.models import (
 
 
 def fit(root: Path, batches: int = 6, model: Any = None, **keywords: Any) -> dict[int, float]:
-    """Fit, and give the largest input of the first layer in each iteration, as the statistics log has it."""
     callback = PrecisionDebugCallback(statistics(), log_dir=root / "debug")
     trainer(root, callbacks=[callback], **keywords).fit(model or Plain(), loader(batches))
     return largest_inputs(root / "debug")
@@ -135,8 +134,6 @@ def test_validation_after_a_fit_is_without_features(tmp_path: Path) -> None:
 
 
 class Saves(L.Callback):
-    """Writes a checkpoint after the seventh step."""
-
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 7:
             trainer.save_checkpoint(Path(trainer.default_root_dir, "saved.ckpt"))
@@ -197,7 +194,6 @@ def test_a_model_in_eval_mode_that_is_trained_is_observed(tmp_path: Path) -> Non
 
 
 def test_what_is_left_at_the_end_stands_at_the_step_of_its_batch(tmp_path: Path) -> None:
-    """Manual optimization that steps in every third batch: two batches are left over."""
     table = CSVLogger(tmp_path, name="csv", version="")
     callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
     trainer(tmp_path, callbacks=[callback], logger=table).fit(TwoOptimizers(every=3), loader(8))

@@ -22,8 +22,6 @@ OURS = "te_precision_callbacks.PrecisionDebugCallback"
 
 
 class Named(Keeper):
-    """A sink that is made from the YAML."""
-
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
@@ -39,7 +37,6 @@ class Data(L.LightningDataModule):
 
 
 def command_line(folder: Path, class_path: str, **options: Any) -> PrecisionDebugCallback:
-    """What ``python train.py fit --config trainer.yaml`` does; the callback of the fit."""
     content = {
         "trainer": {
             "accelerator": "cpu",

@@ -43,14 +43,12 @@ def prepared(fabric: Fabric) -> Any:
 
 
 def started(folder: Path, **options: Any) -> Any:
-    """The callback, Fabric, the model and its optimizer."""
     callback = PrecisionDebugFabricCallback(FIRST, **options)
     fabric = fabric_of(folder, callback)
     return callback, fabric, *prepared(fabric)
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any, batches: range, every: int = 1) -> None:
-    """A step of the optimizer in every so many batches."""
     for index in batches:
         fabric.backward(model(batch_of(index)).pow(2).mean())
         if (index + 1) % every == 0:

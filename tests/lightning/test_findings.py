@@ -121,8 +121,6 @@ def test_a_gradient_norm_that_the_module_logs_is_checked(tmp_path: Path, has_log
 
 
 class Starts(EarlyStopping):
-    """Keeps the metric that it monitors after each batch."""
-
     def __init__(self, **keywords: Any) -> None:
         super().__init__("te/findings", mode="min", patience=100, strict=True, **keywords)
         self.monitored: list[float] = []

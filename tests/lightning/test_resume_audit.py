@@ -18,8 +18,6 @@ pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
 
 
 class InFp8(Plain):
-    """Two layers of Transformer Engine in FP8."""
-
     def __init__(self, recipe: recipes.Recipe, *, quantized: bool = False) -> None:
         with te.quantized_model_init(enabled=quantized, recipe=recipe):
             super().__init__(lr=1e-4)
@@ -32,7 +30,6 @@ class InFp8(Plain):
 
 
 def saved(folder: Path, model: InFp8) -> Path:
-    """A checkpoint after two steps."""
     callback = PrecisionDebugCallback(statistics(), log_dir=folder / "first")
     made = trainer(folder, callbacks=[callback], max_steps=2)
     made.fit(model, loader(4, size=32))

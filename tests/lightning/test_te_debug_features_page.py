@@ -50,7 +50,6 @@ class Model(L.LightningModule):
 
 
 def fit(folder: Path, text: str, steps: int, model: Model | None = None, **keywords: Any) -> PrecisionDebugCallback:
-    """Train under a config."""
     callback = PrecisionDebugCallback(yaml.safe_load(text), log_dir=folder, **keywords)
     trainer(folder, callbacks=[callback]).fit(model or Model(), loader(steps, size=16))
     return callback

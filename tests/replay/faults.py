@@ -56,7 +56,6 @@ KERNEL: Mapping[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 
 @contextmanager
 def kernel(damage: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """A GEMM whose result is damaged."""
     upstream = tex.generic_gemm
 
     def generic_gemm(*arguments: Any, **keywords: Any) -> Any:
@@ -91,7 +90,6 @@ def _all_zero(tensor: Any, high: torch.Tensor) -> None:
 
 
 def _always_down(tensor: Any, high: torch.Tensor) -> None:
-    """Elements are rounded towards 0."""
     for part in _parts(tensor):
         exact = high.reshape(-1, high.shape[-1])
         exact = (exact.t() if part.transposed else exact).float()
@@ -121,7 +119,6 @@ def _parts(tensor: Any) -> list[Stored]:
 
 @contextmanager
 def quantizer(damage: Callable[[Any, torch.Tensor], None]) -> Iterator[None]:
-    """Quantizers whose codes or scales are damaged."""
     upstream = tex.quantize
 
     def quantize(tensor: torch.Tensor, quantizer: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -15,8 +15,6 @@ SIZE = 32
 
 
 class Vectors(Dataset[dict[str, torch.Tensor]]):
-    """The samples of tests/lightning/models.py."""
-
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -57,7 +55,6 @@ class Net(torch.nn.Module):
 
 
 def llama(*, of_te: bool = True) -> transformers.LlamaForCausalLM:
-    """A real model from a config, with Linear layers of Transformer Engine, or of torch."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -85,7 +82,6 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
 
 def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **keywords: Any) -> Any:
-    """Training arguments of a quiet run on the CPU."""
     defaults: dict[str, Any] = {
         "use_cpu": True,
         "max_steps": 4,
@@ -103,7 +99,6 @@ def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **keywor
 def trainer(
     args: Any, *callbacks: Any, model: Any = None, kind: Any = transformers.Trainer, **keywords: Any
 ) -> transformers.Trainer:
-    """A trainer of ``Net`` that prints nothing."""
     data = Tokens() if isinstance(model, transformers.PreTrainedModel) else Vectors(64)
     made = kind(model=model or Net(), args=args, train_dataset=data, eval_dataset=data, **keywords)
     made.remove_callback(transformers.PrinterCallback)

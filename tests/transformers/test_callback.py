@@ -104,7 +104,6 @@ def test_a_second_training_has_a_session_of_its_own(tmp_path: Path, keeper: Keep
 def test_without_a_handler_there_is_one_warning_and_the_statistics_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loop of one's own that calls the events."""
     callback, model = PrecisionDebugTrainerCallback(statistics()), Net()
     args, state, control = arguments(tmp_path), transformers.TrainerState(), transformers.TrainerControl()
     callback.on_train_begin(args, state, control, model=model)

@@ -17,8 +17,6 @@ from tests.transformers.models import trainer as any_trainer
 
 
 class LoRA(torch.nn.Module):
-    """A frozen layer and its adapter, as PEFT makes them."""
-
     def __init__(self, base: torch.nn.Linear) -> None:
         super().__init__()
         self.base_layer = base.requires_grad_(False)
@@ -30,7 +28,6 @@ class LoRA(torch.nn.Module):
 
 
 def with_adapters(model: Any) -> Any:
-    """A model of which only adapters train."""
     model.requires_grad_(False)
     model.enable_input_require_grads()
     for layer in model.model.layers:

@@ -52,7 +52,6 @@ def test_our_trainer_closes_at_once(tmp_path: Path, keeper: Keeper, error: BaseE
 
 
 def abandoned(folder: Path, **options: Any) -> tuple[Any, Any, Net]:
-    """After a failed training of the unmodified Trainer, whose session is still open."""
     made, callback, model = failing(folder, ValueError("a bad batch"), transformers.Trainer, **options)
     with pytest.raises(ValueError, match="a bad batch"):
         made.train()

@@ -15,7 +15,6 @@ SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 
 def trained_on(folder: Path, rank: int) -> list[list[int]]:
-    """The samples of each forward."""
     result: list[list[int]] = ast.literal_eval((folder / f"trained_on_{rank}.txt").read_text())
     return result
 

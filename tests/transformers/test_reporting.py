@@ -32,8 +32,6 @@ CONFIG = {
 
 
 class Custom(transformers.TrainerCallback):
-    """A user's own integration; keeps the names of what it is given."""
-
     def __init__(self) -> None:
         self.logs: dict[int, list[str]] = {}
 
@@ -52,7 +50,6 @@ class Printed(Custom, transformers.PrinterCallback):
 def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     offline_trackers: Path, tmp_path: Path
 ) -> None:
-    """Two batches a step, six steps, of which the last three are of a resumed training; logged every second step."""
     import mlflow
     import wandb
 

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
 def train(
     folder: Path, model: torch.nn.Module, steps: int, *, resume: bool = False, **keywords: Any
 ) -> PrecisionDebugTrainerCallback:
-    """There is a checkpoint after each two steps."""
     callback = PrecisionDebugTrainerCallback(statistics(), **keywords)
     args = arguments(
         folder, per_device_train_batch_size=32, max_steps=steps, save_strategy="steps", save_steps=2, learning_rate=1e-4
