@@ -24,8 +24,7 @@ class Plain(torch.nn.Module):
         self.fc2 = te.LayerNormLinear(32, 32)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.fc2(self.fc1(inputs))
-        return output
+        return self.fc2(self.fc1(inputs))
 
 
 class Torch(torch.nn.Module):
@@ -39,8 +38,7 @@ class Torch(torch.nn.Module):
         self.head = torch.nn.Linear(32, 10)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.fc2(self.fc1(inputs).relu()))
-        return output
+        return self.head(self.fc2(self.fc1(inputs).relu()))
 
 
 def prepared(accelerator: Accelerator, model: torch.nn.Module, batches: int = 6, size: int = 8) -> tuple[Any, Any, Any]:

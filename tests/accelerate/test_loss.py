@@ -16,9 +16,7 @@ def train(folder: Path | None, *, logs: str = "", nan_at: int = -1) -> tuple[Any
     """Six batches, of which two make a step: the debugger, and the parameters at the end."""
     accelerator, model, optimizer, loader = fresh(gradient_accumulation_steps=2)
     own = accelerator.backward
-    debugger = None
-    if folder is not None:
-        debugger = PrecisionDebugger(accelerator, model, statistics(), log_dir=folder, quiet=True).start()
+    debugger = folder and PrecisionDebugger(accelerator, model, statistics(), log_dir=folder, quiet=True).start()
     for index, batch in enumerate(loader):
         with accelerator.accumulate(model):
             loss = model(batch).pow(2).mean()

@@ -22,8 +22,9 @@ def test_the_weights_are_those_of_the_step_before(
     before = module_state(model)
     weights = [model.fc1.weight.detach().clone()]
     optimizer.optimizer.register_step_post_hook(lambda *_: weights.append(model.fc1.weight.detach().clone()))
-    options = {"debug": "activation_overflow", "log_dir": tmp_path, "sinks": [keeper]}
-    debugger = PrecisionDebugger(accelerator, model, statistics(), **options)  # type: ignore[arg-type]
+    debugger = PrecisionDebugger(
+        accelerator, model, statistics(), debug="activation_overflow", log_dir=tmp_path, sinks=[keeper]
+    )
     batches = [batch_of(index).to(accelerator.device) for index in range(6)]
     batches[batch] *= 3e38 / batches[batch].abs().max()
     first_bad = rf"< \[{batch}\] fc2: LayerNormLinear: output has nans"

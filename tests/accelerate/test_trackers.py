@@ -12,7 +12,7 @@ from accelerate.utils import TERecipeKwargs
 from te_precision_callbacks.accelerate import PrecisionDebugger
 from tests.accelerate.loops import Torch, fresh, mlflow_metrics, prepared, run, train, wandb_history
 from tests.conftest import Keeper, statistics
-from tests.lightning.models import batch_of, board_scalars, logged_lines
+from tests.lightning.models import batch_of, board, board_scalars, logged_lines
 
 CONFIG = {
     "stats": {
@@ -60,8 +60,6 @@ def test_every_tracker_has_the_numbers_of_the_log(
     offline_trackers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # Transformer Engine loads no checkpoint without it
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     kept = Kept()
     losses: dict[int, float] = {}
     accelerator = Accelerator(
@@ -99,19 +97,19 @@ def test_every_tracker_has_the_numbers_of_the_log(
     }
     assert len(expected) == 6 * 2 * (2 * 2 + 2)
 
-    board = board_scalars(tmp_path / "run" / "project")
+    scalars = board_scalars(tmp_path / "run" / "project")
     store = mlflow_metrics(tmp_path / "mlruns")
     history = wandb_history(tmp_path)
     of_own = {(name, step): value for values, step in kept.calls for name, value in values.items()}
     for (name, step), value in expected.items():
         assert store[name.replace("%", "_pct")][step] == value == history[step][name] == of_own[name, step]
-        assert np.float32(board[name][step]) == np.float32(value)
+        assert np.float32(scalars[name][step]) == np.float32(value)
     for step, loss in losses.items():
         assert store["loss"][step] == loss == history[step]["loss"] == of_own["loss", step]
-        assert np.float32(board["loss"][step]) == np.float32(loss)
+        assert np.float32(scalars["loss"][step]) == np.float32(loss)
     assert sorted(history) == [1, 2, 3, 4, 5, 6], "W&B drops what comes at an earlier step than the last one"
     assert history[6]["end"] == 1.0
-    for calls, worst in ((board, "te/worst_underflows%"), (store, "te/worst_underflows_pct")):
+    for calls, worst in ((scalars, "te/worst_underflows%"), (store, "te/worst_underflows_pct")):
         assert {worst, "te/all/activation/max/median"} <= set(calls)
         assert {step for name in calls if name.startswith("te.") for step in calls[name]} == {1, 2, 3, 4, 5, 6}
     steps = [step for values, step in kept.calls if "loss" not in values and "end" not in values]
@@ -122,9 +120,7 @@ def test_every_tracker_has_the_numbers_of_the_log(
     exponents, counts = np.unique(np.floor(np.log2(inputs.abs().numpy())), return_counts=True)
     drawn = dict(zip(exponents.tolist(), counts.tolist(), strict=True))
 
-    accumulator = EventAccumulator(str(tmp_path / "run" / "project"), size_guidance={"histograms": 0})
-    accumulator.Reload()
-    events = accumulator.Histograms("te.fc1/activation/exponent_histogram")
+    events = board(tmp_path / "run" / "project").Histograms("te.fc1/activation/exponent_histogram")
     assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
     values = events[0].histogram_value
     results = dict(zip(values.bucket_limit, values.bucket, strict=True))

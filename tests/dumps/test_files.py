@@ -54,17 +54,13 @@ def test_a_file_holds_both_tensors_and_where_they_are_from(tmp_path: Path) -> No
     )
     loaded = dumps.load(path)
     header = loaded.header
-    assert (header.layer, header.tensor, header.iteration) == ("decoder.fc1", "activation", 100)
-    assert (header.micro_batch, header.rank, header.recipe) == (2, 3, "MXFP8BlockScaling")
+    place = (header.layer, header.tensor, header.iteration, header.micro_batch, header.rank, header.recipe)
+    assert place == ("decoder.fc1", "activation", 100, 2, 3, "MXFP8BlockScaling")
     assert header.versions["torch"] == torch.__version__
     assert header.versions.keys() == {"torch", "transformer_engine", "te_precision_callbacks"}
-    assert header.high_precision is not None
     assert (header.high_precision.shape, header.high_precision.dtype) == ((40, 96), "bfloat16")
-    assert header.quantized is not None
-    assert header.quantized.rowwise is not None
-    assert header.quantized.columnwise is None
-    assert header.quantized.rowwise.block == (1, 32)
-    assert header.quantized.rowwise.stored_scale_shape == (128, 4)
+    rowwise, columnwise = header.quantized.rowwise, header.quantized.columnwise
+    assert (rowwise.block, rowwise.stored_scale_shape, columnwise) == ((1, 32), (128, 4), None)
     assert torch.equal(loaded.tensors["high_precision"], X)
     assert torch.equal(dumps.dequantize(loaded), quantized.dequantize())
     assert dumps.dequantize(loaded).dtype == torch.bfloat16
@@ -72,8 +68,7 @@ def test_a_file_holds_both_tensors_and_where_they_are_from(tmp_path: Path) -> No
 
 
 def test_a_plain_tensor_alone(tmp_path: Path) -> None:
-    parameter = torch.nn.Parameter(X)
-    dumps.save(parameter, tmp_path / "a", tensor_name="weight")
+    dumps.save(torch.nn.Parameter(X), tmp_path / "a", tensor_name="weight")
     loaded = dumps.load(tmp_path / "a")
     assert loaded.header.quantized is None
     assert loaded.tensors.keys() == {"high_precision"}
@@ -156,8 +151,7 @@ def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path)
     )
     quantized = quantizer(torch.randn(256, 256, generator=torch.Generator().manual_seed(5)).bfloat16())
     dump = dump_of(None, quantized)
-    codes, scales, amax = 256 * 256 * 3 // 2, 256 * 8 + 256 * 16, 4
-    assert dump.nbytes == codes + scales + amax
+    assert dump.nbytes == 256 * 256 * 3 // 2 + 256 * 8 + 256 * 16 + 4, "codes, scales and amax"
     expected, snapshot = quantized.dequantize().clone(), dump.copied()
     quantized._rowwise_storage._rowwise_data.zero_()
     quantized._columnwise_storage._columnwise_data.zero_()

@@ -11,8 +11,9 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import dumps
-from te_precision_callbacks.session import InspectSession
 from tests.features.plain import OURS, THEIRS, config_of, linear, plain, train
+from tests.instrumentation.steps import stepped
+from tests.quantizers import quantizer
 
 BOTH = {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True, "quantized_tensor": True}
 
@@ -32,11 +33,9 @@ def the_dump(folder: Path) -> dumps.Dump:
 
 
 def quantized(x: torch.Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
-    from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer
-
-    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=x.device)
-    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
-    return quantizer(x)
+    made_by = quantizer("fp8_current_scaling")
+    made_by.set_usage(rowwise=rowwise, columnwise=columnwise)
+    return made_by(x)
 
 
 @pytest.mark.parametrize("folders", [[OURS], [OURS, THEIRS], [THEIRS, OURS]], ids=["ours", "ours-te", "te-ours"])
@@ -101,10 +100,7 @@ def test_a_weight_that_exists_only_quantized(tmp_path: Path) -> None:
         net = linear()
     expected = net.weight.dequantize()
     config = config_of({"DumpTensors": {**BOTH, "tensors": ["weight"]}})
-    with InspectSession(config, model=net, log_dir=tmp_path) as session:
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            net(random(0)).sum().backward()
-        session.step()
+    stepped(net, tmp_path, [Float8CurrentScaling()], config)
     dump = the_dump(tmp_path)
     assert "high_precision" not in dump.tensors
     assert torch.equal(dumps.dequantize(dump), expected)

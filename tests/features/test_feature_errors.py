@@ -176,13 +176,8 @@ def test_a_broken_precision_call_ends_the_run(tmp_path: Path, method: str, make:
 
 
 def test_methods_that_are_never_called_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Typo:
-        def inspect_tensr(self) -> None: ...
-
-    class Alone:
-        def modify_tensor(self, config: Any, layer_name: str, **_: Any) -> None: ...
-
-    with InspectSession({}, model=te.Linear(32, 32), log_dir=tmp_path, features=[Typo, Alone]):
+    features = [type("Typo", (), {"inspect_tensr": slip}), type("Alone", (), {"modify_tensor": slip})]
+    with InspectSession({}, model=te.Linear(32, 32), log_dir=tmp_path, features=features):
         pass
     assert "The feature Typo is never called" in caplog.text
     assert "modify_tensor of the feature Alone is never called: modify_tensor_enabled is missing" in caplog.text

@@ -23,9 +23,8 @@ def made(recipe: str, **which: bool) -> tuple[Any, torch.Tensor, Any]:
 
 
 def check(tensor: Any, high: torch.Tensor, made_by: Any, *, columnwise: bool, seed: int = 0) -> CodeCheck:
-    part = stored(tensor, columnwise=columnwise)
-    assert part is not None
-    return check_codes(part, high, rules_of(made_by, columnwise=columnwise), seed, seed >> 20)
+    rules = rules_of(made_by, columnwise=columnwise)
+    return check_codes(stored(tensor, columnwise=columnwise), high, rules, seed, seed >> 20)
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
@@ -36,8 +35,7 @@ def test_a_right_quantizer(recipe: str, which: str, columnwise: bool) -> None:
     for seed in (0, 1, 1 << 20):
         result = check(tensor, high, made_by, columnwise=columnwise, seed=seed)
         assert result.codes >= 32768
-        assert result.wrong == 0
-        assert result.wrong_scales == 0
+        assert (result.wrong, result.wrong_scales) == (0, 0)
         if "rht" not in recipe and recipe != "delayed":
             assert result.scales > 0
         stochastic = "stochastic" in recipe and which == "gradient"

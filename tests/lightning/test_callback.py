@@ -61,24 +61,26 @@ def test_every_batch_may_be_an_iteration(tmp_path: Path) -> None:
     assert logged["batch_idx"] == {3: 3, 5: 5}, "each optimizer step is logged once, at its last batch"
 
 
-@pytest.mark.parametrize(("model", "accumulate"), [(Plain, 4), (lambda: TwoOptimizers(every=3), 1)])
-def test_numbers_stand_at_the_step_of_the_batchs_own_metrics(tmp_path: Path, model: Any, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "accumulate", "every"), [(Plain, 4, 4), (lambda: TwoOptimizers(every=3), 1, 3)], ids=["4 of 4", "1 of 3"]
+)
+def test_numbers_stand_at_the_step_of_the_batchs_own_metrics(
+    tmp_path: Path, model: Any, accumulate: int, every: int
+) -> None:
     """In every logger, the number of the statistics log, where ``self.log`` of the batch that stepped stands."""
     loggers = [TensorBoardLogger(tmp_path, name="board", version=""), CSVLogger(tmp_path, name="csv", version="")]
     callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "debug")
-    keywords = {"accumulate_grad_batches": accumulate, "logger": loggers, "callbacks": [callback]}
-    trainer(tmp_path, **keywords).fit(model(), loader(12))
+    fitted = trainer(tmp_path, accumulate_grad_batches=accumulate, logger=loggers, callbacks=[callback])
+    fitted.fit(model(), loader(12))
     lines = logged_lines(tmp_path / "debug")
     assert lines
-    every = accumulate if isinstance(model, type) else 3
     for scalars, exact in ((board_scalars(tmp_path / "board"), np.float32), (csv_scalars(tmp_path / "csv"), float)):
-        own = scalars["batch_idx"]
+        steps = {batch: step for step, batch in scalars["batch_idx"].items()}
         for (name, iteration), value in lines.items():
             layer, tensor, statistic = name.split("_", 2)
             metrics = scalars[f"te.{layer}/{tensor}/{statistic}"]
             closing_batch = (iteration + 1) * every - 1
-            step = next(step for step, batch in own.items() if batch == closing_batch)
-            assert exact(metrics[step]) == exact(value), (name, iteration)
+            assert exact(metrics[steps[closing_batch]]) == exact(value), (name, iteration)
             assert len(metrics) == 12 // every
 
 
@@ -89,10 +91,10 @@ def test_layers_that_lightning_replaced_are_found(tmp_path: Path) -> None:
     trainer(tmp_path, callbacks=[callback], plugins=[plugin], logger=board).fit(model := Torch(), loader(3, size=16))
     assert isinstance(model.head, te.Linear)
     assert [layer.name for layer in callback.session.layers] == ["body.1", "head"]
-    operands = [entry.operands for entry in callback.session.precision]
-    assert {formats["weight"] for formats in operands if "weight" in formats} == {"FP8 E4M3"}
-    lines = logged_lines(tmp_path / "csv")  # beside the file of the logger
-    assert len(lines) == 3 * 2 * 3 * 2, "of each step, layer and tensor max and l1_norm"
+    weights = {entry.operands["weight"] for entry in callback.session.precision if "weight" in entry.operands}
+    assert weights == {"FP8 E4M3"}
+    # Beside the file of the logger; of each step, layer and tensor max and l1_norm.
+    assert len(logged_lines(tmp_path / "csv")) == 3 * 2 * 3 * 2
 
 
 def test_modules_of_configure_model_are_built_inside_the_session(tmp_path: Path) -> None:
@@ -166,18 +168,24 @@ def test_a_callback_that_was_used_can_be_pickled(tmp_path: Path) -> None:
     assert again.session.iteration == 2
 
 
+@pytest.fixture
+def handlers_of_signals() -> Iterator[None]:
+    """A fit that fails leaves Lightning's handlers, which the tests of other modules would find."""
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers_of_signals")
 @pytest.mark.parametrize("error", [ValueError("bad batch"), KeyboardInterrupt()])
 def test_a_fit_that_fails_closes_the_session(tmp_path: Path, error: BaseException) -> None:
     model, before, keeper = Plain(), global_state(), Keeper()
     modules = module_state(model)
     model.fail_at = {3: error}
     callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "debug", sinks=[keeper])
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit if isinstance(error, KeyboardInterrupt) else ValueError):
-            trainer(tmp_path, callbacks=[callback]).fit(model, loader(6))
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    with pytest.raises(SystemExit if isinstance(error, KeyboardInterrupt) else ValueError):
+        trainer(tmp_path, callbacks=[callback]).fit(model, loader(6))
     assert keeper.closed == [error]
     assert module_state(model) == modules
     assert {**global_state(), "te state": None} == {**before, "te state": None}
@@ -201,15 +209,7 @@ def test_what_is_left_at_the_end_stands_at_the_step_of_its_batch(tmp_path: Path)
     assert metrics == pytest.approx({2: largest(0, 1, 2), 5: largest(3, 4, 5), 7: largest(6, 7)})
 
 
-@pytest.fixture
-def handler_of_sigterm() -> Iterator[None]:
-    """A fit that ends so leaves Lightning's handler, which the tests of other modules would find."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("handler_of_sigterm")
+@pytest.mark.usefixtures("handlers_of_signals")
 def test_a_callback_that_fails_in_on_exception_does_not_disable_the_next_fit(tmp_path: Path) -> None:
     class Fails(L.Callback):
         def on_exception(self, *_: Any) -> None:

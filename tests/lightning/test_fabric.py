@@ -117,9 +117,7 @@ def test_a_resumed_loop_goes_on_counting_and_is_audited(tmp_path: Path, keeper: 
     with resumed:
         train(fabric, model, optimizer, range(2, 4))
     assert keeper.iterations == [2, 3]
-    report = resumed.session.resume_report
-    assert report is not None
-    assert not report.findings
+    assert not resumed.session.resume_report.findings
 
 
 def test_a_model_that_was_set_up_alone(tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,8 +38,8 @@ def saved_steps(folder: Path) -> list[int]:
 
 def fit(folder: Path, keeping: L.Callback, **keywords: Any) -> PrecisionDebugCallback:
     precision = PrecisionDebugCallback(statistics(stats=["nonfinite_num"]), log_dir=folder / "logs", **keywords)
-    made = trainer(folder, callbacks=[keeping, precision], max_steps=STEPS, enable_checkpointing=True)
-    made.fit(Breaks(), loader(STEPS))
+    fitted = trainer(folder, callbacks=[keeping, precision], max_steps=STEPS, enable_checkpointing=True)
+    fitted.fit(Breaks(), loader(STEPS))
     return precision
 
 
@@ -72,8 +72,8 @@ def test_nothing_is_saved_after_a_finding_that_stops_the_fit(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("keep", [8, 2])
 def test_a_finding_names_no_deleted_checkpoint(tmp_path: Path, keep: int) -> None:
-    keywords: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": keep, "every_n_train_steps": 1}
-    precision = fit(tmp_path, ModelCheckpoint(dirpath=tmp_path / "saved", **keywords))
+    saving = ModelCheckpoint(tmp_path / "saved", monitor="step", mode="max", save_top_k=keep, every_n_train_steps=1)
+    precision = fit(tmp_path, saving)
     (finding,) = precision.session.findings.wrong
     assert finding.last_good == BREAKS_AT - 1
     assert finding.checkpoint == (BREAKS_AT - 1 if keep == 8 else None)

@@ -35,8 +35,7 @@ def test_the_fit_ends_with_the_module_and_the_batch(tmp_path: Path) -> None:
     with pytest.raises(ActivationOverflowError) as caught:
         trainer(tmp_path, callbacks=[callback], accumulate_grad_batches=2).fit(model, loader(8))
     error = caught.value
-    assert (error.path, error.class_name, error.role) == ("net.0", "Linear", "output")
-    assert error.batch == 4
+    assert (error.path, error.class_name, error.role, error.batch) == ("net.0", "Linear", "output", 4)
     assert error.report.splitlines()[0] == "< [4] net.0: Linear: output has infs"
     for name, value in model.named_parameters():
         if name != "net.0.bias":

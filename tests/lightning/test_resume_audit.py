@@ -39,8 +39,8 @@ def saved(folder: Path, model: InFp8) -> Path:
 
 def resumed(folder: Path, model: InFp8, checkpoint: Path) -> PrecisionDebugCallback:
     callback = PrecisionDebugCallback(statistics(), log_dir=folder / "second", strict=True)
-    made = trainer(folder, callbacks=[callback], max_steps=4, max_epochs=2)
-    made.fit(model, loader(4, size=32), ckpt_path=checkpoint)
+    fitted = trainer(folder, callbacks=[callback], max_steps=4, max_epochs=2)
+    fitted.fit(model, loader(4, size=32), ckpt_path=checkpoint)
     return callback
 
 

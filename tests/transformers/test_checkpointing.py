@@ -49,17 +49,12 @@ def trainer(folder: Path, *, reentrant: bool | None, lora: bool = False) -> Any:
     return any_trainer(args, model=with_adapters(model) if lora else model, kind=Trainer)
 
 
-@pytest.fixture(autouse=True)
-def fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
-
-
 def warnings_of_checkpoints(caplog: pytest.LogCaptureFixture) -> list[str]:
     results = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     return [text for text in results if text.startswith("Gradient checkpointing")]
 
 
+@pytest.mark.usefixtures("fp8_of_accelerate")
 def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,6 +96,7 @@ def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
     assert "(a checkpoint computes it again outside of te.autocast)" in str(coverage)
 
 
+@pytest.mark.usefixtures("fp8_of_accelerate")
 def test_adapters_on_a_checkpointed_model_have_the_true_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,13 +112,13 @@ def test_adapters_on_a_checkpointed_model_have_the_true_reason(
     assert "of 11 layers" in text
 
 
+@pytest.mark.usefixtures("fp8_of_accelerate")
 def test_the_checkpoint_that_the_warning_names_recomputes_in_fp8(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = trainer(tmp_path, reentrant=None)
     forwards: list[str] = []
-    layer = made.model.model.layers[0].mlp
-    layer.register_forward_hook(lambda *_: forwards.append("mlp"))
+    made.model.model.layers[0].mlp.register_forward_hook(lambda *_: forwards.append("mlp"))
     made.model.gradient_checkpointing_enable()
     made.model._set_gradient_checkpointing(gradient_checkpointing_func=te.checkpoint)
     made.train()

@@ -36,7 +36,6 @@ def parsed(*flags: str) -> TrainingArguments:
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(  # type: ignore[arg-type]
         ["--output_dir", "run", "--use_cpu", *flags], look_for_args_file=False
     )
-    assert isinstance(args, TrainingArguments)
     return args
 
 
@@ -245,8 +244,8 @@ def test_options_of_the_trainer_add_to_the_arguments(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(json.dumps(statistics()))  # JSON is YAML
     args = arguments(tmp_path, TrainingArguments, debug=["te_precision"], te_precision_config="none.yaml")
     model = Net()
-    keywords = {"debug": "activation_overflow", "te_precision_config": str(tmp_path / "my.yaml")}
-    made: Any = trainer(args, model=model, kind=Trainer, **keywords)
+    config = str(tmp_path / "my.yaml")
+    made: Any = trainer(args, model=model, kind=Trainer, debug="activation_overflow", te_precision_config=config)
     made.train()
     assert (args.debug, made.args.debug) == ([PRECISION], [PRECISION, OVERFLOW])
     assert largest_inputs(tmp_path) == {step: model.largest(step) for step in range(4)}

@@ -11,7 +11,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from te_precision_callbacks import PrecisionDebugTrainerCallback
 from tests.accelerate.loops import wandb_history
 from tests.conftest import Keeper, statistics
-from tests.lightning.models import board_scalars, logged_lines
+from tests.lightning.models import board, board_scalars, logged_lines
 from tests.transformers.models import arguments, trainer
 
 CONFIG = {
@@ -109,17 +109,14 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
 
 
 def test_a_histogram_is_a_histogram(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    made = trainer(arguments(tmp_path, report_to="tensorboard", max_steps=2), PrecisionDebugTrainerCallback(CONFIG))
-    made.train()
+    args = arguments(tmp_path, report_to="tensorboard", max_steps=2)
+    trainer(args, PrecisionDebugTrainerCallback(CONFIG)).train()
     (events,) = tmp_path.rglob("events.out.tfevents*")
-    board = EventAccumulator(str(events), size_guidance={"histograms": 0})  # type: ignore[no-untyped-call]
-    board.Reload()  # type: ignore[no-untyped-call]
-    result = board.Histograms("te.net.0/activation/exponent_histogram")  # type: ignore[no-untyped-call]
+    logged = board(events)
+    result = logged.Histograms("te.net.0/activation/exponent_histogram")
     assert [event.step for event in result] == [1, 2]
     assert result[0].histogram_value.num == 8 * 32
-    assert not [tag for tag in board.Tags()["scalars"] if "histogram" in tag]  # type: ignore[no-untyped-call]
+    assert not [tag for tag in logged.Tags()["scalars"] if "histogram" in tag]
 
 
 def test_an_integration_that_raises_is_reported_once_and_dropped(

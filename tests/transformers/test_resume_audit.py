@@ -61,6 +61,7 @@ def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert warned(caplog) == []
 
 
+@pytest.mark.usefixtures("fp8_of_accelerate")
 def test_layers_that_accelerate_converts_get_the_state_of_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,8 +69,6 @@ def test_layers_that_accelerate_converts_get_the_state_of_the_checkpoint(
 
     From one file where it is refused here; from one file it is restored after evaluations in FP8, below.
     """
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
     train(tmp_path, llama(of_te=False), 2)
     checkpoint = tmp_path / "checkpoint-2"
     saved = safetensors.torch.load_file(next(checkpoint.glob("*.safetensors")))
@@ -110,13 +109,12 @@ def test_a_finding_names_no_deleted_checkpoint(tmp_path: Path, limit: int | None
     assert diagnose(tmp_path / "logs") == callback.session.findings
 
 
+@pytest.mark.usefixtures("fp8_of_accelerate")
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_an_evaluation_before_each_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, in_fp8: bool
 ) -> None:
     """Transformer Engine saves no state of a module whose last forward ran outside of FP8."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
     monkeypatch.setenv("ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL", str(int(in_fp8)))
     keywords: dict[str, Any] = {
         "save_strategy": "steps",

@@ -79,10 +79,6 @@ def has_layers(model: torch.nn.Module) -> bool:
     )
 
 
-def _session(config: Path, folder: Path) -> None:
-    _sessions(config, folder).install()
-
-
 def _megatron(config: Path, folder: Path) -> None:
     from megatron.core.pipeline_parallel import schedules
 
@@ -174,7 +170,7 @@ def _transformers(config: Path, folder: Path) -> None:
 
 
 WATCH: dict[str, Callable[[Path, Path], None]] = {
-    "session": _session,
+    "session": lambda config, folder: _sessions(config, folder).install(),
     "megatron": _megatron,
     "accelerate": _accelerate,
     "lightning": _lightning,
