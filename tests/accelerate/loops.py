@@ -87,16 +87,6 @@ def mlflow_metrics(store: Path) -> dict[str, dict[int, float]]:
 
 def wandb_history(folder: Path) -> dict[int, dict[str, Any]]:
     """Step -> name -> value, from the file of the only offline run, once the service has written its end."""
-    rows: dict[int, dict[str, Any]] = {}
-    for record in _wandb_records(folder):
-        if record.WhichOneof("record_type") == "history":
-            items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
-            row = rows.setdefault(record.history.step.num, {})
-            row.update({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
-    return rows
-
-
-def _wandb_records(folder: Path) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -104,7 +94,13 @@ def _wandb_records(folder: Path) -> list[Any]:
     deadline = time.monotonic() + 60
     while not any(record.WhichOneof("record_type") == "exit" for record in records) and time.monotonic() < deadline:
         records = [wandb_internal_pb2.Record.FromString(content) for content in _leveldb_log(path.read_bytes())]
-    return records
+    rows: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
+            row = rows.setdefault(record.history.step.num, {})
+            row.update({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
+    return rows
 
 
 def _leveldb_log(data: bytes) -> Iterator[bytes]:

@@ -40,8 +40,7 @@ def test_an_accumulation_is_one_iteration(tmp_path: Path) -> None:
 
 
 def test_every_batch_may_be_an_iteration(tmp_path: Path) -> None:
-    expected = {step: largest(step) for step in range(6)}
-    assert observe(tmp_path, accumulate=4, step_on="batch") == expected
+    assert observe(tmp_path, accumulate=4, step_on="batch") == {step: largest(step) for step in range(6)}
 
 
 def test_start_and_stop_instead_of_a_block(tmp_path: Path, keeper: Keeper) -> None:
@@ -262,8 +261,9 @@ def resumed(
     keeper: Keeper, folder: Path, checkpoint: Path, *, before_start: bool = True, **keywords: Any
 ) -> PrecisionDebugger:
     accelerator, *loop = new_process()
-    options: dict[str, Any] = {"log_dir": folder / "second", "sinks": [keeper], **keywords}
-    debugger = PrecisionDebugger(accelerator, loop[0], statistics(), **options)
+    debugger = PrecisionDebugger(
+        accelerator, loop[0], statistics(), log_dir=folder / "second", sinks=[keeper], **keywords
+    )
     if before_start:
         accelerator.load_state(str(checkpoint))
     with debugger:
@@ -349,8 +349,9 @@ def test_a_debugger_that_was_made_too_late_says_so(
     accelerator.load_state(str(tmp_path / "checkpoint"))
     for begins, keywords in ((0, {}), (3, {"start_step": 3})):
         caplog.clear()
-        options: dict[str, Any] = {"log_dir": tmp_path, "sinks": [keeper], **keywords}
-        with PrecisionDebugger(accelerator, loop[0], statistics(), **options) as debugger:
+        with PrecisionDebugger(
+            accelerator, loop[0], statistics(), log_dir=tmp_path, sinks=[keeper], **keywords
+        ) as debugger:
             run(accelerator, debugger, *loop)
         assert keeper.iterations[-3:] == [begins, begins + 1, begins + 2]
         assert ("make the PrecisionDebugger before accelerator.load_state()" in caplog.text) == (not keywords)

@@ -340,8 +340,7 @@ def test_a_new_file_never_replaces_one(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path)) == names | others
     assert (tmp_path / "fc1.a.2.safetensors").read_bytes() == b"another program's"
     assert os.readlink(tmp_path / "fc1.a.safetensors") == "nowhere"
-    results = {float(dumps.load(tmp_path / name).tensors["high_precision"][0]) for name in names}
-    assert results == {float(value) for value in range(32)}
+    assert {float(dumps.load(tmp_path / name).tensors["high_precision"][0]) for name in names} == set(range(32))
 
 
 # --- the thread that writes, and who waits for it, when it ends

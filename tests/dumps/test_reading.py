@@ -297,8 +297,7 @@ def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in printed[:2]] == [["100", "fc1"], ["101", "fc1"]]
     assert printed[2].startswith("high_precision / rowwise 0.")
-    quantized = names["quantized"]
-    assert torch.equal(names["numbers"], quantized.dequantize())  # type: ignore[attr-defined, arg-type]
+    assert torch.equal(names["numbers"], names["quantized"].dequantize())  # type: ignore[attr-defined, arg-type]
     exec(by_hand, names)
     assert sorted(os.listdir("logs")) == ["fc1.safetensors", "plain.safetensors"]
     (commands,) = blocks("docs/dumps.md", "bash")

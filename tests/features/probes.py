@@ -88,5 +88,4 @@ def source(signatures: str, base: str, *, api_method: bool, registered: bool) ->
 def made(signatures: str, base: str, *, api_method: bool) -> type:
     namespace: dict[str, Any] = {"__name__": "probe"}
     exec(source(signatures, base, api_method=api_method, registered=False), namespace)
-    result: type = namespace["Probe"]
-    return result
+    return namespace["Probe"]

@@ -1,4 +1,4 @@
-"""Real layers under each recipe: statistics of their blocks, what other formats would give, and what the pages state."""
+"""Layers under each recipe: statistics of their blocks, what other formats would give, and what the pages state."""
 
 import json
 import sys

@@ -31,8 +31,7 @@ class Net(torch.nn.Module):
 
 
 def fabric_of(folder: Path, callback: PrecisionDebugFabricCallback) -> Fabric:
-    board = CSVLogger(folder, name="csv", version="")
-    made = Fabric(accelerator="cpu", devices=1, callbacks=[callback], loggers=board)
+    made = Fabric(accelerator="cpu", callbacks=[callback], loggers=CSVLogger(folder, name="csv", version=""), devices=1)
     made.launch()
     return made
 
@@ -95,8 +94,7 @@ def test_of_several_optimizers_the_first_counts(tmp_path: Path, keeper: Keeper) 
             for loop in (first, second):
                 train(fabric, *loop, range(index, index + 1))
         assert keeper.iterations == [0, 1]
-    names = {layer.name for layer in callback.session.layers}
-    assert names == {"model0.net.0", "model0.net.1", "model1.net.0", "model1.net.1"}
+    assert {layer.name for layer in callback.session.layers} == {f"model{a}.net.{b}" for a in (0, 1) for b in (0, 1)}
 
 
 def test_accumulation(tmp_path: Path, keeper: Keeper) -> None:
@@ -155,8 +153,7 @@ def test_the_example_runs_and_shows_what_came_out(
     losses = importlib.import_module("fabric_fp8").main(["--steps", "8", "--log-dir", str(tmp_path)])
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.3
-    shown = capsys.readouterr().out
-    assert "of the multiply-adds" in shown
+    assert "of the multiply-adds" in capsys.readouterr().out
     (events,) = (tmp_path / "board").rglob("events.out.tfevents*")
     board = board_scalars(events)
     assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses)}

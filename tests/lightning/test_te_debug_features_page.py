@@ -91,8 +91,7 @@ def test_per_tensor_scaling(tmp_path: Path) -> None:
     # A self-attention whose queries have a LayerNorm and a GEMM of their own, as ``layernorm_q`` on the page.
     attention = te.MultiheadAttention(32, 2, attention_type="cross", input_layernorm=True)
     layer = Function(lambda x: attention(x, encoder_output=x), self_attention=attention)
-    callback = fit(tmp_path, PER_TENSOR_SCALING, 2, Model(layer))
-    of_layer = formats(callback, "layernorm_query")
+    of_layer = formats(fit(tmp_path, PER_TENSOR_SCALING, 2, Model(layer)), "layernorm_query")
     assert of_layer["dgrad"] == {"weight": "FP8 E4M3 (modified)", "gradient": "FP8 E5M2"}
     assert of_layer["fprop"] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
 

@@ -81,8 +81,7 @@ def test_faults_of_a_kernel(tmp_path: Path, name: str, fault: str) -> None:
 def test_faults_of_a_quantizer(tmp_path: Path, name: str, fault: str) -> None:
     with faults.quantizer(faults.QUANTIZER[fault]):
         (file,) = train(tmp_path, name, gemms="fprop")
-    result = replay_file(file)
-    assert {(fault.cause, fault.operand) for fault in result.faults} == {
+    assert {(fault.cause, fault.operand) for fault in replay_file(file).faults} == {
         ("quantizer", "activation"),
         ("quantizer", "weight"),
     }

@@ -378,8 +378,7 @@ def test_a_training_that_finds_its_batch_size_begins_anew(tmp_path: Path, keeper
     callback = PrecisionDebugTrainerCallback(statistics(stats=["numel"]), sinks=[keeper])
     trainer(arguments(tmp_path, auto_find_batch_size=True), callback, model=model, kind=kind).train()
     assert keeper.iterations == [0, 1, 2, 0, 1, 2, 3]
-    numel = keeper.values("numel", "net.0")
-    assert set(numel.values()) == {7 * 32}, "the values of the second attempt"
+    assert set(keeper.values("numel", "net.0").values()) == {7 * 32}, "the values of the second attempt"
     assert len(keeper.closed) == 2
     assert keeper.closed[1] is None
     assert not callback.session.running

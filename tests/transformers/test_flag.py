@@ -132,9 +132,8 @@ def test_te_precision_without_a_config_is_statistics_of_every_layer(tmp_path: Pa
     made.train()
     names = [layer.name for layer in made.debug_session.layers]  # type: ignore[attr-defined]
     assert (names[0], names[-1], len(names)) == ("model.layers.0.self_attn.q_proj", "lm_head", 8)
-    of_tensors = 8 * 3 * 6  # min, max, mean, std, cur_amax, nonfinite_num of three tensors
-    steps = 3  # 0, and of the early steps 1 and 2
-    assert len(logged_lines(tmp_path)) == steps * (of_tensors + 1), "and gradients_below_eps%"
+    # Steps 0, 1 and 2; min, max, mean, std, cur_amax, nonfinite_num of three tensors; and gradients_below_eps%.
+    assert len(logged_lines(tmp_path)) == 3 * (8 * 3 * 6 + 1)
 
 
 class Lost(Net):
@@ -210,9 +209,8 @@ def test_an_overflow_ends_the_training_before_the_weights_are_touched(tmp_path: 
 
 def test_the_callback_alone_takes_the_option_too(tmp_path: Path) -> None:
     callback = PrecisionDebugTrainerCallback(statistics(), debug="activation_overflow")
-    made = trainer(arguments(tmp_path), callback, model=Overflows(at=1))
     with pytest.raises(ActivationOverflowError):
-        made.train()
+        trainer(arguments(tmp_path), callback, model=Overflows(at=1)).train()
     with pytest.raises(UnknownDebugOptionError, match="'activation_overflow', 'te_precision'"):
         PrecisionDebugTrainerCallback(debug="underflow_overflow")
 
@@ -245,11 +243,11 @@ def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
 
 def test_options_of_the_trainer_add_to_the_arguments(tmp_path: Path) -> None:
     """``te_precision_config`` replaces the argument, and leaves the user's arguments as they are."""
-    (tmp_path / "my.yaml").write_text(json.dumps(statistics()))  # JSON is YAML
+    config = tmp_path / "my.yaml"
+    config.write_text(json.dumps(statistics()))  # JSON is YAML
     args = arguments(tmp_path, TrainingArguments, debug=["te_precision"], te_precision_config="none.yaml")
     model = Net()
-    config = str(tmp_path / "my.yaml")
-    made: Any = trainer(args, model=model, kind=Trainer, debug="activation_overflow", te_precision_config=config)
+    made: Any = trainer(args, model=model, kind=Trainer, debug="activation_overflow", te_precision_config=str(config))
     made.train()
     assert (args.debug, made.args.debug) == ([PRECISION], [PRECISION, OVERFLOW])
     assert largest_inputs(tmp_path) == {step: model.largest(step) for step in range(4)}

@@ -57,8 +57,7 @@ def test_the_page_has_these_blocks() -> None:
 
 @pytest.mark.parametrize("index", [0, 2])
 def test_the_scripts(index: int) -> None:
-    trainer = run(BLOCKS[index])["trainer"]
-    assert trainer.state.global_step == 2
+    assert run(BLOCKS[index])["trainer"].state.global_step == 2
     assert len(logged_lines(Path("run"))) == 2 * 8 * 2
 
 

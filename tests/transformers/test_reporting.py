@@ -167,8 +167,7 @@ SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 
 def trained_on(folder: Path, rank: int) -> list[list[int]]:
-    result: list[list[int]] = ast.literal_eval((folder / f"trained_on_{rank}.txt").read_text())
-    return result
+    return ast.literal_eval((folder / f"trained_on_{rank}.txt").read_text())
 
 
 @pytest.mark.processes
