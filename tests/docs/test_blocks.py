@@ -28,7 +28,7 @@ from tests.docs.pages import LANGUAGES, PAGES, ROOT, RUN_BY, Block, all_blocks, 
 from tests.functions import Function
 from tests.lightning.models import Plain, loader, logged_lines
 from tests.lightning.test_fabric import Net as PlainNet
-from tests.transformers.models import Net, Vectors
+from tests.transformers.models import Net, vectors
 
 BLOCKS = [block for page in PAGES for block in all_blocks(page)]
 HERE = [block for block in BLOCKS if not block.run_by and not block.not_run]
@@ -88,7 +88,7 @@ def readme(folder: Path, first: str, line: str, accelerate: str, callback: str, 
     names = {"accelerator": accelerator, "model": accelerator.prepare(model), "loader": range(3)}
     assert run(accelerate, **names)["debugger"].session.iteration == 3
 
-    given = {"transformers": transformers, "model": Net(), "data": Vectors(8)}
+    given = {"transformers": transformers, "model": Net(), "data": vectors(8)}
     given["args"] = transformers.TrainingArguments("run", use_cpu=True, report_to=[])
     result = run(callback, **given)
     assert result["callback"] in result["trainer"].callback_handler.callbacks

@@ -37,7 +37,7 @@ from tests.lightning import models
 from tests.lightning.models import Plain, batch_of, loader
 from tests.lightning.test_fabric import Net
 from tests.transformers.models import Net as NetWithLoss
-from tests.transformers.models import Vectors, arguments
+from tests.transformers.models import arguments, vectors
 
 torch.set_num_threads(1)
 
@@ -143,7 +143,7 @@ def by_hugging_face(folder: Path, **how: Any) -> Keeper:
         **how,
     )
     callback = PrecisionDebugTrainerCallback(CONFIG, sinks=[keeper], log_dir=folder)
-    made = transformers.Trainer(NetWithLoss(), args, train_dataset=Vectors(64), callbacks=[callback])
+    made = transformers.Trainer(NetWithLoss(), args, train_dataset=vectors(), callbacks=[callback])
     made.train()
     assert is_split(made.model_wrapped)
     return keeper
