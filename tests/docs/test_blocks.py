@@ -265,7 +265,7 @@ def python(arguments: list[str], comment: str) -> None:
     sources = "".join(path.read_text() for path in script.parent.glob("*.py"))
     assert script.is_file()
     for option in re.findall(r"--[\w-]+", comment):
-        assert f'"{option}"' in sources, option
+        assert re.search(f'"(--)?{option[2:]}"', sources), option
 
 
 SHELL = {"make": make, "pip": pip, "te-precision": te_precision, "pytest": pytest_, "python": python}
