@@ -43,8 +43,6 @@ CURRENT = recipes.Float8CurrentScaling
 
 
 class Mixed(torch.nn.Module):
-    """Experts, plain layers and attention; the second half of the layers leaves autocast."""
-
     def __init__(self) -> None:
         super().__init__()
         self.experts = te.GroupedLinear(2, WIDTH, WIDTH)
@@ -69,7 +67,6 @@ class Mixed(torch.nn.Module):
 
 
 Case = namedtuple("Case", "make batch on_meta", defaults=(True,))
-"""A model, what it is called with, and whether the meta device can call it."""
 
 
 def frozen() -> torch.nn.Module:
@@ -219,7 +216,6 @@ def test_attention_is_planned_as_it_runs(
 
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 def test_a_causal_mask_of_attention_is_known(mask: str, tmp_path: Path) -> None:
-    """In a plan, and where it runs, forward and backward: what is left of a square is its lower triangle."""
     length = 32
     case = Case(
         lambda: te.MultiheadAttention(WIDTH, HEADS, attention_dropout=0.0, params_dtype=BF16, attn_mask_type=mask),

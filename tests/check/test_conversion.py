@@ -45,7 +45,6 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def only_queries() -> transformers.PreTrainedModel:
-    """Of 15 layers two train: the others, the embedding and the norms are frozen."""
     model = llama_of()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name)
@@ -83,7 +82,6 @@ def check(config: str, model: str, *arguments: str, code: int = 0) -> dict[str, 
 
 
 def gemms_of(checked: dict[str, Any]) -> dict[tuple[str, str], Any]:
-    """(layer, GEMM) -> operands and reason, of a plan as JSON."""
     return {
         (layer, gemm): (planned["operands"], planned["reason"], planned["reason_ref"])
         for row in checked["plan"]
@@ -99,7 +97,6 @@ def mixtral() -> transformers.PreTrainedModel:
 
 
 def ran(folder: Path, model: transformers.PreTrainedModel) -> Coverage:
-    """The step of a session on the model that Accelerate has converted."""
     Accelerator(cpu=True)
     try:
         with torch.no_grad():
@@ -205,7 +202,6 @@ def on_the_cpu() -> torch.nn.Module:
 
 
 def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> None:
-    """Accelerate converts what is left of it."""
     Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
     result = check(config, "on_the_cpu", "--convert", "accelerate", "--recipe", "fp8_current_scaling")
     assert result["device"] == "cpu"

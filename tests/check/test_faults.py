@@ -49,7 +49,6 @@ def words(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def swapped(word: str) -> str | None:
-    """The word with two neighbours swapped in its middle; None if all are equal."""
     middle = len(word) // 2
     for at in (middle - 1, middle, 0):
         first, other = word[at : at + 2]
@@ -211,7 +210,6 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     ),
     max_leaves=6,
 )
-"""What can stand in a mapping."""
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -223,7 +221,6 @@ def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def changed(draw: st.DrawFn, texts: tuple[str, ...]) -> Any:
-    """One of these documents, in which one or two values are others, or stand under another key."""
     tree = copy.deepcopy(yaml.safe_load(draw(st.sampled_from(texts))))
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from(list(places(tree))))
@@ -241,7 +238,6 @@ def changed(draw: st.DrawFn, texts: tuple[str, ...]) -> Any:
 
 @st.composite
 def garbled(draw: st.DrawFn, texts: tuple[str, ...]) -> str:
-    """The text of one of these documents, in which a part is left out, doubled or written over."""
     text = draw(st.sampled_from(texts))
     start = draw(st.integers(0, len(text)))
     end = min(len(text), start + draw(st.integers(0, 12)))

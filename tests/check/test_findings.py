@@ -39,7 +39,6 @@ def kinds(checked: CheckedModel) -> list[str]:
 
 
 def error_of(model: torch.nn.Module, x: torch.Tensor, recipe: Any, config: Any, folder: Path) -> str:
-    """What a step raises; empty if it runs."""
     te.quantization.FP8GlobalStateManager.reset()
     try:
         with (
@@ -170,7 +169,6 @@ def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
 
 
 def test_modules_of_any_kind() -> None:
-    """The multiply-adds are the sizes' products, by hand."""
     own, head = torch.nn.Module(), torch.nn.Linear(32, 10)
     own.table = torch.nn.Parameter(torch.zeros(4, 4))
     head.weight.requires_grad_(False)
@@ -270,7 +268,6 @@ def test_an_argument_of_the_recipe_without_effect() -> None:
 
 
 def test_what_the_rules_find_in_a_plan() -> None:
-    """A layer of torch among alike layers, and gradients in E5M2 under MXFP8."""
     parts = [torch.nn.Linear(32, 32) if place == 4 else te.Linear(32, 32) for place in range(9)]
     recipe = recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID)
     with gpu_with("mxfp8"):

@@ -64,7 +64,6 @@ def test_operations(recipe: str, tmp_path: Path) -> None:
 
 @st.composite
 def configs(draw: st.DrawFn, layers: list[str], recipe: str) -> dict[str, Any]:
-    """Features on some of the layers, at most one that changes precision on each."""
     config: dict[str, Any] = {"watched": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}
     changes = [
         "",
@@ -97,7 +96,6 @@ def configs(draw: st.DrawFn, layers: list[str], recipe: str) -> dict[str, Any]:
 
 @st.composite
 def models(draw: st.DrawFn) -> Chain:
-    """Modules in a row, some of whose weights are frozen."""
     model = chain(draw(randoms()), draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3)))
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.ndim == 1 or draw(st.integers(0, 4)) != 4)

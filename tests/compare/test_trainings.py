@@ -35,7 +35,6 @@ def fewer_steps() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def healthy(fewer_steps: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedRun, RecordedRun]:
-    """A healthy training, and one with another seed."""
     folder = tmp_path_factory.mktemp("healthy")
     return train(0, folder / "a"), train(1, folder / "noise")
 
@@ -68,7 +67,6 @@ OF_THE_TENSOR = ["cur_amax", "std", "mean", "l1_norm", "l2_norm", "zeros%"]
 
 
 def train_rounded(folder: Path, dtype: torch.dtype | None) -> RecordedRun:
-    """Train a layer whose weight is rounded to a type before each step."""
     torch.manual_seed(0)
     layer = te.Linear(64, 64)
     config = {
@@ -100,7 +98,6 @@ def test_what_mxfp8_would_lose_of_it_says_that_it_is_rounded(dtype: torch.dtype,
 
 
 def train_plain(folder: Path, factor: float = 1.0) -> Path:
-    """Train three layers; from step 4 on the second one's weight is scaled, which the third one's takes back."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(te.Linear(32, 32, bias=False) for _ in range(3)))
     snapshot = Snapshot()

@@ -100,7 +100,6 @@ class Block:
 
     @property
     def run_by(self) -> str:
-        """The test that runs it, of :data:`RUN_BY`."""
         results = {
             test
             for (page, language, begin), test in RUN_BY.items()
@@ -112,7 +111,6 @@ class Block:
 
 @functools.cache
 def tokens(page: str) -> list[Token]:
-    """The page as GitHub reads it."""
     return MarkdownIt().enable("table").parse(PAGES[page].read_text())
 
 
@@ -128,6 +126,5 @@ def all_blocks(page: str) -> list[Block]:
 
 
 def blocks(page: str, language: str, begin: str = "") -> list[str]:
-    """The code of those blocks in a language that are run, and begin so."""
     results = [block for block in all_blocks(page) if block.language == language and not block.not_run]
     return [block.code for block in results if block.code.startswith(begin)]

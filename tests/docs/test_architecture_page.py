@@ -22,7 +22,6 @@ def paths() -> list[list[str]]:
 
 @cache
 def functions(file: str) -> set[str]:
-    """The functions and methods of a file, by qualified name."""
     folder = ROOT if file.startswith("features/") else ROOT / "te_precision_callbacks"
     results: set[str] = set()
     for node in ast.parse((folder / file).read_text()).body:

@@ -60,7 +60,6 @@ def run(code: str, **names: Any) -> dict[str, Any]:
 
 
 def with_loss() -> Function:
-    """A model as in transformers: its forward returns an object with a ``loss``, times ``factor``."""
     first, last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     model = Function(
         lambda inputs: SimpleNamespace(loss=(model.factor * last(first(inputs).abs())).square().mean()),
@@ -166,7 +165,6 @@ def observing(folder: Path, code: str) -> None:
 
 
 def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_transformers: str, again: str) -> None:
-    """The callbacks for checkpoints save none once something is wrong."""
     result = run(session)
     assert result["session"].findings.judged
     assert result["session"].coverage().share("fp8") > 0
@@ -183,7 +181,6 @@ def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_tr
 
 
 def gemm_error(folder: Path, code: str) -> None:
-    """All five rules judge, and find nothing."""
     result = run(code)["session"].findings
     assert not [item for item in result if item.rule.startswith("gemm-")]
     assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer"} <= set(result.judged)

@@ -10,7 +10,6 @@ from tests.docs.pages import PAGES, ROOT, tokens
 
 
 def anchors(page: str) -> set[str]:
-    """The anchors that GitHub gives to a page's headings."""
     titles = [inline.content for opened, inline in pairwise(tokens(page)) if opened.type == "heading_open"]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

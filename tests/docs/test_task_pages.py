@@ -37,7 +37,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def command(line: str) -> tuple[int, str]:
-    """Return the exit code and the output of a line of the page, on a wide terminal."""
     program, *arguments = shlex.split(line)
     assert program == "te-precision"
     result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})

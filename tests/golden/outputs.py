@@ -86,12 +86,10 @@ VERSION = r"\d+(\.\d+)+(\+\w+)?"
 
 
 def golden() -> dict[str, str]:
-    """Name of the golden file -> its text."""
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.txt"))}
 
 
 def outputs(folder: Path) -> Mapping[str, str]:
-    """Name of the golden file -> the text, masked."""
     with environment(), chdir(folder):
         made = {f"closing_{name}": closing_lines(run) for name, run in INTEGRATIONS.items()}
         train(Path("healthy"), steps=STEPS, defect=False, quiet=True)
@@ -123,7 +121,6 @@ def printed(command: str) -> str:
 
 
 def masked(text: str, folder: Path) -> str:
-    """The text without what differs from run to run."""
     text = re.sub(r"(folder)\n +<folder>", r"\1 <folder>", text.replace(str(folder), "<folder>"))  # a long path wraps
     for pattern, mask in MASKS:
         text = re.sub(pattern, mask, text)

@@ -13,7 +13,6 @@ WO = "encoder.block.2.layer.1.DenseReluDense.wo"
 
 
 def mini_t5(*, dtype: torch.dtype = torch.float16) -> torch.nn.Module:
-    """A T5 with gated GELU, three layers in the encoder and one in the decoder, without dropout."""
     torch.manual_seed(0)
     config = T5Config(
         vocab_size=64,
@@ -43,13 +42,11 @@ def overflow_at(model: torch.nn.Module, path: str, weight: float = 6e4) -> None:
 
 
 Line = namedtuple("Line", "abs_max sign batch path class_name role")
-"""A frame of a report, taken apart."""
 
 _LINE = re.compile(r"abs_max=(.{9}) ([<>=]) \[(\d+)\] (?:(?:(\S+): )?(\w+): )?(.+)")
 
 
 def lines_of(report: str) -> list[Line]:
-    """The frames of a report, whose form is checked on the way."""
     first = report.partition("\n")[0]
     count, *frames = report.partition("\n\n\n")[2].splitlines()
     assert count == f"last {len(frames)} frames:"
@@ -64,7 +61,6 @@ def lines_of(report: str) -> list[Line]:
 
 
 def seen_by_plain_hooks(model: torch.nn.Module, run: Callable[[], object]) -> list[Line]:
-    """What forward hooks of plain torch see of a run, as the lines of batch 0."""
     results: list[Line] = []
     entered: list[list[tuple[str, str]]] = []
     handles = []
@@ -108,15 +104,12 @@ def hooks_on(model: torch.nn.Module) -> int:
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
-    """A step of a model with 4 inputs, on a batch of 2 rows of a value."""
     model(torch.full((2, 4), value)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators with which the host waits for elements of tensors."""
-
     count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

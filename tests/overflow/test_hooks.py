@@ -42,7 +42,6 @@ class Scale(torch.nn.Module):
 
 
 def frames(model: torch.nn.Module, run: Callable[[], object], detector: DebugActivationOverflow) -> list[Line]:
-    """All frames of a run, after which the model is given an inf."""
     run()
     with pytest.raises(ActivationOverflowError) as raised:
         model(torch.tensor([INF]))
@@ -408,8 +407,6 @@ def test_tracing_of_batches(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_names_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
-    """Both end after the same batch of the same loop, and log the same batches."""
-
     def ended_after(make: Callable[..., Any], error: type[Exception]) -> int:
         model = Scale()
         detector = make(model, 21, trace_batch_nums=[1], abort_after_batch_num=1)

@@ -38,7 +38,6 @@ FEED_FORWARD = [
 
 
 def train(model: torch.nn.Module, *, first: int = 0, steps: int) -> None:
-    """Plain training, which the detector looks at before each optimizer step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for batch in range(first, first + steps):
         model(input_ids=tokens(batch), labels=tokens(batch)).loss.backward()
@@ -47,7 +46,6 @@ def train(model: torch.nn.Module, *, first: int = 0, steps: int) -> None:
 
 
 def expected(model: torch.nn.Module, culprit: str, batch: int) -> list[Line]:
-    """All frames of a batch up to the output of ``culprit``, from plain hooks and float64."""
     result = seen_by_plain_hooks(model, lambda: model(input_ids=tokens(batch), labels=tokens(batch)))
     last = next(i for i, line in enumerate(result) if (line.path, line.role) == (culprit, "output"))
     return [line._replace(batch=batch) for line in result[: last + 1]]

@@ -16,7 +16,6 @@ from tests.functions import Function
 from tests.overflow.models import HostReads, hooks_on
 
 Train = Callable[[torch.nn.Module, torch.optim.Optimizer, GradScaler, int], None]
-"""A loop of some steps; a batch is ones."""
 
 
 class Half(torch.nn.Module):
@@ -62,7 +61,6 @@ def clipped(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
 
 
 def by_hand(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
-    """The loop leaves out the step itself."""
     for _ in range(steps):
         scaler.scale(model(BATCH)).backward()
         scaler.unscale_(optimizer)
@@ -121,7 +119,6 @@ def test_a_forward_that_overflows_stops_at_the_first_step(train: Train) -> None:
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "sgd"])
 def test_with_any_optimizer(name: str) -> None:
-    """First a scale that settles, without an alarm; then an overflow of the forward."""
     model = Half()
     optimizer = OPTIMIZERS[name](model.parameters())
     scaler = scaler_of()
@@ -146,8 +143,6 @@ def test_no_alarm_while_the_scale_settles(train: Train) -> None:
 
 
 class NanBackward(torch.autograd.Function):
-    """What no scale mends: a gradient that is nan by itself."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()

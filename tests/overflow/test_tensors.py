@@ -140,7 +140,6 @@ BAD: tuple[tuple[float, ...], ...] = ((), (INF,), (-INF,), (INF, -INF), (INF, ma
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extremes_of_every_size(dtype: torch.dtype) -> None:
-    """A nan wins over an inf, wherever they stand."""
     for numel, bad in itertools.product(SIZES, BAD):
         for at in (0, numel // 2, numel - 1):
             values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
@@ -173,7 +172,6 @@ def test_each_number_of_16_bits_has_its_place_among_the_others(dtype: torch.dtyp
 
 
 def attention() -> torch.nn.Module:
-    """One head, under an additive mask."""
     qkv, softmax = torch.nn.Linear(8, 24), torch.nn.Softmax(dim=-1)
 
     def forward(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,8 +35,6 @@ def mlp() -> torch.nn.Sequential:
 
 @pytest.mark.slow
 def test_a_healthy_run(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is raised or said, nothing else comes out of the training, and no hook is left."""
-
     def run(*, watched: bool) -> dict[str, torch.Tensor]:
         model = mini_t5(dtype=torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -265,7 +263,6 @@ class TwoOutputs(torch.autograd.Function):
 
 
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Two layers; no gradient reaches the second."""
     first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     model = Function(lambda x: sum(TwoOutputs.apply(first(x), second(x))), first=first, second=second)  # type: ignore[no-untyped-call]
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -276,7 +273,6 @@ def failing(method: str = "measure") -> Any:
 
 
 def test_a_gradient_of_none(caplog: pytest.LogCaptureFixture) -> None:
-    """No gradient has come to that tensor: it has no frame, and what comes after is watched."""
     model, optimizer = made()
     with DebugActivationOverflow(model, max_frames=1000) as watching:
         for _ in range(3):

@@ -37,7 +37,6 @@ _WIDTH = 1440
 
 
 def _with_a_defect(folder: Path) -> RecordedRun:
-    """A run of 60 steps under the default config: blocks with residual connections, and a head in torch."""
     reference.install_where_needed()
     # Not above: Transformer Engine needs the reference backend on a machine without a GPU.
     import transformer_engine.pytorch as te

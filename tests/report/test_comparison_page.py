@@ -125,7 +125,6 @@ def growing(seed: int) -> np.ndarray:
 
 
 def loss_curve(folder: Path, *losses: np.ndarray) -> tuple[Comparison, ComparedSeries]:
-    """The loss in a comparison of two runs, with the others as the floor."""
     a, b, *noise = [record(folder / str(n), values(0), scalars={"loss": item}) for n, item in enumerate(losses)]
     numbers = ComparedNumbers()
     result = compare(a, b, noise=noise, numbers=numbers)

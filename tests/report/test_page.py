@@ -295,7 +295,6 @@ def test_names_do_no_harm(look: Look, tmp_path: Path) -> None:
 
 
 def look_of(name: str) -> str:
-    """A name as a report has it."""
     return name.replace("\x1b", "\\x1b").replace("\x07", "\\x07")
 
 

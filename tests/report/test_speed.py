@@ -31,7 +31,6 @@ def on(run: RecordedRun, gpu: str | None) -> RecordedRun:
 
 
 def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], str] = str) -> RecordedRun:
-    """A run of the model of the planted trace."""
     gemms, operands = tables([replace(product, layer=rename(product.layer)) for product in products()])
     return replace(
         on(drifting(blocks=1, steps=4, names=("head",)), gpu),

@@ -57,7 +57,6 @@ def test_the_first_screen_begins_with_the_verdict(look: Look, run: RecordedRun, 
 
 @pytest.mark.slow
 def test_the_heat_map_marks_the_row_of_a_finding(look: Look, report: Path) -> None:
-    """On the screen, in the text, and in the name for screen readers; and a magnitude has no worst number."""
     look.open(report, "page=heatmap&statistic=std&tensor=gradient", dark=True)
     plot = look.page.locator(".js-plotly-plot")
     layout = plot.evaluate("node => ({shapes: node.layout.shapes, ticks: node.layout.yaxis.ticktext})")

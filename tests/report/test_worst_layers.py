@@ -59,7 +59,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def by_hand(run: RecordedRun, statistic: str, tensor: str) -> list[str]:
-    """The layers by their worst number after the first step, the worst first."""
     worst = {}
     for number in run.select(statistic=statistic, tensor=tensor):
         table = run.values([number])

@@ -79,7 +79,6 @@ def count(name: str, tensor: Any, lives: str, seen: set[int], counts: Counts) ->
 
 
 def node_behind(output: Any) -> Any:
-    """The node of autograd of Transformer Engine's Function behind an output."""
     node = (output[0] if isinstance(output, tuple) else output).grad_fn
     while getattr(node, "tensor_objects", None) is None:
         node = node.next_functions[0][0]
@@ -87,7 +86,6 @@ def node_behind(output: Any) -> Any:
 
 
 def parts(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers of a tensor, and whether each is ``codes`` or ``high``."""
     held = [getattr(tensor, name, None) for name in BUFFERS]
     codes = [buffer for buffer in held if isinstance(buffer, torch.Tensor)]
     yield from (("codes", buffer) for buffer in codes)

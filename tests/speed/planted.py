@@ -20,7 +20,6 @@ BF16 = {"activation": "BF16", "weight": "BF16"}
 
 
 Kernel = namedtuple("Kernel", "layer gemm of_pass kind us")
-"""The truth of a kernel."""
 
 
 CAST = "void transformer_engine::detail::cast_transpose_general_kernel<8, 16, true>"
@@ -251,7 +250,6 @@ Rows = list[dict[str, Any]]
 
 
 def tables(counted: Sequence[Product], **facts: Any) -> tuple[Rows, Rows]:
-    """Products as a run records them: the rows of the GEMMs, each with more ``facts``, and of their operands."""
     gemms, operands = [], []
     names = ("layer", "gemm", "family", "backward", "n", "m", "k", "batch", "calls", "macs", "precision", "runs")
     for number, product in enumerate(counted):

@@ -68,7 +68,6 @@ def read(*arguments: str) -> dict[str, Any]:
 
 
 def write(gpus: list[str | None], *, macs: int | None = None) -> None:
-    """A run of a linear layer, with a segment for each GPU."""
     products = [replace(item, macs=item.macs if macs is None else macs) for item in layer("fc", 8192, (1024, 4096))]
     run_id = None
     for begin, gpu in enumerate(gpus):
@@ -131,7 +130,6 @@ def test_a_run_without_products() -> None:
 
 @pytest.mark.parametrize("table", ["gemms", "layers"])
 def test_what_cannot_be_read_of_a_run_is_reported(table: str) -> None:
-    """Its products, without which there are no times; or another table."""
     write(["NVIDIA H200"])
     (part,) = Path("logs").rglob(f"{table}.parquet")
     part.write_bytes(part.read_bytes()[:200])
@@ -211,7 +209,6 @@ LONG = "a_module_with_a_name_that_is_far_longer_than_a_terminal_is_wide_and_has_
 
 
 def write_planted(gpu: str | None, *, inside: str = "") -> Path:
-    """The run of the planted model, and where its traces lie."""
     with RunWriter.begin("logs", gpu=gpu, world=1) as writer:
         gemms, operands = tables([replace(p, layer=f"{inside}.{p.layer}" if inside else p.layer) for p in products()])
         writer.put_facts("gemms", gemms)

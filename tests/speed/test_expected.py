@@ -58,7 +58,6 @@ def estimated(products: list[Product], ran: str = CURRENT, device: Device = B300
 
 
 def test_the_input_the_weight_and_the_gradient_are_cast_once() -> None:
-    """A layer of 8192 tokens, 4096 x 1024, in four micro-batches."""
     fprop, dgrad, wgrad = expected(layer("fc", 8192, (4096, 1024), calls=4), CURRENT, H200)
     # On Hopper in both directions: 6 bytes an element; the weight once a step
     moved = {"activation": 4 * 6 * 8192 * 4096, "weight": 6 * 4096 * 1024, "gradient": 4 * 6 * 8192 * 1024}
@@ -102,7 +101,6 @@ def test_attention_counts_without_its_mask() -> None:
 
 
 def test_each_row_names_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers of one shape with other names are rows of their own, with their own sums."""
     products = [product for name in ("layers.0.fc2", "router", "layers.1.fc2") for product in layer(name, 64, (64, 64))]
     show_times(estimated(products))
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "64x64x64" in line}

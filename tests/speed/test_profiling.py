@@ -41,7 +41,6 @@ class Checkpointed(ByteLanguageModel):
 def byte_lm(
     micro_batches: int = 1, *, layers: int = 1, again: bool = False
 ) -> tuple[torch.nn.Module, Callable[[], None]]:
-    """The model of examples/byte_lm.py, small, and a step of its training."""
     torch.manual_seed(0)
     model = (Checkpointed if again else ByteLanguageModel)(layers=layers, hidden=64, heads=2, window=32)
     model.configure_model()
@@ -92,7 +91,6 @@ def only_trace(folder: Path) -> Path:
 
 
 def gemms_of(folder: Path, of_pass: str) -> Counter[tuple[str, str]]:
-    """(layer, GEMM) -> calls in a step, of the only trace in a folder."""
     counts: Counter[tuple[str, str]] = Counter()
     for row in measure(read_trace(only_trace(folder))).products:
         if row.kind == "gemm" and row.gemm and row.of_pass == of_pass:
@@ -124,8 +122,6 @@ def test_a_profile_is_the_iterations_that_were_asked_for(tmp_path: Path, capsys:
 
 
 class OtherLayers(torch.nn.Module):
-    """Operations, experts, a wgrad that runs later than its backward, and layers of torch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations = te.ops.Sequential(te.ops.Linear(64, 64), te.ops.GELU(), te.ops.Linear(64, 64))

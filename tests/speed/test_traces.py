@@ -18,7 +18,6 @@ Rows = Iterable[tuple[tuple[str, str, str, str], float, int]]
 
 
 def summed(rows: Rows) -> tuple[Counter[tuple[str, str, str, str]], ...]:
-    """Microseconds and kernels of each layer, GEMM, pass and kind."""
     times, counts = Counter(), Counter()
     for key, us, count in rows:
         times[key] += us
