@@ -122,15 +122,9 @@ _BUILD: Mapping[str, Callable[[int, int], torch.nn.Module]] = {
 KINDS = tuple(_BUILD)
 
 
-class _OfGroups(Spy):
-    """Of a GroupedLinear the rows tell the expert; other layers have all rows."""
-
-    def __init__(self, shapes: dict[tuple[int, int], str]) -> None:
-        super().__init__(shapes, {rows: f".gemm_{number}" for number, rows in enumerate(SPLITS)})
-
-
 def ran(model: Chain, config: Mapping[str, Any], recipe: Any, folder: Path) -> tuple[Operands, Coverage]:
-    spy = _OfGroups(model.shapes)
+    # Of a GroupedLinear the rows tell the expert; other layers have all rows.
+    spy = Spy(model.shapes, {rows: f".gemm_{number}" for number, rows in enumerate(SPLITS)})
     with (
         warnings.catch_warnings(),
         InspectSession(

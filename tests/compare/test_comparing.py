@@ -70,8 +70,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def a_and_noise(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedRun, RecordedRun]:
-    folder = tmp_path_factory.mktemp("runs")
-    a, noise = (record(folder / str(seed), numbers(seed), order=LAYERS) for seed in (0, 1))
+    a, noise = (record(tmp_path_factory.mktemp("run"), numbers(seed), order=LAYERS) for seed in (0, 1))
     return a, noise
 
 
@@ -486,8 +485,7 @@ def test_a_spike_of_the_loss_is_told_though_its_running_median_is_not(runs: Runs
     assert (result.loss.spike.steps, result.loss.spike.iteration, result.loss.spike.a) == (2, 21, LOSS[21])
     assert result.has_findings
     assert any(text.startswith("A spike: ") for text in of_losses(result.loss))
-    with_noise = compare(a, b, noise=[alike]).loss
-    assert with_noise.spike is None, "the noise has it too"
+    assert compare(a, b, noise=[alike]).loss.spike is None, "the noise has it too"
     higher = runs.record(f"spike {peak} higher", numbers(0), scalars={"loss": 1.5 * LOSS})
     assert compare(a, higher).loss.spike is None
 

@@ -7,10 +7,11 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import chdir, contextmanager, redirect_stderr
+from collections.abc import Callable, Mapping
+from contextlib import chdir, redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -90,7 +91,7 @@ def golden() -> dict[str, str]:
 
 
 def outputs(folder: Path) -> Mapping[str, str]:
-    with environment(), chdir(folder):
+    with mock.patch.dict(os.environ, ENVIRONMENT), chdir(folder):
         made = {f"closing_{name}": closing_lines(run) for name, run in INTEGRATIONS.items()}
         train(Path("healthy"), steps=STEPS, defect=False, quiet=True)
         Path("config.yaml").write_text(CONFIG)
@@ -100,17 +101,6 @@ def outputs(folder: Path) -> Mapping[str, str]:
         made["statistics_log"] = "".join(log_of(Path("defect"), 0).read_text().splitlines(keepends=True)[:12])
         made["doctor"] = re.sub(" +", " ", re.sub(VERSION, "<version>", made["doctor"]))
     return {name: masked(text, folder) for name, text in made.items()}
-
-
-@contextmanager
-def environment() -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def printed(command: str) -> str:
