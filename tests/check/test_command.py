@@ -424,8 +424,11 @@ def mixtral() -> transformers.PreTrainedModel:
 
 def ran(folder: Path, model: transformers.PreTrainedModel) -> Coverage:
     Accelerator(cpu=True)
-    with torch.no_grad():
-        convert_model(model)
+    try:
+        with torch.no_grad():
+            convert_model(model)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
     watched = {"watched": feature("LogTensorStats", ["all"], tensors=["activation"], stats=["max"])}
     with InspectSession(watched, model=model, log_dir=folder, statistics_log="off", strict=True) as session:
         session.unconverted = unconverted_layers(model)
@@ -436,7 +439,6 @@ def ran(folder: Path, model: transformers.PreTrainedModel) -> Coverage:
         return session.coverage()
 
 
-@pytest.mark.usefixtures("fresh_accelerate_state")
 def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path) -> None:
     result = check(config, "llama", "--convert", "accelerate", "--batch", f"{__name__}:batch")
     assert (result["device"], result["convert"], result["recipe"]) == ("meta", "accelerate", "fp8_delayed_scaling")
@@ -471,7 +473,6 @@ def test_what_was_frozen_or_tied_before_the_conversion_has_a_note(config: str) -
     assert note.startswith("Accelerate's conversion has untied model.embed_tokens.weight and lm_head.weight: ")
 
 
-@pytest.mark.usefixtures("fresh_accelerate_state")
 @pytest.mark.parametrize(("name", "make", "most"), [("gpt2", gpt2, 0.25), ("mixtral", mixtral, 0.3)])
 def test_what_the_run_breaks_does_not_pass(
     config: str, name: str, make: Any, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
