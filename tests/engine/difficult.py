@@ -10,7 +10,6 @@ SHAPES = [(1,), (0,), (7,), (1, 1), (33, 65), (3, 5, 37), (2, 130), (128, 17), (
 
 
 def drawn(seed: int, *, columns: int | None = None, rows: int | None = None) -> torch.Tensor:
-    """One tensor; of so many rows and columns where they are given."""
     random = np.random.default_rng(seed)
     dtype = DTYPES[seed % 4] if rows is None else DTYPES[1 + seed % 2]
     shape = SHAPES[random.integers(len(SHAPES))] if rows is None else (rows, columns or 1)

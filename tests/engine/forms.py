@@ -36,8 +36,8 @@ from tests.engine.recipes import INF, NAN, Pair, Quantized, quantize
 from tests.quantizers import fp8_dtype
 from tests.reference import block_formats
 
+# A pass over tensors, into sums and maxima.
 Add = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]
-"""A pass over tensors, into sums and maxima."""
 
 SUMS = {
     "moments": MOMENT_SUMS,
@@ -48,13 +48,13 @@ SUMS = {
     "ranges": RANGE_SUMS,
     "exponents": tuple(f"exponent {number}" for number in range(EXPONENT_BINS)),
 }
+# Places -> the columns there.
 EXTREMES = {
     "maxima": MAXIMA,
     "scale_maxima": SCALE_MAXIMA,
     "loss_maxima": LOSS_MAXIMA,
     "range_maxima": RANGE_MAXIMA,
 }
-"""Places -> the columns there."""
 
 
 def spread(*shape: int, seed: int = 0, by: float = 3.0) -> torch.Tensor:
@@ -67,8 +67,6 @@ def matrix(x: torch.Tensor) -> Any:
 
 
 class Form(NamedTuple):
-    """How a tensor is quantized, and how that lies in memory."""
-
     recipe: str
     columnwise: bool = False
     square: bool = False
@@ -95,6 +93,7 @@ NAMES = [" ".join([form.recipe, *(name for name in Form._fields[1:] if getattr(f
 
 Scales = list[tuple[Any, float]]
 
+# How they are stored, and the number that this stands for; inf and nan are all that is left of a sum, so alone.
 SPECIAL_SCALES: list[tuple[Form, Scales]] = [
     (FORMS[3], [(0, 2.0**-127), (254, 2.0**127), (1, 2.0**-126)]),
     (FORMS[3], [(255, NAN)]),
@@ -104,7 +103,6 @@ SPECIAL_SCALES: list[tuple[Form, Scales]] = [
     (FORMS[9], [(np.float32(INF), INF)]),
     (FORMS[9], [(np.float32(NAN), NAN)]),
 ]
-"""How they are stored, and the number that this stands for; inf and nan are all that is left of a sum, so alone."""
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
@@ -120,7 +118,6 @@ def padded(scales: npt.NDArray[Any], height: int, width: int, filler: float) -> 
 
 
 def scales_of(quantized: Quantized, height: int, width: int, dtype: Any) -> npt.NDArray[Any]:
-    """The stored scales, one a block."""
     return quantized.over([block.stored_scale for block in quantized.blocks], dtype)[::height, ::width]
 
 
@@ -177,7 +174,6 @@ def quantized_by(form: Form, x: torch.Tensor) -> Quantized:
 
 
 def pending_of(form: Form, x: torch.Tensor, quantized: Quantized | None = None) -> Pending:
-    """The tensor beside its quantized form."""
     storage = storage_of(form, quantized or quantized_by(form, x), x.shape)
     in_blocks = read(storage, columnwise=form.columnwise)
     assert isinstance(in_blocks, InBlocks)
@@ -199,7 +195,6 @@ def tensor_of(form: Form) -> torch.Tensor:
 
 @np.errstate(invalid="ignore", over="ignore")
 def expected(form: Form, x: torch.Tensor, quantized: Quantized) -> dict[str, exact.Columns]:
-    """All columns by their place, from a loop over the blocks."""
     flat = [exact.as_array(x), *(a.astype(np.float64).reshape(-1) for a in (quantized.values, quantized.limits))]
     moments = exact.moments(flat[0])
     return {
@@ -239,7 +234,6 @@ def measured(add: Add, pending: Pending, *, begin: int = 3, without: Sequence[st
 
 
 def check(add: Add, form: Form, x: torch.Tensor, quantized: Quantized | None = None) -> dict[str, exact.Columns]:
-    """A pass finds of a tensor and its quantized form what it must, which is returned."""
     quantized = quantized or quantized_by(form, x)
     right = expected(form, x, quantized)
     for place, columns in measured(add, pending_of(form, x, quantized)).items():
@@ -258,7 +252,6 @@ def check_form(add: Add, form: Form) -> None:
 
 @np.errstate(over="ignore")
 def check_scales(add: Add, form: Form, scales: Scales) -> None:
-    """In some blocks, one after the other."""
     x = tensor_of(form)[:, : 20 if form.recipe != "nvfp4" else 16]
     quantized = quantized_by(form, x)
     unit = quantized.tensor_amax * np.float32(1 / (448 * 6)) if form.recipe == "nvfp4" else np.float32(1)

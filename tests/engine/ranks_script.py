@@ -45,15 +45,13 @@ STATISTICS = ["l1_norm", "numel", "std", "mean", "max", "nonfinite_num"]
 OPTIONS = {"tensors": TENSORS, "stats": STATISTICS, "freq": 1}
 HIDDEN, FFN, ROWS = 32, 64, 32
 
+# `"<layer> <tensor> <statistic>"` -> value.
 Values = dict[str, float]
-"""``"<layer> <tensor> <statistic>"`` -> value."""
 
 CASES: dict[int, dict[str, Callable[[Path], Any]]] = {2: {}, 4: {}}
 
 
 def case(world: int) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]]:
-    """A case for this number of processes."""
-
     def register(run: Callable[[Path], Any]) -> Callable[[Path], Any]:
         CASES[world][run.__name__] = run
         return run
@@ -79,7 +77,6 @@ def session(model: torch.nn.Module, folder: Path, **keywords: Any) -> Iterator[t
 
 
 def steps(keeper: Keeper) -> list[Values]:
-    """The statistics of each step."""
     return [{f"{row.layer} {row.tensor} {row.statistic}": row.value for row in records} for records in keeper.steps]
 
 
@@ -90,8 +87,8 @@ def normal(seed: int | str, *shape: int) -> torch.Tensor:
 
 # ---------------------------------------------------------------------- layers that ranks run or do not run
 
+# The layers that are run in a step, each with the seed of its batch.
 Calls = Sequence[tuple[str, int]]
-"""The layers that are run in a step, each with the seed of its batch."""
 
 PROGRAMS: dict[str, list[list[Calls]]] = {
     # rank -> step -> calls
@@ -172,11 +169,9 @@ class Split(torch.nn.Module):
                 self.get_parameter(name).copy_(own)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a sequence."""
         return whole.chunk(self.size, 0)[self.rank] if self.sequence_parallel else whole
 
     def run(self, seed: int) -> None:
-        """Forward and backward of one batch."""
         x = self.part(normal(seed, ROWS, HIDDEN)).clone().requires_grad_()
         x = self.row(gelu(self.column(self.copied(x))))
         x = self.mlp(self.second_row(self.norm_column(x)))
@@ -250,8 +245,6 @@ class Counted(TorchDispatchMode):
         return call
 
     def _noting(self, original: Callable[..., bytes]) -> Callable[..., bytes]:
-        """Notes the messages of our own."""
-
         def exchange(messages: Messages, kind: str, *arguments: Any) -> bytes:
             self._kinds[kind] += 1
             return original(messages, kind, *arguments)
@@ -284,7 +277,6 @@ class Counted(TorchDispatchMode):
 
 @case(2)
 def programs(folder: Path) -> dict[str, list[Values]]:
-    """The statistics of each step of each program."""
     results = {}
     for name, program in PROGRAMS.items():
         model = Layers(owned(name, dist.get_rank()))
@@ -361,7 +353,6 @@ def sharded_by_fsdp2(folder: Path) -> list[Values]:
 
 
 def joined_engine(on_failure: Any = None) -> StatisticsEngine:
-    """An engine whose ranks have met."""
     engine, messages = StatisticsEngine(on_failure=on_failure), Messages(None, "by hand")
     messages.open("to reduce by hand")
     engine.reduce_over(messages)
@@ -541,7 +532,6 @@ def other_schedules(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """What this package logs at WARNING and above."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

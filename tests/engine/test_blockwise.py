@@ -20,7 +20,6 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def chosen(*shape: int, share: float, seed: int = 5) -> torch.Tensor:
-    """True for about this share of the elements."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
 
 

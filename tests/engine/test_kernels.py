@@ -29,13 +29,12 @@ Measure = Callable[..., exact.Columns]
 Same = Callable[[exact.Columns, exact.Columns], None]
 
 
+# Flags of the compiler for the processor at hand, and for smaller ones, whose vectors it has too.
 PROCESSORS = {"native": (), "AVX2": ("-march=haswell",), "SSE2": ("-march=x86-64",)}
-"""Flags of the compiler for the processor at hand, and for smaller ones, whose vectors it has too."""
 
 
 @pytest.fixture(params=["eager", *(PROCESSORS if platform.machine() == "x86_64" else ["native"])])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which pass is tested."""
     way = str(request.param)
     if way != "eager":
         monkeypatch.setattr(native.ONE_PASS, "functions", native.ONE_PASS.loaded(PROCESSORS[way]))
@@ -65,7 +64,6 @@ def assert_same(way: str) -> Same:
 
 
 def assert_nearly(found: exact.Columns, expected: exact.Columns) -> None:
-    """Whichever pass was taken."""
     exact.assert_same(found, expected, rel=exact.IN_FLOAT)
 
 
@@ -312,7 +310,6 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def row_sums(rows: torch.Tensor) -> torch.Tensor:
-    """Something to compile."""
     return rows.to(torch.float64).sum(1)
 
 
@@ -382,7 +379,6 @@ same = {"again": are_same(measured())}
 
 
 def in_a_process(script: str, **environment: str) -> tuple[dict[str, bool], str]:
-    """What the end of a script prints as JSON, and its stderr."""
     done = python(A_PROCESS_OF_ITS_OWN + script, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr

@@ -39,7 +39,6 @@ def names_of(recipe: str, form: str) -> list[str]:
 
 
 def from_numpy(recipe: str, pairs: Sequence[Pair]) -> Found:
-    """Every statistic, from the codes and factors that numpy makes."""
     x = np.concatenate([pair.x.reshape(-1) for pair in pairs])
     y = np.concatenate([pair.quantized.values.astype(np.float64).reshape(-1) for pair in pairs])
     limit = np.concatenate([pair.quantized.limits.astype(np.float64).reshape(-1) for pair in pairs])
@@ -197,7 +196,6 @@ PER_TENSOR = [("fp8_current_scaling", 1.0), ("fp8_delayed_scaling", 1.0), ("fp8_
 @pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize(("recipe", "scale"), PER_TENSOR)
 def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: bool, dtype: torch.dtype) -> None:
-    """Beside float64 of torch's own cast, and beside what Transformer Engine's own functions say."""
     x = spread(40, 96, by=4).to(dtype)
     x[3] = 0
     options = {"scale": scale} if recipe == "fp8_delayed_scaling" else {}
@@ -229,7 +227,6 @@ def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: b
 
 
 def upstream(x: torch.Tensor, quantized: Any, names: list[str]) -> dict[str, float]:
-    """What Transformer Engine's own functions give for the recipe that the layer runs."""
     from transformer_engine.debug.features.utils.stats_computation import STATS
 
     return {name: float(STATS[name][0](x, {"": quantized})) for name in names}

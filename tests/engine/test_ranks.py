@@ -35,8 +35,8 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the ranks compute on CPUs, with the reference backend"
 )
 
+# What the cases returned: rank -> case -> result.
 Ranks = list[dict[str, Any]]
-"""What the cases returned: rank -> case -> result."""
 
 
 def launch(world: int, folder: Path) -> Ranks:
@@ -101,15 +101,14 @@ def test_ranks_that_run_their_own_layers(two: Ranks, alone: Any, name: str) -> N
     assert two[0]["programs"][name] == two[1]["programs"][name]
 
 
+# What each tensor-parallel rank has a term of, so that no merging of statistics gives those of the sum.
 TERMS = {
     "tp": {"column dgrad", "norm_column dgrad", "mlp.fc1 dgrad", "row output", "second_row output", "mlp.fc2 output"},
 }
-"""What each tensor-parallel rank has a term of, so that no merging of statistics gives those of the sum."""
 TERMS["sp"] = {*TERMS["tp"], "copied wgrad"}
 
 
 def split_tensors(found: Values, parallelism: str) -> Values:
-    """Without the tensors of which ranks have terms."""
     return {key: value for key, value in found.items() if key.rpartition(" ")[0] not in TERMS[parallelism]}
 
 

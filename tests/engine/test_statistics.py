@@ -44,7 +44,6 @@ def statistics_of(micro_batches: Sequence[torch.Tensor], names: Sequence[Any], *
 
 
 def from_float64(micro_batches: Sequence[torch.Tensor]) -> Found:
-    """The same from numpy, on what is finite of all micro-batches together."""
     everything = np.concatenate([exact.as_array(values) for values in micro_batches])
     x = everything[np.isfinite(everything)]
     n, magnitude = len(x), np.abs(x)
@@ -142,7 +141,6 @@ def test_every_value_is_defined(values: torch.Tensor, expected: Found) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_float64_whose_squares_are_beyond_float64() -> None:
-    """No value is nan."""
     x = torch.tensor([1e200, -3e200, 1e-200, 0.0], dtype=torch.float64)
     result = statistics_of([x, x], TENSOR_STATISTICS)
     assert (result["min"], result["max"], result["cur_amax"]) == (-3e200, 1e200, 3e200)

@@ -35,7 +35,6 @@ def one_line(text: str) -> str:
 
 
 def ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command says that ends with exit code 2."""
     monkeypatch.setattr(sys, "argv", ["te-precision", *arguments])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which typer replaces
     with pytest.raises(SystemExit) as ended:

@@ -11,8 +11,8 @@ from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, Float
 from te_precision_callbacks.base.numerics.nvfp4 import random_hadamard_transform
 
 BLOCKS = [(1, 16), (16, 16), (32, 1), (128, 128), (286, 264), (7, 24)]
+# No multiple of most blocks.
 SHAPE = (286, 264)
-"""No multiple of most blocks."""
 
 
 def every_kind(dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,6 @@ FINITE = ("random", "spread", "denormal", "huge", "zero", "negative zero")
 def numbers(
     values: spec.Array, block: tuple[int, int], settings: QuantizerSettings, dtype: torch.dtype, recipe: str
 ) -> spec.Array:
-    """What the definition makes of a matrix: float32."""
     fmt = spec.E5M2 if settings.e5m2 else spec.E4M3
     if recipe == "mxfp8":
         codes, scales = spec.mxfp8(values, block, fmt)

@@ -28,7 +28,6 @@ class Format:
 
     @property
     def sign(self) -> int:
-        """The bit of the sign."""
         return 1 << (self.exponent_bits + self.mantissa_bits)
 
     @cached_property
@@ -98,7 +97,6 @@ def example(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
 
 
 def matrix(tensor: torch.Tensor) -> Array:
-    """The tensor as a matrix of float32, its leading dimensions in one."""
     return tensor.detach().float().reshape(-1, tensor.shape[-1]).numpy()
 
 
@@ -167,12 +165,10 @@ def swizzled(scales: Array) -> Array:
 
 
 def up(number: int, multiple: int) -> int:
-    """The next multiple."""
     return -(-number // multiple) * multiple
 
 
 def pad(scales: Array, rows: int, columns: int) -> Array:
-    """Zeros up to multiples of ``rows`` and ``columns``."""
     out = np.zeros((up(scales.shape[0], rows), up(scales.shape[1], columns)), dtype=scales.dtype)
     out[: scales.shape[0], : scales.shape[1]] = scales
     return out

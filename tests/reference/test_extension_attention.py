@@ -30,7 +30,6 @@ SOFTMAX: dict[str, tuple[str, tuple[int, ...], torch.Tensor | None, tuple[Any, .
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_softmax(name: str, dtype: torch.dtype) -> None:
-    """Against softmax in float64, and its gradient at the rounded result."""
     kind, shape, masked, arguments = SOFTMAX[name]
     torch.manual_seed(0)
     scores = torch.randn(shape).to(dtype)

@@ -155,8 +155,8 @@ def test_output_in_fp8_straight_from_fp8() -> None:
     assert its.amax.item() == exact.abs().max().item()
 
 
+# A recipe, and the options of its quantizer.
 Made = tuple[str, dict[str, Any]]
-"""A recipe, and the options of its quantizer."""
 PIECES: Made = ("fp8_block_scaling", {})
 SQUARES: Made = ("fp8_block_scaling", {"weight": True})
 PER_TENSOR: Made = ("fp8_current_scaling", {})
@@ -305,7 +305,6 @@ def test_formats_that_do_not_go_together() -> None:
 
 
 def _runs(recipe: str, gemm: str, tokens: int, in_features: int, out_features: int) -> bool:
-    """Whether the operands of a layer's GEMM can be quantized and multiplied."""
     layout, shape_a, shape_b, shape = {
         "fprop": ("TN", (out_features, in_features), (tokens, in_features), (tokens, out_features)),
         "dgrad": ("NN", (out_features, in_features), (tokens, out_features), (tokens, in_features)),
@@ -323,7 +322,6 @@ def _runs(recipe: str, gemm: str, tokens: int, in_features: int, out_features: i
 
 @pytest.mark.parametrize("recipe", ["fp8_current_scaling", "fp8_block_scaling", "mxfp8", "nvfp4"])
 def test_sizes_of_the_table_run_and_others_do_not(either_gpu: tuple[int, int], recipe: str) -> None:
-    """What a GEMM of the backend takes is what the table says, for each of a layer's three GEMMs."""
     for gemm in gemm_shapes.GEMMS:
         for index in range(3):
             for size in (16, 20, 24, 30, 32, 36, 48):

@@ -34,7 +34,6 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _assert_same(actual: Function, expected: Function, x: torch.Tensor, parameters: list[torch.Tensor]) -> None:
-    """The results, and the gradients of input and parameters for a fixed output gradient."""
     results = []
     for function in (actual, expected):
         t = x.detach().clone().requires_grad_()

@@ -24,7 +24,6 @@ def _transformer_engine() -> Path:
 
 
 def _names_looked_up() -> dict[str, set[str]]:
-    """What is imported from the extension or read from it, and the files that do so."""
     results: dict[str, set[str]] = {}
     root = _transformer_engine()
     for file in [*root.glob("pytorch/**/*.py"), *root.glob("debug/**/*.py")]:

@@ -30,7 +30,6 @@ def blackwell() -> Iterator[None]:
 
 
 def _codes(values: torch.Tensor, scale: float, e5m2: bool = False) -> torch.Tensor:
-    """By torch's own cast, of what is in range."""
     float8, largest = FLOAT8[e5m2]
     return (values.float() * scale).clamp(-largest, largest).to(float8).view(torch.uint8)
 

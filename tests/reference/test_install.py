@@ -10,7 +10,6 @@ INSTALL = "from te_precision_callbacks import reference\nreference.install({})\n
 
 
 def refusal(code: str, **environment: str) -> str:
-    """The message of the error of ours with which ``code`` ends."""
     done = python(code, **environment)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("te_precision_callbacks.reference.errors."), done.stderr

@@ -149,7 +149,6 @@ TOLD = inherited.Inherited(pretend_cuda=True, capability=(10, 0), always=False)
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Transformer Engine that can be imported, for the processes that are started."""
     (tmp_path / "transformer_engine").mkdir()
     for name in ("__init__", "pytorch"):
         (tmp_path / "transformer_engine" / f"{name}.py").touch()

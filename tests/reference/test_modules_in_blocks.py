@@ -78,7 +78,6 @@ class Write(training.Write):
         return numbers.t() if is_mxfp8 and columnwise else numbers
 
     def check(self) -> None:
-        """Data and scales as they lie in memory."""
         assert self.directions
         for columnwise in self.directions:
             codes, scales, block = self.expected(columnwise)

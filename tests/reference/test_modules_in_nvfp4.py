@@ -44,7 +44,6 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 class Write(training.Write):
     def matrix(self, columnwise: bool) -> np.ndarray:
-        """What is quantized: the tensor, or its transpose, transformed."""
         matrix = self.source.float().reshape(-1, self.source.shape[-1]).numpy()
         if columnwise and self.quantizer.with_rht:
             transformed = torch.from_numpy(expected.hadamard(matrix.T, SIGNS))
@@ -52,7 +51,6 @@ class Write(training.Write):
         return matrix.T if columnwise else matrix
 
     def codes(self, columnwise: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Codes, scales and multipliers, as they must be."""
         quantizer = self.quantizer
         return expected.quantize(
             self.matrix(columnwise),

@@ -80,7 +80,6 @@ def check(
 
 
 def check_both(quantized: Any, source: torch.Tensor, *, by_row: bool = False, **options: Any) -> None:
-    """Both directions, with one amax or one for each row."""
     matrix = as_matrix(source)
     for direction, part in (("rowwise", matrix), ("columnwise", matrix.T)):
         amax = np.array([expected.amax(row) for row in part]) if by_row else expected.amax(matrix)

@@ -175,7 +175,6 @@ def test_torch_compile(tmp_path: Path) -> None:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with ``training``, a package that can be run."""
     files = {
         "training/__init__.py": "",
         "training/sizes.py": "HIDDEN = 64",

@@ -19,7 +19,6 @@ from tests.reference.seams import READ_FROM, SEAMS, Seam
 
 
 def execute(source: str, *, cuda_on_cpu: bool = True) -> dict[str, Any]:
-    """The names that a rewritten module defines."""
     names: dict[str, Any] = {"__name__": "rewritten"}
     tree = rewrite(ast.parse(dedent(source)), cuda_on_cpu=cuda_on_cpu)
     exec(compile(tree, "rewritten", "exec"), names)

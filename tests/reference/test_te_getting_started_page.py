@@ -77,7 +77,6 @@ def run_script(folder: Path, *, board: str = "") -> subprocess.CompletedProcess[
 
 
 def independent_statistics(kept: Path) -> dict[tuple[str, int], float]:
-    """The statistics of the layer norm's output, computed with plain torch in float64."""
     saved = torch.load(kept)
     results = {}
     for iteration, (weight, bias) in enumerate(saved["states"]):

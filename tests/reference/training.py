@@ -42,7 +42,6 @@ class Write:
 
     @property
     def directions(self) -> list[bool]:
-        """Columnwise? For those that there are."""
         return [columnwise for columnwise in (False, True) if self.buffer("{}_data", columnwise) is not None]
 
     def buffer(self, name: str, columnwise: bool) -> Any:
@@ -50,7 +49,6 @@ class Write:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, kind: Callable[..., Any], *castings: type) -> list[Any]:
-    """Every write of quantized data from now on, in order."""
     writes: list[Any] = []
     for casting in castings:
 
@@ -66,7 +64,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch, kind: Callable[..., Any], *casting
 
 
 def step(module: Any, recipe: Any, x: torch.Tensor, **keywords: Any) -> None:
-    """Forward and backward, of which all gradients are finite."""
     with te.autocast(enabled=True, recipe=recipe):
         out = run(module, x, **keywords)
     (10 * out.float().pow(2).mean()).backward()
@@ -76,7 +73,6 @@ def step(module: Any, recipe: Any, x: torch.Tensor, **keywords: Any) -> None:
 
 
 def run(module: Any, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    """The forward of any module: of half of the rows each, for two experts, or for sequences in a batch of two."""
     rows, columns = x.shape
     if isinstance(module, te.GroupedLinear):
         return module(x, [rows // 2, rows // 2], **keywords)
