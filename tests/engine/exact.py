@@ -71,8 +71,7 @@ def measure(values: torch.Tensor, *arguments: Any, **keywords: Any) -> tuple[tor
 
 
 def as_array(values: torch.Tensor) -> Array:
-    array: Array = values.detach().double().reshape(-1).numpy()
-    return array
+    return values.detach().double().reshape(-1).numpy()
 
 
 def moments(x: Array) -> Columns:
@@ -169,6 +168,4 @@ def statistic(name: str, *passes: Columns) -> float:
     """A statistic of a tensor from the columns of some passes, merged as micro-batches and ranks are."""
     merged = {column: np.array([sum(item[column] for item in passes)]) for column in MOMENT_SUMS}
     merged |= {column: np.array([max(item[column] for item in passes)]) for column in MAXIMA}
-    value = STATISTICS[name].value
-    assert value is not None
-    return float(value(merged)[0])
+    return float(STATISTICS[name].value(merged)[0])

@@ -26,7 +26,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     SCALE_SUMS,
     BlockPlaces,
     ColumnPlaces,
-    InBlocks,
     Pending,
 )
 from te_precision_callbacks.engine.quantization import read
@@ -175,9 +174,7 @@ def quantized_by(form: Form, x: torch.Tensor) -> Quantized:
 
 def pending_of(form: Form, x: torch.Tensor, quantized: Quantized | None = None) -> Pending:
     storage = storage_of(form, quantized or quantized_by(form, x), x.shape)
-    in_blocks = read(storage, columnwise=form.columnwise)
-    assert isinstance(in_blocks, InBlocks)
-    return Pending(x, None, None, False, ColumnPlaces(), in_blocks)
+    return Pending(x, None, None, False, ColumnPlaces(), read(storage, columnwise=form.columnwise))
 
 
 def tensor_of(form: Form) -> torch.Tensor:

@@ -27,9 +27,7 @@ def written(file: Path, text: str) -> Path:
 
 def device(source: Path, *, cuda_on_cpu: bool = True) -> str:
     names: dict[str, Any] = {}
-    code = RewritingLoader("mine", str(source), cuda_on_cpu).get_code("mine")
-    assert code is not None
-    exec(code, names)
+    exec(RewritingLoader("mine", str(source), cuda_on_cpu).get_code("mine"), names)
     return str(names["DEVICE"])
 
 

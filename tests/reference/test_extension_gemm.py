@@ -101,7 +101,6 @@ def test_gradients_of_bias_and_gelu(dtype: torch.dtype) -> None:
     x = torch.randn(M, N).to(dtype)
     exact = x.double().requires_grad_()
     F.gelu(exact, approximate="tanh").backward(expected)
-    assert exact.grad is not None
     _close(_gemm(a, b, "NN", gelu=True, gelu_in=x, grad=True)[0], exact.grad, dtype, atol=1e-4)
 
 

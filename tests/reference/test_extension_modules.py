@@ -60,14 +60,11 @@ def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("normalization", [None, "LayerNorm", "RMSNorm"])
 def test_linear(normalization: str | None) -> None:
-    x = torch.randn(4, 16, 32)
-    if normalization is None:
-        module = te.Linear(32, 48)
-        _assert_same(module, lambda t: _linear(module, t), x, list(module.parameters()))
-    else:
-        module = te.LayerNormLinear(32, 48, normalization=normalization)
+    x, norm = torch.randn(4, 16, 32), normalization and _norm
+    module = te.LayerNormLinear(32, 48, normalization=normalization) if norm else te.Linear(32, 48)
+    if norm:
         torch.nn.init.normal_(module.layer_norm_weight)
-        _assert_same(module, lambda t: _linear(module, _norm(module, t)), x, list(module.parameters()))
+    _assert_same(module, lambda t: _linear(module, norm(module, t) if norm else t), x, list(module.parameters()))
 
 
 def test_grouped_linear() -> None:
@@ -120,31 +117,26 @@ def test_transformer_layer(activation: str, groups: int, normalization: str, rot
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_grouped_linear_in_fp8_is_each_linear_in_fp8(recipe: str) -> None:
-    splits, chosen = [16, 32], RECIPES[recipe]()
-    grouped, x = te.GroupedLinear(2, 32, 48), torch.randn(48, 32)
+    splits, grouped, x = [16, 32], te.GroupedLinear(2, 32, 48), torch.randn(48, 32, requires_grad=True)
     single = [te.Linear(32, 48) for _ in splits]
     for index, module in enumerate(single):
         module.weight.data.copy_(getattr(grouped, f"weight{index}").data)
         module.bias.data.copy_(getattr(grouped, f"bias{index}").data)
-    x.requires_grad_()
-    with te.autocast(enabled=True, recipe=chosen):
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
         together = grouped(x, splits)
         apart = torch.cat([m(part) for m, part in zip(single, torch.split(x, splits), strict=True)])
     assert torch.equal(together, apart)
     grad = torch.randn_like(together)
-    gradients = [torch.autograd.grad(out, x, grad, retain_graph=True)[0] for out in (together, apart)]
-    assert torch.equal(*gradients)
+    assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (together, apart)))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_weights_are_cached_between_microbatches(recipe: str) -> None:
-    module, x = te.Linear(32, 48), torch.randn(16, 32)
-    chosen = RECIPES[recipe]()
+    module, x, chosen = te.Linear(32, 48), torch.randn(16, 32), RECIPES[recipe]()
 
     def forward(first: bool | None) -> torch.Tensor:
         with te.autocast(enabled=True, recipe=chosen):
-            out: torch.Tensor = module(x, is_first_microbatch=first)
-        return out.detach()
+            return module(x, is_first_microbatch=first).detach()
 
     # The scales of delayed scaling settle.
     for _ in range(3):
@@ -162,13 +154,10 @@ def test_recomputing_a_layer_changes_nothing(recipe: str | None) -> None:
     for checkpointed in (False, True):
         module = copy.deepcopy(original)
         te.quantization.FP8GlobalStateManager.reset()
-        chosen = None if recipe is None else RECIPES[recipe]()
-
         t = x.clone().requires_grad_()
-        with te.autocast(enabled=chosen is not None, recipe=chosen):
+        with te.autocast(enabled=recipe is not None, recipe=RECIPES[recipe]() if recipe else None):
             out = te.checkpoint(module, t, use_reentrant=True) if checkpointed else module(t)
         out.square().sum().backward()
         results.append([out.detach(), t.grad, *(parameter.grad for parameter in module.parameters())])
     for plain, recomputed in zip(*results, strict=True):
-        assert plain is not None
         assert torch.equal(plain, recomputed)

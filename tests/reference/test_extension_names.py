@@ -1,10 +1,12 @@
 """Every name that Transformer Engine looks up in its compiled module is in the reference extension."""
 
 import ast
-import importlib.util
 from pathlib import Path
 
 import pytest
+import transformer_engine
+from transformer_engine.pytorch import constants
+from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import MissingFunctionError
@@ -16,16 +18,9 @@ EXTENSION = "transformer_engine_torch"
 SLIPS = {"LayerNorm"}
 
 
-def _transformer_engine() -> Path:
-    spec = importlib.util.find_spec("transformer_engine")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0])
-
-
 def _names_looked_up() -> dict[str, set[str]]:
     results: dict[str, set[str]] = {}
-    root = _transformer_engine()
+    root = Path(transformer_engine.__path__[0])
     for file in [*root.glob("pytorch/**/*.py"), *root.glob("debug/**/*.py")]:
         tree = ast.parse(file.read_text())
         aliases = set()
@@ -48,8 +43,7 @@ def _names_looked_up() -> dict[str, set[str]]:
 def test_every_name_is_there() -> None:
     names = _names_looked_up()
     assert len(names) > 150
-    absent = {name: files for name, files in names.items() if not hasattr(tex, name)}
-    assert absent == {}
+    assert {name: files for name, files in names.items() if not hasattr(tex, name)} == {}
     assert set(names) <= set(tex.__all__)
 
 
@@ -60,9 +54,6 @@ def test_what_is_missing_says_so(name: str) -> None:
 
 
 def test_enumerations_agree_with_transformer_engines_own() -> None:
-    from transformer_engine.pytorch import constants
-    from transformer_engine.pytorch.cpp_extensions import fused_attn
-
     assert {member.name: int(member) for member in constants.DType} == {m.name: int(m) for m in tex.DType}
     assert {f"NVTE_{name}": int(member) for name, member in fused_attn.FusedAttnBackend.__members__.items()} == {
         member.name: int(member) for member in tex.NVTE_Fused_Attn_Backend

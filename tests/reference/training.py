@@ -68,7 +68,6 @@ def step(module: Any, recipe: Any, x: torch.Tensor, **keywords: Any) -> None:
         out = run(module, x, **keywords)
     (10 * out.float().pow(2).mean()).backward()
     for tensor in (x, *module.parameters()):
-        assert tensor.grad is not None
         assert bool(tensor.grad.isfinite().all())
 
 
