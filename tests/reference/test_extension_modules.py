@@ -1,4 +1,4 @@
-"""Transformer Engine's modules on the reference extension, against the same layers in torch."""
+"""Transformer Engine's modules on the reference extension, against the same layers in torch; and its FP8 attention."""
 
 import copy
 from collections.abc import Callable
@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe
+from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
+from te_precision_callbacks.reference.errors import MissingFunctionError
+from tests.capability import stand_for
 from tests.combinations import half
 
 RECIPES = {
@@ -161,3 +164,61 @@ def test_recomputing_a_layer_changes_nothing(recipe: str | None) -> None:
         results.append([out.detach(), t.grad, *(parameter.grad for parameter in module.parameters())])
     for plain, recomputed in zip(*results, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+# --- FP8 attention: Transformer Engine's own emulation, in its unfused attention --------------------------------------
+
+
+BATCH, TOKENS, HEADS, SIZE = 2, 128, 4, 128
+
+ATTENTION_RECIPES: dict[str, tuple[tuple[int, int], Callable[..., Recipe]]] = {
+    "delayed": ((9, 0), lambda **options: DelayedScaling(fp8_dpa=True, **options)),
+    "delayed on Blackwell": ((10, 0), lambda **options: DelayedScaling(fp8_dpa=True, **options)),
+    "current": ((10, 0), lambda **options: Float8CurrentScaling(fp8_dpa=True, **options)),
+    "mxfp8": ((10, 0), lambda **options: MXFP8BlockScaling(fp8_dpa=True, **options)),
+}
+
+
+def attention(recipe: Recipe | None, monkeypatch: pytest.MonkeyPatch, **environment: str) -> list[torch.Tensor]:
+    """O, dQ, dK and dV of DotProductAttention after two steps."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(_attention_backends, "attention_params", None)
+    torch.manual_seed(0)
+    layer = te.DotProductAttention(HEADS, SIZE, num_gqa_groups=2, qkv_format="sbhd", attn_mask_type="causal")
+    shapes = [(TOKENS, BATCH, count, SIZE) for count in (HEADS, 2, 2)]
+    inputs = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    gradient = torch.randn(TOKENS, BATCH, HEADS * SIZE).bfloat16()
+    for _ in range(2):
+        for tensor in inputs:
+            tensor.grad = None
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            output = layer(*inputs)
+        output.backward(gradient)
+    assert _attention_backends["use_unfused_attention"]
+    assert not _attention_backends["use_fused_attention"]
+    return [output, *(tensor.grad for tensor in inputs)]
+
+
+@pytest.mark.usefixtures("any_gpu")
+@pytest.mark.parametrize("name", ATTENTION_RECIPES)
+def test_the_error_is_that_of_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither none, nor more than that of a few roundings to FP8, which have a relative error of up to 2**-4 each."""
+    capability, recipe = ATTENTION_RECIPES[name]
+    stand_for(capability)
+    exact = attention(None, monkeypatch)
+    for item, expected in zip(attention(recipe(), monkeypatch), exact, strict=True):
+        distance = ((item.float() - expected.float()).norm() / expected.float().norm()).item()
+        assert 0.005 < distance < 0.15
+
+
+@pytest.mark.usefixtures("any_gpu")
+def test_a_user_can_switch_the_emulation_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_for((10, 0))
+    with pytest.raises(MissingFunctionError, match="no fused attention, and Transformer Engine's unfused attention"):
+        attention(Float8CurrentScaling(fp8_dpa=True), monkeypatch, NVTE_UnfusedDPA_Emulate_FP8="0")
+
+
+@pytest.mark.usefixtures("any_gpu")
+def test_high_precision_is_unfused_attention_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(map(torch.equal, *(attention(None, monkeypatch, NVTE_FUSED_ATTN=allowed) for allowed in ("0", "1"))))
