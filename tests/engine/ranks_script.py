@@ -28,6 +28,8 @@ from tests.preparing import prepare
 prepare()  # before anything imports Transformer Engine
 
 import transformer_engine.pytorch as te
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,6 +80,16 @@ def session(model: torch.nn.Module, folder: Path, **keywords: Any) -> Iterator[t
 
 def steps(keeper: Keeper) -> list[Values]:
     return [{f"{row.layer} {row.tensor} {row.statistic}": row.value for row in records} for records in keeper.steps]
+
+
+def run_program(model: Any, folder: Path, program: Iterable[Iterable[Any]], **keywords: Any) -> list[Values]:
+    """The statistics of each step, which is a list of the arguments of ``model.run``."""
+    with session(model, folder, **keywords) as (running, keeper):
+        for calls in program:
+            for call in calls:
+                model.run(call)
+            running.step()
+    return steps(keeper)
 
 
 def normal(seed: int | str, *shape: int) -> torch.Tensor:
@@ -277,15 +289,11 @@ class Counted(TorchDispatchMode):
 
 @case(2)
 def programs(folder: Path) -> dict[str, list[Values]]:
-    results = {}
-    for name, program in PROGRAMS.items():
-        model = Layers(owned(name, dist.get_rank()))
-        with session(model, folder / name) as (running, keeper):
-            for calls in program[dist.get_rank()]:
-                model.run(calls)
-                running.step()
-        results[name] = steps(keeper)
-    return results
+    rank = dist.get_rank()
+    return {
+        name: run_program(Layers(owned(name, rank)), folder / name, [[calls] for calls in program[rank]])
+        for name, program in PROGRAMS.items()
+    }
 
 
 @case(4)
@@ -296,13 +304,7 @@ def data_and_tensor_parallel(folder: Path) -> dict[str, list[Values]]:
     results = {}
     for name, sequence_parallel in {"tp": False, "sp": True}.items():
         model = Split(groups[rank // 2], sequence_parallel=sequence_parallel)
-        with session(model, folder / name) as (running, keeper):
-            model.run(rank // 2)
-            running.step()
-            if rank < 2:
-                model.run(2)
-            running.step()
-        results[name] = steps(keeper)
+        results[name] = run_program(model, folder / name, [[rank // 2], [2] * (rank < 2)])
     return results
 
 
@@ -327,29 +329,21 @@ def schedules(folder: Path) -> list[dict[str, int]]:
 
 @case(2)
 def no_reduction(folder: Path) -> dict[str, Any]:
-    model = Layers("a")
-    with Counted() as counted, session(model, folder, reduce=False) as (running, keeper):
-        model.run([("a", dist.get_rank())])
-        running.step()
-    return {"steps": steps(keeper), "collectives": counted.kinds}
+    with Counted() as counted:
+        values = run_program(Layers("a"), folder, [[[("a", dist.get_rank())]]], reduce=False)
+    return {"steps": values, "collectives": counted.kinds}
 
 
 @case(2)
 def sharded_by_fsdp2(folder: Path) -> list[Values]:
     """Parameters are sharded between the forwards and gathered in them; each rank has a batch of its own."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = Layers("ab")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with session(model, folder) as (running, keeper):
-        for step in range(2):
-            model.run([("a", 10 * dist.get_rank() + step), ("b", 10 * dist.get_rank() + step + 5)])
-            running.step()
-    return steps(keeper)
+    seeds = [10 * dist.get_rank() + step for step in range(2)]
+    return run_program(model, folder, [[[("a", seed), ("b", seed + 5)]] for seed in seeds])
 
 
 def joined_engine(on_failure: Any = None) -> StatisticsEngine:

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.debug.features.utils.stats_computation import STATS
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import compiled
@@ -21,9 +24,8 @@ from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS
 from tests.combinations import half
 from tests.drawn import normal
 from tests.engine import exact, forms
-from tests.engine.difficult import drawn
 from tests.engine.exact import BLOCK_STATISTICS
-from tests.engine.forms import FORMS, NAMES, SPECIAL_SCALES, Form, matrix, spread
+from tests.engine.forms import FORMS, NAMES, SPECIAL_SCALES, Form, drawn, matrix, spread
 from tests.engine.one_step import Found, one_step, statistics
 from tests.engine.recipes import BLOCKS, INF, NAN, Pair, by_block, factors_of, quantize
 from tests.quantizers import fp8_dtype, quantizer
@@ -227,8 +229,6 @@ def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: b
 
 
 def upstream(x: torch.Tensor, quantized: Any, names: list[str]) -> dict[str, float]:
-    from transformer_engine.debug.features.utils.stats_computation import STATS
-
     return {name: float(STATS[name][0](x, {"": quantized})) for name in names}
 
 
@@ -265,9 +265,6 @@ def test_a_tensor_that_has_only_its_transpose() -> None:
 
 
 def test_what_cannot_be_read() -> None:
-    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
-    from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
-
     x = normal(32, 32).bfloat16()
     for quantized, message in (
         (NVFP4QuantizerRef(dtype=Fp4Formats.E2M1).quantize(x), "NVFP4TensorRef"),

@@ -26,7 +26,7 @@ from te_precision_callbacks.statistics.table import (
 )
 from tests.drawn import normal
 from tests.engine import exact
-from tests.engine.difficult import drawn
+from tests.engine.forms import drawn
 from tests.engine.one_step import Found, statistics
 from tests.quantizers import quantizer
 from tools.statistics_page import table
@@ -130,8 +130,7 @@ EMPTY = dict.fromkeys(TENSOR_STATISTICS, 0.0) | {"exponent_histogram": (0.0,) * 
 )  # fmt: skip
 def test_every_value_is_defined(values: torch.Tensor, expected: Found) -> None:
     assert statistics_of([values], TENSOR_STATISTICS) == EMPTY | expected
-    blocks = statistics_of([values], [BLOCKWISE])
-    assert list(blocks.values()) == [0.0]
+    assert list(statistics_of([values], [BLOCKWISE]).values()) == [0.0]
     # And in the midst of others they change nothing but the counts.
     others = [normal(30), values, normal(40, seed=1)]
     results, alone = statistics_of(others, TENSOR_STATISTICS), statistics_of([others[0], others[2]], TENSOR_STATISTICS)

@@ -13,7 +13,7 @@ import torch
 
 Array = np.ndarray
 
-KINDS = ("random", "spread", "denormal", "huge", "zero", "inf", "nan", "only nan", "negative zero")
+KINDS = ("random", "spread", "denormal", "huge", "zero", "inf", "nan", "only nan", "negative zero", "sparse")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = {torch.float32: 3.4028235e38, torch.bfloat16: 3.3895314e38, torch.float16: 65504.0}
 
@@ -93,6 +93,8 @@ def example(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
         x.fill_(float("nan"))
     elif kind == "negative zero":
         x.fill_(-0.0)
+    elif kind == "sparse":
+        x = x.where(torch.rand(shape, generator=generator) > 0.97, -0.0)
     return x.to(dtype)
 
 

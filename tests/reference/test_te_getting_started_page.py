@@ -20,6 +20,8 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper
 from tests.forked import executable
+from tests.lightning.models import board_scalars
+from tests.training import train
 
 CONFIG = Path(__file__).parents[2] / "examples" / "config.yaml"
 TE_FEATURES = Path(transformer_engine.debug.features.__path__[0])
@@ -112,7 +114,6 @@ def test_the_pages_script_gives_the_pages_logs(tmp_path: Path) -> None:
         for layer in layers
         for tensor, gemm in operands
     ]
-    assert len(plans) == 24
     assert sorted(plans) == sorted(expected)
 
     numbers = (tmp_path / "log" / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log").read_text()
@@ -129,8 +130,6 @@ def test_the_pages_script_gives_the_pages_logs(tmp_path: Path) -> None:
         (statistic, iteration) for statistic in STATISTICS for iteration in (2, 3, 4)
     }
 
-    from tests.lightning.models import board_scalars
-
     scalars = board_scalars(tmp_path / "board")
     assert {(tag.removeprefix(f"{name}_"), step) for tag, steps in scalars.items() for step in steps} == {
         (statistic, iteration) for statistic in STATISTICS for iteration in (2, 3, 4)
@@ -143,10 +142,7 @@ def test_the_pages_config_does_the_same_under_a_session(tmp_path: Path) -> None:
     layer = te.TransformerLayer(64, 64, 4)
     keeper = Keeper()
     with InspectSession(CONFIG, model=layer, log_dir=tmp_path, sinks=[keeper]) as session:
-        for _ in range(7):
-            with te.autocast(enabled=True):
-                layer(torch.randn(16, 4, 64)).sum().backward()
-            session.step()
+        train(session, layer, 7, x=torch.randn(16, 4, 64), recipe=te.get_default_recipe())
     assert keeper.iterations == [2, 3, 4, 5]
     assert {(row.layer, row.tensor) for row in keeper.steps[0]} == {
         ("transformer_layer.self_attention.layernorm_qkv", "activation")
