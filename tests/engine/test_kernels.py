@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.codecache import CppCodeCache
 from transformer_engine.debug.features.utils.stats_computation import (
     BlockwiseDynamicRangeStat,
     compute_max_blockwise_dynamic_range,
@@ -335,6 +334,8 @@ def rows_of(values: torch.Tensor) -> torch.Tensor:
 def test_without_a_compiler_and_where_compiling_fails(
     has_compiler: bool, logger: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from torch._inductor.codecache import CppCodeCache
+
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no space left on device\nand more")
 

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8
 from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 from te_precision_callbacks.reference import extension as tex
+from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from tests.capability import extension_of
 from tests.quantizers import fp8_dtype, quantizer
@@ -128,12 +129,6 @@ FLOAT8 = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0
 _delayed, _current = partial(quantizer, "fp8_delayed_scaling"), partial(quantizer, "fp8_current_scaling")
 
 
-@pytest.fixture
-def blackwell() -> Iterator[None]:
-    with extension_of((10, 0)):
-        yield
-
-
 def _codes(values: torch.Tensor, scale: float, e5m2: bool = False) -> torch.Tensor:
     float8, largest = FLOAT8[e5m2]
     return (values.float() * scale).clamp(-largest, largest).to(float8).view(torch.uint8)
@@ -179,9 +174,9 @@ def test_amax_of_delayed_scaling_only_grows() -> None:
         assert history.tolist() == [[0.0, expected], [0.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.usefixtures("blackwell")
 @pytest.mark.parametrize("make", [_delayed, _current])
 def test_usages_on_blackwell(make: Any) -> None:
+    target.choose((10, 0))
     for rowwise, columnwise in [(True, True), (False, True), (True, False)]:
         out = tex.quantize(torch.randn(3, 4, 16), make(rowwise=rowwise, columnwise=columnwise))
         assert out._data.shape == (3, 4, 16)

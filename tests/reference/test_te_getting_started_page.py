@@ -37,12 +37,9 @@ SCRIPT = """
     import nvdlfw_inspect.api as debug_api
 
     config, features, log_dir, board, kept = sys.argv[1:]
-    writer = {}
-    if board:
-        from torch.utils.tensorboard import SummaryWriter
-        writer = {"tb_writer": SummaryWriter(board)}
-    debug_api.initialize(
-        config_file=config, feature_dirs=[features], log_dir=log_dir, default_logging_enabled=True, **writer)
+    from torch.utils.tensorboard import SummaryWriter
+    debug_api.initialize(config_file=config, feature_dirs=[features], log_dir=log_dir, default_logging_enabled=True,
+                         tb_writer=SummaryWriter(board))
 
     hidden_size = 512
     transformer_layer = TransformerLayer(
@@ -68,16 +65,6 @@ SCRIPT = """
 """
 
 
-def run_script(folder: Path, *, board: str = "") -> subprocess.CompletedProcess[str]:
-    script = folder / "train.py"
-    script.write_text(dedent(SCRIPT))
-    arguments = [str(CONFIG), str(TE_FEATURES), str(folder / "log"), board, str(folder / "kept.pt")]
-    program = str(Path(sys.executable).with_name("te-precision"))
-    command = [executable(), program, "run", str(script), *arguments]
-    options = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
-
-
 def independent_statistics(kept: Path) -> dict[tuple[str, int], float]:
     saved = torch.load(kept)
     results = {}
@@ -90,7 +77,19 @@ def independent_statistics(kept: Path) -> dict[tuple[str, int], float]:
 
 @pytest.mark.processes
 def test_the_pages_script_gives_the_pages_logs(tmp_path: Path) -> None:
-    result = run_script(tmp_path, board=str(tmp_path / "board"))
+    (tmp_path / "train.py").write_text(dedent(SCRIPT))
+    arguments = [CONFIG, TE_FEATURES, *(tmp_path / name for name in ("log", "board", "kept.pt"))]
+    program = Path(sys.executable).with_name("te-precision")
+    command = [executable(), str(program), "run", "train.py", *map(str, arguments)]
+    result = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
 
     events = (tmp_path / "log" / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log").read_text()
