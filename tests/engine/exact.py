@@ -26,18 +26,19 @@ from te_precision_callbacks.statistics.table import OF_BLOCKS, STATISTICS
 Array = npt.NDArray[np.float64]
 Columns = dict[str, Any]
 
+# What recipes with one scale for a tensor have not.
 BLOCK_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if statistic.of in OF_BLOCKS)
-"""What recipes with one scale for a tensor have not."""
 
+# How far sums may be off where C++ takes them in float over short runs: the largest of the bounds in one_pass.cpp.
 IN_FLOAT = 10 * 2.0**-24
-"""How far sums may be off where C++ takes them in float over short runs: the largest of the bounds in one_pass.cpp."""
 
+# How far a standard deviation may be off there.
 STD_IN_FLOAT = 14 * 2.0**-24
-"""How far a standard deviation may be off there."""
 
+# Into a sum of float32 in the Triton kernels, at most: `k` in their description, which has the bounds.
 ADDITIONS = 16
-"""Into a sum of float32 in the Triton kernels, at most: ``k`` in their description, which has the bounds."""
 
+# How far sums may be off there.
 IN_TRITON = {
     "sum": 2 * (ADDITIONS + 1) * 2.0**-24,
     "abs_sum": ADDITIONS * 2.0**-24,
@@ -45,7 +46,6 @@ IN_TRITON = {
     "signal_square_sum": (2 * ADDITIONS + 4) * 2.0**-24,
     "error_square_sum": (ADDITIONS + 3) * 2.0**-24,
 }
-"""How far sums may be off there."""
 
 FLOAT8 = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0)}  # e5m2? -> torch's dtype, largest
 
@@ -59,7 +59,6 @@ def measured_by(
     e5m2: bool = False,
     histogram: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums and maxima of :func:`layout` by one pass over a tensor."""
     places, width, extremes = layout(codes=codes is not None, histogram=histogram)
     sums = torch.zeros(width, dtype=torch.float64, device=values.device)
     maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)
@@ -72,9 +71,7 @@ def measure(values: torch.Tensor, *arguments: Any, **keywords: Any) -> tuple[tor
 
 
 def as_array(values: torch.Tensor) -> Array:
-    """All elements, in the order of the shape."""
-    array: Array = values.detach().double().reshape(-1).numpy()
-    return array
+    return values.detach().double().reshape(-1).numpy()
 
 
 def moments(x: Array) -> Columns:
@@ -127,7 +124,6 @@ def columns(
     e5m2: bool = False,
     histogram_too: bool = False,
 ) -> Columns:
-    """All columns of a pass, those of the histogram as a list."""
     x = as_array(values)
     result = moments(x)
     if codes is not None and scale_inv is not None:
@@ -140,7 +136,6 @@ def columns(
 
 
 def named(sums: torch.Tensor, maxima: torch.Tensor, *, compared: bool = False, histogram_too: bool = False) -> Columns:
-    """The result of a pass by the names of its columns."""
     assert (sums.dtype, sums.dim(), maxima.dtype, maxima.dim()) == (torch.float64, 1, torch.float64, 1)
     names = [*MOMENT_SUMS, *((*COMPARISON_SUMS, *SCALE_SUMS) if compared else ())]
     extremes = [*MAXIMA, *(SCALE_MAXIMA if compared else ())]
@@ -164,7 +159,6 @@ def assert_same(found: Columns, expected: Columns, *, rel: float | Mapping[str, 
 
 
 def quantized(values: torch.Tensor, scale_inv: float, *, e5m2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes by torch's own cast, saturating, and ``scale_inv``."""
     dtype, largest = FLOAT8[e5m2]
     scaled = (values.float() / scale_inv).clamp(-largest, largest)
     return scaled.to(dtype).view(torch.uint8), torch.tensor([scale_inv])
@@ -174,6 +168,4 @@ def statistic(name: str, *passes: Columns) -> float:
     """A statistic of a tensor from the columns of some passes, merged as micro-batches and ranks are."""
     merged = {column: np.array([sum(item[column] for item in passes)]) for column in MOMENT_SUMS}
     merged |= {column: np.array([max(item[column] for item in passes)]) for column in MAXIMA}
-    value = STATISTICS[name].value
-    assert value is not None
-    return float(value(merged)[0])
+    return float(STATISTICS[name].value(merged)[0])

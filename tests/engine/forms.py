@@ -26,7 +26,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     SCALE_SUMS,
     BlockPlaces,
     ColumnPlaces,
-    InBlocks,
     Pending,
 )
 from te_precision_callbacks.engine.quantization import read
@@ -36,8 +35,8 @@ from tests.engine.recipes import INF, NAN, Pair, Quantized, quantize
 from tests.quantizers import fp8_dtype
 from tests.reference import block_formats
 
+# A pass over tensors, into sums and maxima.
 Add = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]
-"""A pass over tensors, into sums and maxima."""
 
 SUMS = {
     "moments": MOMENT_SUMS,
@@ -48,13 +47,13 @@ SUMS = {
     "ranges": RANGE_SUMS,
     "exponents": tuple(f"exponent {number}" for number in range(EXPONENT_BINS)),
 }
+# Places -> the columns there.
 EXTREMES = {
     "maxima": MAXIMA,
     "scale_maxima": SCALE_MAXIMA,
     "loss_maxima": LOSS_MAXIMA,
     "range_maxima": RANGE_MAXIMA,
 }
-"""Places -> the columns there."""
 
 
 def spread(*shape: int, seed: int = 0, by: float = 3.0) -> torch.Tensor:
@@ -66,9 +65,29 @@ def matrix(x: torch.Tensor) -> Any:
     return x.double().reshape(-1, x.shape[-1] if x.ndim else 1).numpy()
 
 
-class Form(NamedTuple):
-    """How a tensor is quantized, and how that lies in memory."""
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1,), (0,), (7,), (1, 1), (33, 65), (3, 5, 37), (2, 130), (128, 17), (48, 144)]
 
+
+def drawn(seed: int, *, columns: int | None = None, rows: int | None = None) -> torch.Tensor:
+    """A tensor made to be difficult; of so many rows and columns where they are given."""
+    random = np.random.default_rng(seed)
+    dtype = DTYPES[seed % 4] if rows is None else DTYPES[1 + seed % 2]
+    shape = SHAPES[random.integers(len(SHAPES))] if rows is None else (rows, columns or 1)
+    x = random.standard_normal(shape) * np.exp(random.choice([0.0, 2.0, 8.0]) * random.standard_normal(shape))
+    x = x * 10.0 ** random.choice([-44, -38, -12, 0, 0, 0, 12, 37])
+    for value in random.choice([0.0, INF, -INF, NAN, 1e30, 1e-30, -0.0], 3):
+        if random.random() < 0.5:
+            x = np.where(random.random(shape) < random.choice([0.02, 0.3, 1.0], p=[0.6, 0.3, 0.1]), value, x)
+    if random.random() < 0.2 and x.size:
+        x.reshape(-1)[random.integers(x.size)] *= 1e7
+    values = torch.from_numpy(np.asarray(x)).to(dtype)
+    if rows is None and random.random() < 0.4:
+        values = values.transpose(0, -1) if values.ndim > 1 else torch.stack([values, values], -1)[:, 1]
+    return values
+
+
+class Form(NamedTuple):
     recipe: str
     columnwise: bool = False
     square: bool = False
@@ -95,6 +114,7 @@ NAMES = [" ".join([form.recipe, *(name for name in Form._fields[1:] if getattr(f
 
 Scales = list[tuple[Any, float]]
 
+# How they are stored, and the number that this stands for; inf and nan are all that is left of a sum, so alone.
 SPECIAL_SCALES: list[tuple[Form, Scales]] = [
     (FORMS[3], [(0, 2.0**-127), (254, 2.0**127), (1, 2.0**-126)]),
     (FORMS[3], [(255, NAN)]),
@@ -104,7 +124,6 @@ SPECIAL_SCALES: list[tuple[Form, Scales]] = [
     (FORMS[9], [(np.float32(INF), INF)]),
     (FORMS[9], [(np.float32(NAN), NAN)]),
 ]
-"""How they are stored, and the number that this stands for; inf and nan are all that is left of a sum, so alone."""
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
@@ -120,7 +139,6 @@ def padded(scales: npt.NDArray[Any], height: int, width: int, filler: float) -> 
 
 
 def scales_of(quantized: Quantized, height: int, width: int, dtype: Any) -> npt.NDArray[Any]:
-    """The stored scales, one a block."""
     return quantized.over([block.stored_scale for block in quantized.blocks], dtype)[::height, ::width]
 
 
@@ -177,11 +195,8 @@ def quantized_by(form: Form, x: torch.Tensor) -> Quantized:
 
 
 def pending_of(form: Form, x: torch.Tensor, quantized: Quantized | None = None) -> Pending:
-    """The tensor beside its quantized form."""
     storage = storage_of(form, quantized or quantized_by(form, x), x.shape)
-    in_blocks = read(storage, columnwise=form.columnwise)
-    assert isinstance(in_blocks, InBlocks)
-    return Pending(x, None, None, False, ColumnPlaces(), in_blocks)
+    return Pending(x, None, None, False, ColumnPlaces(), read(storage, columnwise=form.columnwise))
 
 
 def tensor_of(form: Form) -> torch.Tensor:
@@ -199,7 +214,6 @@ def tensor_of(form: Form) -> torch.Tensor:
 
 @np.errstate(invalid="ignore", over="ignore")
 def expected(form: Form, x: torch.Tensor, quantized: Quantized) -> dict[str, exact.Columns]:
-    """All columns by their place, from a loop over the blocks."""
     flat = [exact.as_array(x), *(a.astype(np.float64).reshape(-1) for a in (quantized.values, quantized.limits))]
     moments = exact.moments(flat[0])
     return {
@@ -239,7 +253,6 @@ def measured(add: Add, pending: Pending, *, begin: int = 3, without: Sequence[st
 
 
 def check(add: Add, form: Form, x: torch.Tensor, quantized: Quantized | None = None) -> dict[str, exact.Columns]:
-    """A pass finds of a tensor and its quantized form what it must, which is returned."""
     quantized = quantized or quantized_by(form, x)
     right = expected(form, x, quantized)
     for place, columns in measured(add, pending_of(form, x, quantized)).items():
@@ -258,7 +271,6 @@ def check_form(add: Add, form: Form) -> None:
 
 @np.errstate(over="ignore")
 def check_scales(add: Add, form: Form, scales: Scales) -> None:
-    """In some blocks, one after the other."""
     x = tensor_of(form)[:, : 20 if form.recipe != "nvfp4" else 16]
     quantized = quantized_by(form, x)
     unit = quantized.tensor_amax * np.float32(1 / (448 * 6)) if form.recipe == "nvfp4" else np.float32(1)

@@ -24,7 +24,6 @@ def one_step(
 
 
 def statistics(*arguments: Any, **keywords: Any) -> Found:
-    """The same, where nothing fails."""
     results, failures = one_step(*arguments, **keywords)
     assert not failures
     return results

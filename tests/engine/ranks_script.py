@@ -28,6 +28,8 @@ from tests.preparing import prepare
 prepare()  # before anything imports Transformer Engine
 
 import transformer_engine.pytorch as te
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,15 +47,13 @@ STATISTICS = ["l1_norm", "numel", "std", "mean", "max", "nonfinite_num"]
 OPTIONS = {"tensors": TENSORS, "stats": STATISTICS, "freq": 1}
 HIDDEN, FFN, ROWS = 32, 64, 32
 
+# `"<layer> <tensor> <statistic>"` -> value.
 Values = dict[str, float]
-"""``"<layer> <tensor> <statistic>"`` -> value."""
 
 CASES: dict[int, dict[str, Callable[[Path], Any]]] = {2: {}, 4: {}}
 
 
 def case(world: int) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]]:
-    """A case for this number of processes."""
-
     def register(run: Callable[[Path], Any]) -> Callable[[Path], Any]:
         CASES[world][run.__name__] = run
         return run
@@ -79,8 +79,17 @@ def session(model: torch.nn.Module, folder: Path, **keywords: Any) -> Iterator[t
 
 
 def steps(keeper: Keeper) -> list[Values]:
-    """The statistics of each step."""
     return [{f"{row.layer} {row.tensor} {row.statistic}": row.value for row in records} for records in keeper.steps]
+
+
+def run_program(model: Any, folder: Path, program: Iterable[Iterable[Any]], **keywords: Any) -> list[Values]:
+    """The statistics of each step, which is a list of the arguments of ``model.run``."""
+    with session(model, folder, **keywords) as (running, keeper):
+        for calls in program:
+            for call in calls:
+                model.run(call)
+            running.step()
+    return steps(keeper)
 
 
 def normal(seed: int | str, *shape: int) -> torch.Tensor:
@@ -90,8 +99,8 @@ def normal(seed: int | str, *shape: int) -> torch.Tensor:
 
 # ---------------------------------------------------------------------- layers that ranks run or do not run
 
+# The layers that are run in a step, each with the seed of its batch.
 Calls = Sequence[tuple[str, int]]
-"""The layers that are run in a step, each with the seed of its batch."""
 
 PROGRAMS: dict[str, list[list[Calls]]] = {
     # rank -> step -> calls
@@ -172,11 +181,9 @@ class Split(torch.nn.Module):
                 self.get_parameter(name).copy_(own)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a sequence."""
         return whole.chunk(self.size, 0)[self.rank] if self.sequence_parallel else whole
 
     def run(self, seed: int) -> None:
-        """Forward and backward of one batch."""
         x = self.part(normal(seed, ROWS, HIDDEN)).clone().requires_grad_()
         x = self.row(gelu(self.column(self.copied(x))))
         x = self.mlp(self.second_row(self.norm_column(x)))
@@ -250,8 +257,6 @@ class Counted(TorchDispatchMode):
         return call
 
     def _noting(self, original: Callable[..., bytes]) -> Callable[..., bytes]:
-        """Notes the messages of our own."""
-
         def exchange(messages: Messages, kind: str, *arguments: Any) -> bytes:
             self._kinds[kind] += 1
             return original(messages, kind, *arguments)
@@ -284,16 +289,11 @@ class Counted(TorchDispatchMode):
 
 @case(2)
 def programs(folder: Path) -> dict[str, list[Values]]:
-    """The statistics of each step of each program."""
-    results = {}
-    for name, program in PROGRAMS.items():
-        model = Layers(owned(name, dist.get_rank()))
-        with session(model, folder / name) as (running, keeper):
-            for calls in program[dist.get_rank()]:
-                model.run(calls)
-                running.step()
-        results[name] = steps(keeper)
-    return results
+    rank = dist.get_rank()
+    return {
+        name: run_program(Layers(owned(name, rank)), folder / name, [[calls] for calls in program[rank]])
+        for name, program in PROGRAMS.items()
+    }
 
 
 @case(4)
@@ -304,13 +304,7 @@ def data_and_tensor_parallel(folder: Path) -> dict[str, list[Values]]:
     results = {}
     for name, sequence_parallel in {"tp": False, "sp": True}.items():
         model = Split(groups[rank // 2], sequence_parallel=sequence_parallel)
-        with session(model, folder / name) as (running, keeper):
-            model.run(rank // 2)
-            running.step()
-            if rank < 2:
-                model.run(2)
-            running.step()
-        results[name] = steps(keeper)
+        results[name] = run_program(model, folder / name, [[rank // 2], [2] * (rank < 2)])
     return results
 
 
@@ -335,33 +329,24 @@ def schedules(folder: Path) -> list[dict[str, int]]:
 
 @case(2)
 def no_reduction(folder: Path) -> dict[str, Any]:
-    model = Layers("a")
-    with Counted() as counted, session(model, folder, reduce=False) as (running, keeper):
-        model.run([("a", dist.get_rank())])
-        running.step()
-    return {"steps": steps(keeper), "collectives": counted.kinds}
+    with Counted() as counted:
+        values = run_program(Layers("a"), folder, [[[("a", dist.get_rank())]]], reduce=False)
+    return {"steps": values, "collectives": counted.kinds}
 
 
 @case(2)
 def sharded_by_fsdp2(folder: Path) -> list[Values]:
     """Parameters are sharded between the forwards and gathered in them; each rank has a batch of its own."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = Layers("ab")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with session(model, folder) as (running, keeper):
-        for step in range(2):
-            model.run([("a", 10 * dist.get_rank() + step), ("b", 10 * dist.get_rank() + step + 5)])
-            running.step()
-    return steps(keeper)
+    seeds = [10 * dist.get_rank() + step for step in range(2)]
+    return run_program(model, folder, [[[("a", seed), ("b", seed + 5)]] for seed in seeds])
 
 
 def joined_engine(on_failure: Any = None) -> StatisticsEngine:
-    """An engine whose ranks have met."""
     engine, messages = StatisticsEngine(on_failure=on_failure), Messages(None, "by hand")
     messages.open("to reduce by hand")
     engine.reduce_over(messages)
@@ -541,7 +526,6 @@ def other_schedules(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """What this package logs at WARNING and above."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

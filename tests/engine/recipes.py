@@ -34,15 +34,12 @@ class Block(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A matrix, quantized by numpy."""
-
     number_format: Format
     blocks: list[Block]
     shape: tuple[int, int]
     tensor_amax: np.float32
 
     def over(self, of_block: Sequence[Any], dtype: Any = np.float32) -> npt.NDArray[Any]:
-        """A matrix from something of each block."""
         matrix = np.empty(self.shape, dtype)
         for block, value in zip(self.blocks, of_block, strict=True):
             matrix[block.where] = value
@@ -110,14 +107,11 @@ LIMITS = {  # recipe -> the lowest and the highest scale, as scale_of() stores i
 
 
 class Pair(NamedTuple):
-    """A matrix and what a recipe made of it."""
-
     x: npt.NDArray[Any]
     quantized: Quantized
 
 
 def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Every statistic of blocks, of all matrices together."""
     columns = [columns_by_block(recipe, pair) for pair in pairs]
 
     def total(place: str, name: str) -> float:

@@ -1,4 +1,5 @@
-"""The passes in plain torch and in C++, against float64; what is compiled, and what that does not let itself in for."""
+"""The passes in plain torch and in C++, and the range inside blocks, against float64; what is compiled, and what that
+does not let itself in for."""
 
 import functools
 import json
@@ -12,12 +13,20 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config
+from transformer_engine.debug.features.utils.stats_computation import (
+    BlockwiseDynamicRangeStat,
+    compute_max_blockwise_dynamic_range,
+)
 
 from te_precision_callbacks.base import compiling
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import compiled, eager, native
+from te_precision_callbacks.engine.kernels.eager_blocks import largest_range
+from te_precision_callbacks.statistics.names import Blocks
 from tests.drawn import normal
 from tests.engine import exact
+from tests.engine.forms import spread
 from tests.reference.processes import python
 
 INF, NAN = math.inf, math.nan
@@ -29,17 +38,15 @@ Measure = Callable[..., exact.Columns]
 Same = Callable[[exact.Columns, exact.Columns], None]
 
 
+# Flags of the compiler for the processor at hand, and for smaller ones, whose vectors it has too.
 PROCESSORS = {"native": (), "AVX2": ("-march=haswell",), "SSE2": ("-march=x86-64",)}
-"""Flags of the compiler for the processor at hand, and for smaller ones, whose vectors it has too."""
 
 
 @pytest.fixture(params=["eager", *(PROCESSORS if platform.machine() == "x86_64" else ["native"])])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which pass is tested."""
-    way = str(request.param)
-    if way != "eager":
-        monkeypatch.setattr(native.ONE_PASS, "functions", native.ONE_PASS.loaded(PROCESSORS[way]))
-    return way
+    if request.param != "eager":
+        monkeypatch.setattr(native.ONE_PASS, "functions", native.ONE_PASS.loaded(PROCESSORS[request.param]))
+    return request.param
 
 
 @pytest.fixture
@@ -64,9 +71,7 @@ def assert_same(way: str) -> Same:
     return functools.partial(exact.assert_same, **({} if way == "eager" else {"rel": exact.IN_FLOAT}))
 
 
-def assert_nearly(found: exact.Columns, expected: exact.Columns) -> None:
-    """Whichever pass was taken."""
-    exact.assert_same(found, expected, rel=exact.IN_FLOAT)
+assert_nearly = functools.partial(exact.assert_same, rel=exact.IN_FLOAT)
 
 
 @pytest.fixture(autouse=True)
@@ -206,12 +211,11 @@ ADVERSARIAL = {
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_the_bounds_hold(name: str, measure: Measure, assert_same: Same) -> None:
     values = ADVERSARIAL[name]
-    expected = exact.columns(values)
     result = measure(values)
-    assert_same(result, expected)
+    assert_same(result, exact.columns(values))
     x = exact.as_array(values)
-    std, exactly = exact.statistic("std", result), x[np.isfinite(x)].std(ddof=1)
-    assert std == pytest.approx(exactly, rel=exact.STD_IN_FLOAT)
+    std = x[np.isfinite(x)].std(ddof=1)
+    assert exact.statistic("std", result) == pytest.approx(std, rel=exact.STD_IN_FLOAT)
 
 
 @pytest.mark.parametrize("value", [0.1, 3.7, 1 / 3, -1e20, 1e-30])
@@ -312,7 +316,6 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def row_sums(rows: torch.Tensor) -> torch.Tensor:
-    """Something to compile."""
     return rows.to(torch.float64).sum(1)
 
 
@@ -331,7 +334,6 @@ def rows_of(values: torch.Tensor) -> torch.Tensor:
 def test_without_a_compiler_and_where_compiling_fails(
     has_compiler: bool, logger: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
     def fail(*args: Any, **options: Any) -> Any:
@@ -382,7 +384,6 @@ same = {"again": are_same(measured())}
 
 
 def in_a_process(script: str, **environment: str) -> tuple[dict[str, bool], str]:
-    """What the end of a script prints as JSON, and its stderr."""
     done = python(A_PROCESS_OF_ITS_OWN + script, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -525,3 +526,75 @@ def test_a_triton_kernel_that_fails_is_replaced_for_good(
         assert maxima.tolist() == [1, 2, -1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "The Triton kernel cannot be used" in caplog.text
+
+
+# --- the dynamic range inside blocks ----------------------------------------------------------------------------------
+
+
+INF, NAN = math.inf, math.nan
+
+
+def chosen(*shape: int, share: float, seed: int = 5) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def by_loop(values: torch.Tensor, blocks: Blocks) -> float:
+    matrix = exact.as_array(values).reshape(-1, values.shape[-1] if values.ndim else 1)
+    result = -INF
+    for oriented in [matrix, matrix.T] if blocks.both else [matrix]:
+        height = blocks.size if blocks.dims == 2 else 1
+        for top in range(0, oriented.shape[0], height):
+            for left in range(0, oriented.shape[1], blocks.size):
+                block = np.abs(oriented[top : top + height, left : left + blocks.size])
+                block = block[np.isfinite(block) & (block > 0)]
+                if len(block):
+                    result = max(result, math.log2(block.max()) - math.log2(block.min()))
+    return result
+
+
+IN_BLOCKS = {
+    "whole blocks": spread(16, 32),
+    "partial blocks": spread(13, 37),
+    "smaller than a block": spread(3, 5),
+    "bfloat16": spread(13, 37).bfloat16(),
+    "float16": spread(13, 37).half(),
+    "float8": spread(13, 37).to(torch.float8_e5m2),
+    "3-D": spread(3, 5, 19),
+    "1-D": spread(77),
+    "0-d": torch.tensor(-3.0),
+    "transposed": spread(13, 37).t(),
+    "expanded": spread(1, 37).expand(13, 37),
+    "not finite": spread(13, 37).where(chosen(13, 37, share=0.9), NAN).where(chosen(13, 37, share=0.9, seed=6), -INF),
+    "with zeros": spread(13, 37).where(chosen(13, 37, share=0.3), 0.0),
+    "zero blocks": spread(13, 37).where(torch.arange(37) > 16, 0.0),
+    "all of float32": torch.tensor([[1.4e-45, 1.0, -3.4e38, 0.0]]),
+}
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["as it is", "both orientations"])
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("size", [1, 8, 16, 10**6])
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_blocks(name: str, size: int, dims: int, both: bool) -> None:
+    blocks = Blocks(size, dims, both)
+    result = largest_range(IN_BLOCKS[name], blocks)
+    assert (result.dtype, result.shape) == (torch.float64, (1,))
+    assert result.item() == pytest.approx(by_loop(IN_BLOCKS[name], blocks), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("values", [torch.zeros(8, 8), torch.full((8, 8), NAN), torch.empty(0), torch.empty(3, 0)])
+@pytest.mark.parametrize("dims", [1, 2])
+def test_nothing_to_take_a_range_of(values: torch.Tensor, dims: int) -> None:
+    result = largest_range(values, Blocks(4, dims, both=True))
+    assert (result.dtype, result.tolist()) == (torch.float64, [-INF])
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["as it is", "both orientations"])
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("size", [4, 32])
+def test_transformer_engines(size: int, dims: int, both: bool) -> None:
+    """Of whole blocks of finite numbers theirs is the same, in float32."""
+    for values in (spread(64, 96), spread(2, 32, 64).where(chosen(2, 32, 64, share=0.5), 0.0), torch.zeros(32, 32)):
+        expected = float(compute_max_blockwise_dynamic_range(values, BlockwiseDynamicRangeStat(size, dims, both)))
+        result = max(largest_range(values, Blocks(size, dims, both)).item(), 0.0)
+        assert result == pytest.approx(expected, rel=1e-6)

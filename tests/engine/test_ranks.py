@@ -5,7 +5,7 @@ here with the same models and batches in this process. A data-parallel rank's ba
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from tests.engine.ranks_script import (
     Values,
     config,
     normal,
+    run_program,
     session,
-    steps,
 )
 from tests.engine.recipes import Pair, by_block, quantize
 from tests.forked import ranks
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the ranks compute on CPUs, with the reference backend"
 )
 
+# What the cases returned: rank -> case -> result.
 Ranks = list[dict[str, Any]]
-"""What the cases returned: rank -> case -> result."""
 
 
 def launch(world: int, folder: Path) -> Ranks:
@@ -59,18 +59,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Callable[..., list[Values]]]:
-    """``alone(model, [step, ...])``: the statistics of each step, which is a list of the arguments of ``model.run``."""
-
-    def run(model: Any, program: list[Any]) -> list[Values]:
-        with session(model, tmp_path) as (running, keeper):
-            for calls in program:
-                for call in calls:
-                    model.run(call)
-                running.step()
-        return steps(keeper)
-
-    return run
+def alone(tmp_path: Path) -> Callable[..., list[Values]]:
+    return lambda model, program: run_program(model, tmp_path, program)
 
 
 def assert_equal(found: Values, expected: Values) -> None:
@@ -101,15 +91,14 @@ def test_ranks_that_run_their_own_layers(two: Ranks, alone: Any, name: str) -> N
     assert two[0]["programs"][name] == two[1]["programs"][name]
 
 
+# What each tensor-parallel rank has a term of, so that no merging of statistics gives those of the sum.
 TERMS = {
     "tp": {"column dgrad", "norm_column dgrad", "mlp.fc1 dgrad", "row output", "second_row output", "mlp.fc2 output"},
 }
-"""What each tensor-parallel rank has a term of, so that no merging of statistics gives those of the sum."""
 TERMS["sp"] = {*TERMS["tp"], "copied wgrad"}
 
 
 def split_tensors(found: Values, parallelism: str) -> Values:
-    """Without the tensors of which ranks have terms."""
     return {key: value for key, value in found.items() if key.rpartition(" ")[0] not in TERMS[parallelism]}
 
 
@@ -169,24 +158,26 @@ def test_inf_and_nan_of_one_rank_and_micro_batch_are_counted_and_left_out(two: R
     bad = x[3]
     bad[0, 0], bad[1, 1], bad[2, 2] = torch.inf, -torch.inf, torch.nan
     finite = x[x.isfinite()]
+    expected = {
+        "layers.a activation nonfinite_num": 3,
+        "layers.a activation numel": x.numel(),
+        "layers.a activation l1_norm": pytest.approx(finite.abs().sum().item(), rel=1e-6),
+        "layers.a activation std": pytest.approx(finite.std().item(), rel=1e-6),
+        "layers.a activation max": finite.max().item(),
+        "layers.a output nonfinite_num": 3 * 16,
+    }
     for rank in two:
         (result,) = rank["not_finite"]
-        assert result["layers.a activation nonfinite_num"] == 3
-        assert result["layers.a activation numel"] == x.numel()
-        assert result["layers.a activation l1_norm"] == pytest.approx(finite.abs().sum().item(), rel=1e-6)
-        assert result["layers.a activation std"] == pytest.approx(finite.std().item(), rel=1e-6)
-        assert result["layers.a activation max"] == finite.max().item()
-        assert result["layers.a output nonfinite_num"] == 3 * 16
+        assert {name: result[name] for name in expected} == expected
 
 
 @pytest.mark.processes
 def test_rows_that_are_empty_or_due_on_one_rank_only(two: Ranks) -> None:
     for rank in two:
         for step, item in enumerate(rank["rows_that_differ"]):
-            assert item["empty on rank 0 weight mean"] == -3, "the sum of nothing, 0, is larger than that of rank 1"
-            assert item["empty on rank 0 weight max"] == -3
-            assert item["empty on rank 0 weight numel"] == 8
-            assert {item[f"empty on both weight {statistic}"] for statistic in ("mean", "max", "numel")} == {0}
+            # The sum of nothing, 0, is larger than that of rank 1.
+            for layer, expected in {"empty on rank 0": [-3, -3, 8], "empty on both": [0, 0, 0]}.items():
+                assert [item[f"{layer} weight {name}"] for name in ("mean", "max", "numel")] == expected
             assert (item["more on rank 1 activation min"], item["more on rank 1 activation max"]) == (-3, -3)
             assert item["equal activation std"] == 0.0
             in_turns = {key: value for key, value in item.items() if key.startswith("in turns")}
@@ -208,10 +199,7 @@ def test_blocks_of_all_ranks_are_put_together(two: Ranks, step: int, recipe: str
     for rank in two:
         for tensor, statistics in expected.items():
             for name, value in statistics.items():
-                result = rank["blocks"][step][f"{tensor} {recipe}_{name}"]
-                if isinstance(value, dict):
-                    result = {place: count for place, count in enumerate(result) if count}
-                assert result == (value if isinstance(value, dict) else pytest.approx(value, rel=1e-12)), name
+                assert rank["blocks"][step][f"{tensor} {recipe}_{name}"] == pytest.approx(value, rel=1e-12), name
 
 
 # ---------------------------------------------------------------------- what it costs
@@ -221,10 +209,11 @@ def test_blocks_of_all_ranks_are_put_together(two: Ranks, step: int, recipe: str
 @pytest.mark.parametrize("tensors", [6, 102])
 def test_a_step_ends_with_one_message_and_one_copy(two: Ranks, tensors: int) -> None:
     for rank in two:
-        result = rank["costs"][str(tensors)]
-        assert result["watched"] == tensors
-        assert result["inside"] == [{}, {}], "nothing waits for the device in a forward or backward"
-        assert result["at the end"] == [{"statistics": 1}, {"copy_": 1}]
+        assert rank["costs"][str(tensors)] == {
+            "watched": tensors,
+            "inside": [{}, {}],  # nothing waits for the device in a forward or backward
+            "at the end": [{"statistics": 1}, {"copy_": 1}],
+        }
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -9,7 +9,6 @@ import torch
 from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks
 from te_precision_callbacks.base.numerics.recipes import RECIPES, round_blocks
 from te_precision_callbacks.base.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
-from te_precision_callbacks.engine.kernels.columns import InBlocks
 from te_precision_callbacks.engine.quantization import PerTensor, default_settings, read, settings_of
 from te_precision_callbacks.layers.gemm_events import Watched
 from tests.engine import exact, forms
@@ -118,9 +117,8 @@ def test_swizzled_scales_are_read_as_any(recipe: str, columnwise: bool) -> None:
     assert not in_rows._with_gemm_swizzled_scales
     result = statistics_of(x, swizzled, swizzling, columnwise=columnwise)
     assert result == statistics_of(x, in_rows, plain, columnwise=columnwise)
-    part = read(swizzled, columnwise=False)
-    assert isinstance(part, InBlocks)
-    assert torch.equal(part.part.dequantized(), in_rows.dequantize(dtype=torch.float32))
+    part = read(swizzled, columnwise=False).part
+    assert torch.equal(part.dequantized(), in_rows.dequantize(dtype=torch.float32))
 
 
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])

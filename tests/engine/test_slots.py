@@ -52,7 +52,6 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def added(slots: Segments, layer: str, number: float, width: int = 2) -> None:
-    """Add a number to all sums of a layer, and merge it into its maximum."""
     names = tuple(f"sum{at}" for at in range(width))
     segment = slots.segment(SegmentKey(layer, "activation", "TENSOR"), names, ("max",), CPU, contributes=True)
     sums = torch.full((width,), number, dtype=torch.float64)

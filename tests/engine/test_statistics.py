@@ -26,7 +26,7 @@ from te_precision_callbacks.statistics.table import (
 )
 from tests.drawn import normal
 from tests.engine import exact
-from tests.engine.difficult import drawn
+from tests.engine.forms import drawn
 from tests.engine.one_step import Found, statistics
 from tests.quantizers import quantizer
 from tools.statistics_page import table
@@ -44,7 +44,6 @@ def statistics_of(micro_batches: Sequence[torch.Tensor], names: Sequence[Any], *
 
 
 def from_float64(micro_batches: Sequence[torch.Tensor]) -> Found:
-    """The same from numpy, on what is finite of all micro-batches together."""
     everything = np.concatenate([exact.as_array(values) for values in micro_batches])
     x = everything[np.isfinite(everything)]
     n, magnitude = len(x), np.abs(x)
@@ -131,8 +130,7 @@ EMPTY = dict.fromkeys(TENSOR_STATISTICS, 0.0) | {"exponent_histogram": (0.0,) * 
 )  # fmt: skip
 def test_every_value_is_defined(values: torch.Tensor, expected: Found) -> None:
     assert statistics_of([values], TENSOR_STATISTICS) == EMPTY | expected
-    blocks = statistics_of([values], [BLOCKWISE])
-    assert list(blocks.values()) == [0.0]
+    assert list(statistics_of([values], [BLOCKWISE]).values()) == [0.0]
     # And in the midst of others they change nothing but the counts.
     others = [normal(30), values, normal(40, seed=1)]
     results, alone = statistics_of(others, TENSOR_STATISTICS), statistics_of([others[0], others[2]], TENSOR_STATISTICS)
@@ -142,7 +140,6 @@ def test_every_value_is_defined(values: torch.Tensor, expected: Found) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_float64_whose_squares_are_beyond_float64() -> None:
-    """No value is nan."""
     x = torch.tensor([1e200, -3e200, 1e-200, 0.0], dtype=torch.float64)
     result = statistics_of([x, x], TENSOR_STATISTICS)
     assert (result["min"], result["max"], result["cur_amax"]) == (-3e200, 1e200, 3e200)

@@ -204,7 +204,6 @@ def test_everything_compiles() -> None:
 
 
 def compiled_for(form: Form, capability: int, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    """What Triton and ptxas make of both launches."""
     module = fresh_kernel("triton_blocks")
     functions = {name: getattr(module, name) for name in ("_measure", "_merge")}
     launches = {name: Launch() for name in functions}

@@ -88,13 +88,12 @@ class OncePatched:
         self._patched.clear()
 
 
+# What the interpreter has rewritten of the kernels, which takes it a fifth of its time.
 _rewritten: dict[Any, Any] = {}
-"""What the interpreter has rewritten of the kernels, which takes it a fifth of its time."""
 
 
 @cache
 def _interpreted_function(name: str) -> Any:
-    """A function of Triton's own."""
     return triton.jit(getattr(tl, name).fn)
 
 
@@ -139,8 +138,6 @@ def by_kernel(kernel: ModuleType) -> Callable[[Sequence[Pending], torch.Tensor, 
 
 @pytest.fixture
 def measure(kernel: ModuleType) -> Measure:
-    """``measure`` with the columns by name, and the exponent counts as "histogram"."""
-
     def measure(values: torch.Tensor, codes: torch.Tensor | None = None, *args: Any, **options: Any) -> dict[str, Any]:
         result = measured_by(by_kernel(kernel), values, codes, *args, **options)
         return named(*result, compared=codes is not None, histogram_too=options.get("histogram", False))
@@ -351,7 +348,6 @@ def test_the_host_neither_waits_nor_copies(
 def pending_of(
     values: torch.Tensor, at: int, *, codes: bool = False, histogram: bool = False, e5m2: bool = False
 ) -> Pending:
-    """A tensor whose columns go to places from ``at`` on."""
     places, _, _ = layout(codes=codes, histogram=histogram)
     moved = ColumnPlaces(*(place + at if place >= 0 else -1 for place in places))
     made = quantized(values, 0.0123, e5m2=e5m2) if codes else (None, None)
@@ -443,7 +439,6 @@ def compiled(
 
 
 def compiled_launch(capability: int, function: Any, launch: Launch) -> dict[str, Any]:
-    """What Triton and ptxas make of a kernel for a launch: "ptx", "cubin", ..."""
     given = launch.options
     compile_options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in given}
     # Triton makes constants of None and 1, and knows which numbers and addresses are multiples of 16.
@@ -541,7 +536,6 @@ def test_registers_are_not_spilled(
 
 
 def disassembled(cubin: bytes, folder: Path) -> str:
-    """The instructions of a compiled kernel."""
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"

@@ -13,7 +13,7 @@ import torch
 
 Array = np.ndarray
 
-KINDS = ("random", "spread", "denormal", "huge", "zero", "inf", "nan", "only nan", "negative zero")
+KINDS = ("random", "spread", "denormal", "huge", "zero", "inf", "nan", "only nan", "negative zero", "sparse")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = {torch.float32: 3.4028235e38, torch.bfloat16: 3.3895314e38, torch.float16: 65504.0}
 
@@ -28,7 +28,6 @@ class Format:
 
     @property
     def sign(self) -> int:
-        """The bit of the sign."""
         return 1 << (self.exponent_bits + self.mantissa_bits)
 
     @cached_property
@@ -94,11 +93,12 @@ def example(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
         x.fill_(float("nan"))
     elif kind == "negative zero":
         x.fill_(-0.0)
+    elif kind == "sparse":
+        x = x.where(torch.rand(shape, generator=generator) > 0.97, -0.0)
     return x.to(dtype)
 
 
 def matrix(tensor: torch.Tensor) -> Array:
-    """The tensor as a matrix of float32, its leading dimensions in one."""
     return tensor.detach().float().reshape(-1, tensor.shape[-1]).numpy()
 
 
@@ -167,12 +167,10 @@ def swizzled(scales: Array) -> Array:
 
 
 def up(number: int, multiple: int) -> int:
-    """The next multiple."""
     return -(-number // multiple) * multiple
 
 
 def pad(scales: Array, rows: int, columns: int) -> Array:
-    """Zeros up to multiples of ``rows`` and ``columns``."""
     out = np.zeros((up(scales.shape[0], rows), up(scales.shape[1], columns)), dtype=scales.dtype)
     out[: scales.shape[0], : scales.shape[1]] = scales
     return out

@@ -13,7 +13,6 @@ e2m1_numbers, e4m3_numbers = E2M1.decode, E4M3.decode
 
 
 def amax(matrix: np.ndarray) -> f32:
-    """NaN is passed over."""
     magnitudes = np.abs(matrix[~np.isnan(matrix)])
     return f32(magnitudes.max()) if magnitudes.size else f32(0)
 
@@ -93,7 +92,6 @@ def hadamard(matrix: np.ndarray, signs: list[int]) -> np.ndarray:
 
 
 def dequantize(codes: np.ndarray, scales: np.ndarray, tensor_amax: np.ndarray | f32, largest_scale: int) -> np.ndarray:
-    """What the codes stand for: float64."""
     factors = e4m3_numbers(scales).astype(np.float64) * np.asarray(tensor_amax, np.float64).reshape(-1, 1)
     return e2m1_numbers(codes).astype(np.float64) * factors.repeat(16, 1) / (6 * largest_scale)
 

@@ -28,7 +28,6 @@ def run(command: list[str], *, cwd: Path | None = None, **environment: str) -> s
 def python(
     code: str, *, cwd: Path | None = None, fresh: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in a Python of its own."""
     return run([sys.executable if fresh else executable(), "-W", "ignore", "-c", dedent(code)], cwd=cwd, **environment)
 
 
@@ -42,6 +41,5 @@ def answers(code: str, *, cwd: Path | None = None, fresh: bool = False, **enviro
 def te_precision(
     *arguments: str, cwd: Path | None = None, fresh: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line with ``arguments``."""
     command = [sys.executable if fresh else executable(), "-W", "ignore", "-m", "te_precision_callbacks", *arguments]
     return run(command, cwd=cwd, **environment)

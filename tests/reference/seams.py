@@ -7,8 +7,8 @@ If a text occurs many times, the place is an example. The replacements are in
 
 from dataclasses import dataclass
 
+# The versions from which the seams were read.
 READ_FROM = {"transformer-engine": "2.20.2", "nvdlfw-inspect": "0.2.2"}
-"""The versions from which the seams were read."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,6 @@ def main() -> int:
 
 
 def read_table(capability: str) -> dict[str, Result]:
-    """The expected results at ``capability``, by file."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     results = {}
     for row in table["result"]:
@@ -116,7 +115,6 @@ def read_table(capability: str) -> dict[str, Result]:
 
 
 def run(checkout: Path, file: str, capability: str, features: list[str], share: Sequence[str]) -> Result:
-    """Run one file of the checkout's tests, or a share of it, in a process of its own, in a folder of its own."""
     environment = os.environ | {"TE_PRECISION_REFERENCE_CAPABILITY": capability, "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder, "junit.xml")
@@ -156,7 +154,6 @@ def read_junit(path: Path, output: str) -> Result:
 
 
 def report(wanted: Result, found: Result) -> None:
-    """Say how ``found`` differs, with pytest's report where tests fail that should not."""
     print(f"  expected: {wanted}")
     for test in sorted(wanted.failed - found.failed):
         print(f"  does not fail: {test}")

@@ -15,10 +15,15 @@ from tests.reference.processes import answers
 
 
 @pytest.fixture
-def gloo(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
+def alone(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """How a process joins a group of its own."""
+    yield {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def gloo(alone: dict[str, Any]) -> None:
+    dist.init_process_group("gloo", **alone)
 
 
 @pytest.mark.usefixtures("gloo")
@@ -56,24 +61,18 @@ def test_a_manager_that_was_left_keeps_nothing_of_its_group() -> None:
     ("options", "apart"), [({}, True), ({"backend": "cpu:gloo,cuda:gloo"}, True), ({"backend": "gloo"}, False)]
 )
 def test_a_group_has_the_backends_that_it_was_requested_with_or_inherits(
-    tmp_path: Path, options: dict[str, Any], apart: bool
+    alone: dict[str, Any], options: dict[str, Any], apart: bool
 ) -> None:
-    store = f"file://{tmp_path}/store"
-    collectives.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1, **options)
+    collectives.keeping_apart(dist.init_process_group)(**alone, **options)
     new_group = collectives.keeping_apart(dist.new_group)
-    try:
-        assert (dist.group.WORLD in collectives._seconds) == apart
-        assert (new_group() in collectives._seconds) == apart
-        assert (new_group([0], use_local_synchronization=True) in collectives._seconds) == apart
-        assert new_group(backend="gloo") not in collectives._seconds
-    finally:
-        dist.destroy_process_group()
+    for group in (dist.group.WORLD, new_group(), new_group([0], use_local_synchronization=True)):
+        assert (group in collectives._seconds) == apart
+    assert new_group(backend="gloo") not in collectives._seconds
 
 
-def test_a_thread_beside_the_training_uses_the_second_of_two_backends(tmp_path: Path) -> None:
+def test_a_thread_beside_the_training_uses_the_second_of_two_backends(alone: dict[str, Any]) -> None:
     """An asynchronous checkpoint's collectives, of tensors too, must not pair with the training's."""
-    store = f"file://{tmp_path}/store"
-    collectives.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1)
+    collectives.keeping_apart(dist.init_process_group)(**alone)
     all_reduce = collectives._sending_apart(dist.all_reduce, objects=False)
     first = dist.group.WORLD
     second = collectives._seconds[first].group
@@ -81,18 +80,15 @@ def test_a_thread_beside_the_training_uses_the_second_of_two_backends(tmp_path: 
     def counts() -> tuple[int, int]:
         return first._get_sequence_number_for_group(), second._get_sequence_number_for_group()
 
-    try:
-        before = counts()
-        all_reduce(torch.ones(1))
-        assert counts() == (before[0] + 1, before[1])
-        checkpoint = threading.Thread(target=all_reduce, args=(torch.ones(1),))
-        checkpoint.start()
-        checkpoint.join()
-        assert counts() == (before[0] + 1, before[1] + 1)
-        all_reduce(torch.ones(1), group=dist.GroupMember.NON_GROUP_MEMBER)  # torch warns, as without two backends
-        assert counts() == (before[0] + 1, before[1] + 1)
-    finally:
-        dist.destroy_process_group()
+    before = counts()
+    all_reduce(torch.ones(1))
+    assert counts() == (before[0] + 1, before[1])
+    checkpoint = threading.Thread(target=all_reduce, args=(torch.ones(1),))
+    checkpoint.start()
+    checkpoint.join()
+    assert counts() == (before[0] + 1, before[1] + 1)
+    all_reduce(torch.ones(1), group=dist.GroupMember.NON_GROUP_MEMBER)  # torch warns, as without two backends
+    assert counts() == (before[0] + 1, before[1] + 1)
 
 
 @pytest.mark.processes

@@ -30,7 +30,6 @@ def either_gpu(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
 
 def _gemm(a: Any, b: Any, layout: str, **options: Any) -> list[Any]:
     transa, transb = LAYOUTS[layout]
-    out_dtype = options.pop("out_dtype", None)
     return tex.generic_gemm(
         a,
         transa,
@@ -38,7 +37,7 @@ def _gemm(a: Any, b: Any, layout: str, **options: Any) -> list[Any]:
         transb,
         options.pop("out", None),
         options.pop("quantizer", None),
-        None if out_dtype is None else KIND[out_dtype],
+        KIND.get(options.pop("out_dtype", None)),
         options.pop("bias", None),
         options.pop("bias_type", tex.DType.kBFloat16),
         options.pop("gelu", False),
@@ -58,9 +57,7 @@ def _operands(layout: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
     transa, transb = LAYOUTS[layout]
     a = torch.randn(N, K).to(dtype) if transa else torch.randn(K, N).to(dtype)
     b = torch.randn(K, M).to(dtype) if transb else torch.randn(M, K).to(dtype)
-    op_a = a.double().t() if transa else a.double()
-    op_b = b.double().t() if transb else b.double()
-    return a, b, op_b @ op_a
+    return a, b, (b.double().t() if transb else b.double()) @ (a.double().t() if transa else a.double())
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, *, atol: float = 2e-5) -> None:
@@ -101,7 +98,6 @@ def test_gradients_of_bias_and_gelu(dtype: torch.dtype) -> None:
     x = torch.randn(M, N).to(dtype)
     exact = x.double().requires_grad_()
     F.gelu(exact, approximate="tanh").backward(expected)
-    assert exact.grad is not None
     _close(_gemm(a, b, "NN", gelu=True, gelu_in=x, grad=True)[0], exact.grad, dtype, atol=1e-4)
 
 
@@ -123,8 +119,7 @@ def test_accumulation_into_float32() -> None:
     a, b, expected = _operands("NT", torch.bfloat16)
     start = torch.randn(M, N)
     out = start.clone()
-    result = _gemm(a, b, "NT", out=out, out_dtype=torch.float32, accumulate=True)[0]
-    assert result is out
+    assert _gemm(a, b, "NT", out=out, out_dtype=torch.float32, accumulate=True)[0] is out
     _close(out, expected + start.double(), torch.float32)
     _gemm(a, b, "NT", out=out.copy_(start), accumulate=True, alpha=2.0, beta=0.5)
     _close(out, 2 * expected + 0.5 * start.double(), torch.float32)
@@ -155,8 +150,8 @@ def test_output_in_fp8_straight_from_fp8() -> None:
     assert its.amax.item() == exact.abs().max().item()
 
 
+# A recipe, and the options of its quantizer.
 Made = tuple[str, dict[str, Any]]
-"""A recipe, and the options of its quantizer."""
 PIECES: Made = ("fp8_block_scaling", {})
 SQUARES: Made = ("fp8_block_scaling", {"weight": True})
 PER_TENSOR: Made = ("fp8_current_scaling", {})
@@ -305,7 +300,6 @@ def test_formats_that_do_not_go_together() -> None:
 
 
 def _runs(recipe: str, gemm: str, tokens: int, in_features: int, out_features: int) -> bool:
-    """Whether the operands of a layer's GEMM can be quantized and multiplied."""
     layout, shape_a, shape_b, shape = {
         "fprop": ("TN", (out_features, in_features), (tokens, in_features), (tokens, out_features)),
         "dgrad": ("NN", (out_features, in_features), (tokens, out_features), (tokens, in_features)),
@@ -323,7 +317,6 @@ def _runs(recipe: str, gemm: str, tokens: int, in_features: int, out_features: i
 
 @pytest.mark.parametrize("recipe", ["fp8_current_scaling", "fp8_block_scaling", "mxfp8", "nvfp4"])
 def test_sizes_of_the_table_run_and_others_do_not(either_gpu: tuple[int, int], recipe: str) -> None:
-    """What a GEMM of the backend takes is what the table says, for each of a layer's three GEMMs."""
     for gemm in gemm_shapes.GEMMS:
         for index in range(3):
             for size in (16, 20, 24, 30, 32, 36, 48):
@@ -358,11 +351,10 @@ def test_grouped_backward_of_quantized_tensors(recipe: str, accumulate: bool) ->
     fp8 = [[quantizer(recipe)(torch.randn(count, columns)) for count in rows] for columns in (64, 32)]
     out = [torch.full((32, 64), 2.0) for _ in rows]
     _grouped(*fp8, "NT", out, accumulate=accumulate)
-    start = 2.0 if accumulate else 0.0
     for index in (0, 2):
         alone = _gemm(fp8[0][index], fp8[1][index], "NT", out_dtype=torch.float32)[0]
-        assert torch.equal(out[index], alone + start)
-    assert bool((out[1] == start).all())
+        assert torch.equal(out[index], alone + 2.0 * accumulate)
+    assert bool((out[1] == 2.0 * accumulate).all())
 
 
 def test_grouped_backward() -> None:
@@ -372,9 +364,9 @@ def test_grouped_backward() -> None:
     out = [torch.full((N, K), 2.0) for _ in rows]
     bias = [torch.full((N,), 9.0) for _ in rows]
     _grouped(x, grads, "NT", out, bias=bias, grad=True, accumulate=True)
-    for index in range(3):
-        torch.testing.assert_close(out[index], grads[index].t() @ x[index] + 2.0, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(bias[index], grads[index].sum(dim=0))
+    expected = [grad.t() @ of_group + 2.0 for grad, of_group in zip(grads, x, strict=True)]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(bias, [grad.sum(dim=0) for grad in grads])
 
 
 def test_grouped_forward_into_one_output() -> None:

@@ -1,4 +1,4 @@
-"""Transformer Engine's modules on the reference extension, against the same layers in torch."""
+"""Transformer Engine's modules on the reference extension, against the same layers in torch; and its FP8 attention."""
 
 import copy
 from collections.abc import Callable
@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe
+from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
+from te_precision_callbacks.reference.errors import MissingFunctionError
+from tests.capability import stand_for
 from tests.combinations import half
 
 RECIPES = {
@@ -34,7 +37,6 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _assert_same(actual: Function, expected: Function, x: torch.Tensor, parameters: list[torch.Tensor]) -> None:
-    """The results, and the gradients of input and parameters for a fixed output gradient."""
     results = []
     for function in (actual, expected):
         t = x.detach().clone().requires_grad_()
@@ -61,14 +63,11 @@ def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("normalization", [None, "LayerNorm", "RMSNorm"])
 def test_linear(normalization: str | None) -> None:
-    x = torch.randn(4, 16, 32)
-    if normalization is None:
-        module = te.Linear(32, 48)
-        _assert_same(module, lambda t: _linear(module, t), x, list(module.parameters()))
-    else:
-        module = te.LayerNormLinear(32, 48, normalization=normalization)
+    x, norm = torch.randn(4, 16, 32), normalization and _norm
+    module = te.LayerNormLinear(32, 48, normalization=normalization) if norm else te.Linear(32, 48)
+    if norm:
         torch.nn.init.normal_(module.layer_norm_weight)
-        _assert_same(module, lambda t: _linear(module, _norm(module, t)), x, list(module.parameters()))
+    _assert_same(module, lambda t: _linear(module, norm(module, t) if norm else t), x, list(module.parameters()))
 
 
 def test_grouped_linear() -> None:
@@ -121,31 +120,26 @@ def test_transformer_layer(activation: str, groups: int, normalization: str, rot
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_grouped_linear_in_fp8_is_each_linear_in_fp8(recipe: str) -> None:
-    splits, chosen = [16, 32], RECIPES[recipe]()
-    grouped, x = te.GroupedLinear(2, 32, 48), torch.randn(48, 32)
+    splits, grouped, x = [16, 32], te.GroupedLinear(2, 32, 48), torch.randn(48, 32, requires_grad=True)
     single = [te.Linear(32, 48) for _ in splits]
     for index, module in enumerate(single):
         module.weight.data.copy_(getattr(grouped, f"weight{index}").data)
         module.bias.data.copy_(getattr(grouped, f"bias{index}").data)
-    x.requires_grad_()
-    with te.autocast(enabled=True, recipe=chosen):
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
         together = grouped(x, splits)
         apart = torch.cat([m(part) for m, part in zip(single, torch.split(x, splits), strict=True)])
     assert torch.equal(together, apart)
     grad = torch.randn_like(together)
-    gradients = [torch.autograd.grad(out, x, grad, retain_graph=True)[0] for out in (together, apart)]
-    assert torch.equal(*gradients)
+    assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (together, apart)))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_weights_are_cached_between_microbatches(recipe: str) -> None:
-    module, x = te.Linear(32, 48), torch.randn(16, 32)
-    chosen = RECIPES[recipe]()
+    module, x, chosen = te.Linear(32, 48), torch.randn(16, 32), RECIPES[recipe]()
 
     def forward(first: bool | None) -> torch.Tensor:
         with te.autocast(enabled=True, recipe=chosen):
-            out: torch.Tensor = module(x, is_first_microbatch=first)
-        return out.detach()
+            return module(x, is_first_microbatch=first).detach()
 
     # The scales of delayed scaling settle.
     for _ in range(3):
@@ -163,13 +157,68 @@ def test_recomputing_a_layer_changes_nothing(recipe: str | None) -> None:
     for checkpointed in (False, True):
         module = copy.deepcopy(original)
         te.quantization.FP8GlobalStateManager.reset()
-        chosen = None if recipe is None else RECIPES[recipe]()
-
         t = x.clone().requires_grad_()
-        with te.autocast(enabled=chosen is not None, recipe=chosen):
+        with te.autocast(enabled=recipe is not None, recipe=RECIPES[recipe]() if recipe else None):
             out = te.checkpoint(module, t, use_reentrant=True) if checkpointed else module(t)
         out.square().sum().backward()
         results.append([out.detach(), t.grad, *(parameter.grad for parameter in module.parameters())])
     for plain, recomputed in zip(*results, strict=True):
-        assert plain is not None
         assert torch.equal(plain, recomputed)
+
+
+# --- FP8 attention: Transformer Engine's own emulation, in its unfused attention --------------------------------------
+
+
+BATCH, TOKENS, HEADS, SIZE = 2, 128, 4, 128
+
+ATTENTION_RECIPES: dict[str, tuple[tuple[int, int], Callable[..., Recipe]]] = {
+    "delayed": ((9, 0), lambda **options: DelayedScaling(fp8_dpa=True, **options)),
+    "delayed on Blackwell": ((10, 0), lambda **options: DelayedScaling(fp8_dpa=True, **options)),
+    "current": ((10, 0), lambda **options: Float8CurrentScaling(fp8_dpa=True, **options)),
+    "mxfp8": ((10, 0), lambda **options: MXFP8BlockScaling(fp8_dpa=True, **options)),
+}
+
+
+def attention(recipe: Recipe | None, monkeypatch: pytest.MonkeyPatch, **environment: str) -> list[torch.Tensor]:
+    """O, dQ, dK and dV of DotProductAttention after two steps."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(_attention_backends, "attention_params", None)
+    torch.manual_seed(0)
+    layer = te.DotProductAttention(HEADS, SIZE, num_gqa_groups=2, qkv_format="sbhd", attn_mask_type="causal")
+    shapes = [(TOKENS, BATCH, count, SIZE) for count in (HEADS, 2, 2)]
+    inputs = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    gradient = torch.randn(TOKENS, BATCH, HEADS * SIZE).bfloat16()
+    for _ in range(2):
+        for tensor in inputs:
+            tensor.grad = None
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            output = layer(*inputs)
+        output.backward(gradient)
+    assert _attention_backends["use_unfused_attention"]
+    assert not _attention_backends["use_fused_attention"]
+    return [output, *(tensor.grad for tensor in inputs)]
+
+
+@pytest.mark.usefixtures("any_gpu")
+@pytest.mark.parametrize("name", ATTENTION_RECIPES)
+def test_the_error_is_that_of_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither none, nor more than that of a few roundings to FP8, which have a relative error of up to 2**-4 each."""
+    capability, recipe = ATTENTION_RECIPES[name]
+    stand_for(capability)
+    exact = attention(None, monkeypatch)
+    for item, expected in zip(attention(recipe(), monkeypatch), exact, strict=True):
+        distance = ((item.float() - expected.float()).norm() / expected.float().norm()).item()
+        assert 0.005 < distance < 0.15
+
+
+@pytest.mark.usefixtures("any_gpu")
+def test_a_user_can_switch_the_emulation_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_for((10, 0))
+    with pytest.raises(MissingFunctionError, match="no fused attention, and Transformer Engine's unfused attention"):
+        attention(Float8CurrentScaling(fp8_dpa=True), monkeypatch, NVTE_UnfusedDPA_Emulate_FP8="0")
+
+
+@pytest.mark.usefixtures("any_gpu")
+def test_high_precision_is_unfused_attention_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(map(torch.equal, *(attention(None, monkeypatch, NVTE_FUSED_ATTN=allowed) for allowed in ("0", "1"))))

@@ -18,6 +18,7 @@ from tests.reference import block_formats as spec
 FORMATS = {False: spec.E4M3, True: spec.E5M2}  # e5m2?
 KIND = {torch.float32: tex.DType.kFloat32, torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16}
 Options = dict[str, bool]
+# Recipes, and options of their quantizers.
 VARIANTS: list[tuple[str, Options]] = [
     *(
         ("fp8_block_scaling", {"weight": weight, "force_pow_2_scales": power_of_2})
@@ -27,7 +28,6 @@ VARIANTS: list[tuple[str, Options]] = [
     ("mxfp8", {}),
     ("mxfp8", {"with_2d_quantization": True}),
 ]
-"""Recipes, and options of their quantizers."""
 SHAPES = {
     "fp8_block_scaling": [(128, 128), (256, 384), (1, 16), (130, 257), (2, 3, 50, 72), (300,)],
     "mxfp8": [(32, 32), (64, 96), (160, 32), (2, 3, 32, 64), (128, 256)],

@@ -16,14 +16,13 @@ from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from tests.capability import extension_of
 from tests.combinations import half
+from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy as expected
-from tests.reference.block_formats import swizzled
 from tests.reference.processes import answers
 
-INF, NAN = float("inf"), float("nan")
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
-INPUTS = ["random", "outliers", "denormal", "huge", "zero", "negative zero", "inf", "nan", "all nan", "sparse"]
+spec.KINDS = ["random", "spread", "denormal", "huge", "zero", "negative zero", "inf", "nan", "all nan", "sparse"]
 SHAPES = [(16, 16), (48, 80), (112, 176), (256, 272)]
 
 
@@ -33,78 +32,42 @@ def blackwell() -> Iterator[None]:
         yield
 
 
-def tensor_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator)
-    info = torch.finfo(dtype)
-    if kind == "outliers":
-        values = values * torch.randn(shape, generator=generator).exp() ** 3
-    elif kind == "denormal":
-        values = values * info.tiny / 4
-    elif kind == "huge":
-        values = values.clamp(-3, 3) / 3 * info.max
-    elif kind == "zero":
-        values = torch.zeros(shape)
-    elif kind == "negative zero":
-        values = torch.where(values > 0.5, values, -0.0)
-    elif kind == "sparse":
-        values = values * (torch.rand(shape, generator=generator) > 0.97) + 0.0
-    values = values.to(dtype)
-    flat = values.view(-1)
-    if kind == "inf":
-        flat[3], flat[-7] = INF, -INF
-    elif kind == "nan":
-        flat[3], flat[40], flat[-7] = NAN, NAN, NAN
-    elif kind == "all nan":
-        flat[:] = NAN
-    return values
-
-
-def as_matrix(tensor: torch.Tensor) -> np.ndarray:
-    return np.asarray(tensor.float().reshape(-1, tensor.shape[-1]).numpy())
-
-
-def check(
-    quantized: Any, direction: str, codes: np.ndarray, scales: np.ndarray, amax: Any, swizzled: bool = False
-) -> None:
+def check(quantized: Any, direction: str, codes: np.ndarray, scales: np.ndarray, amax: Any) -> None:
     data = getattr(quantized, f"_{direction}_data").numpy()
     np.testing.assert_array_equal(expected.unpack(data).reshape(codes.shape), codes)
     stored = getattr(quantized, f"_{direction}_scale_inv")
-    padded = np.zeros((-(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 4) * 4), dtype=np.uint8)
-    padded[: scales.shape[0], : scales.shape[1]] = scales
-    np.testing.assert_array_equal(stored.numpy(), swizzled(padded) if swizzled else padded)
-    assert quantized._with_gemm_swizzled_scales is swizzled
+    np.testing.assert_array_equal(stored.numpy(), spec.pad(scales, 128, 4))
+    assert quantized._with_gemm_swizzled_scales is False
     np.testing.assert_array_equal(
         getattr(quantized, f"_amax_{direction}").numpy(), np.asarray(amax, np.float32).reshape(-1)
     )
 
 
 def check_both(quantized: Any, source: torch.Tensor, *, by_row: bool = False, **options: Any) -> None:
-    """Both directions, with one amax or one for each row."""
-    matrix = as_matrix(source)
+    matrix = spec.matrix(source)
     for direction, part in (("rowwise", matrix), ("columnwise", matrix.T)):
         amax = np.array([expected.amax(row) for row in part]) if by_row else expected.amax(matrix)
         codes, scales, _ = expected.quantize(part, amax, **options)
         check(quantized, direction, codes, scales, amax)
 
 
-@pytest.mark.parametrize(("shape", "kind", "dtype", "square"), half(SHAPES, INPUTS, TYPES, (False, True)), ids=str)
+@pytest.mark.parametrize(("shape", "kind", "dtype", "square"), half(SHAPES, spec.KINDS, TYPES, (False, True)), ids=str)
 def test_bytes_scales_and_amax_are_those_of_the_definitions(
     shape: tuple[int, int], kind: str, dtype: str, square: bool
 ) -> None:
-    source = tensor_of(kind, shape, TYPES[dtype])
+    source = spec.example(kind, shape, TYPES[dtype])
     check_both(NVFP4Quantizer(with_2d_quantization=square)(source), source, square=square)
 
 
 @pytest.mark.parametrize(
     ("kind", "square", "largest_scale", "error", "in_e4m3_units"),
-    half(INPUTS, (False, True), (448, 256), ("MAE", "MSE"), (False, True)),
+    half(spec.KINDS, (False, True), (448, 256), ("MAE", "MSE"), (False, True)),
 )
 def test_four_over_six_takes_the_better_scale(
     kind: str, square: bool, largest_scale: int, error: str, in_e4m3_units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", str(int(in_e4m3_units)))
-    source = tensor_of(kind, (48, 80), torch.bfloat16)
+    source = spec.example(kind, (48, 80), torch.bfloat16)
     quantizer = NVFP4Quantizer(
         with_2d_quantization=square,
         nvfp4_use_4over6=True,
@@ -117,22 +80,22 @@ def test_four_over_six_takes_the_better_scale(
     assert (quantized._nvfp4_use_4over6, quantized._nvfp4_e4m3_max) == (True, largest_scale)
 
 
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("kind", spec.KINDS)
 def test_row_scaled_has_an_amax_for_each_row_and_for_each_column(kind: str) -> None:
-    source = tensor_of(kind, (64, 96), torch.bfloat16)
+    source = spec.example(kind, (64, 96), torch.bfloat16)
     quantized = NVFP4Quantizer(row_scaled_nvfp4=True)(source)
     check_both(quantized, source, by_row=True)
     assert quantized._row_scaled_nvfp4
 
 
 @pytest.mark.parametrize("random_signs", [True, False], ids=["random signs", "no signs"])
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("kind", spec.KINDS)
 @pytest.mark.parametrize("shape", [(48, 80), (64, 128)], ids=["unfused", "fused"])
 def test_hadamard_transform_of_the_columns(shape: tuple[int, int], kind: str, random_signs: bool) -> None:
-    source = tensor_of(kind, shape, torch.bfloat16)
+    source = spec.example(kind, shape, torch.bfloat16)
     quantizer = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=random_signs)
     quantized = quantizer(source)
-    matrix = as_matrix(source)
+    matrix = spec.matrix(source)
     transformed = transformed_columns(matrix, SIGNS if random_signs else [1] * 16)
     for direction, part in (("rowwise", matrix), ("columnwise", transformed)):
         amax = expected.amax(part)
@@ -159,7 +122,7 @@ REFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 # The transform makes NaN of infinities; and torch's product of bfloat16 matrices, which TE's reference takes for it,
 # makes 0 of denormals on a CPU.
 NOT_WITH_RHT = ("inf", "denormal")
-KINDS = ("random", "outliers", "denormal", "huge", "zero", "inf", "sparse")
+KINDS = ("random", "spread", "denormal", "huge", "zero", "inf", "sparse")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +131,7 @@ KINDS = ("random", "outliers", "denormal", "huge", "zero", "inf", "sparse")
 def test_as_transformer_engines_reference(how: str, kind: str) -> None:
     ours, theirs = REFERENCES[how]
     for dtype in [torch.bfloat16] if how in ("rht", "row-scaled") else TYPES.values():
-        source = tensor_of(kind, (96, 160), dtype) + 0.0  # no -0
+        source = spec.example(kind, (96, 160), dtype) + 0.0  # no -0
         quantized = NVFP4Quantizer(**ours)(source)
         wanted = NVFP4QuantizerRef(dtype=reference_utils.Fp4Formats.E2M1, **theirs).quantize(source)
         for suffix, direction in (("", "rowwise"), ("_t", "columnwise")):
@@ -187,7 +150,7 @@ def test_as_transformer_engines_reference(how: str, kind: str) -> None:
 def test_stochastic_rounding_takes_a_neighbour_and_is_repeatable(how: str) -> None:
     rht = "rht" in how
     shape = (64, 128) if how == "rht fused" else (48, 80)
-    source = tensor_of("outliers", shape, torch.bfloat16)
+    source = spec.example("spread", shape, torch.bfloat16)
     quantizer = NVFP4Quantizer(
         stochastic_rounding=True, with_2d_quantization=how == "2d", with_rht=rht, with_post_rht_amax=rht
     )
@@ -197,7 +160,7 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_repeatable(how: str) -> No
     torch.testing.assert_close(quantizer(source)._rowwise_data, quantized._rowwise_data)
     assert not torch.equal(another._rowwise_data, quantized._rowwise_data)
     assert not torch.equal(another._columnwise_data, quantized._columnwise_data)
-    matrix = as_matrix(source)
+    matrix = spec.matrix(source)
     columns = transformed_columns(matrix, SIGNS) if rht else matrix.T
     for direction, part in (("rowwise", matrix), ("columnwise", columns)):
         amax = expected.amax(part)
@@ -210,7 +173,7 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_repeatable(how: str) -> No
 @pytest.mark.parametrize("how", ["2d", "2d padded", "1d", "rht", "row-scaled", "4over6"])
 def test_optimize_for_gemm_swizzles_the_scales(how: str) -> None:
     shape = (96, 160) if how == "2d padded" else (128, 256)
-    source = tensor_of("random", shape, torch.bfloat16)
+    source = spec.example("random", shape, torch.bfloat16)
     arguments = REFERENCES[how.removesuffix(" padded")][0]
     compact, quantizer = NVFP4Quantizer(**arguments)(source), NVFP4Quantizer(**arguments)
     quantizer.optimize_for_gemm = True
@@ -219,22 +182,22 @@ def test_optimize_for_gemm_swizzles_the_scales(how: str) -> None:
         for direction in ("rowwise", "columnwise"):
             scales = getattr(compact, f"_{direction}_scale_inv").numpy()
             stored = getattr(quantized, f"_{direction}_scale_inv").numpy()
-            np.testing.assert_array_equal(stored, swizzled(scales))
+            np.testing.assert_array_equal(stored, spec.swizzled(scales))
             assert not np.array_equal(stored, scales)
             torch.testing.assert_close(getattr(quantized, f"_{direction}_data"), getattr(compact, f"_{direction}_data"))
         torch.testing.assert_close(quantized.dequantize(), compact.dequantize(), rtol=0, atol=0)
 
 
 def test_dequantize_gives_what_the_definitions_say() -> None:
-    source = tensor_of("outliers", (2, 24, 80), torch.float32)
+    source = spec.example("spread", (2, 24, 80), torch.float32)
     quantized = NVFP4Quantizer()(source)
     assert tuple(quantized._columnwise_data.shape) == (80, 24)
-    matrix = as_matrix(source)
+    matrix = spec.matrix(source)
     codes, scales, _ = expected.quantize(matrix, expected.amax(matrix))
     wanted = expected.dequantize(codes, scales, expected.amax(matrix), 448)
-    got = tex.dequantize(quantized, tex.DType.kFloat32)
-    assert got.shape == source.shape
-    np.testing.assert_allclose(as_matrix(got), wanted, rtol=3e-7)
+    result = tex.dequantize(quantized, tex.DType.kFloat32)
+    assert result.shape == source.shape
+    np.testing.assert_allclose(spec.matrix(result), wanted, rtol=3e-7)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from textwrap import dedent
 
 import pytest
 
-from te_precision_callbacks.cli import main
 from te_precision_callbacks.reference import compiled_extension, launch
 from te_precision_callbacks.reference.launch import Backend, script_command
 from tests.forked import executable
+from tests.manual.test_command import ends
 from tests.reference.processes import python, te_precision
 
 SCRIPT = """
@@ -48,14 +48,10 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.processes
 def test_a_script_finds_what_it_finds_without_us(tmp_path: Path, script: Path) -> None:
-    done = te_precision("run", "scripts/train.py", "--help", "--backend", "x", "-c", cwd=tmp_path, fresh=True)
+    argv = ["scripts/train.py", "--help", "--backend", "x", "-c"]
+    done = te_precision("run", *argv, cwd=tmp_path, fresh=True)
     assert done.returncode == 7, done.stderr
-    name, argv, first_path, file, capability = json.loads(done.stdout)
-    assert name == "__main__"
-    assert argv == ["scripts/train.py", "--help", "--backend", "x", "-c"]
-    assert Path(first_path) == script.parent
-    assert Path(file) == script
-    assert capability == [9, 0]
+    assert json.loads(done.stdout) == ["__main__", argv, str(script.parent), str(script), [9, 0]]
     assert "reference backend: the CPU as a pretended GPU, compute capability 9.0" in done.stderr
 
 
@@ -175,7 +171,6 @@ def test_torch_compile(tmp_path: Path) -> None:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with ``training``, a package that can be run."""
     files = {
         "training/__init__.py": "",
         "training/sizes.py": "HIDDEN = 64",
@@ -224,13 +219,7 @@ def test_a_module_finds_what_it_finds_without_us(packages: Path) -> None:
 def test_wrong_use(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["te-precision", "run", *arguments])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which typer replaces
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    said = capsys.readouterr().err.replace("│", " ")  # the lines of its frame
-    assert message in " ".join(said.split())
+    assert message in ends(monkeypatch, capsys, "run", *arguments)
 
 
 @pytest.mark.processes

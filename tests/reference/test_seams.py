@@ -1,17 +1,25 @@
-"""The seams between Transformer Engine's Python and the reference backend."""
+"""The seams between Transformer Engine's Python and the reference backend: rewritten modules, and the extension."""
 
 import ast
-import importlib.util
+import os
+import sys
 from importlib import metadata
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformer_engine
+from transformer_engine.pytorch import constants
+from transformer_engine.pytorch.cpp_extensions import fused_attn
+from transformer_engine.pytorch.triton.pad import pad_columnwise_scale_inv
 
-from te_precision_callbacks.reference import cuda_on_cpu, cuda_on_cuda, no_triton
+from te_precision_callbacks.reference import cuda_on_cpu, cuda_on_cuda, importer, no_triton
+from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import MissingFunctionError
+from te_precision_callbacks.reference.extension import missing
 from te_precision_callbacks.reference.importer import RewritingLoader
 from te_precision_callbacks.reference.rewrite import rewrite
 from tests.reference.processes import answers
@@ -19,26 +27,20 @@ from tests.reference.seams import READ_FROM, SEAMS, Seam
 
 
 def execute(source: str, *, cuda_on_cpu: bool = True) -> dict[str, Any]:
-    """The names that a rewritten module defines."""
     names: dict[str, Any] = {"__name__": "rewritten"}
-    tree = rewrite(ast.parse(dedent(source)), cuda_on_cpu=cuda_on_cpu)
-    exec(compile(tree, "rewritten", "exec"), names)
+    exec(compile(rewrite(ast.parse(dedent(source)), cuda_on_cpu=cuda_on_cpu), "rewritten", "exec"), names)
     return names
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: f"{seam.upstream}: {seam.text}")
 def test_what_the_table_says_stands_upstream(seam: Seam) -> None:
-    package = seam.upstream.split("/", 1)[0]
-    spec = importlib.util.find_spec(package)
-    assert spec is not None
-    assert spec.origin is not None
-    assert seam.text in (Path(spec.origin).parents[1] / seam.upstream).read_text(encoding="utf-8")
+    packages = Path(transformer_engine.__path__[0]).parent
+    assert seam.text in (packages / seam.upstream).read_text(encoding="utf-8")
 
 
 def test_the_versions_are_the_installed_ones() -> None:
-    installed = {name: metadata.version(name) for name in READ_FROM}
-    assert installed["transformer-engine"].split(".")[:2] == READ_FROM["transformer-engine"].split(".")[:2]
-    assert installed["nvdlfw-inspect"].split(".")[:2] == READ_FROM["nvdlfw-inspect"].split(".")[:2]
+    for name, version in READ_FROM.items():
+        assert metadata.version(name).split(".")[:2] == version.split(".")[:2]
 
 
 def test_a_file_that_is_executed_again_is_rewritten_again_only_where_it_has_changed(tmp_path: Path) -> None:
@@ -48,10 +50,8 @@ def test_a_file_that_is_executed_again_is_rewritten_again_only_where_it_has_chan
     file.write_text("DEVICE = 'cuda'\n")
     assert loader.get_code("mine") == loader.get_code("mine")
     file.write_text("DEVICE = 'cuda', 'cuda'\n")
-    changed = loader.get_code("mine")
-    assert changed is not None
     names: dict[str, Any] = {}
-    exec(changed, names)
+    exec(loader.get_code("mine"), names)
     assert names["DEVICE"] == ("cpu", "cpu")
 
 
@@ -107,10 +107,8 @@ def test_what_holds_on_every_device() -> None:
 
 
 def test_a_real_gpu_keeps_its_properties_and_stands_for_another_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        major, minor, multi_processor_count = 8, 0, 108
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    real = SimpleNamespace(major=8, minor=0, multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: real)
     properties = cuda_on_cuda.get_device_properties(0)
     assert (properties.major, properties.minor, properties.multi_processor_count) == (9, 0, 108)
 
@@ -120,8 +118,7 @@ def test_a_scaled_product_multiplies_the_sums_by_the_scales() -> None:
     a = torch.randn(16, 32, generator=generator).to(torch.float8_e4m3fn)
     b = torch.randn(48, 32, generator=generator).to(torch.float8_e4m3fn)
     scales, bias = (torch.tensor([0.0123]), torch.tensor([0.0377])), torch.randn(48, generator=generator).bfloat16()
-    names = execute("import torch\nscaled_mm = torch._scaled_mm\n")
-    assert names["scaled_mm"] is cuda_on_cpu.scaled_mm
+    assert execute("import torch\nscaled_mm = torch._scaled_mm\n")["scaled_mm"] is cuda_on_cpu.scaled_mm
     # Sums of so few FP8 products are exact.
     exact = (a.double() @ b.double().t()).float() * scales[1] * scales[0]
     out = cuda_on_cpu.scaled_mm(a, b.t(), *scales, out_dtype=torch.float32, use_fast_accum=True)
@@ -148,8 +145,6 @@ def test_a_triton_kernel_can_be_defined_and_not_launched() -> None:
 
 
 def test_scale_padding_is_what_the_kernel_gives() -> None:
-    from transformer_engine.pytorch.triton.pad import pad_columnwise_scale_inv
-
     x = torch.arange(3 * 130, dtype=torch.uint8).reshape(130, 3)
     padded = pad_columnwise_scale_inv(x)
     assert padded.shape == (256, 4)
@@ -182,7 +177,7 @@ seen = torch.{name}_seen = []
 def test_feature_files_are_treated_like_transformer_engines_own(tmp_path: Path) -> None:
     """Also where nvidia-dlfw-inspect was imported before the backend was installed."""
     (tmp_path / "my_feature.py").write_text(FEATURE.format(name="MyFeature"))
-    seen = answers(
+    assert answers(
         f"""
         import nvdlfw_inspect.api as debug_api
         from te_precision_callbacks import reference
@@ -200,5 +195,137 @@ def test_feature_files_are_treated_like_transformer_engines_own(tmp_path: Path) 
         te.Linear(32, 32, name="layer")(torch.randn(32, 32))
         answer = torch.MyFeature_seen
         """
-    )
-    assert seen == ["activation"]
+    ) == ["activation"]
+
+
+# --- code of rewritten modules is kept for the next process -----------------------------------------------------------
+
+
+MOMENT = 1_700_000_000
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    return written(tmp_path / "mine.py", 'DEVICE = "cuda"\n')
+
+
+def written(file: Path, text: str) -> Path:
+    file.write_text(text)
+    os.utime(file, (MOMENT, MOMENT))
+    return file
+
+
+def device(source: Path, *, cuda_on_cpu: bool = True) -> str:
+    names: dict[str, Any] = {}
+    exec(RewritingLoader("mine", str(source), cuda_on_cpu).get_code("mine"), names)
+    return str(names["DEVICE"])
+
+
+def kept(source: Path) -> list[Path]:
+    folder = source.parent / "__pycache__"
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def test_what_was_kept_is_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device(source) == "cpu"
+    (file,) = kept(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(RewritingLoader, "source_to_code", None)
+        assert device(source) == "cpu"
+    assert device(source, cuda_on_cpu=False) == "cuda"
+    assert device(source) == "cpu"
+    monkeypatch.setattr(importer, "_rewriter", lambda: "another")
+    assert device(source) == "cpu"
+    assert len(kept(source)) == 3
+    assert file in kept(source)
+
+
+def test_a_changed_source_is_rewritten_again(source: Path) -> None:
+    assert device(source) == "cpu"
+    written(source, 'DEVICE = "meta" or "cuda"\n')
+    assert device(source) == "meta"
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x00", b"N", b"no code at all"])
+def test_a_damaged_entry_is_written_again(source: Path, damage: bytes) -> None:
+    assert device(source) == "cpu"
+    (file,) = kept(source)
+    whole = file.read_bytes()
+    file.write_bytes(damage)
+    assert device(source) == "cpu"
+    assert file.read_bytes() == whole
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(source: Path) -> None:
+    (source.parent / "__pycache__").write_text("a file")
+    assert device(source) == "cpu"
+
+
+def test_pythons_own_bytecode_stays(source: Path) -> None:
+    importer.SourceFileLoader("mine", str(source)).get_code("mine")
+    (own,) = kept(source)
+    before = own.read_bytes()
+    assert device(source) == "cpu"
+    assert own.read_bytes() == before
+    assert len(kept(source)) == 2
+
+
+# --- names that Transformer Engine looks up in its compiled module ----------------------------------------------------
+
+
+EXTENSION = "transformer_engine_torch"
+# onnx_extensions.py reads it in a function that is never called; the compiled module does not have it.
+SLIPS = {"LayerNorm"}
+
+
+def _names_looked_up() -> dict[str, set[str]]:
+    results: dict[str, set[str]] = {}
+    root = Path(transformer_engine.__path__[0])
+    for file in [*root.glob("pytorch/**/*.py"), *root.glob("debug/**/*.py")]:
+        tree = ast.parse(file.read_text())
+        aliases = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                aliases |= {alias.asname or alias.name for alias in node.names if alias.name == EXTENSION}
+            elif isinstance(node, ast.ImportFrom):
+                # cpp_extensions passes all of the extension on.
+                aliases |= {alias.asname or alias.name for alias in node.names if alias.name == "cpp_extensions"}
+                if node.module == EXTENSION:
+                    for alias in node.names:
+                        results.setdefault(alias.name, set()).add(str(file.relative_to(root)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+                results.setdefault(node.attr, set()).add(str(file.relative_to(root)))
+    return {name: files for name, files in results.items() if name != "*" and name not in SLIPS}
+
+
+@pytest.mark.slow
+def test_every_name_is_there() -> None:
+    names = _names_looked_up()
+    assert len(names) > 150
+    assert {name: files for name, files in names.items() if not hasattr(tex, name)} == {}
+    assert set(names) <= set(tex.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(missing.FUNCTIONS))
+def test_what_is_missing_says_so(name: str) -> None:
+    with pytest.raises(MissingFunctionError, match=rf"^{name} is not in the reference backend"):
+        getattr(tex, name)(1, 2, three=4)
+
+
+def test_enumerations_agree_with_transformer_engines_own() -> None:
+    assert {member.name: int(member) for member in constants.DType} == {m.name: int(m) for m in tex.DType}
+    assert {f"NVTE_{name}": int(member) for name, member in fused_attn.FusedAttnBackend.__members__.items()} == {
+        member.name: int(member) for member in tex.NVTE_Fused_Attn_Backend
+    }
+    assert constants.DType.kFloat8E5M2 == tex.DType.kFloat8E5M2
+
+
+@pytest.mark.processes
+def test_importing_it_imports_nothing_of_transformer_engine() -> None:
+    code = """
+    import sys, te_precision_callbacks.reference.extension
+    answer = [name for name in sys.modules if name.startswith("transformer_engine")]
+    """
+    assert answers(code, fresh=True) == []
