@@ -22,7 +22,6 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def cases_of(script: str, *arguments: str, names: str = "case") -> dict[Any, dict[str, Any]]:
-    """The JSON of a benchmark: name of a case -> its numbers."""
     return {case[names]: case for case in json.loads(called([str(BENCHMARKS / script), "--json", *arguments]))}
 
 
@@ -92,7 +91,6 @@ NAMES = (
 
 
 def rows_of(found: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
-    """Check -> row; no two have the same name."""
     rows = [row for row in found["rows"] if row["part"] == part]
     assert len({row["check"] for row in rows}) == len(rows) > 0, part
     return {row["check"]: row for row in rows}

@@ -37,7 +37,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def lost() -> Exception:
-    """The error that torch raises for an assertion in a kernel."""
     return torch.AcceleratorError(ASSERTED)
 
 

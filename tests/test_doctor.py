@@ -234,7 +234,6 @@ def test_a_finding(examination: Machine, words: str) -> None:
 
 @pytest.mark.slow
 def test_another_version_of_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the metadata that importlib finds first."""
     (tmp_path / "transformer_engine-2.19.0.dist-info").mkdir()
     text = "Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.19.0\n"
     (tmp_path / "transformer_engine-2.19.0.dist-info" / "METADATA").write_text(text)

@@ -27,7 +27,6 @@ def files() -> Mapping[str, Path]:
 
 
 def imports(node: ast.AST) -> Iterator[str]:
-    """Yield the imports of a module, including those in functions and for type checkers."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
@@ -39,7 +38,6 @@ def imports(node: ast.AST) -> Iterator[str]:
 
 @cache
 def graph() -> Mapping[str, frozenset[str]]:
-    """Module -> the modules of this project that it imports."""
     results = {}
     for module, path in files().items():
         targets = set()
@@ -52,7 +50,6 @@ def graph() -> Mapping[str, frozenset[str]]:
 
 
 def reached(module: str) -> set[str]:
-    """All that is imported with a module, at any time."""
     results: set[str] = set()
     left = [module]
     while left:

@@ -21,8 +21,6 @@ from te_precision_callbacks.coverage.matrix_products import (
 
 
 class Products(TorchDispatchMode):
-    """The products of all operators that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[MatrixProduct] = []

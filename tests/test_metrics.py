@@ -23,13 +23,11 @@ INF, NAN = math.inf, math.nan
 
 
 def step(iteration: int, rows: Iterable[tuple[str, str, float]], tensor: str = "activation") -> StepRecords:
-    """Layer, statistic and value."""
     made = [Row(layer, tensor, None, statistic, value) for layer, statistic, value in rows]
     return records_from_rows(iteration, iteration + 100, made)
 
 
 def of_layers(metrics: Iterable[str]) -> set[str]:
-    """The names of the series of layers."""
     return {name for name in metrics if name.startswith("te.")}
 
 

@@ -167,7 +167,6 @@ def test_the_list_of_packages_is_complete() -> None:
 
 
 def built(kind: str, folder: Path) -> Path:
-    """A source distribution or a wheel, made as pip makes it, of a copy of this project."""
     made_here = shutil.ignore_patterns(".venv*", ".git", "build", "dist", "*_cache", "__pycache__", "*.egg-info")
     source = shutil.copytree(ROOT, folder / "source", ignore=made_here)
     code = f"import setuptools.build_meta as build; build.build_{kind}({str(folder)!r})"

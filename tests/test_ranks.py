@@ -31,8 +31,6 @@ def name(rank: int) -> str:
 
 
 def on_all(size: int, run: Callable[[int], Any]) -> list[Any]:
-    """Run each rank in a thread; return its result or exception."""
-
     def guarded(rank: int) -> Any:
         try:
             return run(rank)
@@ -239,7 +237,6 @@ def test_a_rank_that_fails_to_connect_is_named(tmp_path: Path, failing: int) -> 
 
 @contextlib.contextmanager
 def listeners() -> Any:
-    """Collect the addresses of listening sockets opened in the block."""
     addresses: list[Any] = []
     before = group._sockets().values()
     yield addresses

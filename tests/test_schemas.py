@@ -43,7 +43,6 @@ def load(folder: Path, name: str, options: str) -> Config:
 
 
 def handed_over(folder: Path, name: str, options: str) -> Any:
-    """The options that nvidia-dlfw-inspect gets."""
     return load(folder, name, options).plan(LAYERS, REGISTERED).layers[0].features["transformer_engine"][name]
 
 

@@ -51,7 +51,6 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, micro_batches: int = 1) -> list[float]:
-    """Train; the mean loss of each step."""
     losses = []
     for step in range(STEPS):
         losses.append(0.0)

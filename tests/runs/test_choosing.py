@@ -16,7 +16,6 @@ FOLDER = "my logs"
 
 @pytest.fixture
 def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Three runs, of 3, 6 and 9 steps, in a folder below the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "500")
     return [write_run(tmp_path / FOLDER, range(steps)) for steps in (3, 6, 9)]

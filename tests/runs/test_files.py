@@ -64,7 +64,6 @@ def test_a_run_reads_as_it_was_written(tmp_path: Path) -> None:
 
 
 def write_steps(run: RunWriter, iterations: range, layers: int = 1) -> None:
-    """The value of layer n in iteration i is ``i + n``."""
     series = np.array([run.series(f"layer{n}", "weight", "amax") for n in range(layers)], np.int32)
     for iteration in iterations:
         run.add_step(iteration)
@@ -188,7 +187,6 @@ def test_missing_ranks_segments_and_run_files_are_noted(tmp_path: Path) -> None:
 
 
 def test_events(tmp_path: Path) -> None:
-    """By iteration and time, also of a process that runs, and with texts that are not valid in UTF-8."""
     run = RunWriter.begin(tmp_path)
     run.add_event("finding", "second \ud800", iteration=2, wall_time=3.0)
     run.flush()
@@ -215,7 +213,6 @@ def steps_are_there(folder: Path) -> bool:
 
 @pytest.mark.processes
 def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> None:
-    """At five random moments, also while a file is closed, every few steps."""
     chance = random.Random(0)
     lost = []
     for number in range(5):
@@ -361,7 +358,6 @@ def test_a_loop_that_goes_back_begins_a_segment(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def sink_in(folder: Path, error: BaseException | None = None) -> Iterator[Callable[..., None]]:
-    """Writes records of a table through the sink, which is closed at the end."""
     table, sink = SeriesTable(), RecordSink(folder)
     sink.start(info(folder))
     yield lambda iteration, values, **keywords: sink.write(records(iteration, table, values, **keywords))

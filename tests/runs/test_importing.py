@@ -174,7 +174,6 @@ def test_a_log_without_a_statistic(tmp_path: Path, text: str) -> None:
 def train_plainly(
     folder: Path, build: Callable[[], torch.nn.Module], feature: str, recipe: Recipe | None = None, **options: Any
 ) -> torch.Tensor:
-    """Train with plain nvidia-dlfw-inspect and Transformer Engine's own features; the inputs of the three steps."""
     inputs = torch.randn(3, 16, 32)
     features = {feature: {"enabled": True, **options}}
     with plain(features, folder, folders=[THEIRS], layers="all", files=True):
@@ -211,7 +210,6 @@ def blocks() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of one name under delayed scaling."""
     folder = tmp_path_factory.mktemp("delayed")
     torch.manual_seed(0)
     stats = ["underflows%", "scale_inv_max"]

@@ -25,7 +25,6 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("code", [PANDAS, POLARS, DUCKDB], ids=["pandas", "polars", "DuckDB"])
 def test_other_libraries_read_it(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In three lines each, over several parts and segments."""
     assert len([line for line in code.splitlines() if line]) == 3
     monkeypatch.setattr(writing, "CLOSE_BYTES", 1)
     run_id = write_run(Path("logs"), range(5))

@@ -113,7 +113,6 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
 
 
 def test_the_end_is_that_of_the_run(tmp_path: Path) -> None:
-    """Not of its last step with statistics."""
     run = observed(tmp_path, statistics(freq=3), 6)
     [ended] = [row for row in run.events.to_pylist() if row["kind"] == "segment_ended"]
     assert ended["iteration"] == 5
@@ -238,8 +237,6 @@ def test_a_process_that_is_forked_leaves_the_records_alone(tmp_path: Path) -> No
 
 
 class Logs(Plain):
-    """Logs a number in each step, one in each validation, and its loss to a list."""
-
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
@@ -308,8 +305,6 @@ def test_accelerate(tmp_path: Path, after: bool) -> None:
 
 
 def test_a_resumed_fit_goes_on_in_its_run(tmp_path: Path) -> None:
-    """Through the checkpoint of Lightning."""
-
     def fit(batches: int, checkpoint: Path | None = None) -> L.Trainer:
         made = lightning_trainer(
             tmp_path,

@@ -39,7 +39,6 @@ def begin(folder: Path, limit: int, *, start: int = 0, rank: int = 0, world: int
 
 
 def value(series: int, iteration: int) -> float:
-    """Smooth, with noise, and a spike that only one step has."""
     if iteration == 777 + series:
         return 1e6 + series
     if iteration == 1234 and series % 4 == 0:
@@ -269,8 +268,6 @@ class _Dead(BaseException):
 
 
 class _Killed:
-    """Lets so many file operations happen, and none after them."""
-
     def __init__(self, after: int | None) -> None:
         self.left = after
         self.done = 0

@@ -84,13 +84,11 @@ def tell(file: Path, result: object) -> None:
 
 
 def macs_of(coverage: Coverage) -> dict[str, int]:
-    """Layer, GEMM and precision -> multiply-adds."""
     rows = {f"{item.layer} {item.gemm} {item.precision}": item.macs for item in coverage if item.macs}
     return dict(sorted(rows.items()))
 
 
 def coverage(rank: int, folder: Path) -> None:
-    """Two stages of other sizes at one path, the second one in high precision."""
     net = torch.nn.ModuleList([te.Linear(32, 32 + 32 * rank)])
     with InspectSession(statistics(), model=net, log_dir=folder, scope=f"pp{rank}") as session:
         list(loop(session, net[0], 2, fp8=lambda _: rank == 0))
@@ -99,7 +97,6 @@ def coverage(rank: int, folder: Path) -> None:
 
 
 def uneven(rank: int, folder: Path) -> None:
-    """Batches of other sizes on each rank, judged by a contract that does not hold."""
     net = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
     try:
         with InspectSession(statistics(), model=net, log_dir=folder, require="fp8 >= 99%") as session:
@@ -111,7 +108,6 @@ def uneven(rank: int, folder: Path) -> None:
 
 
 def sharded(rank: int, folder: Path) -> None:
-    """torch's own layers, split over two ranks by tensor parallelism, or by fully_shard."""
     for how in ("tensor parallel", "fully_shard"):
         net = split_net(how, 128, init_device_mesh("cpu", (2,)))
         with InspectSession(None, model=net, log_dir=folder / how, reduce=False, strict=True) as session:
@@ -120,7 +116,6 @@ def sharded(rank: int, folder: Path) -> None:
 
 
 def reduced(rank: int, folder: Path) -> None:
-    """The types in which gradients are summed over ranks."""
     for how in ("DDP", "DDP with a hook", "fully_shard in bfloat16", "FSDP1", "tensor parallel"):
         net = split_net(how, 32, init_device_mesh("cpu", (2,)))
         with InspectSession(None, model=net, log_dir=folder / how, reduce=False, strict=True) as session:
@@ -152,7 +147,6 @@ def split_net(how: str, width: int, mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def contract(rank: int, folder: Path) -> None:
-    """Rank 1 alone leaves FP8 in the third step, after both have held the contract in the second."""
     net, demanded = te.Linear(32, 32), {"share": {"fp8": 100}, "by_step": 2}
     with InspectSession(statistics(), model=net, log_dir=folder, require=demanded, scope=f"pp{rank}") as session:
         try:
@@ -173,7 +167,6 @@ def stopped(rank: int, folder: Path) -> None:
 
 
 def on_one_rank(rank: int, folder: Path, *, reduce: bool) -> None:
-    """A nan on rank 1 alone: from the third step on, or in what is gathered after the last step."""
     net, log = te.Linear(32, 32), io.StringIO()
     handler = logging.StreamHandler(log)
     logging.getLogger("te_precision_callbacks").addHandler(handler)
@@ -187,7 +180,6 @@ def on_one_rank(rank: int, folder: Path, *, reduce: bool) -> None:
 
 
 def lost(rank: int, folder: Path, *, rank_0_too: bool = True) -> None:
-    """The loss of rank 1 is nan in step 3, that of both in the next one; rank 0 saves a checkpoint before each step."""
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=folder, on_finding="stop") as session:
         try:
@@ -201,7 +193,6 @@ def lost(rank: int, folder: Path, *, rank_0_too: bool = True) -> None:
 
 
 def missed(rank: int, folder: Path) -> None:
-    """Rank 1 misses the step() of the third optimizer step; all elements of an input are the number of that step."""
     net = te.Linear(32, 32)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     config = statistics(stats=["min", "max"])
@@ -214,7 +205,6 @@ def missed(rank: int, folder: Path) -> None:
 
 
 def scales(rank: int, folder: Path, recipe: DelayedScaling, group: Any) -> None:
-    """The inputs of the second rank are eight times as large."""
     torch.manual_seed(rank)
     net = te.Linear(32, 32)
     with InspectSession(None, model=net, log_dir=folder) as session:
@@ -237,7 +227,6 @@ def run(case: str, rank: int, folder: Path, keywords: dict[str, Any]) -> None:
 
 
 def gemm_errors(rank: int, folder: Path) -> None:
-    """A kernel that leaves out eight rows on the second rank alone, whose operands are twice as large."""
     upstream = tex.generic_gemm
 
     def generic_gemm(*given: Any, **keywords: Any) -> Any:
@@ -277,7 +266,6 @@ def stages(rank: int, folder: Path) -> None:
 
 
 def scopes(rank: int, folder: Path) -> None:
-    """A model of two blocks and four experts: in one process, and split over both ranks at equal paths."""
     whole, half = Split(2, [64] * 4), Split(1, [64] * 2)
     with torch.no_grad():
         half.blocks[0].weight.copy_(whole.blocks[rank].weight)
@@ -305,7 +293,6 @@ def scopes(rank: int, folder: Path) -> None:
 
 
 def losses(rank: int, folder: Path) -> None:
-    """A pipeline, whose loss only the last stage knows."""
     torch.manual_seed(rank)
     stage, known = te.Linear(64, 64), []
     optimizer = torch.optim.SGD(stage.parameters(), 0.01)
@@ -323,7 +310,6 @@ def losses(rank: int, folder: Path) -> None:
 def pipelined(
     stage: torch.nn.Module, rank: int, loss_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor | None:
-    """Forward and backward of two stages, as a pipeline runs them; the loss, in the last one."""
     hidden = TOKENS.clone()
     if rank == 1:
         torch.distributed.recv(hidden, 0)
@@ -350,8 +336,6 @@ TOKENS, GRADIENT, ROUTED = (
 
 
 class Split(torch.nn.Module):
-    """Blocks that follow one another, and experts; a stage and a rank of expert parallelism have some of them."""
-
     def __init__(self, blocks: int, tokens: list[int]) -> None:
         super().__init__()
         torch.manual_seed(blocks)

@@ -33,7 +33,6 @@ def config(stats: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
 
 
 def killed(folder: Path) -> None:
-    """Files of 4 MB, one after the other, until somebody kills the process in the middle of it."""
     net = te.Linear(64, 64)
 
     def kill() -> None:
@@ -49,7 +48,6 @@ def killed(folder: Path) -> None:
 
 
 def not_stopped(folder: Path) -> None:
-    """The script ends in the middle of a step, and has stopped nothing."""
     net = te.Linear(64, 64)
     struct = [{"tensor": "activation"}, {"tensor": "output", "when": "nonfinite"}]
     dumped = feature("DumpTensors", ["linear"], high_precision_tensor=True, tensors_struct=struct)

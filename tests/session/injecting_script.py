@@ -160,7 +160,6 @@ class Training:
 
 
 def everywhere(value: str) -> list[str]:
-    """What each rank has, over the training's process group."""
     result: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(result, value)
     return result
@@ -206,7 +205,6 @@ def failing(owner: type, method: str, fails: bool) -> AbstractContextManager[obj
 
 
 def strict(folder: Path) -> dict[str, Any]:
-    """With strict=True something fails on rank 1 in the second step."""
     running = Training(folder, require=None, strict=True)
     errors = [running.attach(), running.step()]
     with failing(ForwardHooks, "begin", dist.get_rank() == 1):
@@ -237,7 +235,6 @@ WHERE = ("attach", "step 0", "step 2")
 
 
 def places(where: str, folder: Path, every: int) -> Iterator[dict[str, Any]]:
-    """What comes of exceptions in the places of a call, on each rank in turn."""
     for victim in range(dist.get_world_size()):
         _, injection = one(folder, where, victim, None)
         shared: list[Any] = [list(injection.places)]

@@ -81,7 +81,6 @@ def train(model: torch.nn.Module, session: InspectSession, recipe: recipes.Recip
 
 
 def saved(recipe: recipes.Recipe, checkpoint: Path, *, sharded: bool, quantized: bool = False) -> State:
-    """A rank's part of a checkpoint after two steps, with the fingerprint in the checkpoint's folder."""
     checkpoint.mkdir(exist_ok=True)
     model = net(recipe, sharded=sharded, quantized=quantized)
     with InspectSession(statistics(), model=model, log_dir=checkpoint / "log") as session:
@@ -114,7 +113,6 @@ def resumed(
     quantized: bool = False,
     then: Callable[[Any], Any] | None = None,
 ) -> str:
-    """The findings, a line each, and behind them what was logged."""
     model, stated = net(recipe, sharded=sharded, quantized=quantized), Told()
     logging.getLogger("te_precision_callbacks.session.resume").addHandler(stated)
     with InspectSession(statistics(), model=model, log_dir=checkpoint / "log") as session:

@@ -38,7 +38,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]) -> None:
-    """In the statistics log and in the records, where both ranks make one run."""
     for rank in range(2):
         if expected[rank] is None:
             assert not log_of(two / case, rank).exists(), "the numbers are those of rank 0, which writes them"
@@ -63,7 +62,6 @@ def maxima(folder: Path, rank: int) -> dict[int, float]:
 
 
 def told(folder: Path, of: str = "") -> list[Any]:
-    """What each rank has written."""
     return [ast.literal_eval((folder / f"{of}{rank}.txt").read_text()) for rank in range(2)]
 
 
@@ -173,7 +171,6 @@ def test_what_a_rank_multiplies_of_split_layers(two: Path, how: str, width: int)
 
 
 def test_a_rank_that_misses_a_step_mixes_no_batches(two: Path) -> None:
-    """Rank 0 has its own numbers from there on, until the ranks have met again."""
     lines = logged_lines(two / "missed", 0)
     iterations = {step for _, step in lines}
     assert iterations == set(range(45))

@@ -97,7 +97,6 @@ DUMPED: dict[str, Any] = {"tensors": ["gradient"], "high_precision_tensor": True
 def test_early_steps(
     tmp_path: Path, keeper: Keeper, options: Any, session: dict[str, Any], steps: int, due: list[int]
 ) -> None:
-    """Those of the default config, and of an own one if asked; dumps have none."""
     config = None
     if options is not None:
         tensors = {} if "tensors_struct" in options else {"tensors": ["gradient"]}

@@ -32,7 +32,6 @@ SCRIPT = Path(__file__).with_name("dumps_script.py")
 
 
 def config(*, layers: str = "all", stats: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """A config that dumps activations in high precision, if nothing else is said."""
     dumped = feature("DumpTensors", [layers], **{"tensors": ["activation"], "high_precision_tensor": True, **options})
     for name, keys in (stats or {}).items():
         dumped["transformer_engine"][name] = {"enabled": True, **keys}
@@ -40,7 +39,6 @@ def config(*, layers: str = "all", stats: dict[str, Any] | None = None, **option
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """Path below the rank's folder -> file."""
     root = folder / "tensor_dumps" / "rank_0"
     return {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
 
@@ -159,7 +157,6 @@ def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, capl
     [("max > 2.5", [3, 4]), ("max >= 3", [3, 4]), ("max < 2", [1]), ("max <= 2", [1, 2]), ("max > 1e3", [])],
 )
 def test_only_steps_with_a_statistic_beyond_a_number(tmp_path: Path, condition: str, expected: list[int]) -> None:
-    """Step number n has the maximum n, in the second of two micro-batches; all micro-batches are written."""
     net = te.Linear(32, 32)
     stats = {"LogTensorStats": {"tensors": ["activation"], "stats": ["max"]}}
     with InspectSession(config(when=[condition], stats=stats), model=net, log_dir=tmp_path) as session:

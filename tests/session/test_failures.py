@@ -163,8 +163,6 @@ def test_bad_options_are_refused(keywords: dict[str, Any], message: str) -> None
 
 
 def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each once, and with strict=True the first one ends the run."""
-
     class Broken:
         def inspect_tensor_enabled(self, *_: Any, iteration: int, **__: Any) -> tuple[bool, int]:
             return True, iteration + 1
@@ -186,7 +184,6 @@ def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog:
 
 @pytest.mark.processes
 def test_a_disk_that_takes_nothing_from_the_start(tmp_path: Path) -> None:
-    """No line of nvidia-dlfw-inspect's log can be written: it is said once, and the run ends well."""
     done = python(
         f"""
         import logging, resource, signal

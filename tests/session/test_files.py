@@ -24,7 +24,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(folder: Path, case: str) -> Mapping[int, list[str]]:
-    """Rank -> what it made, and its calls of fsync."""
     return {rank: (folder / case / f"{rank}.txt").read_text().splitlines() for rank in range(CASES[case][0])}
 
 

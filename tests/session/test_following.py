@@ -33,8 +33,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Net(torch.nn.Module):
-    """Two layers under a path each; what ``extra`` holds runs after them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = te.Linear(32, 32), te.Linear(32, 32)
@@ -87,7 +85,6 @@ def test_a_kept_function_that_names_the_layers_anew_loses_nothing(
 def test_an_end_of_upstream_is_ignored_and_said(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, kept: bool
 ) -> None:
-    """Whether the script calls the function of now, or one that it has kept from before."""
     end, net = debug_api.end_debug, Net()
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         for _ in range(2):
@@ -152,7 +149,6 @@ def said_of_steps(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def loop(folder: Path, batches: int, *, steps: int = 0, optimizers: int = 1) -> None:
-    """A loop that steps its optimizers in each batch, and the session in the first batches alone."""
     net = te.Linear(32, 32)
     made = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(optimizers)]
     other = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
@@ -173,7 +169,6 @@ def loop(folder: Path, batches: int, *, steps: int = 0, optimizers: int = 1) -> 
 def test_a_loop_that_never_steps_is_warned_of_once(
     batches: int, steps: int, optimizers: int, warned_at: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At its end if it is short."""
     loop(tmp_path, batches, steps=steps, optimizers=optimizers)
     assert [text.partition(" times")[0] for text in said_of_steps(caplog)] == [
         f"SGD has stepped {at}" for at in warned_at

@@ -53,7 +53,6 @@ class Lines:
         self._at = at
 
     def __call__(self, call: Callable[[], Any]) -> bool:
-        """Whether the call was interrupted."""
         interrupted = False
         sys.settrace(self._trace)
         try:
@@ -296,7 +295,6 @@ def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_verdict_is_pri
 
 
 def calls_of_stop(folder: Path, layers: int, *, hurried: bool) -> int:
-    """How many functions stop() calls."""
     net = torch.nn.Sequential(*(te.Linear(16, 16, bias=False) for _ in range(layers)))
     session = InspectSession(statistics(), model=net, log_dir=folder).start()
     train(session, net, 1, x=torch.ones(16, 16))

@@ -97,7 +97,6 @@ CHECKPOINTS: dict[str, Run] = {
 def train_block(
     kind: str, config: Any, log_dir: Path, dtype: torch.dtype = torch.float32, fp8: bool = False, **keywords: Any
 ) -> tuple[Keeper, list[torch.Tensor]]:
-    """Three steps, each forward as this kind of checkpoint runs it: outputs and gradients."""
     net, keeper, results = block().to(dtype), Keeper(), []
     with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], **keywords) as session:
         for step in range(3):

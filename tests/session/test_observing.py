@@ -55,7 +55,6 @@ def ours(module: torch.nn.Module, folder: Path, **options: Any) -> Iterator[Call
 
 @contextmanager
 def theirs(module: torch.nn.Module, folder: Path) -> Iterator[Callable[[], object]]:
-    """Plain nvidia-dlfw-inspect, with Transformer Engine's own features."""
     with plain(config()["stats"]["transformer_engine"], folder, folders=[THEIRS], layers="all"):
         TEDebugState.debug_enabled = True
         debug_api.infer_and_assign_layer_names(module)
@@ -63,7 +62,6 @@ def theirs(module: torch.nn.Module, folder: Path) -> Iterator[Callable[[], objec
 
 
 def train(name: str, recipe: str, dtype: torch.dtype, observer: Observer, folder: Path) -> list[torch.Tensor]:
-    """Outputs and gradients of some forward and backward passes of one layer."""
     capability, make = RECIPES[recipe]
     stand_for(capability)
     torch.manual_seed(0)
@@ -99,8 +97,6 @@ def train(name: str, recipe: str, dtype: torch.dtype, observer: Observer, folder
 def test_the_debug_path_changes_the_same_bits_as_upstreams_features(
     tmp_path: Path, name: str, recipe: str, dtype: torch.dtype
 ) -> None:
-    """Steps without statistics change nothing."""
-
     def differs(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
         return not all(map(torch.equal, first, second))
 

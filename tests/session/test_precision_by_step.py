@@ -42,7 +42,6 @@ pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
 
 
 def config(feature: str, **span: Any) -> dict[str, Any]:
-    """A feature, with statistics in every step, that layers can have on their fused path."""
     own = {feature: {"enabled": True, **FEATURES[feature], **span}} if feature else {}
     logs = {"LogFp8TensorStats": {"enabled": True, "tensors": ["weight"], "stats": ["scale_inv_max"]}}
     return {"all": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {**logs, **own}}}
@@ -122,8 +121,6 @@ def test_each_step_is_that_of_a_run_that_begins_there(tmp_path: Path, name: str,
 
 
 class Fixed:
-    """A Linear layer that trains on inputs of a known amax, under delayed scaling."""
-
     def __init__(self, folder: Path, sections: dict[str, Any]) -> None:
         self.layer = te.Linear(32, 32, bias=False, params_dtype=torch.bfloat16)
         self.session = InspectSession(sections, model=self.layer, log_dir=folder)

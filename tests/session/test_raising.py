@@ -150,7 +150,6 @@ def one(kind: type[PrecisionDebugError]) -> PrecisionDebugError:
 
 
 def test_each_exception_is_known_here(kinds: dict[str, type[PrecisionDebugError]]) -> None:
-    """A new one is asked for, or comes before the step, or is a failure in observation."""
     known = [ASKED_FOR, BEFORE, INSIDE, READERS]
     assert sorted(name for names in known for name in names) == sorted(declared())
     assert {kinds[name] for name in ASKED_FOR} == set(failures.ASKED_FOR)

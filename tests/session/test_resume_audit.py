@@ -82,7 +82,6 @@ def resumed(
     then: Callable[[torch.nn.Module], Any] | None = None,
     **keywords: Any,
 ) -> ResumeReport | None:
-    """The report of a run that goes on for two steps."""
     model = net(recipe or DELAYED, quantized=quantized, dtype=dtype)
     with InspectSession(config or statistics(), model=model, log_dir=folder, **keywords) as session:
         session.load_state_dict(state["session"])
@@ -133,7 +132,6 @@ def test_a_new_state_is_not_missed(tmp_path: Path) -> None:
 
 
 def test_strict_raises_before_the_parameters_change(tmp_path: Path) -> None:
-    """Inside of it, as in Lightning, or before: with strict=True the error comes before the parameters change."""
     state = saved(tmp_path, DELAYED)
 
     def forward_and_backward() -> torch.Tensor:
@@ -168,7 +166,6 @@ def test_strict_raises_before_the_parameters_change(tmp_path: Path) -> None:
 
 
 def without_extra_state(weights: State) -> State:
-    """A model's state without the scales and amax histories."""
     return {key: value for key, value in weights.items() if not key.endswith("_extra_state")}
 
 
@@ -291,7 +288,6 @@ def test_a_failure_of_the_audit_does_not_end_training(
 
 
 def test_nothing_stays_behind(tmp_path: Path) -> None:
-    """Whether the audit came to its end or not."""
     from torch.nn.modules.module import _global_forward_pre_hooks
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -332,7 +328,6 @@ def test_a_checkpoint_is_complete_after_the_stop_as_well(tmp_path: Path) -> None
 def test_the_code_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two runs of it: the second one resumes. Then the report of the page, from a run."""
     monkeypatch.chdir(tmp_path)
     (code,) = blocks("docs/resuming.md", "python", "with InspectSession")
     Path("config.yaml").write_text(json.dumps(statistics()))

@@ -31,7 +31,6 @@ def forward(net: torch.nn.Module, recipe: recipes.Recipe) -> None:
 
 
 def saved(net: torch.nn.Module) -> dict[str, Any]:
-    """Its state, by way of torch's file format."""
     file = io.BytesIO()
     torch.save(net.state_dict(), file)
     file.seek(0)

@@ -64,7 +64,6 @@ class OfBothRanks(Plain):
 
 
 def is_split(model: torch.nn.Module) -> bool:
-    """Whether a rank has a part of each parameter."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return True
     return all(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
