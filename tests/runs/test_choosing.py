@@ -22,23 +22,14 @@ def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def call(*arguments: object) -> Result:
-    result = CliRunner().invoke(cli.app, [*map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
-def refusal(*arguments: object) -> str:
-    result = CliRunner().invoke(cli.app, [*map(str, arguments)])
-    assert isinstance(result.exception, cli.PrecisionDebugError), result
-    return str(result.exception)
+    return CliRunner().invoke(cli.app, [*map(str, arguments)], catch_exceptions=False)
 
 
 def test_the_latest_is_read_and_the_others_are_named(ids: list[str]) -> None:
     first, second, third = ids
     stated = f"{FOLDER} has 3 runs. The latest is read: {third}. The others, for --run: {second}, {first}."
     for command in ("show", "report", "compare"):
-        second_side = [FOLDER] if command == "compare" else []
-        result = call(command, FOLDER, *second_side)
+        result = call(command, FOLDER, *[FOLDER] * (command == "compare"))
         assert result.exit_code == 0
         assert " ".join(result.stdout.split()).count(stated) == 1, "once, also where it is read twice"
     shown = call("show", FOLDER, "--json")
@@ -73,8 +64,10 @@ def test_a_run_is_chosen_by_as_much_of_its_name_as_is_needed(ids: list[str]) -> 
         assert not result.stderr, "nothing is said of a choice that was made"
         assert json.loads(result.stdout)["run_id"] == chosen
     for command in ("show", "report"):
-        assert "there is no run 'x'. There are: " in refusal(command, FOLDER, "--run", "x")
-        assert f"is the run {first!r}, not {third!r}" in refusal(command, f"{records}/{first}", "--run", third)
+        with pytest.raises(cli.PrecisionDebugError, match=r"there is no run 'x'\. There are: "):
+            call(command, FOLDER, "--run", "x")
+        with pytest.raises(cli.PrecisionDebugError, match=f"is the run {first!r}, not {third!r}"):
+            call(command, f"{records}/{first}", "--run", third)
 
 
 def test_two_runs_of_a_folder_are_compared(ids: list[str]) -> None:
@@ -86,6 +79,6 @@ def test_two_runs_of_a_folder_are_compared(ids: list[str]) -> None:
     actual = json.loads(call("compare", FOLDER, FOLDER, "--noise", FOLDER,
                             *(part for item in ids for part in ("--run", item)), "--json").stdout)  # fmt: skip
     assert actual["floor"]["sides"] == [f"{FOLDER} ({third})"]
-    result = CliRunner().invoke(cli.app, ["compare", FOLDER, FOLDER, *("--run", first) * 3])
+    result = call("compare", FOLDER, FOLDER, *("--run", first) * 3)
     assert result.exit_code == 2
     assert "3 runs are chosen" in " ".join(result.output.split())

@@ -27,18 +27,11 @@ def line(name: str, iteration: int, value: object, end: str = "\n") -> str:
     return f"2026-11-22 13:01:44,718 - INFO - {name}{TAB}iteration={iteration:06d}{TAB}value={value}{end}"
 
 
-def log(folder: Path, text: str | bytes, rank: int = 0) -> Path:
-    path = folder / "nvdlfw_inspect_statistics_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
+def log(folder: Path, text: str | bytes, rank: int = 0, kind: str = "statistics_logs") -> Path:
+    path = folder / f"nvdlfw_inspect_{kind}" / f"nvdlfw_inspect_globalrank-{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return path
-
-
-def assigned(folder: Path, *names: str, rank: int = 0) -> None:
-    path = folder / "nvdlfw_inspect_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    texts = [f"2026-11-22 13:01:40,102 - INFO - Assigned layer name: {name}\n" for name in names]
-    path.write_text("".join(texts) + "2026-11-22 13:01:41,000 - WARNING - look at fc1\n")
 
 
 def rows(folder: Path) -> dict[tuple[str, str, str, int | None], dict[int, float]]:
@@ -54,21 +47,21 @@ def rows(folder: Path) -> dict[tuple[str, str, str, int | None], dict[int, float
 
 
 def test_a_log_and_its_event_log(tmp_path: Path) -> None:
-    log(
+    file = log(
         tmp_path,
         "".join(line(f"{name}_activation_max", it, it + n / 2) for it in range(3) for n, name in enumerate("ab")),
     )
-    assigned(tmp_path, "b", "a")
+    assigned = [f"2026-11-22 13:01:40,102 - INFO - Assigned layer name: {name}\n" for name in "ba"]
+    log(tmp_path, "".join(assigned) + "2026-11-22 13:01:41,000 - WARNING - look at fc1\n", kind="logs")
     run = open_run(tmp_path)
     assert (run.source, run.notes, run.ordered_layers) == ("nvidia-dlfw-inspect", (), ["b", "a"])
     assert run.grid("max", "activation").values.tolist() == [[0.5, 1.5, 2.5], [0.0, 1.0, 2.0]]
     assert run.steps["iteration"].to_pylist() == [0, 1, 2]
     assert run.steps["wall_time"].to_pylist()[0].second == 44
     assert [(event["severity"], event["text"]) for event in run.events.to_pylist()] == [("warning", "look at fc1")]
-    assert len(run.values()) == 6
     assert len(run.gemms) == len(run.scalars) == len(run.vectors()) == 0
-    assert len(open_run(tmp_path / "nvdlfw_inspect_statistics_logs").values()) == 6
-    assert len(open_run(next((tmp_path / "nvdlfw_inspect_statistics_logs").iterdir())).values()) == 6
+    for path in (tmp_path, file.parent, file):
+        assert len(open_run(path).values()) == 6
 
 
 @pytest.mark.parametrize(
@@ -149,8 +142,7 @@ def test_numbers_on_which_ranks_agree_are_there_once(tmp_path: Path) -> None:
         }
     )
     run = open_run(tmp_path)
-    assert run.notes == ("The logs of 1 ranks are missing: 1.",)
-    assert run.segments[0].world == 3
+    assert (run.notes, run.segments[0].world) == (("The logs of 1 ranks are missing: 1.",), 3)
 
 
 def test_folders_of_ranks_as_in_bionemo(tmp_path: Path) -> None:
@@ -175,8 +167,7 @@ def train_plainly(
     folder: Path, build: Callable[[], torch.nn.Module], feature: str, recipe: Recipe | None = None, **options: Any
 ) -> torch.Tensor:
     inputs = torch.randn(3, 16, 32)
-    features = {feature: {"enabled": True, **options}}
-    with plain(features, folder, folders=[THEIRS], layers="all", files=True):
+    with plain({feature: {"enabled": True, **options}}, folder, folders=[THEIRS], layers="all", files=True):
         net = build()
         for batch in inputs:
             with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -208,17 +199,11 @@ def blocks() -> torch.nn.Module:
     return net
 
 
-@pytest.fixture(scope="module")
-def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("delayed")
+def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(tmp_path: Path) -> None:
     torch.manual_seed(0)
     stats = ["underflows%", "scale_inv_max"]
-    train_plainly(folder, blocks, "LogFp8TensorStats", DelayedScaling(), tensors=["gradient"], stats=stats)
-    return folder
-
-
-def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(delayed: Path) -> None:
-    run = open_run(delayed)
+    train_plainly(tmp_path, blocks, "LogFp8TensorStats", DelayedScaling(), tensors=["gradient"], stats=stats)
+    run = open_run(tmp_path)
     grid = run.grid("underflows%", "gradient")
     head = grid.values[grid.layers.index("model.head")]
     assert head[0] > 90

@@ -84,8 +84,7 @@ def tell(file: Path, result: object) -> None:
 
 
 def macs_of(coverage: Coverage) -> dict[str, int]:
-    rows = {f"{item.layer} {item.gemm} {item.precision}": item.macs for item in coverage if item.macs}
-    return dict(sorted(rows.items()))
+    return {f"{item.layer} {item.gemm} {item.precision}": item.macs for item in coverage if item.macs}
 
 
 def coverage(rank: int, folder: Path) -> None:
@@ -102,9 +101,9 @@ def uneven(rank: int, folder: Path) -> None:
         with InspectSession(statistics(), model=net, log_dir=folder, require="fp8 >= 99%") as session:
             list(loop(session, net, 4, lambda _: torch.ones(16 + 32 * rank, 32), fp8=lambda _: True))
     except PrecisionContractError as error:
-        result = error.coverage
-        parameters = sum(row.tensors for row in result.state if row.subject == "parameter")
-        tell(folder / f"{rank}.txt", (macs_of(result), len(result), result.share("fp8"), parameters))
+        parameters = sum(row.tensors for row in error.coverage.state if row.subject == "parameter")
+        numbers = len(error.coverage), error.coverage.share("fp8"), parameters
+        tell(folder / f"{rank}.txt", (macs_of(error.coverage), *numbers))
 
 
 def sharded(rank: int, folder: Path) -> None:
@@ -125,9 +124,7 @@ def reduced(rank: int, folder: Path) -> None:
 
 
 def split_net(how: str, width: int, mesh: DeviceMesh) -> torch.nn.Module:
-    net: torch.nn.Module = torch.nn.Sequential(
-        OrderedDict(up=torch.nn.Linear(64, width), down=torch.nn.Linear(width, 64))
-    )
+    net: Any = torch.nn.Sequential(OrderedDict(up=torch.nn.Linear(64, width), down=torch.nn.Linear(width, 64)))
     half: dict[str, Any] = {"param_dtype": torch.bfloat16}
     if how == "fully_shard":
         fully_shard(net, mesh=mesh)
@@ -137,8 +134,9 @@ def split_net(how: str, width: int, mesh: DeviceMesh) -> torch.nn.Module:
         parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     elif how == "FSDP1":
         policy = MixedPrecision(**half, reduce_dtype=torch.bfloat16)
-        cpu = torch.device("cpu")  # it looks for a GPU otherwise
-        net = FullyShardedDataParallel(net, mixed_precision=policy, device_id=cpu)  # type: ignore[arg-type]
+        net = FullyShardedDataParallel(
+            net, mixed_precision=policy, device_id=torch.device("cpu")
+        )  # else it seeks a GPU
     else:
         net = DistributedDataParallel(net)
         if how.endswith("hook"):
@@ -246,8 +244,7 @@ def gemm_errors(rank: int, folder: Path) -> None:
                 with te.autocast(recipe=Float8CurrentScaling()):
                     net((rank + 1) * torch.randn(128, 64, dtype=torch.bfloat16)).sum().backward()
                 session.step()
-            numbers = {row.statistic: row.value for records in keeper.steps for row in records}
-            tell(path / f"{rank}.txt", numbers)
+            tell(path / f"{rank}.txt", {row.statistic: row.value for records in keeper.steps for row in records})
     finally:
         tex.generic_gemm = upstream
 

@@ -51,14 +51,14 @@ def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]
         if row["statistic"] == "max":
             table = run.values([row["series"]])
             results[row["rank"]] = dict(zip(table["iteration"].to_pylist(), table["value"].to_pylist(), strict=True))
-    own = {None: expected[0]} if case in ("world", "all") else dict(enumerate(expected))
-    assert results == own
+    assert results == ({None: expected[0]} if case in ("world", "all") else dict(enumerate(expected)))
     assert run.steps["iteration"].to_pylist() == [0, 1, 2]
 
 
 def maxima(folder: Path, rank: int) -> dict[int, float]:
-    lines = logged_lines(folder, rank)
-    return {step: value for (name, step), value in lines.items() if name == "linear_activation_max"}
+    return {
+        step: value for (name, step), value in logged_lines(folder, rank).items() if name == "linear_activation_max"
+    }
 
 
 def told(folder: Path, of: str = "") -> list[Any]:
@@ -90,8 +90,8 @@ def test_the_records_of_a_pipeline_have_the_layers_of_all_ranks(two: Path) -> No
 
 def test_rank_0_records_the_losses_of_the_last_stage(two: Path) -> None:
     _, known = told(two / "losses")
-    up_to_the_last_collection_step = pytest.approx(known[:7])
-    assert list(open_run(two / "losses").metrics["loss"].values) == up_to_the_last_collection_step
+    # Up to the last collection step.
+    assert list(open_run(two / "losses").metrics["loss"].values) == pytest.approx(known[:7])
 
 
 def test_errors_of_gemms_are_merged(two: Path) -> None:
@@ -99,10 +99,8 @@ def test_errors_of_gemms_are_merged(two: Path) -> None:
     first, second, merged, _ = (*told(two / "gemm errors, own"), *told(two / "gemm errors, merged"))
     assert first["gemm_kernel_ratio"] < 1 < second["gemm_kernel_ratio"] == merged["gemm_kernel_ratio"]
     assert (first["gemm_kernel_ratio_rank"], merged["gemm_kernel_ratio_rank"]) == (0, 1)
-    for name in ("rank", "row"):
-        for end in ("first", "last"):
-            statistic = f"gemm_kernel_{name}_{end}"
-            assert merged[statistic] == second[statistic] != first[statistic]
+    for statistic in (f"gemm_kernel_{name}_{end}" for name in ("rank", "row") for end in ("first", "last")):
+        assert merged[statistic] == second[statistic] != first[statistic]
     assert merged["gemm_kernel_rows"] == 8
     share = (merged["gemm_gain"] - first["gemm_gain"]) / (second["gemm_gain"] - first["gemm_gain"])
     assert share == pytest.approx(0.8, abs=0.05), "of the squares, of operands that are twice as large"
@@ -133,8 +131,7 @@ def test_layers_at_equal_paths_have_the_numbers_of_one_process(two: Path, case: 
     in_one = {f"pp{stage}.blocks.0_": f"blocks.{stage}_" for stage in range(2)}
     if case == "said":
         in_one |= {f"ep{number // 2}.experts.gemm_{number % 2}_": f"experts.gemm_{number}_" for number in range(4)}
-    names = {name: next((first for first in in_one if name.startswith(first)), None) for name, _ in split}
-    assert None not in names.values()
+    names = {name: next(first for first in in_one if name.startswith(first)) for name, _ in split}
     expected = {key: value for key, value in whole.items() if key[0].startswith(tuple(in_one.values()))}
 
     results = {(name.replace(names[name], in_one[names[name]]), step): value for (name, step), value in split.items()}
@@ -144,12 +141,11 @@ def test_layers_at_equal_paths_have_the_numbers_of_one_process(two: Path, case: 
 
 
 def test_the_coverage_of_all_ranks(two: Path) -> None:
-    for products, share in told(two / "coverage"):
-        assert products == {
-            **{f"pp0.0 {gemm} fp8": 16 * 32 * 32 for gemm in ("fprop", "wgrad")},
-            **{f"pp1.0 {gemm} fp32": 16 * 32 * 64 for gemm in ("fprop", "wgrad")},
-        }
-        assert share == pytest.approx(1 / 3)
+    products = {
+        **{f"pp0.0 {gemm} fp8": 16 * 32 * 32 for gemm in ("fprop", "wgrad")},
+        **{f"pp1.0 {gemm} fp32": 16 * 32 * 64 for gemm in ("fprop", "wgrad")},
+    }
+    assert told(two / "coverage") == [(products, pytest.approx(1 / 3))] * 2
 
 
 def test_products_of_batches_of_other_sizes_are_added_up(two: Path) -> None:
@@ -171,22 +167,18 @@ def test_what_a_rank_multiplies_of_split_layers(two: Path, how: str, width: int)
 
 
 def test_a_rank_that_misses_a_step_mixes_no_batches(two: Path) -> None:
-    lines = logged_lines(two / "missed", 0)
-    iterations = {step for _, step in lines}
-    assert iterations == set(range(45))
-    for step in iterations:
-        assert [lines[f"linear_activation_{name}", step] for name in ("min", "max")] == [step, step]
-    marks = marked_lines(two / "missed", 0)
-    local = [step for step in sorted(iterations) if marks.get(step)]
-    assert local[0] == 2
+    assert logged_lines(two / "missed", 0) == {
+        (f"linear_activation_{name}", step): step for step in range(45) for name in ("min", "max")
+    }
+    local = [step for step, marks in sorted(marked_lines(two / "missed", 0).items()) if marks]
     assert local == list(range(2, local[-1] + 1))
     assert 26 <= len(local) < 45, "they have met again"
-    own = {step: value for (name, step), value in logged_lines(two / "missed", 1).items() if name.endswith("max")}
-    assert own[2] == 3, "an iteration of rank 1 holds two steps of the optimizer, of which no other rank hears"
+    assert maxima(two / "missed", 1)[2] == 3, (
+        "an iteration of rank 1 holds two steps of the optimizer, of which no other rank hears"
+    )
 
 
-NUMBERS = 2 * 64 * 32 + 32 + 64
-"""Of the two layers' parameters."""
+NUMBERS = 2 * 64 * 32 + 32 + 64  # of the two layers' parameters
 
 
 @pytest.mark.parametrize(
@@ -216,9 +208,9 @@ def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two:
     said = "loss is nan (nonfinite-loss, since step 3, on rank 1)"
     assert str(finding) == f"the model: at step 3, {said}"
     for folder in (two / "lost", two / "lost on one rank"):
-        texts = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
-        assert all(f"the model: {said}" in text for text in texts)
-        assert all("\nProblems found: 1 error" in text for text in texts), "that of the rank that has not found it too"
+        for text in ((folder / f"{rank}.txt").read_text() for rank in range(2)):
+            assert f"the model: {said}" in text
+            assert "\nProblems found: 1 error" in text, "that of the rank that has not found it too"
     assert (finding.last_good, finding.checkpoint, finding.until) == (2, 2, 4)
 
 
@@ -256,7 +248,7 @@ def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:
     assert maxima(two / "one fails", 0) == {0: 2.0, 1: 2.0, 2: 1.0}
     assert maxima(two / "one fails", 1) == {0: 2.0, 1: 2.0, 2: 2.0}
     lines = logged_lines(two / "one fails", 1)
-    assert {step: lines["linear_activation_l1_norm", step] for step in range(3)} == {0: 1536.0, 1: 1536.0, 2: 1024.0}, (
+    assert [lines["linear_activation_l1_norm", step] for step in range(3)] == [1536.0, 1536.0, 1024.0], (
         "over both ranks, and the last one of this rank alone"
     )
     for rank in range(2):

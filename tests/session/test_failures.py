@@ -1,6 +1,7 @@
 """A failure in observation never ends a run, unless that was asked for; it is reported once, with its place."""
 
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -100,9 +101,8 @@ def test_a_log_folder_that_fails_later_is_reported_once(
         while session.iteration < 500 and not reports(caplog):
             train(session, net, 1)
     assert keeper.iterations == list(range(session.iteration))
-    assert len(reports(caplog)) == 1
-    assert "writing records to StatisticsLog" in reports(caplog)[0]
-    assert "nvdlfw_inspect_statistics_logs" in reports(caplog)[0]
+    (said,) = reports(caplog)
+    assert re.search("writing records to StatisticsLog.*nvdlfw_inspect_statistics_logs", said)
 
 
 @pytest.mark.slow
@@ -133,8 +133,7 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     session.stop()
     well.set()
     assert keeper.iterations == list(range(100))
-    said = [text for text in caplog.messages if "The disk does not answer" in text]
-    assert said, "the end has said what is lost"
+    assert "The disk does not answer" in caplog.text, "the end has said what is lost"
     wait_until(lambda: not any(thread.name.startswith("te-precision") for thread in threading.enumerate()))
 
 
@@ -174,8 +173,9 @@ def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog:
     options: dict[str, Any] = {"features": [Broken], "recipe": DelayedScaling()}
     observed(tmp_path / "a", config, **options, sinks=[BrokenSink()])
     first, also = reports(caplog)  # the same failure on another tensor is not told again
-    assert "linear activation: FeatureError: The feature Broken failed in inspect_tensor" in first
-    assert "a slip in the feature" in first
+    assert re.search(
+        "linear activation: FeatureError: The feature Broken failed in inspect_tensor.*a slip in the feature", first
+    )
     assert "the disk is full" in also
     assert "Precision debugging failed 7 times" in caplog.text
     with pytest.raises(ObservationError, match=r"linear activation.*failed in inspect_tensor"):

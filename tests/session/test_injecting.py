@@ -11,14 +11,9 @@ from tests.forked import TIMEOUT, ranks
 
 pytestmark = pytest.mark.slow
 
-EVERY = int(os.environ.get("INJECT_EVERY", "397"))
-"""At how many places something fails: at each of the so many."""
-
-LONGEST = 45.0
-"""Seconds: less than the timeout of a message in a step, so no rank has waited for one; on a busy machine too."""
-
-LONGEST_RUN = 4 * 3600.0 if "INJECT_EVERY" in os.environ else TIMEOUT
-"""Seconds."""
+EVERY = int(os.environ.get("INJECT_EVERY", "397"))  # something fails at each of so many places
+LONGEST = 45.0  # seconds: less than the timeout of a message in a step, so no rank has waited; on a busy machine too
+LONGEST_RUN = 4 * 3600.0 if "INJECT_EVERY" in os.environ else TIMEOUT  # seconds
 
 Found = list[dict[str, Any]]
 
@@ -39,8 +34,9 @@ def test_no_failure_reaches_the_training(found: Found) -> None:
         place = {name: results[0][name] for name in ("where", "victim", "place")}
         assert not any(results[0]["right"]), f"a sum of the training is wrong: {place}"
         errors = [result["errors"] for result in results]
-        raised = {bool(error["attach"]) for error in errors}
-        assert len(raised) == 1, f"attach() has raised on one rank alone: {place} {errors}"
+        assert len({bool(error["attach"]) for error in errors}) == 1, (
+            f"attach() has raised on one rank alone: {place} {errors}"
+        )
         assert not any(error.get("step") for error in errors), f"step() has raised: {place} {errors}"
         assert max(result["slowest"] for result in results) < LONGEST, f"a rank has waited: {place}"
     assert {result["where"] for result in found[0]["places"]} == {"attach", "step 0", "step 2"}
@@ -49,8 +45,7 @@ def test_no_failure_reaches_the_training(found: Found) -> None:
 
 def test_ranks_that_are_apart_meet_again(found: Found) -> None:
     local = [rank["meet again"]["local"] for rank in found]
-    for rank in found:
-        again = rank["meet again"]
+    for again in (rank["meet again"] for rank in found):
         assert again["right"]
         assert not any(again["errors"]), "step() has not raised"
         assert again["iterations"] == list(range(50))

@@ -8,16 +8,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import nvdlfw_inspect.logging as inspect_logging
 import pytest
 import torch
 import transformer_engine.pytorch as te
 from nvdlfw_inspect.registry import Registry
+from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 from tests.conftest import feature, statistics
+from tests.training import train
 
-LAYERS = 8
 SIZE = 16
 EVERY = 5
 
@@ -30,15 +32,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(*(te.Linear(SIZE, SIZE, name=str(index)) for index in range(LAYERS)))
-
-
 def sizes() -> tuple[int, int]:
     """Blocks of memory that Python has allocated, and entries and bytes of nvidia-dlfw-inspect's caches."""
-    import nvdlfw_inspect.logging as inspect_logging
-
     gc.collect()
     caches = [data.api._api_cache for data in Registry.data.values()]
     caches += [inspect_logging.LOGGER.logged_api_executed, inspect_logging.LOGGER.logged_api_encountered]
@@ -47,7 +42,7 @@ def sizes() -> tuple[int, int]:
 
 
 def growth(
-    net: torch.nn.Module, step: Callable[[], Any], settle: Callable[[], None], first: int, window: int
+    session: InspectSession, net: torch.nn.Module, settle: Callable[[], None], first: int, window: int
 ) -> tuple[int, int]:
     """By how many blocks Python's memory, and by how many bytes the caches grow in a window of steps.
 
@@ -60,11 +55,8 @@ def growth(
     gc.freeze()  # a collection goes through the objects that come now, not through those of all tests before
     try:
         for count in range(first + 3 * window):
-            with te.autocast(enabled=True):
-                out = net(x)
-            out.sum().backward()
+            train(session, net, 1, x=x, recipe=DelayedScaling())
             net.zero_grad()
-            step()
             if count >= first and count % EVERY == 0:
                 settle()
                 windows[(count - first) // window].append(sizes())
@@ -77,7 +69,7 @@ def growth(
 
 @pytest.mark.slow
 def test_memory_stays_flat(tmp_path: Path) -> None:
-    net = model()
+    net = torch.nn.Sequential(*(te.Linear(SIZE, SIZE) for _ in range(8)))
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
         session.step()
         writers: list[WriterThread] = [item for item in gc.get_objects() if issubclass(type(item), WriterThread)]
@@ -93,6 +85,6 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
                 while not is_written():
                     time.sleep(0.001)
 
-        blocks, caches = growth(net, session.step, settle, first=30, window=40)
+        blocks, caches = growth(session, net, settle, first=30, window=40)
     assert blocks < 160, "four in a step; without a leak some 30 come and go"
     assert caches < 14_000

@@ -226,9 +226,8 @@ def test_the_dgrads_of_an_mlp_are_told_apart(tmp_path: Path, keeper: Keeper) -> 
             train(session, net, 1, x=x)
     for layer, width in (("fc1", 32), ("fc2", 128)):
         assert keeper.values("numel", f"layernorm_mlp.{layer}", "dgrad") == dict.fromkeys((0, 1), 2 * 16 * width)
-    of_fc2 = torch.ones(16, 32) @ net.fc2_weight.detach()
-    result = keeper.values("l1_norm", "layernorm_mlp.fc2", "dgrad")[0]
-    assert result == pytest.approx(2 * of_fc2.abs().sum().item(), rel=1e-5)
+    of_fc2 = pytest.approx(2 * (torch.ones(16, 32) @ net.fc2_weight.detach()).abs().sum().item(), rel=1e-5)
+    assert keeper.values("l1_norm", "layernorm_mlp.fc2", "dgrad")[0] == of_fc2
 
 
 def test_what_leaves_the_fused_path_under_the_default_config_is_named(

@@ -43,6 +43,7 @@ ASKED_FOR = {
     "AbortAfterBatch": "abort_after_batch= of a detector",
 }
 
+# Raised, where something is wrong, before a step or outside of it.
 BEFORE = {
     "OptionError": "a keyword, when the session is made",
     "UnknownDebugOptionError": "a keyword, when the session is made",
@@ -63,8 +64,8 @@ BEFORE = {
     "MissingFunctionError": "of the reference backend, in forward and backward",
     "UnsupportedRecipeError": "of the reference backend, in forward and backward",
 }
-"""Raised, where something is wrong, before a step or outside of it."""
 
+# Failures in observation.
 INSIDE = {
     "FactorError": "an operand of a GEMM that cannot be read, which is then not measured",
     "FeatureError": "a feature of a user; in a call that changes precision it ends the forward",
@@ -80,8 +81,8 @@ INSIDE = {
     "DumpError": "a tensor that cannot be dumped",
     "ReportingError": "the Trainer's logs",
 }
-"""Failures in observation."""
 
+# Of commands and functions that read what a run has left, or look at a config.
 READERS = {
     "KnownFindingsError",
     "BatchError",
@@ -107,7 +108,6 @@ READERS = {
     "UnknownFeatureError",
     "UnknownSubjectError",
 }
-"""Of commands and functions that read what a run has left, or look at a config."""
 
 
 @functools.cache
@@ -130,8 +130,11 @@ def declared() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, type[PrecisionDebugError]]:
     """All exceptions of the package, by name, but those of a front door that takes long to import."""
-    results = {name: module for name, module in declared().items() if ".transformers." not in module}
-    return {name: getattr(importlib.import_module(module), name) for name, module in results.items()}
+    return {
+        name: getattr(importlib.import_module(module), name)
+        for name, module in declared().items()
+        if ".transformers." not in module
+    }
 
 
 def one(kind: type[PrecisionDebugError]) -> PrecisionDebugError:
@@ -150,8 +153,7 @@ def one(kind: type[PrecisionDebugError]) -> PrecisionDebugError:
 
 
 def test_each_exception_is_known_here(kinds: dict[str, type[PrecisionDebugError]]) -> None:
-    known = [ASKED_FOR, BEFORE, INSIDE, READERS]
-    assert sorted(name for names in known for name in names) == sorted(declared())
+    assert sorted([*ASKED_FOR, *BEFORE, *INSIDE, *READERS]) == sorted(declared())
     assert {kinds[name] for name in ASKED_FOR} == set(failures.ASKED_FOR)
     assert {name for name, kind in kinds.items() if issubclass(kind, failures.ASKED_FOR)} == set(ASKED_FOR)
 
