@@ -3,6 +3,7 @@
 import math
 import pickle
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,6 @@ from tests.conftest import feature
 from tests.test_config_loading_and_plan import LAYERS
 
 
-def threshold(text: str) -> Threshold:
-    condition = parse_condition(text)
-    assert isinstance(condition, Threshold)
-    return condition
-
-
 @pytest.mark.parametrize(
     ("text", "statistic", "comparison", "number"),
     [
@@ -38,18 +33,20 @@ def threshold(text: str) -> Threshold:
     ],
 )
 def test_a_comparison(text: str, statistic: object, comparison: str, number: float) -> None:
-    result = threshold(text)
+    result = parse_condition(text)
+    assert isinstance(result, Threshold)
     assert (result.statistic, result.comparison, result.number) == (statistic, comparison, number)
     assert str(result) == text
     assert result.statistic.statistic is STATISTICS[result.statistic.statistic.name]
 
 
-@pytest.mark.parametrize(("comparison", "below", "at", "above"), [(">", 0, 0, 1), (">=", 0, 1, 1), ("<", 1, 0, 0)])
+@pytest.mark.parametrize(
+    ("comparison", "below", "at", "above"), [(">", 0, 0, 1), (">=", 0, 1, 1), ("<", 1, 0, 0), ("<=", 1, 1, 0)]
+)
 def test_when_it_holds(comparison: str, below: bool, at: bool, above: bool) -> None:
-    result = threshold(f"mse {comparison} 2")
+    result = parse_condition(f"mse {comparison} 2")
     assert [result.holds(value) for value in (1.5, 2.0, 2.5)] == [below, at, above]
     assert not result.holds(math.nan)
-    assert not threshold("mse <= 2").holds(math.nan)
 
 
 @pytest.mark.parametrize("event", EventCondition)
@@ -59,12 +56,12 @@ def test_an_event(event: EventCondition) -> None:
 
 def test_conditions_read_these_statistics() -> None:
     """The recipe may be spelled in another way, and a statistic of blocks is that of any blocks."""
-    assert threshold("fp8_current_mse > 1").reads(quantized_request("current_scaling_mse"))
-    assert not threshold("mse > 1").reads(quantized_request("mxfp8_mse"))
+    assert parse_condition("fp8_current_mse > 1").reads(quantized_request("current_scaling_mse"))
+    assert not parse_condition("mse > 1").reads(quantized_request("mxfp8_mse"))
     sizes = [{"max_blockwise_dynamic_range": {"block_size": size}} for size in (16, 32)]
     of_blocks = [tensor_request(entry).of("weight") for entry in sizes]
-    assert all(threshold("max_blockwise_dynamic_range > 1").reads(request) for request in of_blocks)
-    assert [threshold(f"{of_blocks[0].label} > 1").reads(request) for request in of_blocks] == [True, False]
+    assert all(parse_condition("max_blockwise_dynamic_range > 1").reads(request) for request in of_blocks)
+    assert [parse_condition(f"{of_blocks[0].label} > 1").reads(request) for request in of_blocks] == [True, False]
     for wrong in ("'max_blockwise_dynamic_range_of_size_3'", "'mxfp8_e5m2_msee'.*Did you mean 'mxfp8_e5m2_mse'"):
         with pytest.raises(ValueError, match=f"there is no statistic {wrong}"):
             parse_condition(f"{wrong.split(chr(39))[1]} > 1")
@@ -125,13 +122,13 @@ def test_schedules_meet_where_a_step_is_in_both(seed: int) -> None:
     for _ in range(200):
         options: list[dict[str, Any]] = []
         for _ in range(2):
-            bounds = sorted(generator.sample(range(40), 4))
-            kind = generator.randrange(3)
-            options.append({"freq": generator.randint(1, 7)})
-            if kind == 0:
-                options[-1]["start_end_list"] = [bounds[:2], [bounds[2], generator.choice([bounds[3], -1])]]
-            elif kind == 1:
-                options[-1] |= {"start_step": bounds[0], "end_step": generator.choice([bounds[1], bounds[0], -1])}
+            start, end, again, last = sorted(generator.sample(range(40), 4))
+            kinds: list[dict[str, Any]] = [
+                {"start_end_list": [[start, end], [again, generator.choice([last, -1])]]},
+                {"start_step": start, "end_step": generator.choice([end, start, -1])},
+                {},
+            ]
+            options.append({"freq": generator.randint(1, 7), **generator.choice(kinds)})
         first, other = (Schedule.of(**keys) for keys in options)
         expected = any(first.at(step)[0] and other.at(step)[0] for step in range(40 + 2 * 42))
         assert first.meets(other) is other.meets(first) is expected, options
@@ -186,9 +183,8 @@ def test_schedules_that_meet_in_one_step_are_accepted(tmp_path: Path, statistics
 )
 def test_the_line_is_that_of_the_condition(tmp_path: Path, options: str, line: int) -> None:
     place = rf"config\.yaml, line {FIRST_OPTION + line}(?: column \d+)? \(section 'looked_at'\)"
-    with pytest.raises(ConfigError, match=f"{place}: the condition 'max > 1'") as caught:
+    with pytest.raises(ConfigError, match=f"{place}: the condition 'max > 1'.* would never hold") as caught:
         check(tmp_path, "stats: [mse]", options)
-    assert "would never hold" in str(caught.value)
     assert "nothing would be written" not in str(caught.value), "another condition may hold"
 
 
@@ -218,9 +214,8 @@ def test_a_gemm_that_is_not_measured(measured: list[str]) -> None:
 def test_a_bare_name_is_not_that_of_a_recipe_and_the_recipes_is_named(
     tmp_path: Path, stats: str, when: str, hint: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(hint) + "$"):
         check(tmp_path, f"stats: [{stats}]", f"tensors: [activation]\nwhen: {when} > 0")
-    assert str(caught.value).endswith(hint)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -243,7 +238,7 @@ def test_a_condition_names_a_statistic_as_in_stats(name: str, stats: list[str], 
     """The format of the elements is a part of the name."""
     options = {"enabled": True, "tensors": ["activation"], "stats": stats}
     features = [FEATURES["LogFp8TensorStats"].model_validate(options)]
-    statistic = read_by(threshold(f"{name} > 0"), collected(features, "activation"))
+    statistic = read_by(parse_condition(f"{name} > 0"), collected(features, "activation"))
     assert (statistic and statistic.labels[0]) == label
 
 
@@ -258,11 +253,9 @@ def test_a_condition_names_a_statistic_as_in_stats(name: str, stats: list[str], 
     ],
 )
 def test_an_invalid_size_is_refused(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be a number of bytes >= 1") as caught:
+    with pytest.raises(ValueError, match=rf"must be a number of bytes >= 1.*not {re.escape(repr(size))}\.$"):
         size_in_bytes(size)
-    assert str(caught.value).endswith(f"not {size!r}.")
 
 
 def test_a_number_of_bytes_is_taken_exactly() -> None:
-    assert size_in_bytes(2**63 - 1) == 2**63 - 1
-    assert size_in_bytes(2**53 + 1) == 2**53 + 1
+    assert [size_in_bytes(size) for size in (2**63 - 1, 2**53 + 1)] == [2**63 - 1, 2**53 + 1]

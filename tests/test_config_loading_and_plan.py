@@ -1,11 +1,13 @@
 """Loading a config, selecting layers, and planning: mistakes raise before the run, with their place."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
 
 from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.check.factory import CHOICES
@@ -42,9 +44,9 @@ LAYERS = [
 ]
 
 
-def plan(layers: dict[str, Any], **keywords: Any) -> Plan:
+def plan(layers: dict[str, Any], of: Sequence[Any] = LAYERS, **keywords: Any) -> Plan:
     section = {"enabled": True, "layers": layers, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
-    return load_config({"section": section}).plan(LAYERS, REGISTERED, **keywords)
+    return load_config({"section": section}).plan(of, REGISTERED, **keywords)
 
 
 GEMM = (
@@ -56,8 +58,7 @@ GEMM = (
 def test_parts_of_names_are_suggested() -> None:
     assert nearest("fp8", CHOICES) == ["fp8_delayed_scaling", "fp8_current_scaling", "fp8_block_scaling"]
     with pytest.raises(ConfigError, match=r"Similar names: .*'layernorm_qkv'"):
-        config = load_config({"s": feature("DisableFP8Layer", ["qkv_proj"])})
-        config.plan([Layer(f"0.{name}", (), ("Linear",)) for name in ("layernorm_qkv", "proj", "fc1")], REGISTERED)
+        plan({"layer_types": ["qkv_proj"]}, [Layer(f"0.{name}") for name in ("layernorm_qkv", "proj", "fc1")])
 
 
 @pytest.mark.parametrize(
@@ -179,16 +180,15 @@ def test_a_config_for_upstreams_names_that_selects_other_layers_by_path_is_warne
 
     def plan_blocks(block: dict[str, Any], **keywords: Any) -> list[str]:
         blocks = [Block(f"model.layers.{at}.fc1", upstream=(f"model.layers.{at + 1}.fc1",)) for at in range(4)]
-        section = {"enabled": True, "layers": block, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
-        return [entry.layer.name for entry in load_config({"s": section}).plan(blocks, REGISTERED, **keywords).layers]
+        return [entry.layer.name for entry in plan(block, blocks, **keywords).layers]
 
     for block in ({"layer_numbers": [2]}, {"layer_name_regex_pattern": r"layers\.2\."}):
         assert plan_blocks(block) == ["model.layers.2.fc1"]
         (message,) = caplog.messages
-        assert "(section 's'): the section 's' selects model.layers.2.fc1; by nvidia-dlfw-inspect's names it would" in (
-            message
-        )
-        assert "select model.layers.2.fc1 (here model.layers.1.fc1)." in message
+        assert (
+            "(section 'section'): the section 'section' selects model.layers.2.fc1; by nvidia-dlfw-inspect's names it "
+            "would select model.layers.2.fc1 (here model.layers.1.fc1)."
+        ) in message
         assert message.endswith("layer_names='path' confirms that paths are meant.")
         caplog.clear()
         assert plan_blocks(block, layer_names="path") == ["model.layers.2.fc1"]
@@ -262,12 +262,11 @@ def test_a_selector_entry_without_a_match_warns(
 ) -> None:
     """One config may be for several models, so that it is not refused."""
     assert plan(block).layers
-    messages = [record.getMessage() for record in caplog.records]
     if told is None:
-        assert not messages
+        assert not caplog.messages
     else:
-        assert len(messages) == 1
-        assert re.search(rf"^the config mapping \(section 'section'\): .*{told}", messages[0])
+        (message,) = caplog.messages
+        assert re.search(rf"^the config mapping \(section 'section'\): .*{told}", message)
 
 
 def test_the_line_of_an_entry_that_no_layer_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -279,8 +278,8 @@ def test_the_line_of_an_entry_that_no_layer_has(tmp_path: Path, caplog: pytest.L
     load_config(path).plan(LAYERS, REGISTERED, allow_unmatched=True)
     path.write_text("\n".join([*lines[:3], "    layer_types:", "    - fc1", "    - fc9"]))
     load_config(path).plan(LAYERS, REGISTERED)
-    said = [record.getMessage() for record in caplog.records]
-    assert [message.split(":")[0].rpartition(", ")[2] for message in said] == ["line 6 (section 's')"] * 2
+    places = [message.split(":")[0].rpartition(", ")[2] for message in caplog.messages]
+    assert places == ["line 6 (section 's')"] * 2
 
 
 def test_a_selector_that_another_one_leaves_without_effect_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
@@ -290,10 +289,9 @@ def test_a_selector_that_another_one_leaves_without_effect_is_warned_about(caplo
 
 
 def test_the_spelling_of_the_documentation() -> None:
-    gemms = {"enabled": True, "gemms": ["fprop"]}
     config = load_config({"s": feature("DisableFp8Gemm", ["all"], gemms=["fprop"])})
     planned = config.plan(LAYERS, REGISTERED).layers[0].features
-    assert planned == {"transformer_engine": {"DisableFP8GEMM": gemms}}
+    assert planned == {"transformer_engine": {"DisableFP8GEMM": {"enabled": True, "gemms": ["fprop"]}}}
 
 
 @pytest.mark.parametrize(
@@ -350,12 +348,9 @@ def test_sections_that_meet_in_a_layer_are_merged() -> None:
 
 def test_upstream_finds_in_the_plan_exactly_the_layers_that_were_planned() -> None:
     """Held against nvidia-dlfw-inspect's own selection, with names that contain one another."""
-    from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
-
     names = ["a.fc1", "a.fc10", "b.a.fc1", "a_fc1", "a.fc1.x", "a.fc1 "]
-    layers = [Layer(name) for name in names]
-    config = load_config({"s": {**feature("DisableFP8Layer", []), "layers": {"exact_layer_names": ["a.fc1"]}}})
-    (section,) = config.plan(layers, REGISTERED).as_inspect_config().values()
+    planned = plan({"exact_layer_names": ["a.fc1"]}, [Layer(name) for name in names])
+    (section,) = planned.as_inspect_config().values()
     spec = ConfigSpec()
     spec.initialize(section)
     assert [name for name in names if is_layer_in_cfg(name, spec)] == ["a.fc1"]
@@ -363,19 +358,19 @@ def test_upstream_finds_in_the_plan_exactly_the_layers_that_were_planned() -> No
 
 # --- configs as others write them -------------------------------------------------------------------------------------
 
-STATISTICS = "[max, min, mean, std, l1_norm]"
 OTHERS = {
-    "BioNeMo: types that are parts of names, an item for each tensor, and a GEMM among the tensors": f"""
+    "BioNeMo: types that are parts of names, an item for each tensor, and a GEMM among the tensors": """
       stats:
         enabled: True
-        layers: {{layer_types: [layernorm_qkv, proj, fc1, fc2]}}
+        layers: {layer_types: [layernorm_qkv, proj, fc1, fc2]}
         transformer_engine:
           LogFp8TensorStats:
             enabled: True
             tensors_struct:
-            - {{tensor: activation, stats: [underflows%, scale_inv_min, scale_inv_max, mse], freq: 10}}
-            - {{tensor: gradient, stats: [underflows%, scale_inv_min, scale_inv_max, mse], freq: 10}}
-          LogTensorStats: {{enabled: True, stats: {STATISTICS}, tensors: [dgrad, wgrad, fprop], freq: 1}}
+            - {tensor: activation, stats: [underflows%, scale_inv_min, scale_inv_max, mse], freq: 10}
+            - {tensor: gradient, stats: [underflows%, scale_inv_min, scale_inv_max, mse], freq: 10}
+          LogTensorStats: {enabled: True, stats: [max, min, mean, std, l1_norm], tensors: [dgrad, wgrad, fprop],
+                           freq: 1}
     """,
     "Megatron-Bridge: a pattern, and a schedule with an end": """
       fp8_tensor_stats:
@@ -410,16 +405,14 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_configs_as_others_write_them(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(OTHERS[name])
-    assert load_config(path).sections
+    (tmp_path / "config.yaml").write_text(OTHERS[name])
+    assert load_config(tmp_path / "config.yaml").sections
 
 
 def test_a_gemm_among_tensors_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Transformer Engine never looks for it, and says nothing."""
-    path = tmp_path / "config.yaml"
-    path.write_text(OTHERS[next(iter(OTHERS))])
-    (section,) = load_config(path).sections
+    (tmp_path / "config.yaml").write_text(OTHERS[next(iter(OTHERS))])
+    (section,) = load_config(tmp_path / "config.yaml").sections
     read = section.features["transformer_engine"]["LogTensorStats"]
     assert read["tensors"] == ["dgrad", "wgrad"]
     assert [target.tensor for target in read.schema.targets] == ["dgrad", "wgrad"]

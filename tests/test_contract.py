@@ -33,7 +33,6 @@ def test_a_condition_on_a_share() -> None:
 
 def test_the_ways_to_write_a_contract(tmp_path: Path) -> None:
     contract = read_contract(WHOLE)
-    assert contract is not None
     assert [str(share) for share in contract.share.values()] == ["fp8 >= 95%", "fp8 wgrad >= 90.5%"]
     assert (contract.layers, contract.state) == ({r".*mlp.*": "mxfp8"}, {"optimizer_state": "float32"})
     assert (contract.by_step, contract.on_broken) == (5, "warn")
@@ -84,12 +83,8 @@ def test_invalid_contracts(case: str) -> None:
 def test_all_mistakes_are_reported_with_their_lines(tmp_path: Path) -> None:
     file = tmp_path / "contract.yaml"
     file.write_text("precision_contract:\n  share:\n    fp9: 95\n  layer: {mlp: fp8}\n  by_step: soon\n")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"(?s)contract.yaml, line 3.*contract.yaml, line 4.*contract.yaml, line 5"):
         read_contract(file)
-    stated = str(caught.value)
-    assert "contract.yaml, line 3" in stated
-    assert "contract.yaml, line 4" in stated
-    assert "contract.yaml, line 5" in stated
 
 
 def test_a_file_that_is_no_contract(tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
 """CONTRIBUTING.md: its steps to add a statistic, a feature, a format and an integration work in a copy."""
 
-import os
 import re
 import shutil
-import subprocess
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 from tests.docs.pages import blocks
 from tests.forked import executable
+from tests.reference.processes import run
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -87,10 +85,8 @@ def test_the_steps_of_the_page_work(tmp_path: Path) -> None:
 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(integration=integration))
-    environment = {key: value for key, value in os.environ.items() if key != ENVIRONMENT_VARIABLE}
-    environment["PYTHONPATH"] = str(tmp_path)  # the copy, not the installed package
-    command = [executable(), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    # The copy, not the installed package.
+    done = run([executable(), str(script)], cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     operands, last = done.stdout.splitlines()[-2:]
     assert operands == "{'fprop': ['FP8 E4M3'], 'dgrad': ['FP8 E4M3', 'FP8 E5M2'], 'wgrad': ['FP32']}"

@@ -66,13 +66,10 @@ def wraps_itself() -> torch.nn.Module:
         (lambda: [torch.nn.Sequential(te.Linear(32, 32)) for _ in range(2)], ["chunk0.0", "chunk1.0"]),
         (lambda: te.Linear(32, 32), ["linear"]),  # a root of Transformer Engine lends its class
         (lambda: te.LayerNormMLP(32, 64), ["layernorm_mlp.fc1", "layernorm_mlp.fc2"]),
-        (
-            lambda: te.TransformerLayer(32, 64, 2),
-            [f"transformer_layer.{part}" for part in BLOCK],
-        ),
+        (lambda: te.TransformerLayer(32, 64, 2), [f"transformer_layer.{part}" for part in BLOCK]),
         (lambda: torch.nn.Sequential(te.GroupedLinear(3, 32, 32)), ["0.gemm_0", "0.gemm_1", "0.gemm_2"]),
         (lambda: torch.nn.Sequential(te.LayerNorm(32), te.RMSNorm(32), torch.nn.Linear(32, 32)), []),
-        (lambda: Net(), [*(f"layers.{i}.{part}" for i in range(2) for part in BLOCK), "head"]),
+        (Net, [*(f"layers.{i}.{part}" for i in range(2) for part in BLOCK), "head"]),
     ],
 )
 def test_names(make: Callable[[], Any], expected: list[str]) -> None:
@@ -100,11 +97,11 @@ def test_other_names_stay_aliases() -> None:
 
 
 def peft_class(name: str, *bases: type) -> Any:
+    """PEFT's classes are told by their names."""
     return type(name, bases, {"__module__": "peft.tuners"})
 
 
 def of_peft(name: str, *bases: type, **children: torch.nn.Module) -> torch.nn.Module:
-    """A module of a class of PEFT's, which are told by their names."""
     made: torch.nn.Module = peft_class(name, *(bases or (torch.nn.Module,)))()
     for child_name, child in children.items():
         setattr(made, child_name, child)
@@ -120,12 +117,10 @@ def test_names_of_peft_wrappers_and_adapters() -> None:
     net = Net()
     plain = names(net)
     block: Any = net.layers[0]
-    tuner_layer = peft_class("BaseTunerLayer")
-    proj = block.self_attention.proj
-    lora = of_peft(
-        "Linear", torch.nn.Module, tuner_layer, base_layer=proj, lora_A=adapter(32, 16), lora_B=adapter(16, 32)
+    bases, proj = (torch.nn.Module, peft_class("BaseTunerLayer")), block.self_attention.proj
+    block.self_attention.proj = of_peft(
+        "Linear", *bases, base_layer=proj, lora_A=adapter(32, 16), lora_B=adapter(16, 32)
     )
-    block.self_attention.proj = lora
     copies = torch.nn.ModuleDict({"default": te.Linear(32, 32), "other": te.Linear(32, 32)})
     net.head = of_peft("ModulesToSaveWrapper", original_module=net.head, modules_to_save=copies)
     plain.remove("head")
@@ -141,8 +136,8 @@ def test_names_of_peft_wrappers_and_adapters() -> None:
     # Upstream's function takes `layer_number`, which is None.
     of_upstream = "model.module.base_model.model.layers.None.self_attention.proj.base_layer"
     assert of_upstream in results["layers.0.self_attention.proj"].upstream
-    watched = [path for path, _ in module_paths(model)]
-    assert "layers.0.self_attention.proj.base_layer" in watched, "overflow detection watches the sum and its parts"
+    # Overflow detection watches the sum and its parts.
+    assert "layers.0.self_attention.proj.base_layer" in dict(module_paths(model))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +176,6 @@ def test_layers_of_other_ranks_at_one_path_have_numbers_of_the_whole_model() -> 
     assert not different_at_one_path([*layers(first), *layers(Stage(0))]), "replicas are alike"
 
     numbered = {layer.name: layer for module in named_te_modules(second, by_number=True) for layer in module.layers}
-
     assert [*numbered][:3] == [
         "layers.2.attention",
         "layers.2.mixture.experts_2_3.gemm_0",

@@ -72,13 +72,10 @@ def test_the_same_names_and_values_in_float32(tmp_path: Path) -> None:
     assert set(ours) == set(theirs)
     # Transformer Engine 2.20.2 shows the dgrad of an MLP's fc2 as that of fc1: two tensors under one name.
     assert len(ours) == 3 * (4 * (6 * 10 + 3 * 10) - 10)
-    different = {}
     for key, value in theirs.items():
-        if key[0] == "model.layernorm_mlp.fc1_dgrad_std":
-            continue  # of two tensors, where its merged variance has a sign error: see docs/statistics.md
         # A sum of squared errors is a difference of nearly equal numbers, each in float32 there.
         relative = 1e-4 if "mse" in key[0] else 1e-5
         absolute = 1e-6 if key[0].endswith(("_mean", "dynamic_range")) else 1e-12
-        if ours[key] != pytest.approx(value, rel=relative, abs=absolute):
-            different[key] = (ours[key], value)
-    assert not different
+        # One is of two tensors, where its merged variance has a sign error: see docs/statistics.md.
+        if key[0] != "model.layernorm_mlp.fc1_dgrad_std":
+            assert ours[key] == pytest.approx(value, rel=relative, abs=absolute), key
