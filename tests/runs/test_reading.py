@@ -1,24 +1,104 @@
-"""Logs of plain nvidia-dlfw-inspect, read as a run."""
+"""Reading runs: which one of a folder, logs of plain nvidia-dlfw-inspect, and the code of docs/records.md."""
 
 import io
+import json
 import re
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
 from rich.console import Console
 from transformer_engine.common.recipe import DelayedScaling, Recipe
+from typer.testing import CliRunner, Result
 
-from te_precision_callbacks.runs import NotARunError, importing, open_run
+from te_precision_callbacks import InspectSession, cli
+from te_precision_callbacks.runs import NotARunError, importing, list_runs, open_run, writing
 from te_precision_callbacks.runs.importing import parse_names
-from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, STEP0, STEPS, VALUES, VECTORS
 from te_precision_callbacks.views.show.view import look
+from tests.conftest import statistics
+from tests.docs.pages import PAGES, blocks
 from tests.features.plain import THEIRS, plain
+from tests.runs.making import write_run
+
+FOLDER = "my logs"
+
+
+@pytest.fixture
+def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("COLUMNS", "500")
+    return [write_run(tmp_path / FOLDER, range(steps)) for steps in (3, 6, 9)]
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, [*map(str, arguments)], catch_exceptions=False)
+
+
+def test_the_latest_is_read_and_the_others_are_named(ids: list[str]) -> None:
+    first, second, third = ids
+    stated = f"{FOLDER} has 3 runs. The latest is read: {third}. The others, for --run: {second}, {first}."
+    for command in ("show", "report", "compare"):
+        result = call(command, FOLDER, *[FOLDER] * (command == "compare"))
+        assert result.exit_code == 0
+        assert " ".join(result.stdout.split()).count(stated) == 1, "once, also where it is read twice"
+    shown = call("show", FOLDER, "--json")
+    assert json.loads(shown.stdout)["run_id"] == third
+    assert stated in " ".join(shown.stderr.split())
+
+
+def test_a_run_that_was_resumed_is_later_than_an_attempt_that_came_between(ids: list[str]) -> None:
+    first, *_, last = ids
+    assert open_run(FOLDER, run="latest").run_id == last
+    run = Path(FOLDER) / "precision_records" / first
+    shutil.copytree(run / "seg-000", run / "seg-001")
+    facts = run / "seg-001" / "run.json"
+    later = {"segment": 1, "first_iteration": 3, "started_at": "2999-01-01T00:00:00.000+00:00"}
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | later))
+    assert open_run(FOLDER, run="latest").run_id == first
+    facts.write_text("damaged")
+    assert open_run(FOLDER, run="latest").run_id == last
+
+
+def test_a_run_is_chosen_by_as_much_of_its_name_as_is_needed(ids: list[str]) -> None:
+    first, _, third = ids
+    records = f"{FOLDER}/precision_records"
+    for arguments, chosen in (
+        ((FOLDER, "--run", first), first),
+        ((FOLDER, "--run", first[:-1]), first),
+        ((FOLDER, "--run", "latest"), third),
+        ((records, "--run", first), first),
+        ((f"{records}/{first}",), first),
+    ):
+        result = call("show", *arguments, "--json")
+        assert not result.stderr, "nothing is said of a choice that was made"
+        assert json.loads(result.stdout)["run_id"] == chosen
+    for command in ("show", "report"):
+        with pytest.raises(cli.PrecisionDebugError, match=r"there is no run 'x'\. There are: "):
+            call(command, FOLDER, "--run", "x")
+        with pytest.raises(cli.PrecisionDebugError, match=f"is the run {first!r}, not {third!r}"):
+            call(command, f"{records}/{first}", "--run", third)
+
+
+def test_two_runs_of_a_folder_are_compared(ids: list[str]) -> None:
+    first, second, third = ids
+    for both in ([FOLDER, FOLDER], [FOLDER]):
+        actual = json.loads(call("compare", *both, "--run", first, "--run", second, "--json").stdout)
+        assert (actual["a"], actual["b"]) == (f"{FOLDER} ({first})", f"{FOLDER} ({second})")
+        assert (actual["pairing"]["first"], actual["pairing"]["last"]) == (0, 2)
+    actual = json.loads(call("compare", FOLDER, FOLDER, "--noise", FOLDER,
+                            *(part for item in ids for part in ("--run", item)), "--json").stdout)  # fmt: skip
+    assert actual["floor"]["sides"] == [f"{FOLDER} ({third})"]
+    result = call("compare", FOLDER, FOLDER, *("--run", first) * 3)
+    assert result.exit_code == 2
+    assert "3 runs are chosen" in " ".join(result.output.split())
+
 
 TAB = " \t\t\t\t "
 
@@ -189,7 +269,7 @@ def test_what_plain_nvidia_dlfw_inspect_writes(tmp_path: Path) -> None:
     assert result["net.fc1", "activation", "max", None] == pytest.approx(expected, abs=1e-4)
 
 
-def blocks() -> torch.nn.Module:
+def unnumbered() -> torch.nn.Module:
     """Two blocks without a number, which nvidia-dlfw-inspect gives one name."""
     two = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
     for block in two:
@@ -202,7 +282,7 @@ def blocks() -> torch.nn.Module:
 def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(tmp_path: Path) -> None:
     torch.manual_seed(0)
     stats = ["underflows%", "scale_inv_max"]
-    train_plainly(tmp_path, blocks, "LogFp8TensorStats", DelayedScaling(), tensors=["gradient"], stats=stats)
+    train_plainly(tmp_path, unnumbered, "LogFp8TensorStats", DelayedScaling(), tensors=["gradient"], stats=stats)
     run = open_run(tmp_path)
     grid = run.grid("underflows%", "gradient")
     head = grid.values[grid.layers.index("model.head")]
@@ -229,3 +309,51 @@ def test_a_bar_on_a_terminal_only(
     monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=terminal, force_terminal=True, width=200))
     open_run(tmp_path)
     assert "Reading" in re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+
+
+PANDAS, POLARS, DUCKDB, OPEN, LOOP = blocks("docs/records.md", "python")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("code", [PANDAS, POLARS, DUCKDB], ids=["pandas", "polars", "DuckDB"])
+def test_other_libraries_read_it(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len([line for line in code.splitlines() if line]) == 3
+    monkeypatch.setattr(writing, "CLOSE_BYTES", 1)
+    run_id = write_run(Path("logs"), range(5))
+    write_run(Path("logs"), range(5, 7), run_id=run_id)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert {str(layer): value for layer, value in np.asarray(names["values"]).tolist()} == {
+        "net.0": 60.0,
+        "net.1": 61.0,
+    }
+
+
+def test_reading_with_this_package() -> None:
+    run_id = write_run(Path("logs"), range(5), statistic="cur_amax")
+    names: dict[str, Any] = {}
+    exec(OPEN, names)
+    assert list_runs("logs") == (run_id,)
+    assert len(names["table"]) == 5
+    assert names["grid"].layers == ["net.1", "net.0"]
+
+
+def test_a_loop_of_your_own() -> None:
+    model = torch.nn.Sequential(te.Linear(32, 32))
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": torch.randn(3, 16, 32)}
+    with InspectSession(statistics(), model=model, log_dir="logs") as session:
+        exec(LOOP, {**names, "session": session})
+    rows = [(row["name"], row["iteration"]) for row in open_run("logs").scalars.to_pylist()]
+    assert sorted(rows) == [(name, iteration) for name in ("loss", "lr") for iteration in range(3)]
+
+
+def test_the_tables_and_kinds_of_the_page() -> None:
+    text = PAGES["docs/records.md"].read_text()
+    for name in FACTS:
+        assert f"`{name}`" in text
+    for schema in (VALUES, VECTORS, STEPS, SCALARS, EVENTS):
+        assert schema.names[0] == "segment"
