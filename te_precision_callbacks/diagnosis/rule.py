@@ -19,7 +19,7 @@ from te_precision_callbacks.sinks.step_records import Event
 _KEPT_STEPS = 64
 """The last steps, among which the last good one of a new finding is."""
 
-Subject = Literal["tensor", "layer", "group of alike layers", "model", "config"]
+Subject = Literal["tensor", "layer", "group of similar layers", "model", "config"]
 
 
 class Sighting(NamedTuple):

@@ -92,7 +92,7 @@ def test_a_log_folder_that_cannot_be_made_is_said_once(
     assert not any("te-precision report" in record.message for record in caplog.records), "there is no run"
     closing_lines = capfd.readouterr().err
     assert "te-precision: " in closing_lines
-    assert "logs:" not in closing_lines
+    assert f"  logs: none, since {log_dir} cannot be written to\n" in closing_lines
 
 
 def test_a_strict_run_starts_in_no_folder_in_which_nothing_can_be_made(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ RULES = (
     ),
     Rule(
         id="gemm-one-rank",
-        title="a GEMM that is wrong on one rank alone",
+        title="a GEMM that is wrong on one rank only",
         subject="tensor",
         needs="gemm_kernel_ratio of GEMMs, of several ranks with the same layers",
         collect=_COLLECT,
@@ -196,17 +196,17 @@ RULES = (
     ),
     Rule(
         id="gemm-quantizer",
-        title="codes or scales that are not those of the format",
+        title="codes or scales that the format would not give",
         subject="tensor",
         needs="gemm_wrong_codes, gemm_wrong_scales, gemm_rounding_bias and gemm_zeros_excess of GEMMs",
         collect=_COLLECT,
         condition=(
-            f"more than {CODES:g} % of the sampled codes or {SCALES:g} % of the scales are wrong; or of stochastic"
-            f" rounding the bias is above {BIAS:g} of the distance of two numbers, or {ZEROS:g} % more are 0 than"
-            " should be"
+            f"more than {CODES:g} % of the sampled codes or {SCALES:g} % of the scales are wrong; or, with stochastic"
+            f" rounding, the bias is above {BIAS:g} of the distance between neighbouring values, or {ZEROS:g} % more"
+            " codes than expected are 0"
         ),
         silent=(
-            "either neighbour, with stochastic rounding; either number, half way between two; elements that are inf or"
+            "either neighbour, with stochastic rounding or half way between two; elements that are inf or"
             " nan, the scales of their blocks, and with NVFP4 a tensor with inf"
         ),
         severity="error",

@@ -298,8 +298,8 @@ RULES = (
         disproof="the optimizer has skipped the step, as with a GradScaler",
         remedy=(
             "Go back to a checkpoint from before, and run the steps from there with debug='activation_overflow', which"
-            " stops at the module and batch that made the first one. For a weight take DebugActivationOverflow(model,"
-            " parameters=True), which looks at weights too"
+            " stops at the module and batch that made the first one. For a weight, use DebugActivationOverflow(model,"
+            " parameters=True), which checks weights too"
         ),
         judge=Nonfinite,
         essential=True,
@@ -311,17 +311,16 @@ RULES = (
         needs="overflows% of quantized tensors",
         collect="LogFp8TensorStats with stats: [overflows%], or no config at all",
         condition=(
-            f"overflows% is at least {OVERFLOW:g} of activations or {OF_OTHERS:g} of other tensors in"
-            f" {OVERFLOW_STEPS} collection steps in a row, and"
-            f" not below {FALLING:g} of the last one"
+            f"overflows% is at least {OVERFLOW:g} for activations or {OF_OTHERS:g} for other tensors in"
+            f" {OVERFLOW_STEPS} collection steps in a row, each at least {FALLING:g} times the one before"
         ),
         silent=(
-            "single steps, in which the amax of delayed scaling has grown: the next scale knows it; LoRA at its"
+            "single steps in which the amax of delayed scaling has grown, which the next scale covers; LoRA at its"
             " start; few elements; steps in which the tensor has inf or nan"
         ),
         severity="warning",
         source="arXiv 2605.26189: a stale amax saturates, invisible in the loss; the threshold is ours",
-        why="the largest elements are cut to the largest code, and they matter most to the product",
+        why="the largest elements are clipped to the largest code, and they matter most to the product",
         disproof="a run with current scaling has the same loss",
         remedy=(
             "Use Float8CurrentScaling or a block recipe, whose scale fits each step; or shorten amax_history_len, or"
@@ -343,12 +342,12 @@ RULES = (
             " config at all"
         ),
         condition=(
-            f"the elements that round to 0 can have {100 * LOST_NORM:g} % of the squared norm or more, in"
+            f"the elements that round to 0 may carry at least {100 * LOST_NORM:g} % of the squared norm, in"
             f" {UNDERFLOW_STEPS} collection steps in a row: their number times the square of the smallest code, or mse,"
             " over the square of std. With a scale for each block, or where std is not known, underflows% must be at"
             " least "
             + ", ".join(f"{most:g} ({name})" for name, most in UNDERFLOW.items())
-            + ". So many elements with less of the norm are a note"
+            + ". A note if as many elements carry less of the norm"
         ),
         silent=(
             "the first step of delayed scaling, which has no scale yet; zeros themselves, which lose nothing; steps in"
@@ -359,7 +358,7 @@ RULES = (
             "no threshold is published; ours, calibrated on healthy runs. Of the gradient of a tied head 96 % of the"
             " elements may round to 0, with 8e-12 of the squared norm"
         ),
-        why="what rounds to 0 takes no part in the product",
+        why="elements that round to 0 are missing from the product",
         disproof="the same layers in BF16 train to the same loss",
         remedy=(
             "Keep these layers, or the first of them, in high precision. With delayed or current scaling, a recipe with"

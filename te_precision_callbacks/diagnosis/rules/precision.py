@@ -29,7 +29,7 @@ _CHOSEN = frozenset({Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.
 
 
 class Hole(Judge):
-    """A layer in high precision among alike layers in low precision, or after steps in low precision."""
+    """A layer in high precision among similar layers in low precision, or after steps in low precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Hole(Judge):
             holes = [layer for layer in alike[1:-1] if _is_hole(layer) and layer.name not in self._low]
             outside = [layer for layer in holes if layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST"]
             if low and len(outside) >= len(low):
-                count = f"{len(alike) - len(low)} of {len(alike)} alike layers run outside of te.autocast"
+                count = f"{len(alike) - len(low)} of {len(alike)} similar layers run outside of te.autocast"
                 names = [layer.name for layer in outside]
                 yield Sighting(tuple(names), "", "", count, None, severity="note", key=form_of(low[0].name))
                 continue
             if len(low) < LEAST_LOW or len(holes) >= len(low):
                 continue
             for reason, names in by_key((layer.reasons["fprop"], layer.name) for layer in holes).items():
-                count = f"{len(low)} alike layers are in low precision, such as {in_sentence(low[0].name)}"
+                count = f"{len(low)} similar layers are in low precision, such as {in_sentence(low[0].name)}"
                 seen = f"ran in high precision: {_in_words(*reason)}; {count}"
                 yield Sighting(tuple(names), "", "", seen, None, key=f"{form_of(names[0])} {reason[0]}")
 
@@ -190,7 +190,7 @@ _COLLECT = "a run recorded by a session, in which layers of the model run"
 RULES = (
     Rule(
         id="hole",
-        title="a layer in high precision among alike layers in low precision",
+        title="a layer in high precision among similar layers in low precision",
         subject="layer",
         needs="the precision of each product, which every session has",
         collect=_COLLECT,

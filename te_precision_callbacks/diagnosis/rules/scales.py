@@ -263,8 +263,8 @@ RULES = (
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect=_COLLECT,
         condition=(
-            f"the scale is 1, its initial value, in all collection steps, at least {UNMOVED_STEPS}; or it is"
-            f" the same in all of them although amax has been 2^{TOO_SMALL:g} times its range"
+            f"in all collection steps, at least {UNMOVED_STEPS}, the scale is 1, its initial value; or it never changes"
+            f" although amax has been 2^{TOO_SMALL:g} times its range"
         ),
         silent=(
             "the first step, which has no scale yet; a scale that stays where the largest amax of its history was;"
@@ -273,16 +273,12 @@ RULES = (
         ),
         severity="warning",
         source="NVIDIA/TransformerEngine#3456 (gradients) and #3284 (te.autocast inside of te.checkpoint)",
-        why=(
-            "with the scale 1 the format holds numbers of one fixed range, in which small gradients and weights round"
-            " to 0"
-        ),
+        why=("with a scale of 1 the format covers one fixed range, in which small gradients and weights round to 0"),
         disproof="amax is always the largest number of the format, for which the scale is 1",
         remedy=(
-            "Transformer Engine updates these scales where the outermost te.autocast ends, if it is enabled and"
-            " gradients are. Enter te.autocast around te.checkpoint, not inside of the function that is checkpointed,"
-            " which a reentrant checkpoint runs without gradients; and not inside of te.autocast(enabled=False). Or use"
-            " Float8CurrentScaling"
+            "Transformer Engine updates these scales when the outermost te.autocast ends, if it and gradients are"
+            " enabled. Enter te.autocast around te.checkpoint, not inside the checkpointed function, which a reentrant"
+            " checkpoint runs without gradients; and not inside te.autocast(enabled=False). Or use Float8CurrentScaling"
         ),
         cost="current scaling reads each tensor once more, for its amax",
         recipes=("fp8_delayed_scaling",),
@@ -298,19 +294,19 @@ RULES = (
         collect=_COLLECT,
         condition=(
             f"amax is at least 2^{FAR:g} times the range of the scale in {TOO_SMALL_STEPS} collection steps in a row,"
-            f" or 2^{TOO_SMALL:g} times with as many overflows as the rule overflow takes; or 2^{RISING:g} times while"
-            f" it rises by 2^{RISEN:g} in all, but for weights; or the range is at least"
+            f" or 2^{TOO_SMALL:g} times with as many overflows as the rule overflow needs; or 2^{RISING:g} times while"
+            f" it rises by 2^{RISEN:g} in all, except for weights; or the range is at least"
             f" 2^{TOO_LARGE:g} times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} collection steps in a"
             " row"
         ),
         silent=(
             "the first step, which has no scale yet; the growth of gradients in the first steps of a healthy run, which"
-            " the scale follows a step late; steps in which the tensor has inf or nan; scales that never change, which"
-            " the rule scale-never-updated finds"
+            " the scale follows one step later; steps in which the tensor has inf or nan; scales that never change (see"
+            " scale-never-updated)"
         ),
         severity="warning",
         source="arXiv 2605.26189 (a stale amax); the thresholds are ours, calibrated on planted spikes",
-        why="a spike stays in the amax history, and until it has left, small elements round to 0",
+        why="until a spike has left the amax history, small elements round to 0",
         disproof="underflows% falls when the history has passed the spike",
         remedy=(
             "Use amax_compute_algo='most_recent' or Float8CurrentScaling; a shorter amax_history_len ends it earlier."

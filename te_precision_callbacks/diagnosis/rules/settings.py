@@ -130,16 +130,16 @@ RULES = (
         needs="the recipes with which layers have quantized",
         collect=_COLLECT,
         condition=(
-            "an argument of a recipe has a value of its own, and nothing in Transformer Engine 2.20 reads it for this"
+            "an argument of a recipe is not at its default, and nothing in Transformer Engine 2.20 reads it for this"
             " recipe and these layers"
         ),
-        silent="arguments at their default; arguments that never were of the recipe, which leave no trace",
+        silent="arguments at their default; names that the recipe does not have, which leave no trace",
         severity="warning",
         source=(
             "read from Transformer Engine 2.20.2, and most of it run: same bits with and without. The table with the"
             " places: te_precision_callbacks/instrumentation/recipe_arguments.py"
         ),
-        why="the run trains something else than its script says",
+        why="the run does not train as its script says",
         disproof="a run without the argument has other losses in its first steps",
         remedy="Do what the finding says, or leave the argument out",
         judge=IgnoredArgument,

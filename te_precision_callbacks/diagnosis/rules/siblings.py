@@ -1,4 +1,4 @@
-"""The rule on tensors that differ from alike layers."""
+"""The rule on tensors that differ from similar layers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ NEAR, NEAR_STEPS, LOST = 5.0, 2, 1.0
 """Powers of two with a consequence, collection steps in a row, and percent of the elements that round to 0."""
 
 SPREADS, FEW_SPREADS = 6.0, 3.0
-"""A jump counts from so many median absolute deviations of all steps between neighbours; with few alike layers, from so
-many times the distance between the farthest of the others."""
+"""The least jump in median absolute deviations of all steps between neighbours; with few similar layers, in distances
+between the farthest of the others."""
 
 SHARES, TIMES, MOST_ODD = {"underflows%": 5.0, "overflows%": OVERFLOW}, 8.0, 4
 """Percent of the elements of a layer that are lost, how many times those of the others, and one in how many alike
@@ -70,10 +70,10 @@ class Sibling(Judge):
     def why_not(self) -> str:
         if self.steps or not self._most_alike:
             return super().why_not
-        return "the model has no alike layers"
+        return "the model has no similar layers"
 
     def _judge_share(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
-        """Layers that lose a far larger share of a tensor's elements than alike layers, but less than the rules
+        """Layers that lose a far larger share of a tensor's elements than similar layers, but less than the rules
         underflow and overflow take."""
         shares = np.nan_to_num(numbers.unbroken(column).values)
         others, odd = np.zeros(len(shares)), np.zeros(len(shares), bool)
@@ -95,7 +95,7 @@ class Sibling(Judge):
         else:
             what = "are above the range of the format"
             odd &= can_overflow(numbers, facts, column) & (shares < most_overflow(column.family.tensor))
-        seen = f"{{:.3g}} % of the elements {what}, {{:.2g}} % in alike layers"
+        seen = f"{{:.3g}} % of the elements {what}, {{:.2g}} % in similar layers"
         yield from self.streaks.graded(
             numbers, facts, column, odd & ~light, odd & light, seen, shares, others, key="share, "
         )
@@ -124,9 +124,7 @@ class Sibling(Judge):
         lossy = some & of_many
         lossy = lossy & _loses(numbers, facts, column) if lossy.any() else lossy
         of_amax_alone = tensor == "activation" and statistic == "cur_amax"
-        seen = (
-            f"{'amax' if statistic == 'cur_amax' else statistic} is {{:.3g}}, {{:.3g}} times {{}} than in alike layers"
-        )
+        seen = f"{statistic.removeprefix('cur_')} is {{:.3g}}, {{:.3g}} times {{}} than in similar layers"
         values = column.values, np.exp2(np.abs(jumps)), np.where(jumps < 0, "smaller", "larger")
         yield from self._near.sightings(numbers, facts, column, lossy, seen, *values, key="lossy")
         if of_amax_alone:
@@ -158,7 +156,7 @@ class Sibling(Judge):
 
 
 def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
-    """Return the deviation of each of alike layers from the others, in powers of two; 0 for ordinary layers.
+    """Return the deviation of each of similar layers from the others, in powers of two; 0 for ordinary layers.
 
     The layers form stretches between jumps. A jump is a difference of neighbours far from the median of all
     differences, the trend with depth. The stretches on the level of the most layers are ordinary. If the tensor flows
@@ -228,33 +226,31 @@ def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np
 RULES = (
     Rule(
         id="sibling",
-        title="a tensor differs from that of alike layers",
-        subject="group of alike layers",
+        title="a tensor differs from the same tensor of similar layers",
+        subject="group of similar layers",
         needs=(
-            f"std or cur_amax of a tensor in at least {LEAST_ALIKE} alike layers, or scale_inv_max, underflows% or"
+            f"std or cur_amax of a tensor in at least {LEAST_ALIKE} similar layers, or scale_inv_max, underflows% or"
             " overflows%"
         ),
         collect="LogTensorStats with stats: [std, cur_amax], or no config at all",
         condition=(
-            "between layers whose names differ in numbers alone, of one class, shape and format, the tensor's std or"
-            f" amax jumps by 2^{FAR:g} (of weights 2^{OF_WEIGHTS:g}) in {FAR_STEPS} collection steps in a row; or by"
-            f" 2^{NEAR:g} in {NEAR_STEPS} and at least {LOST:g} % of its elements round to 0, or {OVERFLOW:g} %"
-            " overflow, four times more than in most layers. A jump counts from"
-            f" {SPREADS:g} median absolute deviations of the steps between neighbours. Of {LEAST_ALIKE} to {FEW} alike"
-            f" layers only the larger jumps count, from {FEW_SPREADS:g} times the distance between the farthest others."
-            " Of two the one farther from all layers deviates."
-            f" Or at least {SHARES['underflows%']:g} % of its elements round to 0 with an unknown part of its norm, or"
-            f" {SHARES['overflows%']:g} % overflow, and {TIMES:g} times those of three quarters of the alike layers, in"
-            f" {FAR_STEPS} steps in a row"
+            "among layers of one class, shape and format whose names differ only in numbers, the tensor's std or amax"
+            f" jumps by 2^{FAR:g} (weights: 2^{OF_WEIGHTS:g}) in {FAR_STEPS} collection steps in a row; or by"
+            f" 2^{NEAR:g} in {NEAR_STEPS}, if at least {LOST:g} % of its elements round to 0 or {OVERFLOW:g} %"
+            f" overflow, four times more than in most layers. A jump is at least {SPREADS:g} median absolute deviations"
+            f" of the steps between neighbours. With {LEAST_ALIKE} to {FEW} layers only the larger jumps count, from"
+            f" {FEW_SPREADS:g} times the distance between the farthest others; of two layers, the one farther from all"
+            f" others deviates. Or at least {SHARES['underflows%']:g} % of its elements round to 0 with an unknown part"
+            f" of its norm, or {SHARES['overflows%']:g} % overflow, and {TIMES:g} times as many as in three quarters of"
+            f" the similar layers, in {FAR_STEPS} steps in a row"
         ),
-        silent="trends with depth; the amax of activations alone, which is a note; fewer alike layers",
+        silent="trends with depth; the amax of activations alone, which is a note; fewer similar layers",
         severity="warning",
         source="ours, calibrated on healthy and planted runs; massive activations: arXiv 2402.17762",
-        why="blocks of a model are alike; one that differs by orders of magnitude has a bug or no longer learns",
+        why="blocks of a model are similar; one that differs by orders of magnitude has a bug or no longer learns",
         disproof="the model scales this layer on purpose, or its run in BF16 shows the same and trains well",
         remedy=(
-            "Look at what the first of these layers does otherwise than the others: an initialization, a scaling"
-            " factor, a"
+            "Find what sets the first of these layers apart from the others: an initialization, a scaling factor, a"
             " mask. Compare with a run in BF16: te-precision compare BF16 RUN"
         ),
         judge=Sibling,

@@ -48,7 +48,7 @@ def compare_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show which findings B has that A has not, which facts of two runs differ, and where their numbers part first."""
+    """Show the findings that only B has, the facts that differ, and where the numbers of two runs diverge first."""
     from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.views.compare.comparison import compare
     from te_precision_callbacks.views.compare.wording import show

@@ -37,9 +37,9 @@ class ComparedVerdicts:
         unread = f" A part of {partial} cannot be read." if partial else ""
         if not self.b.judged:
             return f"Not enough checked in B.{unread}"
-        gone = f" A has {many(len(self.only_a), 'finding')} that B has not." if self.only_a else ""
+        gone = f" A has {many(len(self.only_a), 'finding')} that B does not have." if self.only_a else ""
         new = many(len(self.only_b), "finding") if self.only_b else "no finding"
-        return f"B has {new} that A has not.{gone}{unread}"
+        return f"B has {new} that A does not have.{gone}{unread}"
 
     def in_words(self) -> Iterator[str]:
         for finding in self.only_b:

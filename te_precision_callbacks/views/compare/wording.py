@@ -195,10 +195,10 @@ def show(comparison: Comparison) -> None:
     terminal.show_text(f"A: {comparison.a}")
     terminal.show_text(f"B: {comparison.b}")
     if verdicts is not None:
-        _paragraphs("Findings of B that A has not", _new_findings(verdicts))
+        _paragraphs("Findings that only B has", _new_findings(verdicts))
     _show_facts(comparison.facts)
     _paragraphs("What was compared", what_was_compared(comparison))
-    _paragraphs("Where they part", where_first(comparison))
+    _paragraphs("Where they diverge", where_first(comparison))
     if comparison.parted:
         _show_parted(comparison)
     if comparison.loss is not None:

@@ -86,7 +86,7 @@ function newFindings(report) {
   const { only_b: found, not_judged_in_a: unknown } = verdicts;
   return el("section", { class: `card verdict ${found[0]?.severity ?? (verdicts.partial ? "unchecked" : "healthy")}`, "aria-labelledby": "verdict" },
     el("h2", { id: "verdict" }, verdicts.summary),
-    found.length > 0 && el("ol", { "aria-label": "Findings of B that A has not, most severe first" }, found.map((finding) =>
+    found.length > 0 && el("ol", { "aria-label": "Findings that only B has, most severe first" }, found.map((finding) =>
       findingLine(report, finding, unknown.includes(finding.rule) ? " This rule was not checked in A." : ""))),
     el("p", { class: "quiet" }, `A: ${verdicts.a}`), el("p", { class: "quiet" }, `B: ${verdicts.b}`));
 }
@@ -98,7 +98,7 @@ async function comparisonPage(report) {
     lostLosses(report), newFindings(report),
     el("h1", {}, report.name), notes(report, "What is missing"),
     el("dl", { class: "tiles" }, tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    card("Where they part first", {}, el("div", { class: "finding first" }, sentences(report.first)),
+    card("Where they diverge first", {}, el("div", { class: "finding first" }, sentences(report.first)),
       first && el("p", {}, curveLink(first, first.departures[0], "Both curves"))),
     partedCard(report), loss,
     el("div", { class: "two" },
