@@ -336,8 +336,9 @@ def test_invalid_contracts(case: str) -> None:
 def test_all_mistakes_are_reported_with_their_lines(tmp_path: Path) -> None:
     file = tmp_path / "contract.yaml"
     file.write_text("precision_contract:\n  share:\n    fp9: 95\n  layer: {mlp: fp8}\n  by_step: soon\n")
-    with pytest.raises(ConfigError, match=r"(?s)contract.yaml, line 3.*contract.yaml, line 4.*contract.yaml, line 5"):
+    with pytest.raises(ConfigError) as caught:
         read_contract(file)
+    assert sorted(re.findall(r"contract\.yaml, line (\d)", str(caught.value))) == ["3", "4", "5"]
 
 
 def test_a_file_that_is_no_contract(tmp_path: Path) -> None:

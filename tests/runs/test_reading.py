@@ -29,6 +29,16 @@ from tests.features.plain import THEIRS, plain
 from tests.runs.making import write_run
 
 FOLDER = "my logs"
+TAB = " \t\t\t\t "
+PANDAS, POLARS, DUCKDB, OPEN, LOOP = blocks("docs/records.md", "python")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# --- which run of a folder ---
 
 
 @pytest.fixture
@@ -100,7 +110,7 @@ def test_two_runs_of_a_folder_are_compared(ids: list[str]) -> None:
     assert "3 runs are chosen" in " ".join(result.output.split())
 
 
-TAB = " \t\t\t\t "
+# --- logs of plain nvidia-dlfw-inspect ---
 
 
 def line(name: str, iteration: int, value: object, end: str = "\n") -> str:
@@ -311,12 +321,7 @@ def test_a_bar_on_a_terminal_only(
     assert "Reading" in re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
 
 
-PANDAS, POLARS, DUCKDB, OPEN, LOOP = blocks("docs/records.md", "python")
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+# --- the code of docs/records.md ---
 
 
 @pytest.mark.parametrize("code", [PANDAS, POLARS, DUCKDB], ids=["pandas", "polars", "DuckDB"])

@@ -115,8 +115,8 @@ def check(run: RecordedRun, truth: Truth) -> int:
 def test_recent_steps_are_whole_and_the_interval_of_old_ones_doubles(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limit, truth, sizes = 400_000, {}, []
-    recording = begin(tmp_path, limit)
+    limit, truth = 400_000, {}
+    recording, sizes = begin(tmp_path, limit), []
     record(recording, range(5000), truth, watch=lambda: sizes.append(size(tmp_path)))
     recording.end(None)
     assert max(sizes) <= limit
@@ -139,7 +139,8 @@ def test_recent_steps_are_whole_and_the_interval_of_old_ones_doubles(
 
 
 def test_the_first_step_of_delayed_scaling_is_kept_and_is_no_extreme(tmp_path: Path) -> None:
-    recording, truth, at = begin(tmp_path, 200_000), {}, 777 + 6
+    truth: Truth = {}
+    recording, at = begin(tmp_path, 200_000), 777 + 6
     unscaled = {"unscaled": frozenset({"layer6"})}
     record(recording, range(2000), truth, keywords=lambda iteration: unscaled if iteration == at else {})
     recording.end(None)
@@ -153,7 +154,8 @@ def test_the_first_step_of_delayed_scaling_is_kept_and_is_no_extreme(tmp_path: P
 
 
 def test_histograms_are_thinned_too(tmp_path: Path) -> None:
-    recording, table, chance = begin(tmp_path, 200_000), SeriesTable(), np.random.default_rng(0)
+    recording, chance = begin(tmp_path, 200_000), np.random.default_rng(0)
+    table = SeriesTable()
     series = table.intern("layer0", "weight", "exponent_histogram")
     for iteration in range(3000):
         counts = {series: chance.integers(1, 1000, 64).astype(float)}
@@ -177,7 +179,8 @@ def test_histograms_are_thinned_too(tmp_path: Path) -> None:
 
 def test_what_is_too_much_even_thinned_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The limit has room for a few numbers of each series only."""
-    recording, table, chance = begin(tmp_path, 60_000), SeriesTable(), np.random.default_rng(0)
+    recording, chance = begin(tmp_path, 60_000), np.random.default_rng(0)
+    table = SeriesTable()
     for iteration in range(60):
         recording.take(Step(records(iteration, table, list(chance.random(2000))), 1.0, 0.1))
         recording.flush()
@@ -289,7 +292,8 @@ def fill(folder: Path, limit: int, truth: Truth, steps: int = 900) -> Recording:
 
 @pytest.mark.slow
 def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) -> None:
-    truth, limit, whole = {}, 30_000, tmp_path / "whole"
+    truth: Truth = {}
+    limit, whole = 30_000, tmp_path / "whole"
     fill(whole, limit, truth, 300).writer.leave()
     states = set()
     for after in range(0, 10_000, 3):
@@ -329,8 +333,9 @@ def test_a_run_that_is_thinned_after_it_was_opened_is_to_be_read_again(tmp_path:
 
 def test_a_run_is_listed_while_it_is_thinned(tmp_path: Path) -> None:
     """The parts vanish between the listing and the reading."""
-    truth, thinned, listed = {}, [], reading.data_files
+    truth: Truth = {}
     recording = fill(tmp_path, 200_000, truth)
+    thinned, listed = [], reading.data_files
 
     def data_files(folder: Path) -> Any:
         result = listed(folder)

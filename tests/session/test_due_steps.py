@@ -121,6 +121,8 @@ def test_values_that_it_does_not_take(wrong: Any) -> None:
         SessionOptions.from_keywords(None, early_steps=wrong)
 
 
+# --- spans that change precision: each step has the bits of one that began from the same state ---
+
 RECIPES: Mapping[str, tuple[recipes.Recipe, tuple[int, int]]] = {
     "delayed": (recipes.DelayedScaling(amax_history_len=3), (9, 0)),
     "current": (recipes.Float8CurrentScaling(), (9, 0)),
@@ -135,8 +137,6 @@ FEATURES: Mapping[str, dict[str, Any]] = {
 }
 FLIPPING = [[0, 0], [2, 3]]
 State = dict[str, Any]
-
-pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
 
 
 def spanned(name: str, **span: Any) -> dict[str, Any]:
@@ -194,6 +194,7 @@ def trained(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("trusted_checkpoints")
 @pytest.mark.parametrize(
     ("name", "feature"),
     [
