@@ -1,6 +1,6 @@
 """The public API as text, a line for each name and each attribute of a public class.
 
-``python -m tests.public_api > tests/public_api.txt`` writes the list that tests/docs/test_public_api.py compares with.
+``python -m tests.public_api > tests/public_api.txt`` writes the list that tests/docs/test_pages.py compares with.
 """
 
 import importlib

@@ -3,7 +3,7 @@
     .venv/bin/python tools/tour.py              # outputs and pictures; pictures need chromium
     .venv/bin/python tools/tour.py --outputs    # outputs alone
 
-tests/docs/test_tour.py runs the pages in the same way, and compares.
+tests/docs/test_pages.py runs the pages in the same way, and compares.
 
 A page is run from top to bottom, in one folder with the other pages, in their order:
 

@@ -9,7 +9,6 @@ from accelerate.state import AcceleratorState, GradientState
 
 
 def reset() -> None:
-    """Leave Accelerate as in a new process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

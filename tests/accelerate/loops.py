@@ -17,8 +17,6 @@ from tests.lightning.models import loader
 
 
 class Plain(torch.nn.Module):
-    """Two TE layers."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -26,8 +24,7 @@ class Plain(torch.nn.Module):
         self.fc2 = te.LayerNormLinear(32, 32)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.fc2(self.fc1(inputs))
-        return output
+        return self.fc2(self.fc1(inputs))
 
 
 class Torch(torch.nn.Module):
@@ -41,18 +38,15 @@ class Torch(torch.nn.Module):
         self.head = torch.nn.Linear(32, 10)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.fc2(self.fc1(inputs).relu()))
-        return output
+        return self.head(self.fc2(self.fc1(inputs).relu()))
 
 
 def prepared(accelerator: Accelerator, model: torch.nn.Module, batches: int = 6, size: int = 8) -> tuple[Any, Any, Any]:
-    """The model, its optimizer and a loader, prepared."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return accelerator.prepare(model, optimizer, loader(batches, size))
 
 
 def fresh(model: torch.nn.Module | None = None, batches: int = 6, size: int = 8, **keywords: Any) -> Any:
-    """An accelerator, a model, its optimizer and a loader as in a new process."""
     reset()
     accelerator = Accelerator(**keywords)
     return accelerator, *prepared(accelerator, model or Plain(), batches, size)
@@ -73,7 +67,6 @@ def train(
 
 
 def run(accelerator: Accelerator, debugger: PrecisionDebugger, model: Any, optimizer: Any, loader: Any) -> None:
-    """One epoch."""
     for _ in train(accelerator, debugger, model, optimizer, loader):
         pass
 
@@ -94,17 +87,6 @@ def mlflow_metrics(store: Path) -> dict[str, dict[int, float]]:
 
 def wandb_history(folder: Path) -> dict[int, dict[str, Any]]:
     """Step -> name -> value, from the file of the only offline run, once the service has written its end."""
-    rows: dict[int, dict[str, Any]] = {}
-    for record in _wandb_records(folder):
-        if record.WhichOneof("record_type") == "history":
-            items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
-            row = rows.setdefault(record.history.step.num, {})
-            row.update({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
-    return rows
-
-
-def _wandb_records(folder: Path) -> list[Any]:
-    """The records in the file of the only offline run, once the service has written its end."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -112,7 +94,13 @@ def _wandb_records(folder: Path) -> list[Any]:
     deadline = time.monotonic() + 60
     while not any(record.WhichOneof("record_type") == "exit" for record in records) and time.monotonic() < deadline:
         records = [wandb_internal_pb2.Record.FromString(content) for content in _leveldb_log(path.read_bytes())]
-    return records
+    rows: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
+            row = rows.setdefault(record.history.step.num, {})
+            row.update({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
+    return rows
 
 
 def _leveldb_log(data: bytes) -> Iterator[bytes]:

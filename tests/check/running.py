@@ -47,7 +47,6 @@ def gpu_with(recipe: str) -> Iterator[None]:
 
 
 def grouped(inputs: int, outputs: int) -> Function:
-    """Experts that share the tokens unequally."""
     experts = te.GroupedLinear(2, inputs, outputs, params_dtype=BF16)
     return Function(lambda x: experts(x, SPLITS), experts=experts)
 
@@ -123,16 +122,9 @@ _BUILD: Mapping[str, Callable[[int, int], torch.nn.Module]] = {
 KINDS = tuple(_BUILD)
 
 
-class _OfGroups(Spy):
-    """Of a GroupedLinear the rows tell the expert; other layers have all rows."""
-
-    def __init__(self, shapes: dict[tuple[int, int], str]) -> None:
-        super().__init__(shapes, {rows: f".gemm_{number}" for number, rows in enumerate(SPLITS)})
-
-
 def ran(model: Chain, config: Mapping[str, Any], recipe: Any, folder: Path) -> tuple[Operands, Coverage]:
-    """What the entries of the extension are handed in three steps of training, and what the session tells of it."""
-    spy = _OfGroups(model.shapes)
+    # Of a GroupedLinear the rows tell the expert; other layers have all rows.
+    spy = Spy(model.shapes, {rows: f".gemm_{number}" for number, rows in enumerate(SPLITS)})
     with (
         warnings.catch_warnings(),
         InspectSession(
@@ -161,7 +153,6 @@ def planned(checked: CheckedModel) -> Operands:
 
 
 def compare(model: Chain, config: Mapping[str, Any], recipe: str, folder: Path) -> CheckedModel:
-    """Plan and run, in this order, and hold the one against the other."""
     checked = check_model(model, load_config(config), recipe=recipe, tokens=TOKENS)
     assert [finding for finding in checked.findings if finding.kind not in ("unmatched", "high_precision")] == []
     assert {product.runs for product in checked.coverage if product.operands} <= {"planned"}

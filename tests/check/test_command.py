@@ -1,4 +1,4 @@
-"""``te-precision check``."""
+"""``te-precision check``, also of what Accelerate's conversion makes of a model of transformers."""
 
 import json
 import shlex
@@ -9,12 +9,27 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import convert_model
+from transformer_engine.common import recipe as recipes
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
+from te_precision_callbacks.accelerate import unconverted_layers
+from te_precision_callbacks.base.errors import MissingExtraError
+from te_precision_callbacks.check import ConversionError
 from te_precision_callbacks.check.factory import ModelFactoryError, build_model
 from te_precision_callbacks.check.findings import FindingKind
-from tests.docs.pages import ROOT, blocks
+from te_precision_callbacks.coverage.coverage import Coverage, Reason
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import feature
+from tests.coverage.test_coverage import gpt2, words
+from tests.coverage.test_coverage import llama as llama_of
+from tests.docs.pages import PAGES, blocks
+from tests.docs.pages import run as run_block
 from tests.manual.test_command import ends, one_line
 
 CONFIG = """
@@ -145,9 +160,9 @@ def test_all_errors_of_a_config(here: Path) -> None:
         "line 4 column 12 (section 'watched'): 'layer_types'",
         "line 6 column 47 (section 'watched')",
         "Did you mean 'weight'?",
+        "line 11 (section 'kept')",
     ):
         assert said in stated
-    assert "line 11 (section 'kept')" in stated
     assert len(as_json("config.yaml", code=1)["errors"]) == 3
     (here / "config.yaml").write_text("".join(f"s{number}: 3\n" for number in range(250)))
     assert len(as_json("config.yaml", code=1)["errors"]) == 250
@@ -267,24 +282,27 @@ def test_a_factory_that_gives_no_model(
         build_model(spec)
 
 
-PLAN = "config.yaml --model my_models:build"
-
-
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("confg.yaml", "'confg.yaml' does not exist .* Did you mean 'config.yaml'?"),
         ("config.yaml --tokens 3", "--tokens: it is for a plan; give --model, too"),
-        (f"{PLAN} --observe fast", "--observe= must be 'debug', 'fused' or 'auto', not 'fast'"),
-        (f"{PLAN} --require fp8", "--require= has 'fp8'"),
+        (
+            "config.yaml --model my_models:build --observe fast",
+            "--observe= must be 'debug', 'fused' or 'auto', not 'fast'",
+        ),
+        ("config.yaml --model my_models:build --require fp8", "--require= has 'fp8'"),
         ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
         ("config.yaml --model my_models:build --require 'fp9 >= 1%'", "no precision 'fp9'. Did you mean 'fp8'"),
-        (f"{PLAN} --batch my_models:batch --tokens 3", "a batch has the tokens"),
-        (f"{PLAN} --batch my_models:model", "'my_models:model' failed: TypeError: "),
-        (f"{PLAN} --batch my_models:returns_a_number", "has returned 3, which is no batch"),
-        (f"{PLAN} --batch my_models:returns_a_list", "Write a tuple in place of the list"),
-        (f"{PLAN} --batch my_models:too_wide", "failed with the batch (float32[32, 2, 65])"),
+        ("config.yaml --model my_models:build --batch my_models:batch --tokens 3", "a batch has the tokens"),
+        ("config.yaml --model my_models:build --batch my_models:model", "'my_models:model' failed: TypeError: "),
+        ("config.yaml --model my_models:build --batch my_models:returns_a_number", "has returned 3, which is no batch"),
+        ("config.yaml --model my_models:build --batch my_models:returns_a_list", "Write a tuple in place of the list"),
+        (
+            "config.yaml --model my_models:build --batch my_models:too_wide",
+            "failed with the batch (float32[32, 2, 65])",
+        ),
         ("config.yaml --model my_models:build --recipe mxfp", "There is no recipe 'mxfp'. Did you mean 'mxfp8'?"),
         ("config.yaml --model my_models:build --recipe mxfp8", "refuses the recipe 'mxfp8': Device compute capability"),
     ],
@@ -317,25 +335,206 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_models.py").write_text(models)
     (tmp_path / "hf_models.py").write_text(of_transformers)
     monkeypatch.chdir(tmp_path)
-    outputs = []
-    for command in blocks(PAGE, "bash"):
-        program, *arguments = shlex.split(command)
-        assert program == "te-precision"
-        done = CliRunner().invoke(cli.app, arguments)
-        assert done.exit_code == 0, done.output
-        outputs.append([line.split() for line in done.output.splitlines()])
+    outputs = [
+        [line.split() for line in run(*shlex.split(command)[2:]).splitlines()] for command in blocks(PAGE, "bash")
+    ]
     for drawn, output in zip(blocks(PAGE, "text"), outputs[1:], strict=True):
         for line in drawn.splitlines():
             assert line.split() in output, line
     del sys.modules["my_models"], sys.modules["hf_models"]
 
-    names: dict[str, Any] = {}
-    exec(compile(models, "my_models", "exec"), names)
+    names = run_block(models)
     with torch.device("meta"):
         names["model"] = names["build"]()
-    exec(compile(use, "use", "exec"), names)
+    run_block(use, **names)
 
 
 def test_the_kinds_of_findings_are_on_the_page() -> None:
-    text = (ROOT / PAGE).read_text()
+    text = PAGES[PAGE].read_text()
     assert [kind for kind in get_args(FindingKind) if f"| `{kind}` |" not in text] == []
+
+
+# ------------------------------------------------------------------------------------------------- --convert accelerate
+
+
+HEAD = 100
+"""The words of the Llama: no multiple of 16, so that Accelerate leaves its head out."""
+
+
+def llama() -> transformers.PreTrainedModel:
+    model = llama_of()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, HEAD, bias=False)
+    model.config.vocab_size = HEAD
+    return model
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"input_ids": words(), "labels": words()}
+
+
+def only_queries() -> transformers.PreTrainedModel:
+    model = llama_of()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    return model
+
+
+def with_tied_words() -> transformers.PreTrainedModel:
+    model = llama_of()
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def with_an_adapter() -> torch.nn.Module:
+    return torch.nn.Sequential(llama())
+
+
+def without_a_weight() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.LayerNorm(32, elementwise_affine=False), torch.nn.Linear(32, 32))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"  # which is YAML, too
+    path.write_text(
+        json.dumps({"watched": feature("LogTensorStats", ["q_proj"], tensors=["activation"], stats=["max"])})
+    )
+    return str(path)
+
+
+def check(config: str, model: str, *arguments: str, code: int = 0) -> dict[str, Any]:
+    return as_json(config, "--model", f"{__name__}:{model}", *arguments, code=code)
+
+
+def gemms_of(checked: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    return {
+        (layer, gemm): (planned["operands"], planned["reason"], planned["reason_ref"])
+        for row in checked["plan"]
+        for layer in row["layers"]
+        for gemm, planned in row["gemms"].items()
+    }
+
+
+def mixtral() -> transformers.PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=128, **sizes, **experts))
+
+
+def ran(folder: Path, model: transformers.PreTrainedModel) -> Coverage:
+    Accelerator(cpu=True)
+    try:
+        with torch.no_grad():
+            convert_model(model)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    watched = {"watched": feature("LogTensorStats", ["all"], tensors=["activation"], stats=["max"])}
+    with InspectSession(watched, model=model, log_dir=folder, statistics_log="off", strict=True) as session:
+        session.unconverted = unconverted_layers(model)
+        with te.autocast(enabled=True, recipe=recipes.DelayedScaling()):
+            loss = model(**batch()).loss
+        loss.backward()
+        session.step()
+        return session.coverage()
+
+
+def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path) -> None:
+    result = check(config, "llama", "--convert", "accelerate", "--batch", f"{__name__}:batch")
+    assert (result["device"], result["convert"], result["recipe"]) == ("meta", "accelerate", "fp8_delayed_scaling")
+    assert not AcceleratorState._shared_state
+    assert not PartialState._shared_state
+    assert result["unconverted"] == {"lm_head": f"64 x {HEAD}: {HEAD} is no multiple of 16"}
+    coverage = ran(tmp_path / "run", llama())
+    assert result["macs"] == coverage.macs()
+    assert result["share"]["fp8"] == pytest.approx(coverage.share("fp8"))
+    planned = gemms_of(result)
+    for product in coverage:
+        name = f"{product.gemm} backward" if product.backward and product.gemm in ("qk", "pv") else product.gemm
+        reason = "" if product.reason is None else product.reason.value
+        assert planned.pop((product.layer, name)) == (dict(product.operands), reason, product.reason_ref)
+    assert not planned
+    assert {p.reason for p in coverage if p.layer == "lm_head"} == {Reason.NOT_CONVERTED}
+
+
+def test_what_was_frozen_or_tied_before_the_conversion_has_a_note(config: str) -> None:
+    arguments = ("--convert", "accelerate", "--tokens", "256", "--memory")
+    result = check(config, "only_queries", *arguments)
+    (note,) = (note for note in result["notes"] if "unfrozen" in note)
+    assert note.startswith("Accelerate's conversion has unfrozen these parameters: ")
+    assert "model.layers.{0-1}.self_attn.k_proj.weight, " in note
+    assert "lm_head.weight. They get gradients" in note
+    assert "q_proj" not in note
+    assert "convert_model(model) yourself before you make the optimizer" in note
+    of_layers = sum(row["low"] for row in result["memory"]["rows"] if row["kind"] == "gradient")
+    linears = [module for module in llama_of().modules() if isinstance(module, torch.nn.Linear)]
+    assert of_layers == sum(4 * layer.weight.numel() for layer in linears), "the plan is of what then trains"
+    (note,) = (note for note in check(config, "with_tied_words", *arguments)["notes"] if "tie" in note)
+    assert note.startswith("Accelerate's conversion has untied model.embed_tokens.weight and lm_head.weight: ")
+
+
+@pytest.mark.parametrize(("name", "make", "most"), [("gpt2", gpt2, 0.25), ("mixtral", mixtral, 0.3)])
+def test_what_the_run_breaks_does_not_pass(
+    config: str, name: str, make: Any, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has a few percent of FP8: a plan by tokens cannot pass, and one with a batch has the same share."""
+    monkeypatch.setattr(sys.modules[__name__], name, make, raising=False)
+    Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
+    arguments = (config, name, "--convert", "accelerate", "--require", "fp8 >= 50%")
+    by_tokens = check(*arguments, "--tokens", "64", code=1)
+    kinds = ["not_sized", "contract"] if name == "mixtral" else ["contract"]
+    assert [finding["kind"] for finding in by_tokens["findings"]] == kinds
+    assert "cannot be checked: the products of" in by_tokens["findings"][-1]["text"]
+    result = check(*arguments, "--batch", f"{__name__}:batch", code=1)
+    run = ran(tmp_path / "run", make())
+    assert result["share"]["fp8"] == pytest.approx(run.share("fp8"))
+    assert run.share("fp8") < most
+
+
+@pytest.mark.parametrize("model", ["llama", "with_an_adapter"])
+def test_without_conversion_a_note_names_the_option(config: str, model: str) -> None:
+    result = check(config, model, code=1)
+    (note,) = (note for note in result["notes"] if "no Transformer Engine layer" in note)
+    assert "te-precision check --convert accelerate" in note
+    assert (result["convert"], result["unconverted"]) == (None, {})
+
+
+def test_a_layer_that_accelerate_fails_on(config: str) -> None:
+    with pytest.raises(
+        ConversionError,
+        match=r"Accelerate's conversion of the model failed: \w+Error: .*NoneType.* accelerator\.prepare\(\)",
+    ):
+        check(config, "without_a_weight", "--convert", "accelerate")
+
+
+def test_wrong_use_of_convert(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--convert: it is for a plan; give --model, too" in ends(
+        monkeypatch, capsys, "check", config, "--convert", "accelerate"
+    )
+    assert "celerate' is not one of 'accelerate'" in ends(
+        monkeypatch, capsys, "check", config, "--model", "nothing:build", "--convert", "acelerate"
+    )
+    for name in [name for name in sys.modules if name.startswith("te_precision_callbacks.accelerate")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(MissingExtraError, match=r"\[accelerate\]"):
+        check(config, "llama", "--convert", "accelerate")
+
+
+def on_the_cpu() -> torch.nn.Module:
+    """Its making asks for a number; with a layer of Transformer Engine beside one of torch."""
+    assert float(torch.ones(1)) == 1
+    return torch.nn.ModuleDict({"first": te.LayerNormLinear(32, 32), "second": torch.nn.Linear(32, 32)})
+
+
+def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> None:
+    Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
+    result = check(config, "on_the_cpu", "--convert", "accelerate", "--recipe", "fp8_current_scaling")
+    assert result["device"] == "cpu"
+    planned = gemms_of(result)
+    for layer in ("first", "second"):
+        assert planned[layer, "fprop"][0] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
+    assert [note.partition(":")[0] for note in result["notes"]] == [
+        "The model has layers of Transformer Engine before Accelerate converts it",
+        "--recipe fp8_current_scaling",
+    ]

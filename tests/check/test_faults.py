@@ -49,7 +49,6 @@ def words(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def swapped(word: str) -> str | None:
-    """The word with two neighbours swapped in its middle; None if all are equal."""
     middle = len(word) // 2
     for at in (middle - 1, middle, 0):
         first, other = word[at : at + 2]
@@ -94,10 +93,12 @@ def test_a_misspelt_word_is_an_error_with_its_line_and_the_word(tmp_path: Path) 
         )
 
 
-THREE = [
-    pytest.param(
-        [6, 8, 14],
-        """
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        pytest.param(
+            [6, 8, 14],
+            """
 one:
   enabled: True
   layers: {layer_types: [fc1]}
@@ -114,22 +115,22 @@ three:
   transformer_engine:
     DisableFP8Layer: {enabled: True}
 """,
-        id="in three sections",
-    ),
-    pytest.param(
-        [2, 4, 6],
-        """
+            id="in three sections",
+        ),
+        pytest.param(
+            [2, 4, 6],
+            """
 one:
   enable: True
   layers: {layer_numbers: [x]}
   transformer_engine:
     DisableFP8GEMM: {enabled: True, gemms: [fprob]}
 """,
-        id="in a section",
-    ),
-    pytest.param(
-        [7, 8, 9],
-        """
+            id="in a section",
+        ),
+        pytest.param(
+            [7, 8, 9],
+            """
 one:
   enabled: True
   layers: {layer_types: [fc1]}
@@ -139,11 +140,11 @@ one:
       tensors: [weigt]
       stats: [maxx]
 """,
-        id="in a feature",
-    ),
-    pytest.param(
-        [6, 10, 10],
-        """
+            id="in a feature",
+        ),
+        pytest.param(
+            [6, 10, 10],
+            """
 one:
   enabled: True
   layers: {layer_types: [fc1]}
@@ -156,11 +157,11 @@ two:
   transformer_engine:
     DisableFP8Layer: {enabled: True}
 """,
-        id="a key twice",
-    ),
-    pytest.param(
-        [2, 4, 7],
-        """
+            id="a key twice",
+        ),
+        pytest.param(
+            [2, 4, 7],
+            """
 one:
   enabled: True
   transformer_engin:
@@ -168,12 +169,10 @@ one:
   transformer_engine:
     FakeQuant: {enable: True, gemms: [fprop], tensors: [weight], quant_format: FP8E4M3}
 """,
-        id="in a namespace",
-    ),
-]
-
-
-@pytest.mark.parametrize(("lines", "text"), THREE)
+            id="in a namespace",
+        ),
+    ],
+)
 def test_three_mistakes_are_three_errors(tmp_path: Path, lines: list[int], text: str) -> None:
     problems = error_of(tmp_path, text).problems
     assert sorted(int(re.search(r"line (\d+)", problem)[1]) for problem in problems) == lines, problems  # type: ignore[index]
@@ -190,20 +189,18 @@ CONTRACTS = (
 
 WORDS = sorted({word for text in (*CONFIGS, *CONTRACTS) for word in WORD.findall(text)})
 
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 5),
-    st.sampled_from([10**30, -(10**30), math.nan, math.inf, -0.0, 1e-320, 0.5]),
-    st.text(max_size=6),
-    st.sampled_from(WORDS),
-    st.sampled_from(["0-3", "3-0", "(", "[a-", "*", "1,2", "fp8 >= 95%", "fp8 >", ">= 3", "100 GB", "1e9 KiB"]),
-    st.binary(max_size=3),
-    st.dates(),
-)
-
 VALUES: st.SearchStrategy[Any] = st.recursive(
-    SCALARS,
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 5),
+        st.sampled_from([10**30, -(10**30), math.nan, math.inf, -0.0, 1e-320, 0.5]),
+        st.text(max_size=6),
+        st.sampled_from(WORDS),
+        st.sampled_from(["0-3", "3-0", "(", "[a-", "*", "1,2", "fp8 >= 95%", "fp8 >", ">= 3", "100 GB", "1e9 KiB"]),
+        st.binary(max_size=3),
+        st.dates(),
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.tuples(inner, inner),
@@ -211,7 +208,6 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     ),
     max_leaves=6,
 )
-"""What can stand in a mapping."""
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -223,7 +219,6 @@ def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def changed(draw: st.DrawFn, texts: tuple[str, ...]) -> Any:
-    """One of these documents, in which one or two values are others, or stand under another key."""
     tree = copy.deepcopy(yaml.safe_load(draw(st.sampled_from(texts))))
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from(list(places(tree))))
@@ -241,7 +236,6 @@ def changed(draw: st.DrawFn, texts: tuple[str, ...]) -> Any:
 
 @st.composite
 def garbled(draw: st.DrawFn, texts: tuple[str, ...]) -> str:
-    """The text of one of these documents, in which a part is left out, doubled or written over."""
     text = draw(st.sampled_from(texts))
     start = draw(st.integers(0, len(text)))
     end = min(len(text), start + draw(st.integers(0, 12)))
@@ -263,10 +257,14 @@ def test_any_mapping(source: Any) -> None:
     reads(source if isinstance(source, dict) else {"section": source})
 
 
-TEXTS = st.one_of(garbled(tuple(CONFIGS)), garbled(CONTRACTS), st.text(max_size=40))
-
-
-@given(content=st.one_of(TEXTS.map(lambda text: text.encode(errors="surrogatepass")), st.binary(max_size=60)))
+@given(
+    content=st.one_of(
+        st.one_of(garbled(tuple(CONFIGS)), garbled(CONTRACTS), st.text(max_size=40)).map(
+            lambda text: text.encode(errors="surrogatepass")
+        ),
+        st.binary(max_size=60),
+    )
+)
 @examples(200)
 def test_any_text(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "config.yaml"

@@ -39,7 +39,6 @@ def kinds(checked: CheckedModel) -> list[str]:
 
 
 def error_of(model: torch.nn.Module, x: torch.Tensor, recipe: Any, config: Any, folder: Path) -> str:
-    """What a step raises; empty if it runs."""
     te.quantization.FP8GlobalStateManager.reset()
     try:
         with (
@@ -55,16 +54,13 @@ def error_of(model: torch.nn.Module, x: torch.Tensor, recipe: Any, config: Any, 
 
 
 SIZES = [(64, 32, 32), (40, 32, 32), (30, 32, 32), (64, 48, 32), (64, 32, 40), (64, 20, 32), (64, 32, 30), (48, 80, 96)]
-DISABLED: dict[str, Any] = {
-    "nothing": WATCHED,
-    "wgrad": {"s": feature("DisableFP8GEMM", ["all"], gemms=["wgrad"])},
-}
 
 
-@pytest.mark.parametrize("disabled", DISABLED)
+@pytest.mark.parametrize(
+    "config", [WATCHED, {"s": feature("DisableFP8GEMM", ["all"], gemms=["wgrad"])}], ids=["no GEMM off", "wgrad off"]
+)
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "none"])
-def test_a_shape_is_found_where_a_run_refuses_it(recipe: str, disabled: str, tmp_path: Path) -> None:
-    config = DISABLED[disabled]
+def test_a_shape_is_found_where_a_run_refuses_it(recipe: str, config: Any, tmp_path: Path) -> None:
     with gpu_with(recipe):
         for tokens, in_features, out_features in SIZES:
             model = torch.nn.ModuleDict({"fc": te.Linear(in_features, out_features, bias=False, params_dtype=BF16)})
@@ -100,7 +96,6 @@ def test_nothing_in_low_precision() -> None:
 
 
 def test_unmatched_sections_conflicts_and_conditions() -> None:
-    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
     config = {
         "nowhere": feature("DisableFP8Layer", ["fc9"]),
         "one": {**feature("DisableFP8Layer", []), "layers": {"exact_layer_names": ["1", "2"]}},
@@ -108,7 +103,7 @@ def test_unmatched_sections_conflicts_and_conditions() -> None:
         "idle": feature("LogTensorStats", ["0", "zz"], tensors=["weight"], stats=["max"]),
         "dumps": feature("DumpTensors", ["0"], tensors=["weight"], quantized_tensor=True, when="mean > 3"),
     }
-    checked = check(model, config)
+    checked = check(two(), config)
     assert sorted(kinds(checked)) == ["config", "config", "unmatched", "unmatched"]
     texts = " ".join(finding.text for finding in checked.findings)
     for said in ("'nowhere' matches none of the 2 layers", "no layer '2'", "gives 'DisableFP8Layer' to", "mean > 3"):
@@ -140,7 +135,7 @@ def test_a_dtype_that_nvfp4_refuses(tmp_path: Path) -> None:
 
 def test_layers_that_the_debug_path_refuses_run_without_features() -> None:
     off = {"s": feature("DisableFP8Layer", ["all"])}
-    checked = check(torch.nn.Sequential(te.Linear(32, 32, delay_wgrad_compute=True), te.Linear(32, 32)), off)
+    checked = check(delayed(), off)
     [finding] = checked.findings
     assert (finding.kind, finding.layers) == ("refused", ("0",))
     assert "delay_wgrad_compute" in finding.text
@@ -154,12 +149,11 @@ def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
     checked = check(model, config)
     assert checked.findings == ()
     assert set(checked.features) == {"0", "1.fc1", "1.fc2"}
-    [note] = checked.notes
-    assert note == (
+    assert list(checked.notes) == [
         'observe="auto": 1 of 2 modules with features are observed on their own fused path. The others take Transformer'
         " Engine's debug path: 1: LogTensorStats: the fused path of LayerNormMLP never has its output in high"
         " precision, which 'max' needs"
-    )
+    ]
     [finding] = check(model, config, observe="debug").findings
     assert (finding.kind, finding.layers) == ("refused", ("0",))
     [finding] = check(model, config, observe="fused").findings
@@ -170,7 +164,6 @@ def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
 
 
 def test_modules_of_any_kind() -> None:
-    """The multiply-adds are the sizes' products, by hand."""
     own, head = torch.nn.Module(), torch.nn.Linear(32, 10)
     own.table = torch.nn.Parameter(torch.zeros(4, 4))
     head.weight.requires_grad_(False)
@@ -215,7 +208,7 @@ def test_which_features_act_when() -> None:
         "t": feature("FakeQuant", ["0"], quant_format="FP8E4M3", gemms=["fprop"], tensors=["activation", "weight"]),
         "u": feature("DisableFP8GEMM", ["1"], gemms=["dgrad", "wgrad"]),
     }
-    checked = check(torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32)), config)
+    checked = check(two(), config)
     logged = [
         "s: LogTensorStats of weight, steps 0 on that are multiples of 5",
         "s: LogTensorStats of gradient, activation, every step",
@@ -232,7 +225,7 @@ def test_features_that_act_in_a_span_are_planned_apart() -> None:
         "u": feature("DisableFP8GEMM", ["0"], gemms=["fprop"], start_step=85),
         "v": feature("DisableFP8Layer", ["1"], start_end_list=[[0, 9], [85, -1]]),
     }
-    checked = check(torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32)), config, require="fp8 >= 50%")
+    checked = check(two(), config, require="fp8 >= 50%")
     assert checked.coverage.share("fp8") == 1
     assert {steps: round(span.share("fp8"), 3) for steps, span in checked.spans.items()} == {
         "steps 0 to 9": 0.5,
@@ -255,10 +248,10 @@ def test_an_environment_variable_that_a_recipe_does_not_take(monkeypatch: pytest
 
 
 def test_the_default_recipe_is_that_of_the_gpu() -> None:
-    model: Callable[[], torch.nn.Module] = lambda: torch.nn.Sequential(te.Linear(32, 32, params_dtype=BF16))  # noqa: E731
-    assert check(model()).recipe == "fp8_delayed_scaling"
+    model = torch.nn.Sequential(te.Linear(32, 32, params_dtype=BF16))
+    assert check(model).recipe == "fp8_delayed_scaling"
     with gpu_with("mxfp8"):
-        assert check(model()).recipe == "mxfp8"
+        assert check(model).recipe == "mxfp8"
 
 
 def test_an_argument_of_the_recipe_without_effect() -> None:
@@ -270,7 +263,6 @@ def test_an_argument_of_the_recipe_without_effect() -> None:
 
 
 def test_what_the_rules_find_in_a_plan() -> None:
-    """A layer of torch among alike layers, and gradients in E5M2 under MXFP8."""
     parts = [torch.nn.Linear(32, 32) if place == 4 else te.Linear(32, 32) for place in range(9)]
     recipe = recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID)
     with gpu_with("mxfp8"):
@@ -301,12 +293,6 @@ def recurrent() -> Function:
     return net(lambda x: part(x.view(4, 8, SIZE))[0], part=part)
 
 
-NAMED: dict[str, tuple[str, Callable[[], Function]]] = {
-    "LSTM": ("has no counterpart", recurrent),
-    "matrix_exp": ("linalg_matrix_exp decomposes", lambda: net(torch.matrix_exp)),
-}
-"""Name -> the reason, and a model whose only counted products are those of Transformer Engine."""
-
 CONFIG = statistics(freq=100)
 CONTRACT = {"share": "fp8 >= 99%", "by_step": 1, "on_broken": "warn"}
 
@@ -323,9 +309,14 @@ def plan_of(model: Function) -> CheckedModel:
     return check_model(model, load_config(CONFIG), batch=batch, require=CONTRACT, recipe=recipes.Float8CurrentScaling())
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_named_and_told_where_a_contract_holds(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    what, make = NAMED[name]
+@pytest.mark.parametrize(
+    ("what", "make"),
+    [("has no counterpart", recurrent), ("linalg_matrix_exp decomposes", lambda: net(torch.matrix_exp))],
+    ids=["LSTM", "matrix_exp"],
+)
+def test_named_and_told_where_a_contract_holds(
+    what: str, make: Callable[[], Function], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     planned = plan_of(make())
     for coverage in (ran(make(), tmp_path), planned.coverage):
         assert coverage.share("fp8") == 1
@@ -361,8 +352,6 @@ def test_a_plan_by_tokens_says_that_attention_is_not_in_its_shares() -> None:
 # ------------------------------------------------------------------------------------------------ warnings of a session
 
 
-PACKAGE = Path(te_precision_callbacks.__file__).parent
-
 LOGGED = feature("LogTensorStats", ["all"], tensors=["activation"], stats=["max"])
 
 
@@ -387,7 +376,6 @@ def selected(**layers: Any) -> dict[str, Any]:
 
 
 GEMM = feature("LogTensorStats", ["all"], tensors=["activation", "fprop"], stats=["max"])
-REPLACED = feature("FakeQuant", ["all"], quant_format="FP8E4M3", tensors=["weight"], gemms=["fprop"])
 ATTACH = "session/model.py:attach"
 
 CASES = {
@@ -403,7 +391,12 @@ CASES = {
     "a name that no layer has": Case(
         selected(exact_layer_names=["0", "5"]), two, "config/problems.py:warn", {"allow_unmatched": True}
     ),
-    "a layer that is refused": Case({"s": REPLACED}, delayed, "instrumentation/refusals.py:warn", {"observe": "debug"}),
+    "a layer that is refused": Case(
+        {"s": feature("FakeQuant", ["all"], quant_format="FP8E4M3", tensors=["weight"], gemms=["fprop"])},
+        delayed,
+        "instrumentation/refusals.py:warn",
+        {"observe": "debug"},
+    ),
     "a version that is not known": Case({"s": LOGGED}, two, "instrumentation/upstream.py:warn_unless_supported"),
 }
 
@@ -420,7 +413,8 @@ def test_what_a_session_warns_of_is_said_by_check(
     with caplog.at_level(logging.WARNING), InspectSession(path, model=case.model(), log_dir=tmp_path, **case.options):
         pass
     stated = [record for record in caplog.records if record.name.startswith("te_precision_callbacks")]
-    places = {f"{Path(record.pathname).relative_to(PACKAGE).as_posix()}:{record.funcName}" for record in stated}
+    package = Path(te_precision_callbacks.__file__).parent
+    places = {f"{Path(record.pathname).relative_to(package).as_posix()}:{record.funcName}" for record in stated}
     assert case.said_in in places
     caplog.clear()
     monkeypatch.syspath_prepend(tmp_path)

@@ -29,8 +29,6 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Notes:
-    """Return the notes of all ranks of a run, a list for each rank."""
-
     ranks: tuple[tuple[dict[str, Any], ...], ...]
 
     @classmethod
@@ -143,8 +141,6 @@ Key = tuple[int, str, str]
 
 @dataclass
 class Figures:
-    """Figures of the tensors of a key, put together."""
-
     parts: list[dict[str, Any]] = field(default_factory=list)
     quantized: list[dict[str, float]] = field(default_factory=list)
 
@@ -217,7 +213,6 @@ def _add(put: Callable[[Key, Mapping[str, Any]], None], step: int, notes: list[d
 
 
 def _the_one(layers: set[str]) -> Iterable[str]:
-    """A layer, where it is the only one."""
     return layers if len(layers) == 1 else ()
 
 

@@ -32,12 +32,6 @@ class NotInstalledError(Exception):
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment.
-
-    Attributes:
-        folder: where it lies.
-    """
-
     folder: Path
 
     @property
@@ -45,7 +39,6 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def command(self, name: str) -> Path:
-        """The path of a command, for example ``torchrun``."""
         return self.folder / "bin" / name
 
     def versions(self, packages: Sequence[str]) -> dict[str, str]:

@@ -28,7 +28,6 @@ def gemm(layout: str, a: str, b: str, d: str, arrays: dict[str, np.ndarray[Any, 
 
 
 def step_of_a_layer() -> tuple[list[dict[str, Any]], dict[str, np.ndarray[Any, Any]]]:
-    """One layer, forward and backward, and its tensors."""
     draw = np.random.default_rng(0)
     names = ("weight", "activation", "output", "gradient", "dgrad", "wgrad")
     arrays = {name: draw.standard_normal(64) for name in names}
@@ -115,7 +114,6 @@ def test_every_client_is_found_by_its_marker_at_any_depth(tmp_path: Path) -> Non
         marker.touch()
     for client in CLIENTS:
         folder = client.find(tmp_path)
-        assert folder is not None
         script = next(argument for argument in client.arguments if argument.endswith(".py") or "." in argument)
         assert client.arguments[0] == "-m" or (folder / script).is_file()
     assert len({client.name for client in CLIENTS}) == len(CLIENTS)

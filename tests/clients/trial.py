@@ -64,7 +64,6 @@ class Trial:
 
     @property
     def verdict(self) -> str:
-        """One line."""
         if self.ran != RAN:
             return f"{self.ran}; known: {self.client.fails}" if self.client.fails else self.ran
         different = [text for text in (self.losses, self.gemms, self.statistics) if text]

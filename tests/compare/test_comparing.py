@@ -48,7 +48,6 @@ def numbers(seed: int, *, steps: int = STEPS, names: list[str] = LAYERS) -> dict
 
 
 def changed(values: Values, factors: dict[tuple[str, str], float], since: int = 30) -> dict[Subject, Floats]:
-    """The amax of some tensors is multiplied from a step on."""
     results = {subject: curve.copy() for subject, curve in values.items()}
     for (layer, tensor), factor in factors.items():
         results[layer, tensor, "cur_amax"][since:] *= factor
@@ -56,8 +55,6 @@ def changed(values: Values, factors: dict[tuple[str, str], float], since: int = 
 
 
 class Runs:
-    """Recorded runs: a, its noise, and what is compared with it, in a folder."""
-
     def __init__(self, folder: Path, a: RecordedRun, noise: RecordedRun) -> None:
         self.folder, self.a, self.noise = folder, a, noise
 
@@ -65,7 +62,6 @@ class Runs:
         return record(self.folder / name, values, order=LAYERS, **options)
 
     def compared(self, ours: dict[str, Any], theirs: dict[str, Any]) -> Comparison:
-        """Two runs with equal statistics, and with other facts or numbers of the trainer."""
         return compare(*(self.record(name, numbers(0), **of) for name, of in (("ours", ours), ("theirs", theirs))))
 
     def with_floor(self, values: Values) -> Comparison:
@@ -74,8 +70,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def a_and_noise(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedRun, RecordedRun]:
-    folder = tmp_path_factory.mktemp("runs")
-    a, noise = (record(folder / str(seed), numbers(seed), order=LAYERS) for seed in (0, 1))
+    a, noise = (record(tmp_path_factory.mktemp("run"), numbers(seed), order=LAYERS) for seed in (0, 1))
     return a, noise
 
 
@@ -228,7 +223,6 @@ def test_steps_pair_by_their_number(tmp_path: Path) -> None:
 
 
 def seldom(values: Values) -> dict[Subject, Floats]:
-    """Weights have a number in every fifth step."""
     steps = np.arange(STEPS)
     return {key: np.where((key[1] != "weight") | (steps % 5 == 0), curve, np.nan) for key, curve in values.items()}
 
@@ -328,7 +322,6 @@ OTHER_CONFIG = (
 
 
 def gemm_rows(precision: str) -> list[dict[str, Any]]:
-    """The fprop of each layer; that of the first one is in BF16."""
     row = {"scope": "", "gemm": "fprop", "macs": 100, "runs": "seen"}
     return [
         {**row, "gemm_id": number, "layer": layer, "precision": precision if number else "bf16"}
@@ -492,8 +485,7 @@ def test_a_spike_of_the_loss_is_told_though_its_running_median_is_not(runs: Runs
     assert (result.loss.spike.steps, result.loss.spike.iteration, result.loss.spike.a) == (2, 21, LOSS[21])
     assert result.has_findings
     assert any(text.startswith("A spike: ") for text in of_losses(result.loss))
-    with_noise = compare(a, b, noise=[alike]).loss
-    assert with_noise.spike is None, "the noise has it too"
+    assert compare(a, b, noise=[alike]).loss.spike is None, "the noise has it too"
     higher = runs.record(f"spike {peak} higher", numbers(0), scalars={"loss": 1.5 * LOSS})
     assert compare(a, higher).loss.spike is None
 

@@ -9,6 +9,7 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -35,21 +36,21 @@ RUN_BY = {
     ("docs/comparing.md", "bash", ""): "tests/compare/test_command.py",
     ("docs/coverage.md", "python", ""): "tests/docs/test_task_pages.py",
     ("docs/coverage.md", "yaml", ""): "tests/docs/test_task_pages.py",
-    ("docs/gemm-error.md", "bash", "te-precision replay"): "tests/replay/test_page.py",
-    ("docs/gemm-error.md", "yaml", "record_"): "tests/replay/test_page.py",
-    ("docs/custom-features.md", "python", "from nvdlfw_inspect"): "tests/features/test_custom_features_page.py",
-    ("docs/custom-features.md", "python", "InspectSession"): "tests/features/test_custom_features_page.py",
-    ("docs/custom-features.md", "python", "def inspect"): "tests/features/test_custom_features_page.py",
+    ("docs/gemm-error.md", "bash", "te-precision replay"): "tests/replay/test_replay.py",
+    ("docs/gemm-error.md", "yaml", "record_"): "tests/replay/test_replay.py",
+    ("docs/custom-features.md", "python", "from nvdlfw_inspect"): "tests/features/test_custom.py",
+    ("docs/custom-features.md", "python", "InspectSession"): "tests/features/test_custom.py",
+    ("docs/custom-features.md", "python", "def inspect"): "tests/features/test_custom.py",
     ("docs/custom-features.md", "python", "from te_precision"): "tests/docs/test_task_pages.py",
     ("docs/custom-features.md", "python", "import numpy"): "tests/docs/test_task_pages.py",
-    ("docs/custom-features.md", "yaml", ""): "tests/features/test_custom_features_page.py",
-    ("docs/dumps.md", "python", ""): "tests/dumps/test_page.py",
-    ("docs/dumps.md", "bash", ""): "tests/dumps/test_page.py",
+    ("docs/custom-features.md", "yaml", ""): "tests/features/test_custom.py",
+    ("docs/dumps.md", "python", ""): "tests/dumps/test_reading.py",
+    ("docs/dumps.md", "bash", ""): "tests/dumps/test_reading.py",
     ("docs/fp8-not-faster.md", "bash", ""): "tests/docs/test_task_pages.py",
     ("docs/fp8-not-faster.md", "python", "# my_models.py"): "tests/docs/test_task_pages.py",
-    ("docs/fp8-not-faster.md", "python", "import transformer_engine"): "tests/speed/test_page.py",
-    ("docs/fp8-not-faster.md", "python", "from pathlib"): "tests/speed/test_page.py",
-    ("docs/fp8-not-faster.md", "python", "trace ="): "tests/speed/test_page.py",
+    ("docs/fp8-not-faster.md", "python", "import transformer_engine"): "tests/speed/test_command.py",
+    ("docs/fp8-not-faster.md", "python", "from pathlib"): "tests/speed/test_command.py",
+    ("docs/fp8-not-faster.md", "python", "trace ="): "tests/speed/test_command.py",
     ("docs/fp8-not-faster.md", "yaml", ""): "tests/docs/test_task_pages.py",
     ("docs/high-precision.md", "bash", ""): "tests/docs/test_task_pages.py",
     ("docs/high-precision.md", "python", ""): "tests/docs/test_task_pages.py",
@@ -62,16 +63,16 @@ RUN_BY = {
     ("docs/resuming.md", "python", "with InspectSession"): "tests/session/test_resume_audit.py",
     ("docs/session.md", "python", ""): "tests/docs/test_task_pages.py",
     ("docs/speed.md", "bash", "te-precision check"): "tests/speed/test_memory.py",
-    ("docs/speed.md", "python", "import pandas"): "tests/speed/test_page.py",
+    ("docs/speed.md", "python", "import pandas"): "tests/speed/test_command.py",
     ("docs/speed.md", "python", "# llama.py"): "tests/speed/test_memory.py",
     ("docs/speed.md", "python", "from te_precision_callbacks.check"): "tests/speed/test_memory.py",
-    ("docs/speed.md", "yaml", ""): "tests/speed/test_page.py",
-    ("docs/start.md", "python", ""): "tests/docs/test_tour.py",
-    ("docs/start.md", "bash", "python examples/"): "tests/docs/test_tour.py",
-    ("docs/start.md", "bash", "te-precision"): "tests/docs/test_tour.py",
-    ("docs/tour.md", "python", ""): "tests/docs/test_tour.py",
-    ("docs/tour.md", "yaml", ""): "tests/docs/test_tour.py",
-    ("docs/tour.md", "bash", ""): "tests/docs/test_tour.py",
+    ("docs/speed.md", "yaml", ""): "tests/speed/test_command.py",
+    ("docs/start.md", "python", ""): "tests/docs/test_pages.py",
+    ("docs/start.md", "bash", "python examples/"): "tests/docs/test_pages.py",
+    ("docs/start.md", "bash", "te-precision"): "tests/docs/test_pages.py",
+    ("docs/tour.md", "python", ""): "tests/docs/test_pages.py",
+    ("docs/tour.md", "yaml", ""): "tests/docs/test_pages.py",
+    ("docs/tour.md", "bash", ""): "tests/docs/test_pages.py",
     ("docs/transformers.md", "python", ""): "tests/transformers/test_page.py",
     ("docs/transformers.md", "yaml", ""): "tests/transformers/test_page.py",
     ("docs/transformers.md", "bash", "python train.py"): "tests/transformers/test_page.py",
@@ -100,7 +101,6 @@ class Block:
 
     @property
     def run_by(self) -> str:
-        """The test that runs it, of :data:`RUN_BY`."""
         results = {
             test
             for (page, language, begin), test in RUN_BY.items()
@@ -112,7 +112,6 @@ class Block:
 
 @functools.cache
 def tokens(page: str) -> list[Token]:
-    """The page as GitHub reads it."""
     return MarkdownIt().enable("table").parse(PAGES[page].read_text())
 
 
@@ -120,7 +119,6 @@ def all_blocks(page: str) -> list[Block]:
     results, before = [], ""
     for token in tokens(page):
         if token.type in ("fence", "code_block"):
-            assert token.map is not None
             reason = re.fullmatch(r"<!-- not run: (.+) -->", before.strip())
             results.append(Block(page, token.map[0] + 1, token.info, token.content, reason[1] if reason else ""))
         before = token.content if token.type == "html_block" else ""
@@ -128,6 +126,12 @@ def all_blocks(page: str) -> list[Block]:
 
 
 def blocks(page: str, language: str, begin: str = "") -> list[str]:
-    """The code of those blocks in a language that are run, and begin so."""
     results = [block for block in all_blocks(page) if block.language == language and not block.not_run]
     return [block.code for block in results if block.code.startswith(begin)]
+
+
+def run(code: str, **names: Any) -> dict[str, Any]:
+    """What the page leaves to its reader is given by name; the names that there are afterwards."""
+    names["__name__"] = "__main__"
+    exec(compile(code, "a block", "exec"), names)
+    return names

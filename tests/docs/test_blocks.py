@@ -24,19 +24,18 @@ from te_precision_callbacks import PrecisionDebugCallback, cli
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from tests.conftest import statistics
-from tests.docs.pages import LANGUAGES, PAGES, ROOT, RUN_BY, Block, all_blocks, blocks
+from tests.docs.pages import LANGUAGES, PAGES, ROOT, RUN_BY, Block, all_blocks, blocks, run
 from tests.functions import Function
 from tests.lightning.models import Plain, loader, logged_lines
 from tests.lightning.test_fabric import Net as PlainNet
-from tests.transformers.models import Net, Vectors
+from tests.transformers.models import Net, vectors
 
 BLOCKS = [block for page in PAGES for block in all_blocks(page)]
 HERE = [block for block in BLOCKS if not block.run_by and not block.not_run]
 
 
 def of(language: str) -> list[Any]:
-    results = [block for block in HERE if block.language == language]
-    return [pytest.param(block, id=f"{block.page}:{block.line}") for block in results]
+    return [pytest.param(block, id=f"{block.page}:{block.line}") for block in HERE if block.language == language]
 
 
 def test_each_block_has_a_language_and_a_test() -> None:
@@ -52,15 +51,7 @@ def test_each_block_has_a_language_and_a_test() -> None:
 # ---------------------------------------------------------------------- Python
 
 
-def run(code: str, **names: Any) -> dict[str, Any]:
-    """What the page leaves to its reader is given by name; the names that there are afterwards."""
-    names["__name__"] = "__main__"
-    exec(compile(code, "a block", "exec"), names)
-    return names
-
-
 def with_loss() -> Function:
-    """A model as in transformers: its forward returns an object with a ``loss``, times ``factor``."""
     first, last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     model = Function(
         lambda inputs: SimpleNamespace(loss=(model.factor * last(first(inputs).abs())).square().mean()),
@@ -88,9 +79,8 @@ def readme(folder: Path, first: str, line: str, accelerate: str, callback: str, 
     names = {"accelerator": accelerator, "model": accelerator.prepare(model), "loader": range(3)}
     assert run(accelerate, **names)["debugger"].session.iteration == 3
 
-    given = {"transformers": transformers, "model": Net(), "data": Vectors(8)}
-    given["args"] = transformers.TrainingArguments("run", use_cpu=True, report_to=[])
-    result = run(callback, **given)
+    args = transformers.TrainingArguments("run", use_cpu=True, report_to=[])
+    result = run(callback, transformers=transformers, model=Net(), data=vectors(8), args=args)
     assert result["callback"] in result["trainer"].callback_handler.callbacks
     run(pair)
 
@@ -115,8 +105,11 @@ def lightning_page(folder: Path, fit: str, script: str, overflow: str, fabric: s
 
 def activation_overflow(folder: Path, block: str, label: str, look: str, skip: str) -> None:
     model = with_loss()
-    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
-    names["loader"] = [{"inputs": torch.ones(2, 4)}] * 3
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+        "loader": [{"inputs": torch.ones(2, 4)}] * 3,
+    }
     run(block, **names)
     model.factor = float("inf")
     with pytest.raises(ActivationOverflowError, match=r"\[0\]"):
@@ -166,7 +159,6 @@ def observing(folder: Path, code: str) -> None:
 
 
 def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_transformers: str, again: str) -> None:
-    """The callbacks for checkpoints save none once something is wrong."""
     result = run(session)
     assert result["session"].findings.judged
     assert result["session"].coverage().share("fp8") > 0
@@ -183,7 +175,6 @@ def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_tr
 
 
 def gemm_error(folder: Path, code: str) -> None:
-    """All five rules judge, and find nothing."""
     result = run(code)["session"].findings
     assert not [item for item in result if item.rule.startswith("gemm-")]
     assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer"} <= set(result.judged)
@@ -260,12 +251,12 @@ def pytest_(arguments: list[str], comment: str) -> None:
 
 
 def python(arguments: list[str], comment: str) -> None:
-    """A script of the repository; the comment names some of its options."""
+    """A script of the repository; the comment names some of its options, which may be keys of a table there."""
     script = ROOT / arguments[0]
     sources = "".join(path.read_text() for path in script.parent.glob("*.py"))
     assert script.is_file()
     for option in re.findall(r"--[\w-]+", comment):
-        assert f'"{option}"' in sources, option
+        assert re.search(rf'"(--)?{option.removeprefix("--")}"', sources), option
 
 
 SHELL = {"make": make, "pip": pip, "te-precision": te_precision, "pytest": pytest_, "python": python}

@@ -21,7 +21,7 @@ from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import running_session
 from te_precision_callbacks.sinks import Sink, StepRecords
 from tests.conftest import Keeper
-from tests.docs.pages import PAGES, blocks
+from tests.docs.pages import PAGES, blocks, run
 from tests.lightning.models import board_scalars, logged_lines
 
 
@@ -36,12 +36,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def command(line: str) -> tuple[int, str]:
-    """Return the exit code and the output of a line of the page, on a wide terminal."""
+def command(line: str, code: int = 0) -> str:
     program, *arguments = shlex.split(line)
     assert program == "te-precision"
     result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
-    return result.exit_code, result.output
+    assert result.exit_code == code, result.output
+    return result.output
 
 
 def lines(text: str) -> list[str]:
@@ -63,24 +63,23 @@ def test_a_loss_that_diverges(capsys: pytest.CaptureFixture[str]) -> None:
     Path("watch.yaml").write_text(watch)
     Path("fix.yaml").write_text(fix)
     Path("train.py").write_text(script)
-    exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+    run(script)
     is_shown(page, capsys.readouterr().out, 1)
-    exec(compile(again, "again", "exec"), {})
-    results, parted, losses, fixed = (command(block.strip()) for block in blocks(page, "bash"))
-    assert [code for code, _ in (results, parted, losses, fixed)] == [1, 1, 0, 0]
-    is_shown(page, results[1])
+    run(again)
+    results, parted, losses, fixed = map(command, blocks(page, "bash"), (1, 1, 0, 0))
+    is_shown(page, results)
     for where in ("0 embed gradient", r"\d+ head activation", r"\d+ hidden gradient", r"\d+ loss"):
-        for text in (parted[1], blocks(page, "text")[2]):
+        for text in (parted, blocks(page, "text")[2]):
             assert any(re.match(where, line) for line in lines(text)), "later steps and digits may vary"
     rows = [
         [line for line in lines(text) if re.match(r"\w+ (activation|gradient) [\d.]+ ", line)]
-        for text in (losses[1], blocks(page, "text")[3])
+        for text in (losses, blocks(page, "text")[3])
     ]
     assert rows[0][0].startswith("embed activation 98.4")
     assert [line.split()[:2] for line in rows[0]] == [line.split()[:2] for line in rows[1]], "digits may vary"
-    assert fixed[1].startswith("B has no finding that A has not.")
-    assert "Nowhere beyond the noise floor for as long." in fixed[1]
-    assert "Below 0.25 % of FP8 against BF16" in fixed[1]
+    assert fixed.startswith("B has no finding that A has not.")
+    assert "Nowhere beyond the noise floor for as long." in fixed
+    assert "Below 0.25 % of FP8 against BF16" in fixed
 
 
 def test_a_layer_in_high_precision(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,30 +89,22 @@ def test_a_layer_in_high_precision(folder: Path, capsys: pytest.CaptureFixture[s
     Path("config.yaml").write_text(at_the_end)
     Path("my_models.py").write_text(models)
     (check,) = blocks(page, "bash")
-    code, printed = command(check)
-    assert code == 0
-    is_shown(page, printed, 3)
+    is_shown(page, command(check), 3)
     Path("config.yaml").write_text(config)
-    code, printed = command(check)
-    assert code == 0
-    is_shown(page, printed)
-    exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+    is_shown(page, command(check))
+    run(script)
     is_shown(page, capsys.readouterr().out, 2)
     Path("config.yaml").write_text(config.replace("[head]", "[haed]"))
-    code, printed = command(check)
-    assert code == 1
-    assert "".join(blocks(page, "text")[1].split()) in "".join(printed.split())
+    assert "".join(blocks(page, "text")[1].split()) in "".join(command(check, 1).split())
 
 
 def test_fp8_is_not_faster() -> None:
     page = "docs/fp8-not-faster.md"
-    [model] = blocks(page, "python", "# my_models.py")
+    Path("my_models.py").write_text(*blocks(page, "python", "# my_models.py"))
     config, patch = blocks(page, "yaml")
-    Path("my_models.py").write_text(model)
     Path("config.yaml").write_text(config)
     (check,) = blocks(page, "bash")
-    code, printed = command(check)
-    assert code == 0, printed
+    printed = command(check)
     for number in range(2):
         is_shown(page, printed, number)
     config_lines = [" ".join(line.split()) for line in patch.splitlines()[1:]]
@@ -121,25 +112,23 @@ def test_fp8_is_not_faster() -> None:
     begin = advised.index(config_lines[0])
     assert advised[begin : begin + len(config_lines)] == config_lines
     Path("patch.yaml").write_text(patch)
-    assert command(check.replace("config.yaml", "patch.yaml").partition(" --device")[0])[0] == 0
+    command(check.replace("config.yaml", "patch.yaml").partition(" --device")[0])
 
 
 def test_a_job_that_is_preempted_and_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     (script,) = blocks("docs/resuming.md", "python", "# train.py")
     preempted = script.replace("session.step()", "session.step(), session.iteration == 3 and signal.raise_signal(10)")
     for code, steps in ((preempted, 3), (script.replace("10_000", "6"), 6)):
-        names: dict[str, Any] = {}
-        exec(compile(code, "train.py", "exec"), names)
-        assert names["session"].iteration == steps
+        assert run(code)["session"].iteration == steps
         if steps == 3:
             assert capsys.readouterr().out == "3 None\n"
     (shown,) = blocks("docs/resuming.md", "text", "10000")
     expected = shown.replace("10000", "6").replace("4200", "3")
     without_names = [re.sub(r"run [\w-]+", "", text) for text in (expected, capsys.readouterr().out)]
     assert without_names[0] == without_names[1]
-    run = open_run("run")
-    assert [segment.status for segment in run.segments] == ["ended", "ended"]
-    assert run.curves["loss"].iterations.tolist() == [0, 1, 2, 3, 4, 5]
+    recorded = open_run("run")
+    assert [segment.status for segment in recorded.segments] == ["ended", "ended"]
+    assert recorded.curves["loss"].iterations.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 # ----------------------------------------------------------------------------------------------------- docs/coverage.md
@@ -149,7 +138,7 @@ COVERAGE_SCRIPT, FRONT_DOOR, SEVERAL_CONDITIONS = blocks("docs/coverage.md", "py
 
 
 def test_the_script_prints_the_output_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(COVERAGE_SCRIPT, {})
+    run(COVERAGE_SCRIPT)
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     (text,) = blocks("docs/coverage.md", "text")
     shown = text.splitlines()
@@ -161,11 +150,9 @@ def test_the_contract_and_the_integration_accept_the_examples_of_the_page() -> N
     Path("contract.yaml").write_text(*blocks("docs/coverage.md", "yaml"))
     contract = read_contract("contract.yaml")
     assert (len(contract.share), len(contract.layers), len(contract.state)) == (2, 1, 1)
-    exec(FRONT_DOOR, {})
-    names: dict[str, Any] = {}
-    exec(SEVERAL_CONDITIONS, names)
-    several = read_contract(names["require"])
-    assert [str(share) for share in several.share.values()] == names["require"]["share"]
+    run(FRONT_DOOR)
+    several = run(SEVERAL_CONDITIONS)["require"]
+    assert [str(share) for share in read_contract(several).share.values()] == several["share"]
 
 
 def test_the_page_names_all_words() -> None:
@@ -183,8 +170,7 @@ SCRIPT, ACCUMULATION, PIECES, RUNNING, SEVERAL, EVALUATION, KNOWN = blocks("docs
 
 def test_the_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     Path("config.yaml").write_text(*blocks("docs/session.md", "yaml", "# config.yaml"))
-    names: dict[str, Any] = {}
-    exec(SCRIPT, names)
+    names = run(SCRIPT)
     assert f"print(entry.layer, entry.gemm, entry.operands)  # {capsys.readouterr().out.splitlines()[0]}\n" in SCRIPT
     assert names["session"].iteration == 4
     numbers = 2 * 2 * 2  # layers, tensors, statistics
@@ -227,8 +213,7 @@ def names(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(te.LayerNormLinear(64, 64), te.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    results = {"te": te, "model": model, "optimizer": optimizer, "loader": torch.randn(4, 32, 64)}
-    exec(PRINTER, results)
+    results = run(PRINTER, te=te, model=model, optimizer=optimizer, loader=torch.randn(4, 32, 64))
     results["printed"] = capsys.readouterr().out.splitlines()
     return results
 

@@ -8,7 +8,8 @@ writes for each tensor NAME.safetensors; for each direction NAME.rowwise.npy wit
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,29 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import transformer_engine.pytorch as te
-import transformer_engine_torch as tex
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.module import linear
 
 from te_precision_callbacks import dumps
 from tests.dumps import independent
+from tests.quantizers import quantizer
 
 HOPPER, BLACKWELL = "9.0", "10.0"
-QUANTIZERS = {
-    HOPPER: ["float8_delayed", "float8_current", "block_1d", "block_2d"],
-    BLACKWELL: ["float8_current", "mxfp8", "mxfp8_e5m2", "nvfp4", "nvfp4_rht", "nvfp4_2d"],
+QUANTIZERS: dict[str, dict[str, Callable[..., Any]]] = {
+    HOPPER: {
+        "float8_delayed": partial(quantizer, "fp8_delayed_scaling", scale=3.0),
+        "float8_current": partial(quantizer, "fp8_current_scaling", e5m2=True),
+        "block_1d": partial(quantizer, "fp8_block_scaling", force_pow_2_scales=False),
+        "block_2d": partial(quantizer, "fp8_block_scaling", weight=True, force_pow_2_scales=False),
+    },
+    BLACKWELL: {
+        "float8_current": partial(quantizer, "fp8_current_scaling", e5m2=True),
+        "mxfp8": partial(quantizer, "mxfp8"),
+        "mxfp8_e5m2": partial(quantizer, "mxfp8", e5m2=True),
+        "nvfp4": partial(quantizer, "nvfp4"),
+        "nvfp4_rht": partial(quantizer, "nvfp4", with_rht=True, with_post_rht_amax=True),
+        "nvfp4_2d": partial(quantizer, "nvfp4", weight=True),
+    },
 }
 RECIPES = {
     HOPPER: ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"],
@@ -47,22 +60,6 @@ SHAPES = {  # rows, in_features, out_features
     "NVFP4BlockScaling aligned": (64, 128, 256),  # of which the kernels write all scales swizzled
 }
 OPERANDS = ["fprop_weight", "fprop_input", "dgrad_weight", "dgrad_gradient", "wgrad_input", "wgrad_gradient"]
-
-
-def quantizer(name: str) -> Any:
-    e4m3, e5m2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
-    if name == "float8_delayed":
-        return te.Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), e4m3)
-    if name == "float8_current":
-        return te.Float8CurrentScalingQuantizer(e5m2, device=torch.device("cpu"))
-    if name.startswith("block"):
-        return te.Float8BlockQuantizer(
-            e4m3, rowwise=True, columnwise=True, force_pow_2_scales=False, block_scaling_dim=int(name[-2])
-        )
-    if name.startswith("mxfp8"):
-        return te.MXFP8Quantizer(e5m2 if name.endswith("e5m2") else e4m3)
-    rht = name == "nvfp4_rht"
-    return te.NVFP4Quantizer(with_rht=rht, with_post_rht_amax=rht, with_2d_quantization=name == "nvfp4_2d")
 
 
 def source(name: str) -> torch.Tensor:
@@ -135,10 +132,8 @@ def produce(name: str, tensor: Any, folder: Path) -> dict[str, Any]:
 
 def main(capability: str, folder: Path) -> None:
     facts = {}
-    for name in QUANTIZERS[capability]:
-        of = quantizer(name)
-        of.optimize_for_gemm = True
-        facts[name] = produce(name, of(source(name)), folder)
+    for name, make in QUANTIZERS[capability].items():
+        facts[name] = produce(name, make(optimize_for_gemm=True)(source(name)), folder)
     for name in RECIPES[capability]:
         for operand, tensor, columnwise in operands_of_training(name):
             case = f"{name}.{operand}"

@@ -1,4 +1,4 @@
-"""Dump files: what is in them, that they appear whole or not at all, and what else is refused."""
+"""Dump files: what is in them, that they appear whole or not at all, what else is refused, and who writes them."""
 
 import json
 import os
@@ -19,8 +19,11 @@ from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps import dump_files
-from te_precision_callbacks.dumps.contents import dump_of
-from te_precision_callbacks.dumps.header import SCHEMA
+from te_precision_callbacks.dumps import writer as module
+from te_precision_callbacks.dumps.budget import Limits
+from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.header import SCHEMA, Header
+from te_precision_callbacks.dumps.writer import Job, Writer
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
 from tests.full_disk import files_up_to
 
@@ -54,17 +57,13 @@ def test_a_file_holds_both_tensors_and_where_they_are_from(tmp_path: Path) -> No
     )
     loaded = dumps.load(path)
     header = loaded.header
-    assert (header.layer, header.tensor, header.iteration) == ("decoder.fc1", "activation", 100)
-    assert (header.micro_batch, header.rank, header.recipe) == (2, 3, "MXFP8BlockScaling")
+    place = (header.layer, header.tensor, header.iteration, header.micro_batch, header.rank, header.recipe)
+    assert place == ("decoder.fc1", "activation", 100, 2, 3, "MXFP8BlockScaling")
     assert header.versions["torch"] == torch.__version__
     assert header.versions.keys() == {"torch", "transformer_engine", "te_precision_callbacks"}
-    assert header.high_precision is not None
     assert (header.high_precision.shape, header.high_precision.dtype) == ((40, 96), "bfloat16")
-    assert header.quantized is not None
-    assert header.quantized.rowwise is not None
-    assert header.quantized.columnwise is None
-    assert header.quantized.rowwise.block == (1, 32)
-    assert header.quantized.rowwise.stored_scale_shape == (128, 4)
+    rowwise, columnwise = header.quantized.rowwise, header.quantized.columnwise
+    assert (rowwise.block, rowwise.stored_scale_shape, columnwise) == ((1, 32), (128, 4), None)
     assert torch.equal(loaded.tensors["high_precision"], X)
     assert torch.equal(dumps.dequantize(loaded), quantized.dequantize())
     assert dumps.dequantize(loaded).dtype == torch.bfloat16
@@ -72,8 +71,7 @@ def test_a_file_holds_both_tensors_and_where_they_are_from(tmp_path: Path) -> No
 
 
 def test_a_plain_tensor_alone(tmp_path: Path) -> None:
-    parameter = torch.nn.Parameter(X)
-    dumps.save(parameter, tmp_path / "a", tensor_name="weight")
+    dumps.save(torch.nn.Parameter(X), tmp_path / "a", tensor_name="weight")
     loaded = dumps.load(tmp_path / "a")
     assert loaded.header.quantized is None
     assert loaded.tensors.keys() == {"high_precision"}
@@ -114,7 +112,6 @@ def test_views(tmp_path: Path, tensor: torch.Tensor) -> None:
 
 
 def test_decoded_internals_multiply_to_the_tensor(tmp_path: Path) -> None:
-    """They are optional."""
     quantized = some_nvfp4()
     dumps.save(quantized, tmp_path / "without", internals=False)
     without = dumps.load(tmp_path / "without")
@@ -151,15 +148,13 @@ def test_a_dump_shares_memory_and_a_snapshot_does_not() -> None:
 
 
 def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path) -> None:
-    """All of its buffers are counted, and copied."""
     quantizer = HybridQuantizer(
         rowwise_quantizer=te.MXFP8Quantizer(tex.DType.kFloat8E4M3),
         columnwise_quantizer=te.NVFP4Quantizer(tex.DType.kFloat4E2M1),
     )
     quantized = quantizer(torch.randn(256, 256, generator=torch.Generator().manual_seed(5)).bfloat16())
     dump = dump_of(None, quantized)
-    codes, scales, amax = 256 * 256 * 3 // 2, 256 * 8 + 256 * 16, 4
-    assert dump.nbytes == codes + scales + amax
+    assert dump.nbytes == 256 * 256 * 3 // 2 + 256 * 8 + 256 * 16 + 4, "codes, scales and amax"
     expected, snapshot = quantized.dequantize().clone(), dump.copied()
     quantized._rowwise_storage._rowwise_data.zero_()
     quantized._columnwise_storage._columnwise_data.zero_()
@@ -238,7 +233,6 @@ def test_a_foreign_or_damaged_file(tmp_path: Path, change: Callable[[bytes], byt
 
 
 def rewritten(path: Path, change: Any) -> None:
-    """The same file with another header."""
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["te_precision_dump"])
     change(header)
@@ -346,5 +340,54 @@ def test_a_new_file_never_replaces_one(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path)) == names | others
     assert (tmp_path / "fc1.a.2.safetensors").read_bytes() == b"another program's"
     assert os.readlink(tmp_path / "fc1.a.safetensors") == "nowhere"
-    results = {float(dumps.load(tmp_path / name).tensors["high_precision"][0]) for name in names}
-    assert results == {float(value) for value in range(32)}
+    assert {float(dumps.load(tmp_path / name).tensors["high_precision"][0]) for name in names} == set(range(32))
+
+
+# --- the thread that writes, and who waits for it, when it ends
+
+
+def job(number: int, nbytes: int, most: int) -> Job:
+    tensor = torch.zeros(nbytes, dtype=torch.uint8)
+    return Job(Dump(Header(iteration=number), {"high_precision": tensor}), Limits(1 << 40, 1 << 20, most))
+
+
+def ends(doing: Callable[[], object]) -> bool:
+    thread = threading.Thread(target=doing, daemon=True)
+    thread.start()
+    thread.join(20)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [SystemExit("no more"), KeyboardInterrupt(), MemoryError()], ids=repr)
+def test_nobody_waits_for_a_thread_that_has_ended(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    written: list[int | None] = []
+
+    def write(dump: Dump, folder: Path) -> int:
+        written.append(dump.header.iteration)
+        begun.set()
+        go.wait(20)
+        raise error
+
+    monkeypatch.setattr(module, "write_new", write)
+    writer = Writer(tmp_path)
+    writer.put(job(0, 100, most=1000))
+    assert begun.wait(20)
+    writer.put(job(1, 100, most=1000))
+    waiting = threading.Thread(target=lambda: writer.put(job(2, 950, most=1000)), daemon=True)
+    waiting.start()
+    go.set()
+    waiting.join(20)
+    assert not waiting.is_alive(), "it has waited for room"
+    assert ends(writer.drain)
+    if not isinstance(error, Exception):
+        assert ends(lambda: writer.put(job(3, 100, most=50)))
+        assert ends(lambda: writer.wait_for_room(10**6, Limits(1, 1, 1)))
+        assert ends(writer.drain)
+        assert written == [0], "what waited is dropped, and nothing more is taken"
+    assert writer.pending == 0
+    failure = writer.take_failure()
+    assert error in (failure, failure.__cause__)
+    assert writer.take_failure() is None

@@ -64,7 +64,6 @@ READER = """
 
 
 def produced(capability: str, folder: Path) -> Facts:
-    """What each tensor was like in training."""
     done = python(
         f"""
         import runpy, sys
@@ -74,17 +73,15 @@ def produced(capability: str, folder: Path) -> Facts:
         TE_PRECISION_REFERENCE_CAPABILITY=capability,
     )
     assert done.returncode == 0, done.stderr
-    facts: Facts = json.loads((folder / "facts.json").read_text())
-    return facts
+    return json.loads((folder / "facts.json").read_text())
 
 
 def read_all(folder: Path) -> dict[str, Facts]:
-    """What a reader without Transformer Engine finds, by capability."""
     read = python(READER.replace("sys.argv[1]", repr(str(folder))))
     assert read.returncode == 0, read.stderr
     result, of_transformer_engine = json.loads(read.stdout)
     assert of_transformer_engine == []
-    return dict(result)
+    return result
 
 
 @pytest.fixture(scope="session")
@@ -109,8 +106,7 @@ def is_swizzled(name: str) -> bool:
     """Whether Transformer Engine writes this tensor's scales in the order of a GEMM."""
     if name.startswith(("nvfp4", "NVFP4")):
         # Of the quantizers the kernels for a random Hadamard transform and for 2D blocks, in shapes that they take.
-        unfused = "aligned" not in name and name.endswith(("_weight", "_gradient"))
-        return not unfused
+        return "aligned" in name or not name.endswith(("_weight", "_gradient"))
     return name.startswith(("mxfp8", "MXFP8"))
 
 

@@ -32,10 +32,8 @@ def test_the_operands_give_the_result(tmp_path: Path, name: str, observe: str) -
     for file, gemm in zip(files, GEMMS, strict=True):
         dump = load(file)
         what = dump.header.gemm
-        assert what is not None
-        assert what.gemm == gemm
         orders.append(what.order)
-        assert (what.n, what.m, what.k) == sizes[gemm]
+        assert (what.gemm, what.n, what.m, what.k) == (gemm, *sizes[gemm])
         left, right = (
             factor_of(operand_of(dump, side), columnwise=operand.columnwise).matrix()
             for side, operand in (("b", what.b), ("a", what.a))

@@ -36,7 +36,6 @@ def names(own: bool) -> list[str]:
 
 
 def normal(seed: int, *shape: int, by: float = 2.0) -> torch.Tensor:
-    """bfloat16, of many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp(by * torch.randn(shape, generator=generator))
     return x.bfloat16()

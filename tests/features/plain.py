@@ -37,7 +37,6 @@ class Logged(BaseLogger):  # type: ignore[misc]
 
 
 def config_of(features: dict[str, Any], layers: str = "linear") -> dict[str, Any]:
-    """These features on every layer of a name, or on ``all``."""
     return {"s": {"enabled": True, "layers": {"layer_types": [layers]}, "transformer_engine": features}}
 
 
@@ -82,7 +81,6 @@ def plain(
 
 
 def in_session(features: dict[str, Any], log_dir: Path, steps: int = 1, /, **keywords: Any) -> InspectSession:
-    """Train a layer under a session with these features, for so many steps."""
     net = te.Linear(32, 32)
     with InspectSession(config_of(features), model=net, log_dir=log_dir, **keywords) as session:
         train(net, steps, session)
@@ -94,7 +92,6 @@ def linear(size: int = 32, **keywords: Any) -> te.Linear:
 
 
 def train(net: torch.nn.Module, steps: int = 1, session: InspectSession | None = None) -> None:
-    """Training steps with delayed scaling, from the input on."""
     for _ in range(steps):
         with te.autocast(enabled=True, recipe=DelayedScaling()):
             output = net(torch.randn(16, 32, requires_grad=True))

@@ -86,8 +86,6 @@ def source(signatures: str, base: str, *, api_method: bool, registered: bool) ->
 
 
 def made(signatures: str, base: str, *, api_method: bool) -> type:
-    """The class itself."""
     namespace: dict[str, Any] = {"__name__": "probe"}
     exec(source(signatures, base, api_method=api_method, registered=False), namespace)
-    result: type = namespace["Probe"]
-    return result
+    return namespace["Probe"]

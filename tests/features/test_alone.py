@@ -127,8 +127,7 @@ LOGGED = [
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("alone")
     (folder / "config.yaml").write_text(REFERENCE_CONFIG)
-    answer: dict[str, Any] = answers(SCRIPT, cwd=folder)
-    return answer
+    return answers(SCRIPT, cwd=folder)
 
 
 @pytest.mark.parametrize("listed", ["ours", "ours, theirs", "theirs, ours"])

@@ -1,6 +1,9 @@
-"""What PerTensorScaling and FakeQuant make of a tensor, beside Transformer Engine's features and the formats' rules."""
+"""What PerTensorScaling and FakeQuant make of a tensor, and any two features on one layer."""
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +11,20 @@ import numpy as np
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+import yaml
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from te_precision_callbacks.base.errors import FeatureError
+from te_precision_callbacks.config import ConfigError, load_config
+from te_precision_callbacks.config.schemas import FEATURES
+from te_precision_callbacks.session import InspectSession
 from tests.engine.recipes import quantize
-from tests.features.plain import plain
+from tests.features.plain import in_session, linear, plain, train
+from tests.test_config_loading_and_plan import LAYERS
 
 FP8 = {"FP8E4M3": (448.0, DType.kFloat8E4M3), "FP8E5M2": (57344.0, DType.kFloat8E5M2)}
 ALL: dict[str, Any] = {
@@ -45,7 +56,6 @@ def modified(
     gemm: str = "fprop",
     **keywords: Any,
 ) -> Any:
-    """What the feature makes of a tensor, called as Transformer Engine does."""
     with plain(feature, log_dir):
         return debug_api.transformer_engine.modify_tensor(
             layer_name="linear", tensor_name=name, gemm=gemm, tensor=tensor, iteration=0, **keywords
@@ -153,5 +163,198 @@ def test_fake_quant_to_mxfp8(tmp_path: Path, values: torch.Tensor, fp8: str, ten
     features = {"FakeQuant": {**ALL, "quant_format": fp8}}
     rounded = modified(features, tmp_path, values, name=tensor, gemm=gemm, dtype=torch.float32)
     columnwise = (tensor, gemm) in COLUMNWISE
-    expected = quantize("mxfp8", values.numpy(), columnwise=columnwise, e5m2=fp8.endswith("E5M2")).values
-    assert np.array_equal(rounded.numpy(), expected)
+    expected = quantize("mxfp8", values.numpy(), columnwise=columnwise, e5m2=fp8.endswith("E5M2"))
+    assert np.array_equal(rounded.numpy(), expected.values)
+
+
+# --- pairs: what each promises holds, or the config is refused before the run
+
+
+OPERANDS = {"fprop": ("weight", "activation"), "dgrad": ("weight", "gradient"), "wgrad": ("activation", "gradient")}
+"""GEMM -> the two matrices that the extension multiplies, in the order that it takes them."""
+
+LAYOUTS = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
+"""Whether the extension transposes them -> GEMM."""
+
+EVERY_GEMM = tuple(OPERANDS)
+REGISTERED = {"transformer_engine": tuple(FEATURES)}
+TENSORS = ["activation", "weight", "gradient"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A feature with options, and what docs/features.md says of it.
+
+    Attributes:
+        high: the GEMMs that it runs in high precision.
+        scaled, rounded: the operands, as GEMM and tensor, that it casts to FP8, or rounds and leaves in high precision.
+    """
+
+    feature: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    high: tuple[str, ...] = ()
+    scaled: frozenset[tuple[str, str]] = frozenset()
+    rounded: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {self.feature: {"enabled": True, **self.options}}
+
+    def __str__(self) -> str:
+        return f"{self.feature} {self.options.get('gemms', '')} {self.options.get('tensors', '')}".strip()
+
+
+def operands(gemms: list[str], tensors: list[str]) -> frozenset[tuple[str, str]]:
+    return frozenset((gemm, tensor) for gemm in gemms for tensor in OPERANDS[gemm] if tensor in tensors)
+
+
+def disabling(feature: str, *gemms: str) -> Choice:
+    return Choice(feature, {"gemms": list(gemms)}, high=gemms)
+
+
+def scaling(gemms: list[str], tensors: list[str]) -> Choice:
+    return Choice("PerTensorScaling", {"gemms": gemms, "tensors": tensors}, scaled=operands(gemms, tensors))
+
+
+def rounding(gemms: list[str], tensors: list[str]) -> Choice:
+    options = {"gemms": gemms, "tensors": tensors, "quant_format": "FP8E4M3"}
+    return Choice("FakeQuant", options, high=tuple(gemms), rounded=operands(gemms, tensors))
+
+
+CHOICES = [
+    Choice("LogTensorStats", {"tensors": TENSORS, "stats": ["max"]}),
+    Choice("LogFp8TensorStats", {"tensors": TENSORS, "stats": ["mse"]}),
+    Choice("LogNvfp4TensorStats", {"tensors": TENSORS, "stats": ["mse"]}),
+    Choice("LogGemmError", {"gemms": list(EVERY_GEMM), "freq": 1}),
+    Choice("DumpTensors", {"tensors": TENSORS, "high_precision_tensor": True}),
+    Choice("DisableQuantizationLayer", high=EVERY_GEMM),
+    Choice("DisableFP8Layer", high=EVERY_GEMM),
+    disabling("DisableQuantizationGEMM", "fprop"),
+    disabling("DisableFP8GEMM", "dgrad", "wgrad"),
+    scaling(["fprop"], ["activation"]),
+    scaling(["fprop"], ["activation", "weight"]),
+    scaling(["wgrad"], ["gradient"]),
+    rounding(["fprop"], ["weight"]),
+    rounding(["dgrad"], ["weight", "gradient"]),
+]
+PAIRS = list(itertools.combinations(CHOICES, 2))
+
+
+def conflict(one: Choice, other: Choice) -> bool:
+    """Whether no order of things can do what both promise."""
+    changed = one.scaled | one.rounded
+    by_both = bool(changed & (other.scaled | other.rounded))
+    forbidden = any(gemm in other.high for gemm, _ in one.scaled) or any(gemm in one.high for gemm, _ in other.scaled)
+    return by_both or forbidden
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Any]:
+    """What the extension is handed: GEMM and tensor -> the matrix."""
+    matrices: dict[tuple[str, str], Any] = {}
+    multiply = tex.generic_gemm
+
+    def spy(a: Any, transposed_a: bool, b: Any, transposed_b: bool, *rest: Any, **keywords: Any) -> Any:
+        gemm = LAYOUTS[transposed_a, transposed_b]
+        matrices.update({(gemm, tensor): matrix for tensor, matrix in zip(OPERANDS[gemm], (a, b), strict=True)})
+        return multiply(a, transposed_a, b, transposed_b, *rest, **keywords)
+
+    monkeypatch.setattr(tex, "generic_gemm", spy)
+    return matrices
+
+
+def is_rounded(matrix: torch.Tensor) -> bool:
+    """Whether all elements are numbers of E4M3, with a scale that makes 448 of the largest."""
+    scaled = matrix.double() * (448 / matrix.abs().max().double())
+    return torch.allclose(scaled.to(torch.float8_e4m3fn).double(), scaled, rtol=1e-6)
+
+
+def sections(one: Choice, other: Choice, *, apart: bool) -> dict[str, Any]:
+    head = {"enabled": True, "layers": {"layer_types": ["all"]}}
+    if apart:
+        return {
+            "first": {**head, "transformer_engine": one.body},
+            "second": {**head, "transformer_engine": other.body},
+        }
+    return {"first": {**head, "transformer_engine": {**one.body, **other.body}}}
+
+
+ALONE = [(first, other, False) for first, other in PAIRS if first.feature != other.feature]  # a mapping has a key once
+APART = [(first, other, True) for first, other in PAIRS]
+REFUSED = [case for case in (*ALONE, *APART) if case[0].feature == case[1].feature or conflict(case[0], case[1])]
+HOLDING = [case for case in ALONE if case not in REFUSED]
+
+
+def named(cases: list[tuple[Choice, Choice, bool]]) -> list[str]:
+    return [f"{first} + {other}{', apart' if apart else ''}" for first, other, apart in cases]
+
+
+def written(folder: Path, one: Choice, other: Choice, *, apart: bool) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(sections(one, other, apart=apart), sort_keys=False))
+    return path
+
+
+@pytest.mark.parametrize(("one", "other", "apart"), REFUSED, ids=named(REFUSED))
+def test_a_pair_that_cannot_hold_is_refused_with_both_places(
+    tmp_path: Path, one: Choice, other: Choice, apart: bool
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        with InspectSession(written(tmp_path, one, other, apart=apart), model=te.Linear(32, 32), log_dir=tmp_path):
+            pass
+    places = re.findall(r"config\.yaml, line (\d+)(?: column \d+)? \(section '(\w+)'\)", str(refused.value))
+    assert {section for _, section in places} == ({"first", "second"} if apart else {"first"})
+    assert len({line for line, _ in places}) == 2
+    assert repr(one.feature) in str(refused.value)
+    assert repr(other.feature) in str(refused.value)
+
+
+@pytest.mark.parametrize(("one", "other", "apart"), HOLDING, ids=named(HOLDING))
+def test_a_pair_that_is_taken_holds(
+    tmp_path: Path, multiplied: dict[tuple[str, str], Any], one: Choice, other: Choice, apart: bool
+) -> None:
+    together = load_config(written(tmp_path, one, other, apart=False)).plan(LAYERS, REGISTERED).layers
+    in_two = load_config(sections(one, other, apart=True)).plan(LAYERS, REGISTERED).layers
+    assert [entry.features for entry in together] == [entry.features for entry in in_two]
+    torch.manual_seed(0)
+    net = te.Linear(32, 32)
+    with InspectSession(tmp_path / "config.yaml", model=net, log_dir=tmp_path, strict=True, records="off") as session:
+        with te.autocast(enabled=True, recipe=DelayedScaling()):
+            output = net(torch.randn(16, 32, requires_grad=True))
+        output.backward(torch.randn(16, 32))
+        session.step()
+    high, scaled, rounded = (*one.high, *other.high), one.scaled | other.scaled, one.rounded | other.rounded
+    assert set(multiplied) == {(gemm, tensor) for gemm in EVERY_GEMM for tensor in OPERANDS[gemm]}
+    for (gemm, tensor), matrix in multiplied.items():
+        if gemm in high:
+            assert type(matrix) in (torch.Tensor, torch.nn.Parameter)
+            assert is_rounded(matrix.detach()) == ((gemm, tensor) in rounded), (gemm, tensor)
+        else:
+            assert hasattr(matrix, "_scale_inv"), (gemm, tensor)
+            # Delayed scaling begins with a scale of 1.
+            assert (float(matrix._scale_inv) != 1.0) == ((gemm, tensor) in scaled), (gemm, tensor)
+
+
+class Forbids:
+    """A feature of a user's own, of which no schema tells that it runs GEMMs in high precision."""
+
+    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("tensors", [["weight"], ["activation", "weight"]])
+@pytest.mark.parametrize("forbidding", ["DisableFP8Layer", "Forbids"])
+def test_what_no_schema_could_tell_is_an_error_where_it_happens(
+    tmp_path: Path, forbidding: str, tensors: list[str]
+) -> None:
+    """Alone, where no plan is made; and with a feature that no schema describes."""
+    scales = {"enabled": True, "gemms": ["fprop"], "tensors": tensors}
+    features = {forbidding: {"enabled": True}, "PerTensorScaling": scales}
+    stated = (
+        rf"PerTensorScaling quantized {tensors[0]} of 'linear' for fprop, which {forbidding} keeps in high precision"
+    )
+    with plain(features, tmp_path / "plain", classes=[Forbids]), pytest.raises(FeatureError, match=stated):
+        train(linear())
+    if forbidding == "Forbids":
+        with pytest.raises(FeatureError, match=stated):
+            in_session(features, tmp_path, features=[Forbids])

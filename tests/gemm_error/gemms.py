@@ -3,12 +3,10 @@
 from typing import Any, NamedTuple
 
 import torch
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch import DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
+from tests import quantizers
 
 BF16 = torch.bfloat16
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "nvfp4 rht", "nvfp4 rht stochastic")
@@ -44,23 +42,16 @@ class Gemm(NamedTuple):
 
 
 def quantizer(recipe: str, *, weight: bool = False, gradient: bool = False) -> Any:
-    dtype = DType.kFloat8E5M2 if gradient else DType.kFloat8E4M3
     if recipe == "delayed":
-        return Float8Quantizer(torch.tensor([40.0]), torch.zeros(1), dtype)
+        return quantizers.quantizer("fp8_delayed_scaling", e5m2=gradient, scale=40.0)
     if recipe == "current":
-        return Float8CurrentScalingQuantizer(dtype, device=torch.device("cpu"))
-    if recipe == "block":
-        return te.Float8BlockQuantizer(
-            DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=2 if weight else 1
-        )
-    if recipe == "mxfp8":
-        return te.MXFP8Quantizer(DType.kFloat8E4M3)
+        return quantizers.quantizer("fp8_current_scaling", e5m2=gradient)
+    if recipe in ("block", "mxfp8"):
+        return quantizers.quantizer({"block": "fp8_block_scaling"}.get(recipe, recipe), weight=weight)
     rht = "rht" in recipe and not weight
-    return te.NVFP4Quantizer(
-        with_rht=rht,
-        with_post_rht_amax=rht,
-        with_2d_quantization=weight,
-        stochastic_rounding="stochastic" in recipe and gradient,
+    at_random = "stochastic" in recipe and gradient
+    return quantizers.quantizer(
+        "nvfp4", weight=weight, with_rht=rht, with_post_rht_amax=rht, stochastic_rounding=at_random
     )
 
 

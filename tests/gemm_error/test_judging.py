@@ -1,13 +1,18 @@
-"""What thin products tell of a GEMM, against the whole products in float64; and how ranks and the page tell it."""
+"""What thin products tell of a GEMM, and codes of a quantizer, against float64; and how ranks and the page tell it."""
 
+import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.accumulating import accumulated
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
+from te_precision_callbacks.base.numerics.layouts import packed, stored, unpacked
 from te_precision_callbacks.config.keys import PROBES
+from te_precision_callbacks.gemm_error.codes import CodeCheck, check_codes, distance, rules_of
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
 from te_precision_callbacks.gemm_error.judging import (
     FLOAT32,
@@ -28,7 +33,7 @@ from te_precision_callbacks.gemm_error.judging import (
 from te_precision_callbacks.statistics.table import STATISTICS
 from tests.docs.pages import PAGES
 from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of, quantizer
-from tests.replay.faults import KERNEL
+from tests.replay.faults import KERNEL, QUANTIZER
 
 CPU = torch.device("cpu")
 
@@ -68,10 +73,6 @@ def test_a_factor_is_the_operand_and_its_thin_products_are_those_of_the_whole(re
     assert abs(judgement.gain_dot / judgement.expected_square - 1) < 1e-3
 
 
-def _one_nan(out: torch.Tensor) -> None:
-    out[5, 7] = torch.nan
-
-
 FAULTS: dict[str, tuple[set[int] | None, set[int] | None]] = {
     "tile zeroed": (set(range(16, 48)), set(range(32, 64))),
     "rows swapped": ({3, 17}, None),
@@ -90,7 +91,7 @@ FAULTS: dict[str, tuple[set[int] | None, set[int] | None]] = {
 def test_a_fault_of_a_kernel_is_found_and_localized(fault: str) -> None:
     gemm = gemm_of("mxfp8", "fprop")
     out = gemm.out.clone()
-    damage, _ = KERNEL.get(fault, (_one_nan, ""))
+    damage, _ = KERNEL.get(fault, (lambda out: out[5, 7].fill_(torch.nan), ""))
     damage(out)
     result = judge(gemm, out)
     assert result.ratio > 1
@@ -98,8 +99,7 @@ def test_a_fault_of_a_kernel_is_found_and_localized(fault: str) -> None:
         if places is not None:
             assert set(torch.nonzero(ratios > 1).view(-1).tolist()) == places
     if fault.startswith("scale off"):
-        factor = {"1": 0.5, "7": 2.0**-7}[fault[-1]]
-        assert result.gain_dot / result.expected_square == pytest.approx(factor, abs=1e-3)
+        assert result.gain_dot / result.expected_square == pytest.approx(2.0 ** -int(fault[-1]), abs=1e-3)
 
 
 @pytest.mark.parametrize("accumulator", [FLOAT32, HOPPER_FAST, HOPPER_SPLIT], ids=lambda one: one.name)
@@ -110,11 +110,8 @@ def test_the_tolerance_is_of_the_accumulator(accumulator: object, mean: float) -
     left, right = (torch.randn(24, 2048, generator=generator) + mean for _ in range(2))
     x, y = probes(24, PROBES, 5, CPU), probes(24, PROBES, 6, CPU)
     expected = product(factor_of(left, columnwise=False), factor_of(right, columnwise=False), x, y)
-    assert isinstance(accumulator, type(FLOAT32))
-    out = accumulated(left, right, accumulator).float()
-    run = thin(factor_of(out, columnwise=False), x, y)
-    own = judged(run, expected, GemmCall(2048, torch.float32, x, y, accumulator))
-    assert own.ratio < 1
+    run = thin(factor_of(accumulated(left, right, accumulator).float(), columnwise=False), x, y)
+    assert judged(run, expected, GemmCall(2048, torch.float32, x, y, accumulator)).ratio < 1
     if accumulator is not FLOAT32:
         assert judged(run, expected, GemmCall(2048, torch.float32, x, y, FLOAT32)).ratio > 1
 
@@ -135,8 +132,7 @@ def test_what_is_added_to_the_product() -> None:
     zero = torch.zeros(SIZES["n"], SIZES["m"])
     run = thin(factor_of(zero, columnwise=False), x, y)
     result = judged(run, expected._replace(right=expected.right * 0, left=expected.left * 0), GemmCall(192, BF16, x, y))
-    assert result.ratio == 0
-    assert result.gain_dot == 0
+    assert (result.ratio, result.gain_dot) == (0, 0)
 
 
 def test_probes_are_reproducible_and_leave_the_random_state_alone() -> None:
@@ -212,9 +208,7 @@ def test_nothing_divided_by_nothing() -> None:
     ],
 )
 def test_the_floor_of_a_format(name: str, recipe: str, gradient: bool) -> None:
-    page = PAGES["docs/gemm-error.md"].read_text(encoding="utf-8")
-    stated = re.search(rf"\| {name} \| ([\d.]+) % \|", page)
-    assert stated
+    stated = re.search(rf"\| {name} \| ([\d.]+) % \|", PAGES["docs/gemm-error.md"].read_text(encoding="utf-8"))
     torch.manual_seed(0)
     high = [torch.randn(512, 512).to(BF16) for _ in range(2)]
     makers = [quantizer(recipe, gradient=gradient), quantizer(recipe)]
@@ -222,3 +216,95 @@ def test_the_floor_of_a_format(name: str, recipe: str, gradient: bool) -> None:
     exact = high[0].double() @ high[1].double().t()
     error = (decoded[0] @ decoded[1].t() - exact).norm() / exact.norm()
     assert 100 * error.item() == pytest.approx(float(stated[1]), abs=0.1)
+
+
+# --- codes and scales of Transformer Engine's quantizers, and of quantizers with a fault
+
+
+ROWS, COLUMNS = 256, 512
+
+
+def made(recipe: str, **which: bool) -> tuple[Any, torch.Tensor, Any]:
+    torch.manual_seed(0)
+    high = (torch.randn(ROWS, COLUMNS) * torch.randn(ROWS, COLUMNS).exp()).to(BF16)
+    made_by = quantizer(recipe, **which)
+    return made_by(high), high, made_by
+
+
+def check(tensor: Any, high: torch.Tensor, made_by: Any, *, columnwise: bool, seed: int = 0) -> CodeCheck:
+    rules = rules_of(made_by, columnwise=columnwise)
+    return check_codes(stored(tensor, columnwise=columnwise), high, rules, seed, seed >> 20)
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("which", ["weight", "gradient"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_right_quantizer(recipe: str, which: str, columnwise: bool) -> None:
+    tensor, high, made_by = made(recipe, **{which: True})
+    for seed in (0, 1, 1 << 20):
+        result = check(tensor, high, made_by, columnwise=columnwise, seed=seed)
+        assert result.codes >= 32768
+        assert (result.wrong, result.wrong_scales) == (0, 0)
+        if "rht" not in recipe and recipe != "delayed":
+            assert result.scales > 0
+        stochastic = "stochastic" in recipe and which == "gradient"
+        assert (result.rounded > 0) == stochastic
+        if stochastic:
+            assert abs(result.rounding_bias / result.rounded) < 0.01
+            assert abs(result.rounded_to_0 - result.expected_0) / result.rounded < 0.01
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("which", ["weight", "gradient"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_inf_and_nan_do_is_not_blamed_on_the_quantizer(
+    recipe: str, value: float, which: str, columnwise: bool
+) -> None:
+    torch.manual_seed(0)
+    high = torch.randn(ROWS, COLUMNS).to(BF16)
+    high[3, 3] = value
+    made_by = quantizer(recipe, **{which: True})
+    result = check(made_by(high), high, made_by, columnwise=columnwise)
+    assert (result.wrong, result.wrong_scales) == (0, 0)
+    whole = check(
+        made_by(high.nan_to_num(1.0, 1.0, 1.0)), high.nan_to_num(1.0, 1.0, 1.0), made_by, columnwise=columnwise
+    )
+    assert result.codes < whole.codes
+    if whole.scales:
+        assert result.scales < whole.scales
+    if "nvfp4" in recipe and not math.isnan(value):
+        assert (result.codes, result.scales) == (0, 0), "its amax is inf"
+    else:
+        assert result.codes > 0.9 * whole.codes
+    if recipe in ("block", "mxfp8"):
+        assert result.scales > 0.9 * whole.scales or which == "weight"
+
+
+@pytest.mark.parametrize(
+    ("fault", "share"), [("rounding always down", 0.2), ("all-zero codes", 0.4), ("scale off by 2^-1", 0.5)]
+)
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4", "nvfp4 rht stochastic"])
+def test_a_quantizer_with_a_fault(recipe: str, fault: str, share: float) -> None:
+    tensor, high, made_by = made(recipe, gradient=True)
+    QUANTIZER[fault](tensor, high)
+    result = check(tensor, high, made_by, columnwise=False)
+    stochastic = "stochastic" in recipe
+    if stochastic and fault == "rounding always down":
+        assert result.wrong == 0
+        assert result.rounding_bias / result.rounded < -0.2
+        assert (result.rounded_to_0 - result.expected_0) / result.rounded > 0.05
+    else:
+        assert result.wrong / result.codes > (0.4 if stochastic else share)
+    if fault.startswith("scale"):
+        assert result.wrong_scales > 0.9 * result.scales > 0
+    if stochastic and fault == "all-zero codes":
+        assert result.rounding_bias / result.rounded < -0.5
+
+
+def test_the_distance_of_neighbours() -> None:
+    for number_format in (E2M1, E4M3):
+        numbers = torch.tensor([number_format.value(code) for code in range(number_format.max_code + 1)]).double()
+        middles = (numbers[1:] + numbers[:-1]) / 2
+        assert torch.equal(distance(middles, number_format), numbers[1:] - numbers[:-1])
+    assert torch.equal(unpacked(packed(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))), torch.tensor([1, 2, 3, 4]))

@@ -7,10 +7,11 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import chdir, contextmanager, redirect_stderr
+from collections.abc import Callable, Mapping
+from contextlib import chdir, redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -86,13 +87,11 @@ VERSION = r"\d+(\.\d+)+(\+\w+)?"
 
 
 def golden() -> dict[str, str]:
-    """Name of the golden file -> its text."""
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.txt"))}
 
 
 def outputs(folder: Path) -> Mapping[str, str]:
-    """Name of the golden file -> the text, masked."""
-    with environment(), chdir(folder):
+    with mock.patch.dict(os.environ, ENVIRONMENT), chdir(folder):
         made = {f"closing_{name}": closing_lines(run) for name, run in INTEGRATIONS.items()}
         train(Path("healthy"), steps=STEPS, defect=False, quiet=True)
         Path("config.yaml").write_text(CONFIG)
@@ -104,17 +103,6 @@ def outputs(folder: Path) -> Mapping[str, str]:
     return {name: masked(text, folder) for name, text in made.items()}
 
 
-@contextmanager
-def environment() -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def printed(command: str) -> str:
     result = CliRunner().invoke(cli.app, command.split(), env=ENVIRONMENT)
     error = f"{result.exception}\n" if isinstance(result.exception, cli.PrecisionDebugError) else ""
@@ -123,7 +111,6 @@ def printed(command: str) -> str:
 
 
 def masked(text: str, folder: Path) -> str:
-    """The text without what differs from run to run."""
     text = re.sub(r"(folder)\n +<folder>", r"\1 <folder>", text.replace(str(folder), "<folder>"))  # a long path wraps
     for pattern, mask in MASKS:
         text = re.sub(pattern, mask, text)

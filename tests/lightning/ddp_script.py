@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from te_precision_callbacks import PrecisionDebugCallback
 from tests.conftest import statistics
-from tests.lightning.models import Batches, Plain, trainer
+from tests.lightning.models import Plain, samples, trainer
 
 
 class FailsOnOneRank(Plain):
@@ -30,7 +30,7 @@ class FailsOnOneRank(Plain):
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         # Lightning's own sampler would shuffle: here the two ranks' batches of a step are the next 16 samples.
-        data = Batches(64)
+        data = samples(64)
         sampler = DistributedSampler(data, num_replicas=2, rank=self.global_rank, shuffle=False)
         return DataLoader(data, batch_size=8, sampler=sampler)
 

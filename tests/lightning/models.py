@@ -8,24 +8,16 @@ from typing import Any
 import lightning as L
 import torch
 import transformer_engine.pytorch as te
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 
-class Batches(Dataset[torch.Tensor]):
-    """Sample ``i`` is drawn from seed ``i``, so that a test can make it again."""
-
-    def __init__(self, count: int, size: int = 32) -> None:
-        self.count, self.size = count, size
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return sample(index, self.size)
+def sample(index: int) -> torch.Tensor:
+    """Drawn from a seed of its own, so that a test can make it again."""
+    return torch.randn(32, generator=torch.Generator().manual_seed(index))
 
 
-def sample(index: int, size: int = 32) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(index))
+def samples(count: int) -> list[torch.Tensor]:
+    return [sample(index) for index in range(count)]
 
 
 def batch_of(index: int, size: int = 8) -> torch.Tensor:
@@ -34,17 +26,14 @@ def batch_of(index: int, size: int = 8) -> torch.Tensor:
 
 
 def largest(*batches: int) -> float:
-    """The largest element of these batches."""
     return max(batch_of(index).max().item() for index in batches)
 
 
 def loader(batches: int, size: int = 8) -> DataLoader[torch.Tensor]:
-    return DataLoader(Batches(batches * size), batch_size=size)
+    return DataLoader(samples(batches * size), batch_size=size)
 
 
 class Plain(L.LightningModule):
-    """Two TE layers; every training step logs the index of its batch."""
-
     def __init__(self, lr: float = 0.01) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -111,7 +100,6 @@ class Torch(L.LightningModule):
 
 
 def trainer(root: Path, **keywords: Any) -> L.Trainer:
-    """A quiet trainer on the CPU."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -144,13 +132,11 @@ def largest_inputs(log_dir: Path, layer: str = "net.0", rank: int = 0) -> dict[i
 
 
 def _number_lines(log_dir: Path, rank: int) -> list[str]:
-    """The lines of the last run in a statistics log."""
     parts = re.split(r".{23} - INFO - Here another run begins, of process \d+\.\n", log_of(log_dir, rank).read_text())
     return parts[-1].splitlines()
 
 
 def log_of(log_dir: Path, rank: int) -> Path:
-    """The statistics log of a rank."""
     return log_dir / "nvdlfw_inspect_statistics_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
 
 
@@ -163,15 +149,19 @@ def marked_lines(log_dir: Path, rank: int) -> dict[int, set[str]]:
     return results
 
 
-def board_scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """Tag -> step -> value, from the event files of a TensorBoard folder."""
+def board(folder: Path | str) -> Any:
+    """All that is in the event files of a TensorBoard folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
     accumulator.Reload()
-    return {
-        tag: {event.step: event.value for event in accumulator.Scalars(tag)} for tag in accumulator.Tags()["scalars"]
-    }
+    return accumulator
+
+
+def board_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Tag -> step -> value."""
+    read = board(folder)
+    return {tag: {event.step: event.value for event in read.Scalars(tag)} for tag in read.Tags()["scalars"]}
 
 
 def csv_scalars(folder: Path) -> dict[str, dict[int, float]]:

@@ -31,8 +31,7 @@ class Net(torch.nn.Module):
 
 
 def fabric_of(folder: Path, callback: PrecisionDebugFabricCallback) -> Fabric:
-    board = CSVLogger(folder, name="csv", version="")
-    made = Fabric(accelerator="cpu", devices=1, callbacks=[callback], loggers=board)
+    made = Fabric(accelerator="cpu", callbacks=[callback], loggers=CSVLogger(folder, name="csv", version=""), devices=1)
     made.launch()
     return made
 
@@ -43,14 +42,12 @@ def prepared(fabric: Fabric) -> Any:
 
 
 def started(folder: Path, **options: Any) -> Any:
-    """The callback, Fabric, the model and its optimizer."""
     callback = PrecisionDebugFabricCallback(FIRST, **options)
     fabric = fabric_of(folder, callback)
     return callback, fabric, *prepared(fabric)
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any, batches: range, every: int = 1) -> None:
-    """A step of the optimizer in every so many batches."""
     for index in batches:
         fabric.backward(model(batch_of(index)).pow(2).mean())
         if (index + 1) % every == 0:
@@ -97,8 +94,7 @@ def test_of_several_optimizers_the_first_counts(tmp_path: Path, keeper: Keeper) 
             for loop in (first, second):
                 train(fabric, *loop, range(index, index + 1))
         assert keeper.iterations == [0, 1]
-    names = {layer.name for layer in callback.session.layers}
-    assert names == {"model0.net.0", "model0.net.1", "model1.net.0", "model1.net.1"}
+    assert {layer.name for layer in callback.session.layers} == {f"model{a}.net.{b}" for a in (0, 1) for b in (0, 1)}
 
 
 def test_accumulation(tmp_path: Path, keeper: Keeper) -> None:
@@ -119,9 +115,7 @@ def test_a_resumed_loop_goes_on_counting_and_is_audited(tmp_path: Path, keeper: 
     with resumed:
         train(fabric, model, optimizer, range(2, 4))
     assert keeper.iterations == [2, 3]
-    report = resumed.session.resume_report
-    assert report is not None
-    assert not report.findings
+    assert not resumed.session.resume_report.findings
 
 
 def test_a_model_that_was_set_up_alone(tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,8 +153,7 @@ def test_the_example_runs_and_shows_what_came_out(
     losses = importlib.import_module("fabric_fp8").main(["--steps", "8", "--log-dir", str(tmp_path)])
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.3
-    shown = capsys.readouterr().out
-    assert "of the multiply-adds" in shown
+    assert "of the multiply-adds" in capsys.readouterr().out
     (events,) = (tmp_path / "board").rglob("events.out.tfevents*")
     board = board_scalars(events)
     assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses)}

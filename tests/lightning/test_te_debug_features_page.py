@@ -16,19 +16,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from te_precision_callbacks import PrecisionDebugCallback
 from tests.conftest import Keeper, statistics
-from tests.lightning.models import loader, logged_lines, trainer
+from tests.functions import Function
+from tests.lightning.models import board, loader, logged_lines, trainer
 from tests.te_debug_features import FAKE_QUANT, LOG_FP8_TENSOR_STATS, LOG_TENSOR_STATS, PER_TENSOR_SCALING
-
-
-class QueryAttention(torch.nn.Module):
-    """A self-attention whose queries have a LayerNorm and a GEMM of their own, as ``layernorm_q`` on the page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attention = te.MultiheadAttention(32, 2, attention_type="cross", input_layernorm=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.self_attention(x, encoder_output=x)
 
 
 class Model(L.LightningModule):
@@ -50,7 +40,6 @@ class Model(L.LightningModule):
 
 
 def fit(folder: Path, text: str, steps: int, model: Model | None = None, **keywords: Any) -> PrecisionDebugCallback:
-    """Train under a config."""
     callback = PrecisionDebugCallback(yaml.safe_load(text), log_dir=folder, **keywords)
     trainer(folder, callbacks=[callback]).fit(model or Model(), loader(steps, size=16))
     return callback
@@ -99,8 +88,10 @@ def test_log_fp8_tensor_stats(tmp_path: Path) -> None:
 
 def test_per_tensor_scaling(tmp_path: Path) -> None:
     """Of the two tensors the weight alone takes part in dgrad."""
-    callback = fit(tmp_path, PER_TENSOR_SCALING, 2, Model(QueryAttention()))
-    of_layer = formats(callback, "layernorm_query")
+    # A self-attention whose queries have a LayerNorm and a GEMM of their own, as ``layernorm_q`` on the page.
+    attention = te.MultiheadAttention(32, 2, attention_type="cross", input_layernorm=True)
+    layer = Function(lambda x: attention(x, encoder_output=x), self_attention=attention)
+    of_layer = formats(fit(tmp_path, PER_TENSOR_SCALING, 2, Model(layer)), "layernorm_query")
     assert of_layer["dgrad"] == {"weight": "FP8 E4M3 (modified)", "gradient": "FP8 E5M2"}
     assert of_layer["fprop"] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
 
@@ -116,17 +107,14 @@ def test_fake_quant(tmp_path: Path) -> None:
 
 
 def test_a_histogram_is_one_in_tensorboard_and_beside_it_are_the_numbers(tmp_path: Path, keeper: Keeper) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = TensorBoardLogger(tmp_path, name="board")
+    logger = TensorBoardLogger(tmp_path, name="board")
     config = statistics(layers=["fc1"], stats=["zeros%", "exponent_histogram"])
     callback = PrecisionDebugCallback(config, log_dir=tmp_path, sinks=[keeper], strict=True)
-    trainer(tmp_path, callbacks=[callback], logger=board).fit(Model(), loader(3, size=16))
-    accumulator = EventAccumulator(board.log_dir, size_guidance={"histograms": 0, "scalars": 0})
-    accumulator.Reload()
+    trainer(tmp_path, callbacks=[callback], logger=logger).fit(Model(), loader(3, size=16))
+    logged = board(logger.log_dir)
     name = "te.transformer_layer.layernorm_mlp.fc1/activation"
-    events = accumulator.Histograms(f"{name}/exponent_histogram")
+    events = logged.Histograms(f"{name}/exponent_histogram")
     zeros = keeper.values("zeros%")
     assert [event.histogram_value.num for event in events] == [16 * 32 * (1 - zeros[step] / 100) for step in range(3)]
-    assert f"{name}/zeros%" in accumulator.Tags()["scalars"]
-    assert not any("exponent_histogram" in tag for tag in accumulator.Tags()["scalars"])
+    assert f"{name}/zeros%" in logged.Tags()["scalars"]
+    assert not any("exponent_histogram" in tag for tag in logged.Tags()["scalars"])

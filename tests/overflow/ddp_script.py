@@ -28,10 +28,6 @@ def counted(owner: Any, name: str) -> mock.Mock:
     return counter
 
 
-def fails(hooks: ModelHooks) -> bool:
-    raise LookupError("of the detector's own")
-
-
 def accumulate(model: torch.nn.Sequential, parallel: DistributedDataParallel, rank: int) -> None:
     """Three forwards for one step: rank 1 has an inf in the second, at its third call, rank 0 in the third at once."""
     for micro in range(3):
@@ -76,7 +72,9 @@ def main(case: str, folder: Path, rank: int) -> None:
                     for _ in range(3):
                         model(inputs)
             if case == "failure" and rank == 0 and step == 2:
-                ModelHooks.synchronize = fails  # type: ignore[assignment, method-assign]
+                ModelHooks.synchronize = mock.Mock(  # type: ignore[method-assign]
+                    side_effect=LookupError("of the detector's own")
+                )
             before = sum(counter.call_count for counter in counters)
             if case == "no room" and bad:
                 accumulate(model, parallel, rank)
@@ -88,12 +86,20 @@ def main(case: str, folder: Path, rank: int) -> None:
             ended["collectives in a step"] = sum(counter.call_count for counter in counters) - before
             steps += 1
     except ActivationOverflowError as error:
-        ended |= {"error": str(error), "path": error.path, "role": error.role, "bad rank": error.rank}
-        ended["report"] = error.report
+        ended |= {
+            "error": str(error),
+            "path": error.path,
+            "role": error.role,
+            "bad rank": error.rank,
+            "report": error.report,
+        }
     except DetectionFailedError as failure:
         ended |= {"error": str(failure), "bad rank": failure.rank, "cause": repr(failure.__cause__)}
-    ended |= {"steps": steps, "finite": all(bool(p.isfinite().all()) for p in model.parameters())}
-    ended["collectives"] = sum(counter.call_count for counter in counters)
+    ended |= {
+        "steps": steps,
+        "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
+        "collectives": sum(counter.call_count for counter in counters),
+    }
     watching.close()
     (folder / f"{rank}.json").write_text(json.dumps(ended))
     # gloo waits for what the other rank has not joined.

@@ -1,8 +1,10 @@
 """Models that overflow at a known place, and what plain hooks see of them."""
 
+import copy
 import re
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,6 @@ WO = "encoder.block.2.layer.1.DenseReluDense.wo"
 
 
 def mini_t5(*, dtype: torch.dtype = torch.float16) -> torch.nn.Module:
-    """A T5 with gated GELU, three layers in the encoder and one in the decoder, without dropout."""
     torch.manual_seed(0)
     config = T5Config(
         vocab_size=64,
@@ -36,35 +37,23 @@ def tokens(seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 64, (2, 8), generator=torch.Generator().manual_seed(seed))
 
 
-def overflow_at(model: torch.nn.Module, path: str, weight: float = 6e4) -> None:
-    """Let a Linear of a float16 model overflow from now on; nan as a weight makes nans."""
-    with torch.no_grad():
-        model.get_parameter(f"{path}.weight").fill_(weight)
-
-
 Line = namedtuple("Line", "abs_max sign batch path class_name role")
-"""A frame of a report, taken apart."""
 
 _LINE = re.compile(r"abs_max=(.{9}) ([<>=]) \[(\d+)\] (?:(?:(\S+): )?(\w+): )?(.+)")
 
 
 def lines_of(report: str) -> list[Line]:
-    """The frames of a report, whose form is checked on the way."""
-    first = report.partition("\n")[0]
     count, *frames = report.partition("\n\n\n")[2].splitlines()
     assert count == f"last {len(frames)} frames:"
     results = []
     for frame in frames:
-        match = _LINE.fullmatch(frame)
-        assert match is not None, frame
-        abs_max, sign, batch, path, class_name, role = match.groups()
+        abs_max, sign, batch, path, class_name, role = _LINE.fullmatch(frame).groups()  # type: ignore[union-attr]
         results.append(Line(abs_max, sign, int(batch), path or "", class_name or "", role))
-    assert frames[-1].endswith(first.rpartition(" has ")[0])
+    assert frames[-1].endswith(report.partition("\n")[0].rpartition(" has ")[0])
     return results
 
 
 def seen_by_plain_hooks(model: torch.nn.Module, run: Callable[[], object]) -> list[Line]:
-    """What forward hooks of plain torch see of a run, as the lines of batch 0."""
     results: list[Line] = []
     entered: list[list[tuple[str, str]]] = []
     handles = []
@@ -100,25 +89,33 @@ def _amaxes(value: Any, role: str) -> list[tuple[str, str]]:
 def hooks_on(model: torch.nn.Module) -> int:
     count = 0
     for module in model.modules():
-        count += len(module._forward_hooks) + len(module._forward_pre_hooks)
-        count += len(module._forward_hooks_always_called) + len(module._forward_pre_hooks_with_kwargs)
+        count += (
+            len(module._forward_hooks)
+            + len(module._forward_pre_hooks)
+            + len(module._forward_hooks_always_called)
+            + len(module._forward_pre_hooks_with_kwargs)
+        )
     for parameter in model.parameters():
         count += len(parameter._post_accumulate_grad_hooks or ()) + len(parameter._backward_hooks or ())
     return count
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
-    """A step of a model with 4 inputs, on a batch of 2 rows of a value."""
     model(torch.full((2, 4), value)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators with which the host waits for elements of tensors."""
-
     count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
         return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def weights_stay(model: torch.nn.Module) -> Iterator[None]:
+    before = copy.deepcopy(model.state_dict())
+    yield
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -42,7 +42,6 @@ class Scale(torch.nn.Module):
 
 
 def frames(model: torch.nn.Module, run: Callable[[], object], detector: DebugActivationOverflow) -> list[Line]:
-    """All frames of a run, after which the model is given an inf."""
     run()
     with pytest.raises(ActivationOverflowError) as raised:
         model(torch.tensor([INF]))
@@ -167,10 +166,7 @@ def test_copies_are_not_watched() -> None:
     model = torch.nn.Sequential(Scale())
     with DebugActivationOverflow(model) as detector:
         model(torch.ones(1))
-        saved = io.BytesIO()
-        torch.save(model, saved)
-        saved.seek(0)
-        for copied in (copy.deepcopy(model), torch.load(saved, weights_only=False), pickle.loads(pickle.dumps(model))):
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             copied(torch.tensor([INF]))
             copied(torch.tensor([1.0])).sum().backward()
             DebugActivationOverflow(copied).close()
@@ -201,8 +197,7 @@ def test_it_goes_on_watching_after_a_find() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with DebugActivationOverflow(model):
         for value in (1.0, INF, 1.0, INF, math.nan, 1.0):
-            expected = pytest.raises(ActivationOverflowError) if not math.isfinite(value) else contextlib.nullcontext()
-            with expected:
+            with contextlib.nullcontext() if math.isfinite(value) else pytest.raises(ActivationOverflowError):
                 model(torch.full((1, 2), value)).sum().backward()
                 optimizer.step()
             optimizer.zero_grad()
@@ -408,19 +403,16 @@ def test_tracing_of_batches(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_names_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
-    """Both end after the same batch of the same loop, and log the same batches."""
-
     def ended_after(make: Callable[..., Any], error: type[Exception]) -> int:
         model = Scale()
         detector = make(model, 21, trace_batch_nums=[1], abort_after_batch_num=1)
-        look = getattr(detector, "look", lambda: None)
-        done = []
+        done = 0
         with pytest.raises(error):
-            for batch in range(5):
+            for _ in range(5):
                 model(torch.ones(1)).sum().backward()
-                look()
-                done.append(batch)
-        return len(done)
+                getattr(detector, "look", lambda: None)()
+                done += 1
+        return done
 
     with contextlib.redirect_stdout(io.StringIO()):
         theirs = ended_after(DebugUnderflowOverflow, ValueError)
@@ -433,15 +425,15 @@ def test_abort_after_a_batch(steps: bool) -> None:
     model = Scale()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     DebugActivationOverflow(model, abort_after_batch=2)
-    done = []
+    done = 0
     with pytest.raises(AbortAfterBatch, match=r"after batch 2, as abort_after_batch=2 asks") as raised:
-        for batch in range(10):
+        for _ in range(10):
             model(torch.ones(1)).sum().backward()
             if steps:
                 optimizer.step()
-            done.append(batch)
+            done += 1
     assert isinstance(raised.value, ValueError)
-    assert done == ([0, 1] if steps else [0, 1, 2])
+    assert done == (2 if steps else 3)
     assert hooks_on(model) == 0
 
 

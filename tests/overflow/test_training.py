@@ -1,18 +1,19 @@
-"""In a training loop: when it looks, what that costs, and when it keeps quiet."""
+"""In a training loop: when it looks, what that costs, when it keeps quiet, and what torch's GradScaler excuses."""
 
-import copy
 import gc
 import logging
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
+from torch.amp.grad_scaler import GradScaler
 
 from te_precision_callbacks.overflow import (
     ActivationOverflowError,
@@ -23,7 +24,7 @@ from te_precision_callbacks.overflow import (
 )
 from te_precision_callbacks.overflow.extreme_slots import Slots
 from tests.functions import Function
-from tests.overflow.models import HostReads, hooks_on, lines_of, mini_t5, step, tokens
+from tests.overflow.models import HostReads, hooks_on, lines_of, mini_t5, step, tokens, weights_stay
 
 INF = float("inf")
 
@@ -35,8 +36,6 @@ def mlp() -> torch.nn.Sequential:
 
 @pytest.mark.slow
 def test_a_healthy_run(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is raised or said, nothing else comes out of the training, and no hook is left."""
-
     def run(*, watched: bool) -> dict[str, torch.Tensor]:
         model = mini_t5(dtype=torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -109,16 +108,12 @@ def test_one_copy_a_look_and_nothing_else() -> None:
     assert [copies for _, copies in watched] == [0, 1, 2, 2]
 
 
-def flat_copy(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of a copy of all parameters in one tensor, as DeepSpeed ZeRO and Megatron have it."""
-    flat = torch.nn.Parameter(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-    flat.grad = torch.zeros_like(flat)
-    return torch.optim.SGD([flat], lr=0.1)
-
-
 def test_an_optimizer_of_flat_copies_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
-    optimizer = flat_copy(model)
+    # One copy of all parameters in one tensor, as DeepSpeed ZeRO and Megatron have it.
+    flat = torch.nn.Parameter(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    flat.grad = torch.zeros_like(flat)
+    optimizer = torch.optim.SGD([flat], lr=0.1)
     with DebugActivationOverflow(model):
         for _ in range(30):
             step(model, optimizer)
@@ -151,7 +146,6 @@ def test_a_closure(keyword: bool) -> None:
     """As Lightning steps: forward and backward run inside of the optimizer's step, before the update."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = copy.deepcopy(model.state_dict())
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -159,9 +153,8 @@ def test_a_closure(keyword: bool) -> None:
         return 0.0
 
     DebugActivationOverflow(model)
-    with pytest.raises(ActivationOverflowError, match=r"> \[0\] 0: Linear: input\[0\] has infs"):
+    with weights_stay(model), pytest.raises(ActivationOverflowError, match=r"> \[0\] 0: Linear: input\[0\] has infs"):
         optimizer.step(closure=closure) if keyword else optimizer.step(closure)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_closure_that_is_called_again() -> None:
@@ -184,13 +177,11 @@ def test_a_closure_that_is_called_again() -> None:
 def test_gradient_accumulation() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = copy.deepcopy(model.state_dict())
     DebugActivationOverflow(model)
-    with pytest.raises(ActivationOverflowError, match=r"> \[2\] 0: Linear: input\[0\] has infs"):
+    with weights_stay(model), pytest.raises(ActivationOverflowError, match=r"> \[2\] 0: Linear: input\[0\] has infs"):
         for value in (1.0, 2.0, INF, 3.0):
             model(torch.full((2, 4), value)).sum().backward()
         optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])
@@ -249,9 +240,6 @@ def test_the_graph_is_let_go() -> None:
 # ----------------------------------------------------------------------------------------------- a detection that fails
 
 
-INF = float("inf")
-
-
 class TwoOutputs(torch.autograd.Function):
     """Gives no gradient to its second input: None, as DistributedDataParallel's does for an unused output."""
 
@@ -265,7 +253,6 @@ class TwoOutputs(torch.autograd.Function):
 
 
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Two layers; no gradient reaches the second."""
     first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     model = Function(lambda x: sum(TwoOutputs.apply(first(x), second(x))), first=first, second=second)  # type: ignore[no-untyped-call]
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -276,7 +263,6 @@ def failing(method: str = "measure") -> Any:
 
 
 def test_a_gradient_of_none(caplog: pytest.LogCaptureFixture) -> None:
-    """No gradient has come to that tensor: it has no frame, and what comes after is watched."""
     model, optimizer = made()
     with DebugActivationOverflow(model, max_frames=1000) as watching:
         for _ in range(3):
@@ -285,22 +271,22 @@ def test_a_gradient_of_none(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(ActivationOverflowError, match=r"> \[3\] first: Linear: input\[0\] has infs") as raised:
             step(model, optimizer, INF)
         assert watching.batch_number == 3
-    gradients = {line.path for line in lines_of(raised.value.report) if "grad" in line.role}
-    assert gradients == {"", "first"}
+    assert {line.path for line in lines_of(raised.value.report) if "grad" in line.role} == {"", "first"}
 
 
 def test_the_next_step_raises() -> None:
     """Not the hook: other ranks would wait for this one. The weights are not touched; then it watches anew."""
     model, optimizer = made()
-    before = copy.deepcopy(model.state_dict())
     with DebugActivationOverflow(model) as watching:
         with failing():
             model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(DetectionFailedError, match=r"on rank 0 \(LookupError: no slot\)") as raised:
+        with (
+            weights_stay(model),
+            pytest.raises(DetectionFailedError, match=r"on rank 0 \(LookupError: no slot\)") as raised,
+        ):
             optimizer.step()
         assert isinstance(raised.value.__cause__, LookupError)
         assert "make no DebugActivationOverflow" in str(raised.value)
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert watching.reports == 0
         step(model, optimizer)
         with pytest.raises(ActivationOverflowError):
@@ -345,3 +331,181 @@ def test_it_is_not_raised_over_another_exception(caplog: pytest.LogCaptureFixtur
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "LookupError: no slot" in record.getMessage()
+
+
+# --------------------------------------------------------------------------------------------- under torch's GradScaler
+
+
+class Half(torch.nn.Module):
+    """Two layers in float16, which overflow with a weight of 6e4, and float32 outside."""
+
+    def __init__(self, weight: float = 0.1) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, 0.1)
+        torch.nn.init.constant_(self.second.weight, weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return self.second(self.first(x)).float().sum()  # type: ignore[no-any-return]
+
+
+BATCH = torch.ones(4, 16)
+
+
+def scaler_of(scale: float = 2.0**30) -> GradScaler:
+    return GradScaler("cpu", init_scale=scale, growth_interval=1000)
+
+
+def plain(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
+    for _ in range(steps):
+        scaler.scale(model(BATCH)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def clipped(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
+    """Two micro-batches a step, and clipping, which refuses what is not finite once the scale has settled."""
+    for _ in range(steps):
+        for _ in range(2):
+            scaler.scale(model(BATCH) / 2).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def by_hand(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
+    for _ in range(steps):
+        scaler.scale(model(BATCH)).backward()
+        scaler.unscale_(optimizer)
+        if all(bool(p.grad.isfinite().all()) for p in model.parameters()):
+            optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+
+
+LOOPS = (plain, clipped, by_hand)
+
+
+class Wrapper:
+    """A user's own around an optimizer: no optimizer of torch, and like any other wrapper."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.step, self.zero_grad = optimizer.param_groups, optimizer.step, optimizer.zero_grad
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+    "transformer engine": lambda parameters: te.optimizers.FusedAdam(parameters, lr=1e-3),
+    "wrapper": lambda parameters: Wrapper(torch.optim.Adam(parameters, lr=1e-3)),
+}
+
+
+@pytest.fixture
+def no_wrapper_is_left() -> Iterator[None]:
+    gc.collect()  # detectors of earlier tests
+    own = {name: vars(GradScaler)[name] for name in ("scale", "unscale_", "step")}
+    yield
+    assert {name: vars(GradScaler)[name] for name in own} == own, "the last detector puts back what it wrapped"
+
+
+@pytest.mark.usefixtures("no_wrapper_is_left")
+@pytest.mark.parametrize("train", LOOPS)
+def test_a_forward_that_overflows_stops_at_the_first_step(train: Callable[..., None]) -> None:
+    """The scaler leaves out every step, so that no hook of the optimizer is called."""
+    model = Half(6e4)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with weights_stay(model), DebugActivationOverflow(model) as watching:
+        with pytest.raises(ActivationOverflowError, match=r"< \[0\] second: Linear: output has infs"):
+            train(model, optimizer, scaler_of(scale=1.0), 5)
+        assert watching.batch_number == (1 if train is clipped else 0), "the batches of one step"
+    assert hooks_on(model) == 0
+
+
+@pytest.mark.usefixtures("no_wrapper_is_left")
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "sgd"])
+def test_with_any_optimizer(name: str) -> None:
+    model = Half()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scaler = scaler_of()
+    with DebugActivationOverflow(model) as watching:
+        plain(model, optimizer, scaler, 30)
+        assert scaler.get_scale() < 2.0**20
+        assert watching.reports == 0
+        torch.nn.init.constant_(model.second.weight, 6e4)
+        with pytest.raises(ActivationOverflowError, match="second: Linear: output has infs"):
+            plain(model, optimizer, scaler, 1)
+
+
+@pytest.mark.usefixtures("no_wrapper_is_left")
+@pytest.mark.parametrize("train", LOOPS)
+def test_no_alarm_while_the_scale_settles(train: Callable[..., None]) -> None:
+    """As in the README's "in any loop": nothing is said of a scaler, and nothing is set."""
+    model = Half()
+    scaler = scaler_of()
+    with DebugActivationOverflow(model) as watching:
+        train(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 30)
+    assert watching.reports == 0
+    assert 2.0 < scaler.get_scale() < 2.0**20, "it has skipped ten steps, and settled"
+
+
+class NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * float("nan")
+
+
+@pytest.mark.usefixtures("no_wrapper_is_left")
+def test_a_gradient_that_is_not_finite_at_any_scale() -> None:
+    """The scaler would leave out every step, and halve its scale to zero; at a scale of 1 it is an overflow."""
+    half = Half()
+    model = Function(lambda x: NanBackward.apply(half(x)), half=half)  # type: ignore[no-untyped-call]
+    optimizer, scaler = OPTIMIZERS["sgd"](model.parameters()), scaler_of(scale=2.0**4)
+    with pytest.raises(ActivationOverflowError, match=r"The loss was scaled by only 1, so the scale is not") as raised:
+        with DebugActivationOverflow(model):
+            plain(model, optimizer, scaler, 20)
+    assert (raised.value.batch, scaler.get_scale()) == (4, 1.0)
+    with pytest.raises(ActivationOverflowError, match="second: Linear: output has infs"):
+        with DebugActivationOverflow(model) as watching:
+            watching.loss_scaled = True  # the loop looks after it
+            plain(model, optimizer, scaler, 20)
+            torch.nn.init.constant_(half.second.weight, 6e4)
+            plain(model, optimizer, scaler, 1)
+
+
+@pytest.mark.usefixtures("no_wrapper_is_left")
+def test_a_scaler_that_is_disabled_excuses_nothing() -> None:
+    model = Half()
+    scaler = GradScaler("cpu", enabled=False)
+    with DebugActivationOverflow(model), pytest.raises(ActivationOverflowError, match="grad_output has nans"):
+        scaler.scale(NanBackward.apply(model(BATCH))).backward()  # type: ignore[no-untyped-call]
+        scaler.step(OPTIMIZERS["sgd"](model.parameters()))
+
+
+@pytest.mark.usefixtures("no_wrapper_is_left")
+def test_a_scaler_costs_one_read_more_only_where_a_gradient_is_not_finite() -> None:
+    def reads(scale: float, *, watched: bool) -> int:
+        model = Half()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with DebugActivationOverflow(model) if watched else nullcontext(), HostReads() as counting:
+            plain(model, optimizer, scaler_of(scale=scale), 1)
+        return counting.count
+
+    assert reads(1.0, watched=True) == reads(1.0, watched=False)
+    assert reads(2.0**40, watched=True) == reads(2.0**40, watched=False) + 1

@@ -15,10 +15,6 @@ from te_precision_callbacks.base.numerics.layouts import Stored, stored, unpacke
 SCALES = ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
 
 
-def _tile_zeroed(out: torch.Tensor) -> None:
-    out[16:48, 32:64] = 0
-
-
 def _rows_swapped(out: torch.Tensor) -> None:
     out[[3, 17]] = out[[17, 3]]
 
@@ -31,10 +27,6 @@ def _row_uninitialised(out: torch.Tensor) -> None:
     out[9] = torch.full_like(out[9], 1e-3).view(torch.int16).add(torch.arange(out.shape[1]).short()).view(out.dtype)
 
 
-def _tile_transposed(out: torch.Tensor) -> None:
-    out[32:64, 64:96] = out[32:64, 64:96].t().clone()
-
-
 def _some_wrong(out: torch.Tensor) -> None:
     flat = out.view(-1)
     where = torch.randperm(len(flat), generator=torch.Generator().manual_seed(3))[: len(flat) // 1000]
@@ -42,11 +34,17 @@ def _some_wrong(out: torch.Tensor) -> None:
 
 
 KERNEL: Mapping[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "tile zeroed": (_tile_zeroed, "rows 16 to 47, columns 32 to 63: 1,024 elements are wrong"),
+    "tile zeroed": (
+        lambda out: out[16:48, 32:64].zero_(),
+        "rows 16 to 47, columns 32 to 63: 1,024 elements are wrong",
+    ),
     "rows swapped": (_rows_swapped, "rows 3, 17: "),
     "columns swapped": (_columns_swapped, "columns 5, 100: "),
     "row uninitialised": (_row_uninitialised, "row 9: "),
-    "tile transposed": (_tile_transposed, "rows 32 to 63, columns 64 to 95: "),
+    "tile transposed": (
+        lambda out: out[32:64, 64:96].copy_(out[32:64, 64:96].t().clone()),
+        "rows 32 to 63, columns 64 to 95: ",
+    ),
     "0.1 % wrong": (_some_wrong, "elements are wrong (0."),
     "scale off by 2^-1": (lambda out: out.mul_(0.5), "the result is 0.5 of the product"),
     "scale off by 2^-7": (lambda out: out.mul_(2.0**-7), "the result is 0.00781 of the product"),
@@ -56,7 +54,6 @@ KERNEL: Mapping[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 
 @contextmanager
 def kernel(damage: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """A GEMM whose result is damaged."""
     upstream = tex.generic_gemm
 
     def generic_gemm(*arguments: Any, **keywords: Any) -> Any:
@@ -91,7 +88,6 @@ def _all_zero(tensor: Any, high: torch.Tensor) -> None:
 
 
 def _always_down(tensor: Any, high: torch.Tensor) -> None:
-    """Elements are rounded towards 0."""
     for part in _parts(tensor):
         exact = high.reshape(-1, high.shape[-1])
         exact = (exact.t() if part.transposed else exact).float()
@@ -121,7 +117,6 @@ def _parts(tensor: Any) -> list[Stored]:
 
 @contextmanager
 def quantizer(damage: Callable[[Any, torch.Tensor], None]) -> Iterator[None]:
-    """Quantizers whose codes or scales are damaged."""
     upstream = tex.quantize
 
     def quantize(tensor: torch.Tensor, quantizer: Any, *arguments: Any, **keywords: Any) -> Any:

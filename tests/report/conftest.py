@@ -75,13 +75,11 @@ class Look:
         self.go_by(press.click)
 
     def go_by(self, act: Callable[[], object]) -> None:
-        """Do what leads to another page, and wait until that is drawn."""
         before = self.page.get_attribute("body", "data-shown")
         act()
         self.page.wait_for_function("before => document.body.dataset.shown !== before", arg=before)
 
     def everything_drawn(self, address: str = "") -> int:
-        """Turn to a page if one is named, scroll through it, and wait for all of its plots; their number."""
         if address:
             self.turn(address)
         plots = self.page.locator(".plot")
@@ -92,7 +90,6 @@ class Look:
         return plots.count()
 
     def open_in_the_dark(self, report: Path, plots_of: Mapping[str, int]) -> None:
-        """Open all pages of a report (address -> its plots) in the dark, and see that each is drawn whole."""
         self.open(report, "page=nowhere", dark=True)
         for address, plots in plots_of.items():
             self.turn(f"page={address}")
@@ -121,13 +118,11 @@ class Look:
         return box[0] + left, box[1] + top
 
     def saved(self, button: Locator) -> list[list[str]]:
-        """The rows of the CSV file that a button saves."""
         with self.page.expect_download() as download:
             button.click()
         return list(csv.reader(io.StringIO(Path(download.value.path()).read_text())))
 
     def tip(self, x: float, y: float) -> str:
-        """Move the mouse to a place of the first plot, and return what is said of it."""
         self.page.mouse.move(*self.at(x, y))
         self.page.wait_for_timeout(150)
         self.page.wait_for_selector(".tip:not([hidden])")

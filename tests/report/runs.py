@@ -52,8 +52,6 @@ class Plan:
 
 
 class _Made:
-    """The numbers of a run, made when they are read."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.scalars = [

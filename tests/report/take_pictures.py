@@ -18,7 +18,6 @@ from playwright.sync_api import sync_playwright
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.runs import RecordedRun, open_run
-from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.views.report import write_report
 from tests.docs.pages import ROOT
 from tests.report.conftest import ARGUMENTS, Look
@@ -37,28 +36,18 @@ _WIDTH = 1440
 
 
 def _with_a_defect(folder: Path) -> RecordedRun:
-    """A run of 60 steps under the default config: blocks with residual connections, and a head in torch."""
     reference.install_where_needed()
     # Not above: Transformer Engine needs the reference backend on a machine without a GPU.
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
-
     from tests.diagnosis.planted import blocks
+    from tests.diagnosis.training import trained
 
     decoder = torch.nn.Sequential(OrderedDict(layers=blocks(width=64)))
     model = torch.nn.Sequential(OrderedDict(decoder=decoder, head=torch.nn.Linear(64, 16)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     batch, wanted = torch.randn(64, 64), torch.randint(16, (64,))
-    with InspectSession(None, model=model, log_dir=folder, quiet=True) as session:
-        for _ in range(60):
-            with te.autocast(recipe=Float8CurrentScaling()):
-                logits = model(batch)
-            loss = torch.nn.functional.cross_entropy(logits, wanted)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            session.log({"loss": loss})
-            session.step()
+    trained(
+        folder, model, optimizer, steps=60, loss=lambda step: torch.nn.functional.cross_entropy(model(batch), wanted)
+    )
     return open_run(folder)
 
 

@@ -1,36 +1,41 @@
 """What goes into a page: each cell the worst of its steps, each number within half a level, all within the size."""
 
 import math
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 from te_precision_callbacks import InspectSession
-from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.runs import RecordedRun, UnknownSubjectError, open_run
 from te_precision_callbacks.runs.index import REDUCED
+from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.sinks.metrics import SeriesChoice
+from te_precision_callbacks.sinks.worst import judged
+from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import page_data, worst_layers
 from te_precision_callbacks.views.report.overview import Columns, histograms, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale
-from te_precision_callbacks.views.report.subjects import FamilySeries, Subjects
-from tests.conftest import feature
+from te_precision_callbacks.views.report.subjects import Subjects
+from te_precision_callbacks.views.show.view import look as look_at
+from tests.conftest import Keeper, feature
+from tests.planted import BAD, defective
+from tests.report.conftest import Look
 from tests.report.runs import drifting, empty
+from tests.training import observed
 
 RUN = drifting(blocks=2, steps=37, histograms=False)
-
-
-def family_of_run(run: RecordedRun) -> FamilySeries:
-    return next(
-        family
-        for family in Subjects(run).families
-        if (family.family.statistic, family.family.tensor) == ("underflows%", "activation")
-    )
 
 
 @pytest.mark.parametrize("most", [1, 5, 37, 100])
@@ -86,7 +91,12 @@ def with_values(run: RecordedRun, change: dict[tuple[str, int], float]) -> Recor
 def test_what_is_not_finite_is_the_worst_and_survives() -> None:
     first, second = RUN.ordered_layers[:2]
     run = with_values(RUN, {(first, 3): math.nan, (second, 4): math.inf})
-    (overview,) = overviews(run, [family_of_run(run)], Columns.of(run, 4))
+    (family,) = (
+        series
+        for series in Subjects(run).families
+        if (series.family.statistic, series.family.tensor) == ("underflows%", "activation")
+    )
+    (overview,) = overviews(run, [family], Columns.of(run, 4))
     assert overview.worst_rows(2) == [(0, REDUCED), (1, REDUCED)]
     cells = overview.cells[REDUCED]
     assert math.isnan(cells[0, 0])
@@ -101,11 +111,7 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     model = te.Linear(32, 32)
     torch.nn.init.constant_(model.weight, 448.0)
     config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["weight"], stats=["sqnr_db"], freq=1)}
-    with InspectSession(config, model=model, log_dir=tmp_path) as session:
-        for _ in range(2):
-            with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-                model(torch.randn(16, 32)).sum().backward()
-            session.step()
+    observed(tmp_path, config, net=model, steps=2, recipe=Float8CurrentScaling())
     run = open_run(tmp_path)
     assert run.grid("sqnr_db", "weight").values.tolist() == [[math.inf, math.inf]]
     (overview,) = overviews(run, Subjects(run).families, Columns.of(run, 10))
@@ -180,3 +186,210 @@ def test_an_empty_run_is_no_page(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="nothing was recorded"):
         write_report(empty(), tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------- worst layers: the same in ``show``, in the report and in loggers
+
+
+LAYERS, LOSSY, STEPS, MOST = 16, (3, 12), 4, 5
+CONFIG = {
+    "lost": feature(
+        "LogFp8TensorStats",
+        ["all"],
+        tensors=["activation", "weight", "gradient"],
+        stats=["sqnr_db", "underflows%"],
+        freq=1,
+    )
+}
+
+
+Trained = namedtuple("Trained", "run session keeper")
+LOSSY_NAMES = [str(number) for number in LOSSY]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A run under delayed scaling.
+
+    In its first step, with the scale 1, nearly all of each gradient underflows. Later, the weights of the lossy layers
+    lose most: a tenth of their elements vanish beside an outlier, which is kept so well that their SQNR is the best.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(te.Linear(32, 32, bias=False) for _ in range(LAYERS))
+    with torch.no_grad():
+        for number in LOSSY:
+            model[number].weight.uniform_(-0.04, 0.04)
+            model[number].weight[0, 0] = 2000.0 + number
+    log_dir, keeper = tmp_path_factory.mktemp("trained"), Keeper()
+    with InspectSession(CONFIG, model=model, log_dir=log_dir, sinks=[keeper]) as session:
+        for _ in range(STEPS):
+            with te.autocast(enabled=True, recipe=DelayedScaling()):
+                outs = [layer(torch.randn(16, 32)) for layer in model]
+            sum((out * torch.randn_like(out) * 7e-6).sum() for out in outs).backward()
+            session.step()
+    return Trained(open_run(log_dir), session, keeper)
+
+
+def by_hand(run: RecordedRun, statistic: str, tensor: str) -> list[str]:
+    worst = {}
+    for number in run.select(statistic=statistic, tensor=tensor):
+        table = run.values([number])
+        columns = (table[name].to_pylist() for name in ("value", "flags"))
+        kept = [value for value, flags in zip(*columns, strict=True) if not flags & STEP0]
+        assert len(kept) == STEPS - 1, "the first step of delayed scaling is marked"
+        worst[run.series["layer"][number].as_py()] = max(map(family_of(tensor, statistic).badness, kept))
+    return sorted(worst, key=lambda layer: -worst[layer])
+
+
+def test_the_losses_are_where_the_run_has_them(trained: Trained) -> None:
+    assert by_hand(trained.run, "underflows%", "weight")[:2] != by_hand(trained.run, "sqnr_db", "weight")[:2]
+    assert sorted(by_hand(trained.run, "underflows%", "weight")[:2]) == sorted(LOSSY_NAMES)
+    assert set(by_hand(trained.run, "sqnr_db", "weight")[-2:]) == set(LOSSY_NAMES), "which the SQNR does not see"
+    assert min(trained.keeper.steps[0].families[family_of("gradient", "underflows%")].values()) > 50
+
+
+def test_show_chooses_after_it_has_left_the_first_step_out(trained: Trained) -> None:
+    shown = look_at(trained.run, ["underflows%"], most=2).worst["underflows%"]
+    assert {series.subject[1:3] for series in shown} == {(layer, "weight") for layer in LOSSY_NAMES}
+    assert all(series.worst > 5 and series.worst_iteration > 0 for series in shown)
+
+
+def test_the_report_names_the_same(trained: Trained) -> None:
+    stated = page_data(trained.run, 10**7)[0]
+    of_page = {
+        (stated["families"][finding["family"]]["statistic"], stated["families"][finding["family"]]["tensor"]): finding
+        for finding in stated["worst_layers"]
+    }
+    for tensor in ("activation", "weight", "gradient"):
+        for statistic in ("underflows%", "sqnr_db"):
+            items = of_page[statistic, tensor]["items"]
+            named = [stated["layers"][item["layer"]]["name"] for item in items]
+            assert named == by_hand(trained.run, statistic, tensor)[: len(named)]
+            assert all(item["at"] > 0 for item in items)
+
+
+def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("te_precision_callbacks.sinks.metrics.MOST_SERIES", 1)
+    monkeypatch.setattr("te_precision_callbacks.sinks.metrics.PLACES", 4)
+    choice, records = SeriesChoice(), trained.keeper.steps[-1]
+    choice.take(records.families, judged(records))
+    assert set(LOSSY_NAMES) <= choice.logged(family_of("weight", "underflows%"))
+    assert choice.logged(family_of("weight", "sqnr_db")) == set(by_hand(trained.run, "sqnr_db", "weight")[:4])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ({"layer": "nope"}, r"the run has no layer 'nope'\. It has '0', '1', '10' and 13 more\."),
+        ({"statistic": "sqnr"}, r"the run has no statistic 'sqnr'\. It has 'sqnr_db', 'underflows%'\."),
+        ({"tensor": "grad"}, r"no tensor 'grad'\. It has 'activation', 'gradient', 'weight'\."),
+        ({"rank": 3}, r"no rank 3\. All its numbers are reduced over ranks\."),
+        ({"gemm": "fprop"}, r"no gemm 'fprop'\. It names no gemm\."),
+    ],
+)
+def test_what_a_run_does_not_have_is_an_error(trained: Trained, wanted: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnknownSubjectError, match=says):
+        trained.run.select(**wanted)
+    if wanted.keys() & {"statistic", "tensor"}:
+        with pytest.raises(UnknownSubjectError, match=says):
+            trained.run.grid(**{"statistic": "sqnr_db", "tensor": "weight"} | wanted)
+
+
+def test_a_selection_by_another_name_is_an_error(trained: Trained) -> None:
+    with pytest.raises(OptionError, match="takes no lyer="):
+        trained.run.select(lyer="0")
+
+
+# --------------------------------------------------- the verdict: first, with links to the plots, and in full on a page
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    return open_run(defective(tmp_path_factory.mktemp("defective")))
+
+
+@pytest.fixture(scope="module")
+def report(run: RecordedRun) -> Path:
+    return write_report(run, run.path / "report.html")
+
+
+def test_the_curves_of_findings_come_first(tmp_path: Path) -> None:
+    run = open_run(defective(tmp_path, steps=200))
+    stated = page_data(run, 1_000)[0]
+    curves = {(item["statistic"], item["tensor"]): list(item["curves"]) for item in stated["families"]}
+    assert sum(map(len, curves.values())) <= 1
+    stated = page_data(run, 40_000)[0]
+    curves = {(item["statistic"], item["tensor"]): list(item["curves"]) for item in stated["families"]}
+    assert "3:-1" in curves["std", "gradient"]
+    assert stated["exact"]["curves"] < stated["exact"]["series"]
+
+
+def test_no_magnitude_is_in_the_list_of_worst_layers(run: RecordedRun) -> None:
+    stated = page_data(run, 10**7)[0]
+    assert {stated["families"][item["family"]]["statistic"] for item in stated["worst_layers"]} == {"nonfinite_num"}
+
+
+@pytest.mark.slow
+def test_the_first_screen_begins_with_the_verdict(look: Look, run: RecordedRun, report: Path) -> None:
+    verdict = diagnose(run)
+    look.open(report)
+    region = look.page.get_by_role("region", name=verdict.summary)
+    assert region.bounding_box()["y"] < 120  # type: ignore[index]
+    assert look.page.locator("main").inner_text().startswith(verdict.summary)
+    said = region.inner_text()
+    for text in (verdict[0].subject, verdict[0].seen, verdict[0].remedy, "since step 0", "warning"):
+        assert text in said
+    assert "Not checked: " + ", ".join(item.rule for item in verdict.not_judged) in said
+    ink, back = (region.locator(".severity").evaluate(f"node => getComputedStyle(node).{name}")
+                 for name in ("color", "backgroundColor"))  # fmt: skip
+    assert ink != back
+
+
+@pytest.mark.slow
+def test_the_heat_map_marks_the_row_of_a_finding(look: Look, report: Path) -> None:
+    look.open(report, "page=heatmap&statistic=std&tensor=gradient", dark=True)
+    plot = look.page.locator(".js-plotly-plot")
+    layout = plot.evaluate("node => ({shapes: node.layout.shapes, ticks: node.layout.yaxis.ticktext})")
+    (row,) = [at for at, name in enumerate(layout["ticks"]) if name.startswith("● ")]
+    (shape,) = [item for item in layout["shapes"] if item["type"] == "rect"]
+    assert (shape["y0"], shape["y1"]) == (row - 0.5, row + 0.5)
+    assert shape["line"]["color"] == plot.evaluate(
+        "() => getComputedStyle(document.documentElement).getPropertyValue('--warn').trim()"
+    )
+    short = layout["ticks"][row].removeprefix("● ")
+    assert plot.get_attribute("aria-label") == f"Heatmap of std of gradient; marked: {short}, with a finding"
+    assert f"● has a finding: {short}" in look.page.locator(".card").inner_text()
+    assert "worst" not in look.page.locator("main").inner_text()
+    look.turn("page=heatmap&statistic=cur_amax&tensor=weight")
+    assert not plot.evaluate("node => node.layout.shapes.length")
+
+
+@pytest.mark.slow
+def test_a_finding_leads_to_its_plots_by_keyboard(look: Look, report: Path) -> None:
+    look.open(report)
+    look.page.get_by_role("link", name="Heat map: std of gradient").focus()
+    look.go_by(lambda: look.page.keyboard.press("Enter"))
+    asked = parse_qs(look.page.url.partition("#")[2])
+    assert (asked["page"], asked["statistic"], asked["tensor"]) == (["heatmap"], ["std"], ["gradient"])
+    look.everything_drawn()
+    assert look.page.locator(".card h2").inner_text() == "std of gradient"
+    look.page.go_back()
+    look.go(look.page.get_by_role("link", name=f"Curves: {BAD}"))
+    assert look.page.locator("h1").inner_text() == BAD
+    assert look.page.locator(".three").last.locator(".card h2").first.inner_text() == "std"
+
+
+@pytest.mark.slow
+def test_the_page_of_findings_has_all_of_each(look: Look, run: RecordedRun, report: Path) -> None:
+    verdict = diagnose(run)
+    (finding,) = verdict.findings
+    look.open(report)
+    look.go(look.page.get_by_role("link", name="All details"))
+    said = look.page.get_by_role("region", name=f"warning {finding.subject}").inner_text()
+    for text in (finding.seen, finding.why, finding.remedy, finding.disproof, finding.source, finding.title, BAD):
+        assert text in said
+    assert "steps 0 to 39" in said
+    assert ", ".join(verdict.judged) in look.page.locator("main").inner_text()
+    for row, missing in zip(look.page.locator("tbody tr").all_inner_texts(), verdict.not_judged, strict=True):
+        assert row.split("\t")[0] == missing.rule
+        assert missing.collect in row

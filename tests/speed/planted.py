@@ -15,12 +15,8 @@ from te_precision_callbacks.speed.trace.range_names import iteration_range, laye
 
 TOKENS, HIDDEN, WORDS = 4096, 1024, 32000
 
-FP8 = {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
-BF16 = {"activation": "BF16", "weight": "BF16"}
-
 
 Kernel = namedtuple("Kernel", "layer gemm of_pass kind us")
-"""The truth of a kernel."""
 
 
 CAST = "void transformer_engine::detail::cast_transpose_general_kernel<8, 16, true>"
@@ -175,9 +171,8 @@ class Planted:
         begin = self._now
         self._now += 1
         yield
-        facts: dict[str, Any] = {} if sequence < 0 else {"Sequence number": sequence}
         self._now += 1
-        self._event("cpu_op", name, begin, self._now - begin, facts)
+        self._event("cpu_op", name, begin, self._now - begin, {} if sequence < 0 else {"Sequence number": sequence})
 
     def _kernel(self, name: str, us: float, layer: str, gemm: str, kind: str) -> None:
         facts = {"correlation": next(self._numbers), "External id": 0}
@@ -222,7 +217,7 @@ def products() -> list[Product]:
 
     def add(layer: str, family: Any, gemm: Any, n: int, m: int, k: int) -> None:
         backward = gemm in ("dgrad", "wgrad") or any(product.backward for product in results)
-        operands = FP8 if family == "te" else BF16
+        operands = dict.fromkeys(("activation", "weight"), "FP8 E4M3" if family == "te" else "BF16")
         results.append(Product(layer, family, gemm, backward, n, m, k, 1, 1, n * m * k, operands))
 
     for block in ("layers.0", "layers.1"):
@@ -247,11 +242,7 @@ def products() -> list[Product]:
     return results
 
 
-Rows = list[dict[str, Any]]
-
-
-def tables(counted: Sequence[Product], **facts: Any) -> tuple[Rows, Rows]:
-    """Products as a run records them: the rows of the GEMMs, each with more ``facts``, and of their operands."""
+def tables(counted: Sequence[Product], **facts: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     gemms, operands = [], []
     names = ("layer", "gemm", "family", "backward", "n", "m", "k", "batch", "calls", "macs", "precision", "runs")
     for number, product in enumerate(counted):

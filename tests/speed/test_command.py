@@ -1,5 +1,6 @@
-"""te-precision speed and te-precision check --speed: what they print of runs and plans, and refuse."""
+"""te-precision speed and te-precision check --speed; docs/speed.md and docs/fp8-not-faster.md."""
 
+import itertools
 import json
 import re
 import sys
@@ -10,22 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformer_engine.pytorch as te
 import yaml
+from transformer_engine.common.recipe import Float8CurrentScaling
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.runs.run_files import own_traces
-from te_precision_callbacks.speed import Calibration, Time, device_named
+from te_precision_callbacks.speed import Calibration, Time, device_named, known_devices
 from te_precision_callbacks.speed.calibration import cast_key, gemm_key, high_key
 from te_precision_callbacks.speed.costs import Shape, cast_users, operand_sizes
-from te_precision_callbacks.speed.estimate import estimate_step, layer_rows
+from te_precision_callbacks.speed.estimate import Step, estimate_step, layer_rows
 from te_precision_callbacks.speed.recorded import run_speed
-from te_precision_callbacks.speed.trace import TraceError
+from te_precision_callbacks.speed.trace import MeasuredStep, TraceError
+from tests.docs.pages import PAGES, blocks
 from tests.runs.making import RunWriter
 from tests.speed.planted import Planted, products, tables
 from tests.speed.test_expected import layer
+from tests.training import observed
 
 KEYS = {
     "layer", "gemm", "m", "n", "k", "recipe", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high",
@@ -68,7 +74,6 @@ def read(*arguments: str) -> dict[str, Any]:
 
 
 def write(gpus: list[str | None], *, macs: int | None = None) -> None:
-    """A run of a linear layer, with a segment for each GPU."""
     products = [replace(item, macs=item.macs if macs is None else macs) for item in layer("fc", 8192, (1024, 4096))]
     run_id = None
     for begin, gpu in enumerate(gpus):
@@ -100,12 +105,13 @@ def test_a_calibrated_shape_has_its_measured_speed_up() -> None:
     assert result["total"]["speedup"] == pytest.approx(1)
     assert result["products"][0]["speedup_high"] < 1 < result["products"][2]["speedup_low"]
     assert device_named("b300").title in run(*arguments, "b300").output
-    with pytest.raises(PrecisionDebugError, match="measured on 'NVIDIA B300 SXM6 AC', not on NVIDIA H200"):
-        raise_of(*arguments, "h200")
+    assert "measured on 'NVIDIA B300 SXM6 AC', not on NVIDIA H200" in refusal(*arguments, "h200")
 
 
-def raise_of(*arguments: str) -> None:
-    raise run(*arguments).exception or AssertionError
+def refusal(*arguments: str) -> str:
+    error = run(*arguments).exception
+    assert isinstance(error, PrecisionDebugError)
+    return str(error)
 
 
 @pytest.mark.parametrize(
@@ -118,27 +124,24 @@ def raise_of(*arguments: str) -> None:
 )
 def test_the_device_of_a_run(gpus: list[str | None], said: str) -> None:
     write(gpus)
-    with pytest.raises(PrecisionDebugError, match=re.escape(said)):
-        raise_of("speed", "logs")
+    assert said in refusal("speed", "logs")
     assert read("speed", "logs", "--device", "h200")["device"] == "NVIDIA H200 SXM"
 
 
 def test_a_run_without_products() -> None:
     write(["NVIDIA H200"], macs=0)
-    with pytest.raises(PrecisionDebugError, match="has no matrix products with sizes"):
-        raise_of("speed", "logs")
+    assert "has no matrix products with sizes" in refusal("speed", "logs")
 
 
 @pytest.mark.parametrize("table", ["gemms", "layers"])
 def test_what_cannot_be_read_of_a_run_is_reported(table: str) -> None:
-    """Its products, without which there are no times; or another table."""
     write(["NVIDIA H200"])
     (part,) = Path("logs").rglob(f"{table}.parquet")
     part.write_bytes(part.read_bytes()[:200])
     if table == "gemms":
-        with pytest.raises(PrecisionDebugError, match=r"A part of the run cannot be read\. .*gemms.parquet") as raised:
-            raise_of("speed", "logs")
-        assert "A session records" not in str(raised.value)
+        stated = refusal("speed", "logs")
+        assert re.search(r"A part of the run cannot be read\. .*gemms.parquet", stated)
+        assert "A session records" not in stated
     else:
         assert any("layers.parquet cannot be read" in note for note in read("speed", "logs")["notes"])
         assert "Note: logs/precision_records/" in run("speed", "logs").output
@@ -156,8 +159,7 @@ def test_what_cannot_be_read_of_a_run_is_reported(table: str) -> None:
 )
 def test_what_cannot_be_asked(arguments: tuple[str, ...], said: str) -> None:
     write(["NVIDIA H200"])
-    with pytest.raises(PrecisionDebugError, match=re.escape(said)):
-        raise_of("speed", "logs", *arguments)
+    assert said in refusal("speed", "logs", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +201,8 @@ def test_a_plan_and_its_patch() -> None:
 
 
 def test_a_recipe_that_the_device_does_not_run_is_refused_with_its_remedy() -> None:
-    with pytest.raises(PrecisionDebugError, match=r"H200 SXM does not run nvfp4: .* or another device with --device"):
-        raise_of(*PLAN[:5], "nvfp4", *PLAN[6:], "--speed", "--device", "h200")
+    stated = refusal(*PLAN[:5], "nvfp4", *PLAN[6:], "--speed", "--device", "h200")
+    assert re.search(r"H200 SXM does not run nvfp4: .* or another device with --device", stated)
 
 
 # ---------------------------------------------------------------------------------------------- with a trace of the run
@@ -211,7 +213,6 @@ LONG = "a_module_with_a_name_that_is_far_longer_than_a_terminal_is_wide_and_has_
 
 
 def write_planted(gpu: str | None, *, inside: str = "") -> Path:
-    """The run of the planted model, and where its traces lie."""
     with RunWriter.begin("logs", gpu=gpu, world=1) as writer:
         gemms, operands = tables([replace(p, layer=f"{inside}.{p.layer}" if inside else p.layer) for p in products()])
         writer.put_facts("gemms", gemms)
@@ -236,12 +237,10 @@ def test_measured_gemms_stand_beside_expected_ones() -> None:
     assert rows[both] == pytest.approx(sum(truth[layer] for layer in both))
     assert rows["layers.0.attention", "layers.1.attention"] is None
     result = read("speed", "logs")
-    gemms = [row for row in result["measured"]["products"] if row["kind"] == "gemm"]
-    assert len({(row["layer"], row["gemm"]) for row in gemms}) == 25
+    measured = result["measured"]["products"]
+    assert len({(row["layer"], row["gemm"]) for row in measured if row["kind"] == "gemm"}) == 25
     assert result["measured"]["device"] == H100
-    text = run("speed", "logs").output
-    for words in (" measured ", "Measured in the trace"):
-        assert words in text
+    assert re.search(" measured .*Measured in the trace", run("speed", "logs").output, re.DOTALL)
 
 
 def test_a_trace_of_another_device_is_not_compared() -> None:
@@ -275,8 +274,7 @@ def test_a_damaged_trace_is_left_out_where_it_was_not_asked_for() -> None:
     result = read("speed", "logs")
     assert result["measured"] is None
     assert any("own trace is not used" in note for note in result["notes"])
-    with pytest.raises(TraceError):
-        raise_of("speed", "logs", "--trace", str(trace))
+    assert isinstance(run("speed", "logs", "--trace", str(trace)).exception, TraceError)
 
 
 def test_a_trace_of_another_model_is_not_compared() -> None:
@@ -288,9 +286,62 @@ def test_a_patch_can_be_copied() -> None:
     write_planted(H100, inside=LONG)
     lines = run("speed", "logs", columns=80).output.splitlines()
     [begin, *_] = [number for number, line in enumerate(lines) if line.strip() == "keep_in_high_precision:"]
-    patch = []
-    for line in lines[begin:]:
-        if line.strip() and not line.startswith("    "):
-            break
-        patch.append(line)
+    patch = itertools.takewhile(lambda line: not line.strip() or line.startswith("    "), lines[begin:])
     assert LONG in yaml.safe_load("\n".join(patch))["keep_in_high_precision"]["layers"]["layer_name_regex_pattern"]
+
+
+# -------------------------------------------------------------------------------------------------------- docs/speed.md
+
+
+PAGE = "docs/speed.md"
+
+
+@pytest.mark.slow
+def test_a_session_and_its_run(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Sequential(te.Linear(32, 128), te.LayerNormMLP(128, 256), torch.nn.Linear(128, 32))
+    session = observed(Path("logs"), net=model, recipe=Float8CurrentScaling())
+    live = estimate_step(Step.of(session.coverage(), session.precision), device_named("h200"))
+    capsys.readouterr()
+    names: dict[str, Any] = {}
+    exec(blocks(PAGE, "python", "import pandas")[0], names)
+    speed = names["speed"]
+    assert [time.as_json() for time in speed.times] == [time.as_json() for time in live.times]
+    assert {time.recipe for time in speed.times} == {"fp8_current_scaling", ""}
+    assert "keep" in capsys.readouterr().out
+
+
+def test_a_device_file() -> None:
+    Path("my_device.yaml").write_text(*blocks(PAGE, "yaml"))
+    assert device_named("my_device.yaml").fitted.measured_on == "NVIDIA H200 NVL"
+
+
+def test_the_table_of_devices_is_that_of_the_data() -> None:
+    text = PAGES[PAGE].read_text(encoding="utf-8")
+    for name, device in known_devices().items():
+        names = ", ".join(f"`{item}`" for item in (name, *device.other_names))
+        figures = [device.bf16_tflops, device.fp8_tflops, device.fp4_tflops, device.bandwidth_tbs]
+        cells = " | ".join("" if figure is None else f"{figure:g}" for figure in figures).replace("|  |", "| |")
+        shown = next(line for line in text.splitlines() if line.startswith(f"| {names} |"))
+        like = device.fitted.measured_on.removeprefix("NVIDIA ")
+        assert shown.replace("2.0", "2") == f"| {names} | {cells} | {like} |", shown
+
+
+# ----------------------------------------------------------------------------------------------- docs/fp8-not-faster.md
+
+
+def test_the_code_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.yaml").write_text("{}\n")
+    model = te.Linear(32, 32)
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 1e-3),
+        "loader": [torch.randn(32, 32)] * 14,
+    }
+    _, loop, read_trace, own_trace = blocks("docs/fp8-not-faster.md", "python")
+    exec(loop, names)
+    exec(read_trace, names)
+    assert names["step"].iterations == (11, 12, 13)
+    assert "linear" in capsys.readouterr().out
+    names["path"].rename("trace.json.gz")
+    exec(own_trace, names)
+    assert isinstance(names["step"], MeasuredStep)

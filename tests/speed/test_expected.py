@@ -1,7 +1,9 @@
-"""Expected times of a step's products and the advice, against sums that are counted by hand."""
+"""Operations, bytes, launches and times of products and the advice, against sums by hand and published times."""
 
 import json
 import math
+import re
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +14,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import speed_model
+from te_precision_callbacks.base.vocabulary import OperandName
 from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage, Product, Reason
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
-from te_precision_callbacks.speed import Calibration, CalibrationError, Device, Shape, Time, calibrate, device_named
+from te_precision_callbacks.speed import (
+    Calibration,
+    CalibrationError,
+    Device,
+    DeviceError,
+    Shape,
+    SpeedError,
+    Time,
+    calibrate,
+    device_named,
+    device_reported,
+    known_devices,
+)
 from te_precision_callbacks.speed.calibration import gemm_key, high_key
+from te_precision_callbacks.speed.costs import cast_bytes, cast_ms, gemm_ms, padded
 from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step, layer_rows
 from te_precision_callbacks.speed.expected import ProductTime, recipe_of_product, timed, total, with_recipes
 from te_precision_callbacks.speed.printing import show_times
-from tests.capability import any_capability, stand_for
+from tests.check.running import RECIPES, gpu_with
 
 B300, H200 = device_named("b300"), device_named("h200")
 CURRENT = "fp8_current_scaling"
@@ -58,7 +75,6 @@ def estimated(products: list[Product], ran: str = CURRENT, device: Device = B300
 
 
 def test_the_input_the_weight_and_the_gradient_are_cast_once() -> None:
-    """A layer of 8192 tokens, 4096 x 1024, in four micro-batches."""
     fprop, dgrad, wgrad = expected(layer("fc", 8192, (4096, 1024), calls=4), CURRENT, H200)
     # On Hopper in both directions: 6 bytes an element; the weight once a step
     moved = {"activation": 4 * 6 * 8192 * 4096, "weight": 6 * 4096 * 1024, "gradient": 4 * 6 * 8192 * 1024}
@@ -102,7 +118,6 @@ def test_attention_counts_without_its_mask() -> None:
 
 
 def test_each_row_names_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers of one shape with other names are rows of their own, with their own sums."""
     products = [product for name in ("layers.0.fc2", "router", "layers.1.fc2") for product in layer(name, 64, (64, 64))]
     show_times(estimated(products))
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "64x64x64" in line}
@@ -152,22 +167,22 @@ def test_the_interval_of_many_shapes_is_narrower() -> None:
     assert several[1] / several[0] < alone[1] / alone[0]
 
 
-PRODUCTS = st.lists(
-    st.tuples(
-        st.sampled_from([16, 1000, 4096, 100000]),
-        st.sampled_from([64, 1024, 4096]),
-        st.sampled_from([48, 1024, 16384]),
-        st.sampled_from([("fprop", "dgrad", "wgrad"), ("fprop",), ()]),
-        st.sampled_from(list(Reason)),
-        st.integers(1, 4),
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
 @settings(deadline=None, max_examples=60)
-@given(PRODUCTS, st.sampled_from(["h100", "h200_nvl", "b300"]))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([16, 1000, 4096, 100000]),
+            st.sampled_from([64, 1024, 4096]),
+            st.sampled_from([48, 1024, 16384]),
+            st.sampled_from([("fprop", "dgrad", "wgrad"), ("fprop",), ()]),
+            st.sampled_from(list(Reason)),
+            st.integers(1, 4),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from(["h100", "h200_nvl", "b300"]),
+)
 def test_the_total_is_the_sum_of_the_products(
     drawn: list[tuple[int, int, int, tuple[str, ...], Reason, int]], name: str
 ) -> None:
@@ -185,8 +200,8 @@ def test_advice_names_the_section_and_its_steps() -> None:
         *(replace(item, reason_ref=ref) for item in layer("fc1", 8192, (4096, 4096), low=())),
         *layer("fc2", 8192, (4096, 4096)),
     ]
-    results = [item.text for item in estimated(products, "", H200, recipe=CURRENT).advice]
-    assert f"fc1 ({ref}): take the GEMM or the layer out of that section" in results
+    texts = [item.text for item in estimated(products, "", H200, recipe=CURRENT).advice]
+    assert f"fc1 ({ref}): take the GEMM or the layer out of that section" in texts
 
 
 def test_advice_is_in_the_order_of_milliseconds() -> None:
@@ -218,23 +233,15 @@ def test_sizes_that_are_refused_are_padded() -> None:
 # ------------------------------------------------------------------------------------------------------- measured times
 
 
-FORMATS = {
-    "fp8_delayed_scaling": "9",
-    "fp8_current_scaling": "9",
-    "fp8_block_scaling": "9",
-    "mxfp8": "10",
-    "nvfp4": "10",
-}
+CPU = H200.model_copy(update={"title": "cpu"})
 
 
-@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "none"])
 def test_everything_that_is_needed_is_measured(recipe: str) -> None:
     """As the same code does it on a GPU: each time then comes from the table."""
-    capability = (int(FORMATS[recipe]), 0)
-    device = device_named("h200" if capability == (9, 0) else "b300").model_copy(update={"title": "cpu"})
-    with any_capability():
-        stand_for(capability)
-        products = with_recipes(layer("fc", 128, (64, 96)), recipe)
+    device = CPU if RECIPES[recipe][0] == (9, 0) else B300.model_copy(update={"title": "cpu"})
+    products = with_recipes(layer("fc", 128, (64, 96)), recipe)
+    with gpu_with(recipe):
         table = calibrate(products, device="cpu")
     assert {key.split()[0] for key in table.times} == {"high", "gemm", "cast"}
     times = timed(products, device, table=table)
@@ -243,35 +250,32 @@ def test_everything_that_is_needed_is_measured(recipe: str) -> None:
         assert time.high_ms == table.times[high_key(time.shape)].ms
         assert time.low_ms > 0
     table.check_device(device)
-    times_before = dict(table.times)
-    assert calibrate(products, device="cpu", table=table).times == times_before, "nothing is measured twice"
+    before = dict(table.times)
+    assert calibrate(products, device="cpu", table=table).times == before, "nothing is measured twice"
 
 
 def test_what_is_refused_is_left_to_the_model(caplog: pytest.LogCaptureFixture) -> None:
-    device = device_named("h200").model_copy(update={"title": "cpu"})
-    products = with_recipes(layer("fc", 7, (30, 10), low=("fprop",)), "fp8_current_scaling")
+    products = with_recipes(layer("fc", 7, (30, 10), low=("fprop",)), CURRENT)
     table = calibrate(products, device="cpu")
     assert "was not measured; using the model's time" in caplog.text
-    time = timed(products, device, table=table)[0]
+    time = timed(products, CPU, table=table)[0]
     assert time.source == "model"
-    assert time.high_ms == timed(products, device)[0].high_ms, "both sides of a speed-up come from one source"
+    assert time.high_ms == timed(products, CPU)[0].high_ms, "both sides of a speed-up come from one source"
 
 
 def test_a_gemm_without_a_measured_cast_is_modeled() -> None:
-    device = device_named("h200").model_copy(update={"title": "cpu"})
-    products = with_recipes(layer("fc", 128, (64, 96)), "fp8_current_scaling")
+    products = with_recipes(layer("fc", 128, (64, 96)), CURRENT)
     table = calibrate(products, device="cpu")
-    whole = timed(products, device, table=table)
+    assert total(timed(products, CPU, table=table), CPU).source == "calibrated"
     table.times = {key: time for key, time in table.times.items() if not key.startswith("cast")}
-    fprop, dgrad, wgrad = timed(products, device, table=table)
-    assert [fprop, dgrad] == timed(products, device)[:2]
+    fprop, dgrad, wgrad = timed(products, CPU, table=table)
+    assert [fprop, dgrad] == timed(products, CPU)[:2]
     assert wgrad.source == "calibrated", "its casts count with the others"
     spread = math.hypot(
         *(table.times[key].spread for key in (high_key(wgrad.shape), gemm_key(wgrad.shape, wgrad.recipe)))
     )
     assert math.log(wgrad.interval[1] / wgrad.interval[0]) == pytest.approx(2 * 1.96 * spread)
-    assert total([fprop, dgrad, wgrad], device).source == "model"
-    assert total(whole, device).source == "calibrated"
+    assert total([fprop, dgrad, wgrad], CPU).source == "model"
 
 
 def test_the_file(tmp_path: Path) -> None:
@@ -298,3 +302,192 @@ def test_a_file_that_cannot_be_used(content: str, said: str, tmp_path: Path) -> 
 def test_a_table_of_another_device() -> None:
     with pytest.raises(CalibrationError, match="Choose another file"):
         calibrate([], device="cpu", table=Calibration("NVIDIA H200"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- costs
+
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+ELEMENTS = 128 * 128 * 2
+
+
+@pytest.fixture
+def round_device() -> Device:
+    """One whose times are counted in the head: 1 TFLOPS is 1e9 operations a millisecond."""
+    return Device.model_validate(
+        {
+            "title": "a round one",
+            "capability": HOPPER,
+            "bf16_tflops": 100,
+            "fp8_tflops": 200,
+            "bandwidth_tbs": 1,
+            "constants": {
+                "measured_on": "a round one",
+                "kernel": {"bf16": 0.5, "fp8": 0.5, "fp8_block": 0.5},
+                "cast": {"fp8_current_scaling": 0.5, "fp8_delayed_scaling": 0.5, "fp8_block_scaling": 0.5},
+                "launch_ms": 0.01,
+                "bandwidth": 0.5,
+                "scatter": {"kernel": 0.05, "cast": 0.1, "run": 0.0, "transfer": 0.0, "quantile": 2.0},
+                "source": "",
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "operand", "capability", "both", "rows_alone"),
+    [
+        # bytes an element: amax and cast read 2 + 2, and write the codes of each direction
+        ("fp8_delayed_scaling", "activation", HOPPER, 2 + 1 + 1, 2 + 1),
+        ("fp8_delayed_scaling", "weight", BLACKWELL, 2 + 1, 2 + 1),
+        ("fp8_current_scaling", "activation", HOPPER, 2 + 2 + 1 + 1, 2 + 2 + 1),
+        ("fp8_current_scaling", "gradient", BLACKWELL, 2 + 2 + 1, 2 + 2 + 1),
+        ("fp8_block_scaling", "activation", HOPPER, 2 + 2 * (1 + 4 / 128), 2 + 1 + 4 / 128),
+        ("fp8_block_scaling", "weight", HOPPER, 2 + 2 * (1 + 4 / 16384), 2 + 1 + 4 / 16384),
+        # scales of E8M0 for 32 elements are written, and read and written again by the swizzle
+        ("mxfp8", "activation", BLACKWELL, 2 + 2 * (1 + 3 / 32), 2 + 1 + 3 / 32),
+        # scales of E4M3 for 16 elements; the Hadamard transform of the columns is a pass of its own
+        ("nvfp4", "gradient", BLACKWELL, 6 + 2 * (0.5 + 3 / 16), 4 + 0.5 + 3 / 16),
+        ("nvfp4", "weight", BLACKWELL, 4 + 2 * (0.5 + 3 / 16), 4 + 0.5 + 3 / 16),
+    ],
+)
+def test_the_bytes_of_a_cast(
+    recipe: str, operand: OperandName, capability: tuple[int, int], both: float, rows_alone: float
+) -> None:
+    assert cast_bytes(recipe, operand, ELEMENTS, capability)[0] == pytest.approx(both * ELEMENTS)
+    rows, _ = cast_bytes(recipe, operand, ELEMENTS, capability, columnwise=False)
+    assert rows == pytest.approx(rows_alone * ELEMENTS)
+    assert cast_bytes(recipe, operand, ELEMENTS, capability, rowwise=False, columnwise=False) == (0, 0)
+
+
+def test_the_times_of_a_gemm_and_its_casts(round_device: Device) -> None:
+    shape = Shape(1000, 2000, 4000)
+    assert shape.operations == 16e9
+    assert gemm_ms(shape, "", round_device) == pytest.approx(16e9 / 50e9)
+    assert gemm_ms(shape, CURRENT, round_device) == pytest.approx(16e9 / 100e9)
+    activation = cast_ms(CURRENT, "activation", 1000 * 2000, round_device)
+    weight = cast_ms(CURRENT, "weight", 2000 * 4000, round_device, columnwise=False)
+    # the input in both directions, 6 bytes an element; the weight for the forward alone, 5
+    assert activation + weight == pytest.approx((6 * 2e6 + 5 * 8e6) / 0.5e9 + 8 * 0.01)
+
+
+def test_a_thin_product_takes_the_time_of_its_bytes(round_device: Device) -> None:
+    shape = Shape(16, 4096, 4096)
+    moved = 2 * (16 * 4096 + 4096 * 4096 + 16 * 4096)
+    assert gemm_ms(shape, "", round_device) == pytest.approx(moved / 0.5e9)
+    assert gemm_ms(Shape(1, 1, 1), "", round_device) == pytest.approx(0.002), "a launch"
+
+
+def test_padding(round_device: Device) -> None:
+    assert padded(Shape(100, 4100, 4090), "fp8_current_scaling", HOPPER) == Shape(100, 4112, 4096)
+    assert padded(Shape(100, 4100, 4090), "mxfp8", BLACKWELL) == Shape(128, 4128, 4096)
+    assert gemm_ms(Shape(1000, 2000, 4001), CURRENT, round_device) == pytest.approx(2 * 1000 * 2000 * 4008 / 100e9)
+
+
+def test_the_known_devices() -> None:
+    for name, device in known_devices().items():
+        assert device.fp8_tflops == pytest.approx(2 * device.bf16_tflops, rel=0.002), name
+        assert device.bandwidth_tbs < 10, "not in GB/s"
+        assert device.sources.keys() >= {"peaks", "bandwidth"}
+        assert device.fitted.measured_on
+    assert device_named("H200").title == "NVIDIA H200 SXM"
+    assert device_named("h100-pcie").bandwidth_tbs == 2.0
+    assert device_reported("NVIDIA B300 SXM6 AC").is_measured  # type: ignore[union-attr]
+    assert device_reported("NVIDIA A100") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("title: [", "cannot be read"),
+        ("- 1", "is not valid: : Input should be a valid dictionary"),
+        ("title: mine\nbf16_tflop: 3", "bf16_tflop: Extra inputs are not permitted"),
+        ("bandwidth_tbs: -1", "bandwidth_tbs: Input should be greater than 0"),
+        ("constants: h200", "constants: there is no set 'h200'. Did you mean 'h200_nvl'"),
+    ],
+)
+def test_a_device_file_that_cannot_be_used(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(DeviceError, match=rf"{re.escape(str(path))}.*{re.escape(said)}"):
+        device_named(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("b20", r"no device 'b20'\. Did you mean 'b200'"), ("nowhere/none.yaml", "cannot be read")]
+)
+def test_a_device_that_is_not_known(name: str, said: str) -> None:
+    with pytest.raises(DeviceError, match=said):
+        device_named(name)
+
+
+@pytest.mark.parametrize(
+    ("device", "recipe", "said"),
+    [
+        ("h100", "nvfp4", "does not run nvfp4: it needs compute capability 10.0"),
+        ("h200", "mxfp8", "does not run mxfp8"),
+        ("rtx_pro_6000", "mxfp8", "12.0"),
+        ("b300", "mxfp", "Did you mean 'mxfp8'"),
+    ],
+)
+def test_a_recipe_that_a_device_does_not_run(device: str, recipe: str, said: str) -> None:
+    with pytest.raises(SpeedError, match=re.escape(said)):
+        device_named(device).check_recipe(recipe)
+
+
+# --------------------------------------------- benchmarks/speed_model.py, its constants and its tables in docs/speed.md
+
+
+def test_the_constants_are_those_of_the_script() -> None:
+    remedy = "the model has changed: python benchmarks/speed_model.py --write"
+    assert speed_model.CONSTANTS.read_text(encoding="utf-8") == speed_model.constants_text(), remedy
+
+
+def test_the_page_has_the_tables_of_the_script() -> None:
+    of_model = [line for line in speed_model.tables() if line]
+    shown = (
+        speed_model.PAGE.read_text(encoding="utf-8")
+        .partition(speed_model.BEGIN)[2]
+        .partition(speed_model.END)[0]
+        .splitlines()
+    )
+    assert [line for line in shown if line] == of_model
+
+
+def test_the_cells_that_nothing_was_fitted_to() -> None:
+    cells = speed_model.cells(speed_model.constants()["b300"])
+    assert len(cells) == 20
+    errors = [abs(cell.error) for cell in cells]
+    assert statistics.median(errors) < 0.10
+    assert max(errors) < 0.30
+    low = {(cell.layer, cell.recipe): cell for cell in cells if cell.recipe != "bf16"}
+    assert all(item.interval[0] <= item.measured_speedup <= item.interval[1] for item in low.values())
+    not_resolved = low["attention output", speed_model.CURRENT]  # 0.307 ms in BF16, 0.317 in current scaling
+    assert not_resolved.measured_speedup == pytest.approx(0.97, abs=0.005)
+    assert not_resolved.interval[0] < 1 < not_resolved.interval[1]
+
+
+def test_the_transfer_to_another_device() -> None:
+    for recipe, row in speed_model.transferred(speed_model.constants()["b300"]).items():
+        assert all(abs(value - 1) < 0.15 for value in row["time"]), recipe
+        assert all(abs(value - 1) < 0.05 for value in row["speed-up"]), recipe
+
+
+def test_the_order_of_recipes_on_layer_totals() -> None:
+    device = speed_model.device_named("b300")
+    measured = {recipe: sum(sums.values()) for recipe, sums in speed_model.SUMS["b300"].items()}
+    results = {
+        recipe: sum(
+            speed_model.expected(shape, recipe, device) for shapes in speed_model.SHAPES.values() for shape in shapes
+        )
+        for recipe in measured
+    }
+    assert sorted(results, key=results.__getitem__) == sorted(measured, key=measured.__getitem__)
+
+
+def test_the_fit_does_not_read_the_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = speed_model.fit("b300")
+    monkeypatch.setattr(speed_model, "CELLS", {})
+    sums = {recipe: {**passes, "fprop": 1e6} for recipe, passes in speed_model.SUMS["b300"].items()}
+    monkeypatch.setattr(speed_model, "SUMS", {**speed_model.SUMS, "b300": sums})
+    assert speed_model.fit("b300") == before, "nor their sum"

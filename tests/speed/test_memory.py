@@ -1,10 +1,16 @@
-"""Planned bytes are those of the tensors that layers keep and save on the reference backend."""
+"""Planned bytes are those of the real tensors that layers keep and that forwards save on the reference backend.
+
+A tensor that several layers save counts once, for the first. Read from Transformer Engine 2.20.2: ``tensor_objects`` of
+the Functions in ``pytorch/module/*.py``, which ``restore_from_saved`` and ``prepare_for_saving`` of the storages fill
+and empty; ``_fp8_workspaces`` of a module.
+"""
 
 import json
 import shlex
 import sys
 from collections import Counter, OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +18,97 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.quantized_tensor import restore_from_saved
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.check import check_model
 from te_precision_callbacks.check.factory import recipe_named
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.layers.naming import named_te_modules
+from te_precision_callbacks.layers.fp8_state import delayed_states
+from te_precision_callbacks.layers.naming import NamedModule, named_te_modules
 from te_precision_callbacks.speed.memory import Memory, plan_memory, show
-from tests.capability import any_capability, stand_for
+from tests.capability import stand_for
 from tests.check.running import BF16, RECIPES
 from tests.conftest import feature
 from tests.docs.pages import blocks
-from tests.speed.counting import Counts, count_kept, counting_saved
+
+pytestmark = pytest.mark.usefixtures("any_gpu")
+
+BUFFERS = (
+    *("_data", "_rowwise_data", "rowwise_data", "_transpose", "_columnwise_data", "columnwise_data"),
+    *("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv", "_amax_rowwise", "_amax_columnwise"),
+    *("scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax"),
+)
+"""Attributes of the storages in ``pytorch/tensor/storage``, the last ones of a GroupedTensorStorage."""
+
+Counts = Counter[tuple[str, str, str]]
+"""(module, ``high``, ``codes``, ``gradient`` or ``scaling``, lifetime) -> bytes."""
+
+
+@contextmanager
+def counting_saved(modules: Sequence[NamedModule], counts: Counts) -> Iterator[None]:
+    seen = {held.data_ptr() for named in modules for p in named.module.parameters() for _, held in parts(p)}
+
+    def look(module: Any, _: Any, output: Any) -> None:
+        for workspace in vars(module).get("_fp8_workspaces", {}).values():
+            seen.update(held.data_ptr() for _, held in parts(workspace))
+        node = node_behind(output)
+        objects = restore_from_saved(node.tensor_objects, list(node.saved_tensors))
+        for tensor in objects:
+            count(names[id(module)], tensor, "to_backward", seen, counts)
+        for kept, tensor in zip(node.tensor_objects, objects, strict=True):
+            if kept is not None and not isinstance(kept, torch.Tensor):
+                tensor.prepare_for_saving()
+
+    names = {id(named.module): named.layers[0].name.partition(".")[0] for named in modules}
+    handles = [named.module.register_forward_hook(look) for named in modules]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def count_kept(modules: Sequence[NamedModule], counts: Counts) -> None:
+    seen: set[int] = set()
+    for named in modules:
+        module: Any = named.module
+        name = named.layers[0].name.partition(".")[0]
+        for parameter in module.parameters(recurse=False):
+            count(name, parameter, "always", seen, counts)
+            if parameter.grad is not None:
+                counts[name, "gradient", "always"] += parameter.grad.nbytes
+        for workspace in vars(module).get("_fp8_workspaces", {}).values():
+            count(name, workspace, "always", seen, counts)
+        for state in delayed_states(module):
+            counts[name, "scaling", "always"] += state.scale.nbytes + state.amax_history.nbytes
+
+
+def count(name: str, tensor: Any, lives: str, seen: set[int], counts: Counts) -> None:
+    for part, held in parts(tensor):
+        if held.is_floating_point() is False and part == "high":
+            continue  # offsets of groups
+        if held.numel() and held.data_ptr() not in seen:
+            seen.add(held.data_ptr())
+            counts[name, part, lives] += held.nbytes
+
+
+def node_behind(output: Any) -> Any:
+    node = (output[0] if isinstance(output, tuple) else output).grad_fn
+    while getattr(node, "tensor_objects", None) is None:
+        node = node.next_functions[0][0]
+    return node
+
+
+def parts(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    held = [getattr(tensor, name, None) for name in BUFFERS]
+    codes = [buffer for buffer in held if isinstance(buffer, torch.Tensor)]
+    yield from (("codes", buffer) for buffer in codes)
+    if not codes and isinstance(tensor, torch.Tensor):
+        yield "high", tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
 
 TOKENS = 256
 PARTS = {
@@ -65,11 +149,12 @@ class Layers(torch.nn.Module):
         return x
 
 
-def both(model: torch.nn.Module, recipe: Any) -> tuple[Counts, Counts]:
+def planned_as_counted(model: torch.nn.Module, recipe: Any) -> Counts:
     modules = named_te_modules(model)
     memory = plan_memory(model, modules, recipe, tokens=TOKENS)
     counted: Counts = Counter()
     with te.autocast(enabled=recipe is not None, recipe=recipe), counting_saved(modules, counted):
+        # Until here: a backward frees what its forward has saved.
         out = model(torch.randn(TOKENS, 96, dtype=BF16, requires_grad=True))
     out.float().sum().backward()
     count_kept(modules, counted)
@@ -77,80 +162,67 @@ def both(model: torch.nn.Module, recipe: Any) -> tuple[Counts, Counts]:
     for row in memory:
         if row.kind in PARTS:
             planned[row.layer.partition(".")[0], PARTS[row.kind], row.lives] += row.low
-    return +planned, +counted
+    assert +planned == +counted
+    return planned
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_recipes(case: str) -> None:
-    with any_capability():
-        capability, recipe = CASES[case]
-        stand_for(capability)
-        planned, counted = both(Layers(), recipe())
-    assert planned == counted
+    capability, recipe = CASES[case]
+    stand_for(capability)
+    planned_as_counted(Layers(), recipe())
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("case", ["fp8_current_scaling", "mxfp8"])
 def test_a_backward_in_high_precision(case: str, override: str) -> None:
-    with any_capability():
-        stand_for(CASES[case][0])
-        recipe = CASES[case][1]()
-        recipe.backward_override = override
-        model = Layers()
-        del model.gelu, model.swiglu  # LayerNormMLP refuses a backward in another precision
-        planned, counted = both(model, recipe)
-    assert planned == counted
+    stand_for(CASES[case][0])
+    recipe = CASES[case][1]()
+    recipe.backward_override = override
+    model = Layers()
+    del model.gelu, model.swiglu  # LayerNormMLP refuses a backward in another precision
+    planned_as_counted(model, recipe)
 
 
 @pytest.mark.parametrize("case", [name for name in RECIPES if name != "none"])
 def test_primary_quantized_weights(case: str) -> None:
-    with any_capability():
-        capability, make = CASES[case]
-        stand_for(capability)
-        recipe = make()
-        with te.quantized_model_init(enabled=True, recipe=recipe):
-            model = Layers()
-        planned, counted = both(model, recipe)
-    assert planned == counted
-    assert planned["linear", "high", "always"] == 160 * 2, "the bias alone"
+    stand_for(CASES[case][0])
+    recipe = CASES[case][1]()
+    with te.quantized_model_init(enabled=True, recipe=recipe):
+        model = Layers()
+    assert planned_as_counted(model, recipe)["linear", "high", "always"] == 160 * 2, "the bias alone"
 
 
 def test_recomputed_activations() -> None:
-    with any_capability():
-        stand_for((9, 0))
-        mlp = te.LayerNormMLP(96, 224, params_dtype=BF16, checkpoint=True)
-        planned, counted = both(torch.nn.Sequential(OrderedDict(mlp=mlp)), recipes.Float8CurrentScaling())
-    assert planned == counted
+    stand_for((9, 0))
+    mlp = te.LayerNormMLP(96, 224, params_dtype=BF16, checkpoint=True)
+    planned = planned_as_counted(torch.nn.Sequential(OrderedDict(mlp=mlp)), recipes.Float8CurrentScaling())
     assert planned["mlp", "high", "to_backward"] == TOKENS * 96 * 2
-    assert ("mlp", "codes", "to_backward") not in planned
+    assert not planned["mlp", "codes", "to_backward"]
 
 
 def test_the_original_input_is_saved() -> None:
-    with any_capability():
-        stand_for((9, 0))
-        model = Layers()
-        model.linear.save_original_input = True
-        planned, counted = both(model, recipes.Float8CurrentScaling())
-    assert planned == counted
+    stand_for((9, 0))
+    model = Layers()
+    model.linear.save_original_input = True
+    planned = planned_as_counted(model, recipes.Float8CurrentScaling())
     assert planned["linear", "high", "to_backward"] == TOKENS * 96 * 2
 
 
 # -------------------------------------------------------------------------------------------------------------- by hand
 
 
-M = 8192
-N, K = 14336, 4096
+M, N, K = 8192, 14336, 4096
 
 
-def planned(module: torch.nn.Module, recipe: str, capability: tuple[int, int] = (9, 0), **keywords: Any) -> Memory:
-    with any_capability():
-        stand_for(capability)
-        model = torch.nn.ModuleDict({"layer": module})
-        return plan_memory(model, named_te_modules(model), recipe_named(recipe), tokens=M, **keywords)
+def planned(module: torch.nn.Module, recipe: str, capability: tuple[int, int]) -> Memory:
+    stand_for(capability)
+    model = torch.nn.ModuleDict({"layer": module})
+    return plan_memory(model, named_te_modules(model), recipe_named(recipe), tokens=M)
 
 
-def linear(n: int = N, k: int = K) -> te.Linear:
-    return te.Linear(k, n, bias=False, params_dtype=BF16, device="meta")
+def linear() -> te.Linear:
+    return te.Linear(K, N, bias=False, params_dtype=BF16, device="meta")
 
 
 Codes = namedtuple("Codes", "one_way weight")
@@ -163,7 +235,6 @@ CODES = {
     "fp8_current_scaling": Codes(lambda n: n + 4, lambda n, k: 2 * n * k + 4),
     "fp8_delayed_scaling": Codes(lambda n: n + 4, lambda n, k: 2 * n * k + 4),
 }
-CAPABILITIES = {"mxfp8": (10, 0), "nvfp4": (10, 0)}
 
 
 @pytest.mark.parametrize("recipe", CODES)
@@ -180,7 +251,7 @@ def test_linear(recipe: str) -> None:
     }
     if recipe == "fp8_delayed_scaling":
         expected["scaling_state"] = (5 * 1025 * 4, 0)
-    memory = planned(linear(), recipe, CAPABILITIES.get(recipe, (9, 0)))
+    memory = planned(linear(), recipe, RECIPES[recipe][0])
     assert {kind: tuple(value) for kind, value in memory.by_kind().items()} == expected
 
 
@@ -197,10 +268,9 @@ def test_layer_norm_mlp(activation: str) -> None:
 
 
 def test_what_is_not_planned_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with any_capability():
-        stand_for((9, 0))
-        model = torch.nn.ModuleDict({"layer": linear(), "operation": te.ops.Linear(K, N, device="meta")})
-        memory = plan_memory(model, named_te_modules(model), recipe_named("fp8_current_scaling"))
+    stand_for((9, 0))
+    model = torch.nn.ModuleDict({"layer": linear(), "operation": te.ops.Linear(K, N, device="meta")})
+    memory = plan_memory(model, named_te_modules(model), recipe_named("fp8_current_scaling"))
     assert not any(row.kind.startswith("saved") for row in memory)
     show(memory)
     text = " ".join(capsys.readouterr().out.split())
@@ -220,12 +290,10 @@ class Net(torch.nn.Module):
 
 
 def memory_of(config: dict[str, Any], **keywords: Any) -> Memory:
-    with any_capability():
-        stand_for((9, 0))
-        checked = check_model(
-            Net(), load_config(config), recipe="fp8_current_scaling", memory=True, allow_unmatched=True, **keywords
-        )
-    return checked.memory
+    stand_for((9, 0))
+    return check_model(
+        Net(), load_config(config), recipe="fp8_current_scaling", memory=True, allow_unmatched=True, **keywords
+    ).memory
 
 
 def test_the_plan_of_a_config() -> None:
@@ -244,12 +312,11 @@ def test_the_plan_of_a_config() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.yaml").write_text("s: {enabled: False}\n")
     monkeypatch.chdir(tmp_path)
-    with any_capability():
-        stand_for((9, 0))
-        yield tmp_path
+    stand_for((9, 0))
+    return tmp_path
 
 
 def test_the_command(folder: Path) -> None:
@@ -263,11 +330,7 @@ def test_the_command(folder: Path) -> None:
 
 
 def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (models,), (use,) = (
-        blocks("docs/speed.md", "python", "# llama.py"),
-        blocks("docs/speed.md", "python", "from te_precision_callbacks.check"),
-    )
-    (folder / "llama.py").write_text(models)
+    (folder / "llama.py").write_text(*blocks("docs/speed.md", "python", "# llama.py"))
     commands, outputs = blocks("docs/speed.md", "bash"), blocks("docs/speed.md", "text")[:2]
     for command, drawn in zip(commands, outputs, strict=True):
         done = CliRunner().invoke(cli.app, shlex.split(command)[1:], env={"COLUMNS": "200"})
@@ -275,5 +338,6 @@ def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         output = [line.split() for line in done.output.splitlines()]
         for line in drawn.splitlines():
             assert line.split() in output, done.output
-    exec(use, {"model": sys.modules.pop("llama").build()})
+    (code,) = blocks("docs/speed.md", "python", "from te_precision_callbacks.check")
+    exec(code, {"model": sys.modules.pop("llama").build()})
     assert "all on the device" in capsys.readouterr().out

@@ -140,7 +140,7 @@ def by_hugging_face(folder: Path, **how: Any) -> Keeper:
         **how,
     )
     callback = PrecisionDebugTrainerCallback(CONFIG, sinks=[keeper], log_dir=folder)
-    model, data = of_transformers.Net(), of_transformers.Vectors(64)
+    model, data = of_transformers.Net(), of_transformers.vectors()
     made = transformers.Trainer(model, args, train_dataset=data, callbacks=[callback])
     made.train()
     assert is_split(made.model_wrapped)

@@ -31,7 +31,6 @@ if __name__ == "__main__":
 
 
 def needed(extra: str) -> set[str]:
-    """The names of all that an extra needs on this machine, from what is installed."""
     results: set[tuple[str, str]] = set()
     wanted = [("te-precision-callbacks", item) for item in ("", extra)]
     while wanted:

@@ -6,25 +6,11 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 import transformers
-from torch.utils.data import Dataset
 from transformer_engine.common.recipe import Recipe
 
 from tests.lightning.models import sample
 
 SIZE = 32
-
-
-class Vectors(Dataset[dict[str, torch.Tensor]]):
-    """The samples of tests/lightning/models.py."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"inputs": sample(index), "labels": torch.tensor(index)}
 
 
 class Net(torch.nn.Module):
@@ -57,7 +43,6 @@ class Net(torch.nn.Module):
 
 
 def llama(*, of_te: bool = True) -> transformers.LlamaForCausalLM:
-    """A real model from a config, with Linear layers of Transformer Engine, or of torch."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -75,17 +60,16 @@ def llama(*, of_te: bool = True) -> transformers.LlamaForCausalLM:
     return model
 
 
-class Tokens(Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 32
+def vectors(count: int = 64) -> list[dict[str, torch.Tensor]]:
+    return [{"inputs": sample(index), "labels": torch.tensor(index)} for index in range(count)]
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
+
+def tokens() -> list[dict[str, torch.Tensor]]:
+    rows = torch.randint(64, (32, 16), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **keywords: Any) -> Any:
-    """Training arguments of a quiet run on the CPU."""
     defaults: dict[str, Any] = {
         "use_cpu": True,
         "max_steps": 4,
@@ -103,8 +87,7 @@ def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **keywor
 def trainer(
     args: Any, *callbacks: Any, model: Any = None, kind: Any = transformers.Trainer, **keywords: Any
 ) -> transformers.Trainer:
-    """A trainer of ``Net`` that prints nothing."""
-    data = Tokens() if isinstance(model, transformers.PreTrainedModel) else Vectors(64)
+    data = tokens() if isinstance(model, transformers.PreTrainedModel) else vectors()
     made = kind(model=model or Net(), args=args, train_dataset=data, eval_dataset=data, **keywords)
     made.remove_callback(transformers.PrinterCallback)
     for callback in callbacks:

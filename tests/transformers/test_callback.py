@@ -1,12 +1,17 @@
-"""The callback in trainings of the unmodified Trainer."""
+"""The callback in trainings of the unmodified Trainer, that end well or fail or are resumed."""
 
 import copy
+import gc
+import json
 import pickle
 import re
+import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from accelerate.state import AcceleratorState
@@ -14,11 +19,18 @@ from torch._dynamo.utils import counters
 
 from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs import list_runs, open_run
-from te_precision_callbacks.session import SessionError, running_session
-from tests.conftest import Keeper, module_state, statistics
-from tests.lightning.models import largest_inputs, sample
-from tests.transformers.models import Net, arguments, trainer
+from te_precision_callbacks.runs.fingerprints import FILE_NAME
+from te_precision_callbacks.session import PrecisionContractError, SessionError, running_session
+from te_precision_callbacks.transformers import Trainer
+from tests.capability import any_capability, stand_for
+from tests.conftest import Keeper, global_state, module_state, statistics
+from tests.forked import executable
+from tests.lightning.models import board_scalars, largest_inputs, sample
+from tests.reference import processes
+from tests.session.test_resume_audit import MISSING, RECIPES, findings, warned
+from tests.transformers.models import Net, arguments, llama, trainer
 
 
 def train(folder: Path, config: Any = None, model: Any = None, **keywords: Any) -> Net:
@@ -104,7 +116,6 @@ def test_a_second_training_has_a_session_of_its_own(tmp_path: Path, keeper: Keep
 def test_without_a_handler_there_is_one_warning_and_the_statistics_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loop of one's own that calls the events."""
     callback, model = PrecisionDebugTrainerCallback(statistics()), Net()
     args, state, control = arguments(tmp_path), transformers.TrainerState(), transformers.TrainerControl()
     callback.on_train_begin(args, state, control, model=model)
@@ -233,3 +244,266 @@ def test_each_trial_of_a_search_is_a_run(tmp_path: Path) -> None:
     runs = list_runs(tmp_path / "debug")
     assert [len(open_run(tmp_path / "debug" / "precision_records" / run).steps) for run in runs] == [2, 2]
     assert running_session() is None
+
+
+# --- each way in which a session is closed after a failure, of which the Trainer raises no event
+
+
+ERRORS = (ValueError("a bad batch"), KeyboardInterrupt(), SystemExit(3))
+
+
+def failing(folder: Path, error: BaseException, kind: Any, **options: Any) -> tuple[Any, Any, Net]:
+    """A trainer whose third training forward raises, the callback, and the model."""
+    model = Net()
+    model.fail_at = {2: error}
+    callback = PrecisionDebugTrainerCallback(statistics(), **options)
+    return trainer(arguments(folder, report_to="tensorboard"), callback, model=model, kind=kind), callback, model
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_our_trainer_closes_at_once(tmp_path: Path, keeper: Keeper, error: BaseException) -> None:
+    before = global_state()
+    made, callback, model = failing(tmp_path, error, Trainer, sinks=[keeper])
+    modules = module_state(model)
+    with pytest.raises(type(error)) as caught:
+        made.train()
+    assert caught.value is error
+    assert not callback.session.running
+    assert keeper.closed == [error]
+    assert global_state()["seams"] == before["seams"]
+    assert module_state(model) == modules
+    assert largest_inputs(tmp_path) == {step: model.largest(step) for step in range(3)}, "with the step that failed"
+    # The integrations are open, since no event has told them of an end.
+    (events,) = tmp_path.rglob("events.out.tfevents*")
+    result = board_scalars(events.parent)["te.net.0/activation/max"]
+    assert result == {step + 1: model.largest(step) for step in range(3)}, "where the step would have stood"
+
+
+# ---------------------------------------------------------------------- where the trainer is not known
+
+
+def abandoned(folder: Path, **options: Any) -> tuple[Any, Any, Net]:
+    made, callback, model = failing(folder, ValueError("a bad batch"), transformers.Trainer, **options)
+    with pytest.raises(ValueError, match="a bad batch"):
+        made.train()
+    assert callback.session.running
+    return made, callback, model
+
+
+@pytest.mark.parametrize("how", ["in except", "later"])
+def test_closing_by_hand_says_what_ended_the_training(tmp_path: Path, keeper: Keeper, how: str) -> None:
+    made, callback, _ = failing(tmp_path, ValueError("a bad batch"), transformers.Trainer, sinks=[keeper])
+    try:
+        made.train()
+    except ValueError:
+        if how == "in except":
+            callback.close()
+    if how == "later":
+        callback.close()
+    (error,) = keeper.closed
+    assert type(error).__name__ == ("ValueError" if how == "in except" else "SessionError")
+    assert not callback.session.running
+    (segment,) = open_run(tmp_path).segments
+    assert segment.status == "failed"
+
+
+def test_what_stops_the_training_itself_ends_the_session(tmp_path: Path, keeper: Keeper) -> None:
+    """The unmodified Trainer tells nobody."""
+    callback = PrecisionDebugTrainerCallback(statistics(), sinks=[keeper], require="fp8 >= 95%")
+    with pytest.raises(PrecisionContractError):
+        trainer(arguments(tmp_path), callback, model=Net()).train()
+    assert not callback.session.running
+    assert [type(error).__name__ for error in keeper.closed] == ["PrecisionContractError"]
+
+
+def test_at_the_next_train_begin_of_another_callback(tmp_path: Path, keeper: Keeper) -> None:
+    """As in a notebook, whose traceback keeps the failed trainer and its callback alive."""
+    _, callback, _ = abandoned(tmp_path, sinks=[keeper])
+    model = Net()
+    trainer(arguments(tmp_path / "b"), PrecisionDebugTrainerCallback(statistics()), model=model).train()
+    assert not callback.session.running
+    assert len(keeper.closed) == 1
+    assert largest_inputs(tmp_path / "b") == {step: model.largest(step) for step in range(4)}
+
+
+def test_when_the_callback_is_collected(tmp_path: Path, keeper: Keeper) -> None:
+    made, callback, _ = abandoned(tmp_path, sinks=[keeper])
+    session, gone = callback.session, weakref.ref(callback)
+    del made, callback
+    gc.collect()
+    assert gone() is None, "nothing that the callback made keeps it alive"
+    assert not session.running
+    assert keeper.iterations == [0, 1, 2]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from te_precision_callbacks import reference
+reference.install()
+from tests.conftest import Keeper, statistics
+from tests.transformers.models import SIZE, Net, arguments, trainer
+from te_precision_callbacks import PrecisionDebugTrainerCallback
+
+class Prints(Keeper):
+    def close(self, error):
+        print("closed:", error)
+
+model = Net()
+model.fail_at = {2: ValueError("a bad batch")}
+trainer(
+    arguments(Path(sys.argv[1])), PrecisionDebugTrainerCallback(statistics(), sinks=[Prints()]), model=model
+).train()
+"""
+
+
+@pytest.mark.processes
+def test_at_exit(tmp_path: Path) -> None:
+    result = processes.run([executable(whole=True), "-c", SCRIPT, str(tmp_path)])
+    assert result.returncode == 1
+    assert "ValueError: a bad batch" in result.stderr
+    assert result.stdout.count("closed:") == 1
+    assert sorted(largest_inputs(tmp_path)) == [0, 1, 2]
+
+
+# ---------------------------------------------------------------------- more than one attempt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Trainer, transformers.Trainer])
+def test_a_training_that_finds_its_batch_size_begins_anew(tmp_path: Path, keeper: Keeper, kind: Any) -> None:
+    """Out of memory in the third batch of eight: the next attempt has batches of seven."""
+    model = Net()
+    model.fail_at = {2: RuntimeError("CUDA out of memory.")}
+    callback = PrecisionDebugTrainerCallback(statistics(stats=["numel"]), sinks=[keeper])
+    trainer(arguments(tmp_path, auto_find_batch_size=True), callback, model=model, kind=kind).train()
+    assert keeper.iterations == [0, 1, 2, 0, 1, 2, 3]
+    assert set(keeper.values("numel", "net.0").values()) == {7 * 32}, "the values of the second attempt"
+    assert len(keeper.closed) == 2
+    assert keeper.closed[1] is None
+    assert not callback.session.running
+
+
+# --- checkpoints, and the audit of a resume
+
+
+WEIGHTS = "model.safetensors"
+
+
+def train_and_save(
+    folder: Path, model: torch.nn.Module, steps: int, *, resume: bool = False, **keywords: Any
+) -> PrecisionDebugTrainerCallback:
+    callback = PrecisionDebugTrainerCallback(statistics(), **keywords)
+    args = arguments(
+        folder, per_device_train_batch_size=32, max_steps=steps, save_strategy="steps", save_steps=2, learning_rate=1e-4
+    )
+    trainer(args, callback, model=model).train(resume_from_checkpoint=resume)
+    return callback
+
+
+def resumed(folder: Path, model: torch.nn.Module, **keywords: Any) -> PrecisionDebugTrainerCallback:
+    return train_and_save(folder, model, 4, resume=True, **keywords)
+
+
+def in_shards(checkpoint: Path) -> None:
+    """Write the weights anew as those of a large model are: in several files, with an index."""
+    state = safetensors.torch.load_file(checkpoint / WEIGHTS)
+    (checkpoint / WEIGHTS).unlink()
+    files = {key: f"model-{1 + number % 2:05}-of-00002.safetensors" for number, key in enumerate(sorted(state))}
+    for name in set(files.values()):
+        part = {key: value for key, value in state.items() if files[key] == name}
+        safetensors.torch.save_file(part, checkpoint / name, metadata={"format": "pt"})
+    (checkpoint / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+@pytest.mark.usefixtures("trusted_checkpoints")
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    recipe, capability = RECIPES[name]
+    with any_capability():
+        stand_for(capability)
+        train_and_save(tmp_path, Net(recipe), 2)
+        callback = resumed(tmp_path, Net(recipe), strict=True)
+    assert (tmp_path / "checkpoint-2" / FILE_NAME).exists()
+    assert findings(callback.session.resume_report) == []
+    assert callback.session.iteration == 4
+    assert warned(caplog) == []
+
+
+@pytest.mark.usefixtures("trusted_checkpoints")
+@pytest.mark.usefixtures("fp8_of_accelerate")
+def test_layers_that_accelerate_converts_get_the_state_of_the_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer loads before Accelerate converts, and leaves the state of all layers out as unexpected.
+
+    From one file where it is refused here; from one file it is restored after evaluations in FP8, below.
+    """
+    train_and_save(tmp_path, llama(of_te=False), 2)
+    checkpoint = tmp_path / "checkpoint-2"
+    saved = safetensors.torch.load_file(next(checkpoint.glob("*.safetensors")))
+    assert any(key.endswith("_extra_state") and state.numel() for key, state in saved.items())
+
+    with monkeypatch.context() as untrusted:
+        untrusted.delenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE")
+        callback = resumed(tmp_path, llama(of_te=False))
+    assert [text.startswith(MISSING) for text in findings(callback.session.resume_report)] == [True]
+    (refused,) = [record.message for record in caplog.records if record.name.endswith("transformers.restoring")]
+    assert "of 8 of 8 layers, which the Trainer loads before Accelerate converts the layers" in refused
+    assert "set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in refused
+
+    caplog.clear()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    in_shards(checkpoint)
+    callback = resumed(tmp_path, llama(of_te=False), strict=True)
+    assert findings(callback.session.resume_report) == []
+    assert warned(caplog) == []
+
+
+class Breaks(Net):
+    """Its activations are NaN from a step on, which leaves the loss and the weights as they are."""
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if len(self.trained_on) >= 5:
+            self.net[0](inputs * float("nan"))
+        return super().forward(inputs, labels)
+
+
+@pytest.mark.usefixtures("trusted_checkpoints")
+@pytest.mark.parametrize(("limit", "named"), [(None, 4), (2, None)])
+def test_a_finding_names_no_deleted_checkpoint(tmp_path: Path, limit: int | None, named: int | None) -> None:
+    callback = PrecisionDebugTrainerCallback(statistics(stats=["nonfinite_num"]), log_dir=tmp_path / "logs")
+    args = arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=1, save_total_limit=limit)
+    trainer(args, callback, model=Breaks()).train()
+    (finding,) = callback.session.findings.wrong
+    assert (finding.since, finding.last_good, finding.checkpoint) == (5, 4, named)
+    assert diagnose(tmp_path / "logs") == callback.session.findings
+
+
+@pytest.mark.usefixtures("trusted_checkpoints")
+@pytest.mark.usefixtures("fp8_of_accelerate")
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_an_evaluation_before_each_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, in_fp8: bool
+) -> None:
+    """Transformer Engine saves no state of a module whose last forward ran outside of FP8."""
+    monkeypatch.setenv("ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL", str(int(in_fp8)))
+    keywords: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+    }
+    callback = PrecisionDebugTrainerCallback(statistics(), log_dir=tmp_path / "logs")
+    trainer(arguments(tmp_path, max_steps=4, **keywords), callback, model=llama(of_te=False)).train()
+    at_save = [text for text in warned(caplog) if "does not have the scales" in text]
+    assert len(at_save) == (not in_fp8)
+    assert all("all 8 layers" in text and "fp8_use_autocast_during_eval: true" in text for text in at_save)
+
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    callback = resumed(tmp_path, llama(of_te=False))
+    result = findings(callback.session.resume_report)
+    assert [text.startswith("The checkpoint has no scales and amax histories") for text in result] == [True] * (
+        not in_fp8
+    )

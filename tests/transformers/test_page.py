@@ -20,7 +20,7 @@ from tests.forked import executable
 from tests.lightning.models import board_scalars, logged_lines
 from tests.reference import processes
 from tests.reference.processes import REPOSITORY
-from tests.transformers.models import Tokens, llama
+from tests.transformers.models import llama, tokens
 
 PAGE = "docs/transformers.md"
 BLOCKS = blocks(PAGE, "python")
@@ -42,8 +42,8 @@ def run(code: str) -> dict[str, Any]:
     model = llama()
     namespace: dict[str, Any] = {
         "model": model,
-        "data": Tokens(),
-        "loader": DataLoader(Tokens(), batch_size=8),
+        "data": tokens(),
+        "loader": DataLoader(tokens(), batch_size=8),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
     }
     exec(code.replace("max_steps=100", "max_steps=2, use_cpu=True, disable_tqdm=True"), namespace)
@@ -57,8 +57,7 @@ def test_the_page_has_these_blocks() -> None:
 
 @pytest.mark.parametrize("index", [0, 2])
 def test_the_scripts(index: int) -> None:
-    trainer = run(BLOCKS[index])["trainer"]
-    assert trainer.state.global_step == 2
+    assert run(BLOCKS[index])["trainer"].state.global_step == 2
     assert len(logged_lines(Path("run"))) == 2 * 8 * 2
 
 

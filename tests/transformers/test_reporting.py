@@ -1,17 +1,20 @@
 """The trainer's reporting integrations, read back: the numbers of the statistics log at the trainer's own steps."""
 
+import ast
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from te_precision_callbacks import PrecisionDebugTrainerCallback
 from tests.accelerate.loops import wandb_history
 from tests.conftest import Keeper, statistics
-from tests.lightning.models import board_scalars, logged_lines
+from tests.forked import launched
+from tests.lightning.models import board, board_scalars, largest_inputs, log_of, logged_lines, sample
 from tests.transformers.models import arguments, trainer
 
 CONFIG = {
@@ -32,8 +35,6 @@ CONFIG = {
 
 
 class Custom(transformers.TrainerCallback):
-    """A user's own integration; keeps the names of what it is given."""
-
     def __init__(self) -> None:
         self.logs: dict[int, list[str]] = {}
 
@@ -52,7 +53,6 @@ class Printed(Custom, transformers.PrinterCallback):
 def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     offline_trackers: Path, tmp_path: Path
 ) -> None:
-    """Two batches a step, six steps, of which the last three are of a resumed training; logged every second step."""
     import mlflow
     import wandb
 
@@ -112,17 +112,14 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
 
 
 def test_a_histogram_is_a_histogram(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    made = trainer(arguments(tmp_path, report_to="tensorboard", max_steps=2), PrecisionDebugTrainerCallback(CONFIG))
-    made.train()
+    args = arguments(tmp_path, report_to="tensorboard", max_steps=2)
+    trainer(args, PrecisionDebugTrainerCallback(CONFIG)).train()
     (events,) = tmp_path.rglob("events.out.tfevents*")
-    board = EventAccumulator(str(events), size_guidance={"histograms": 0})  # type: ignore[no-untyped-call]
-    board.Reload()  # type: ignore[no-untyped-call]
-    result = board.Histograms("te.net.0/activation/exponent_histogram")  # type: ignore[no-untyped-call]
+    logged = board(events)
+    result = logged.Histograms("te.net.0/activation/exponent_histogram")
     assert [event.step for event in result] == [1, 2]
     assert result[0].histogram_value.num == 8 * 32
-    assert not [tag for tag in board.Tags()["scalars"] if "histogram" in tag]  # type: ignore[no-untyped-call]
+    assert not [tag for tag in logged.Tags()["scalars"] if "histogram" in tag]
 
 
 def test_an_integration_that_raises_is_reported_once_and_dropped(
@@ -161,3 +158,58 @@ def test_a_custom_callback_gets_statistics_once_it_is_registered(
     trainer(arguments(tmp_path, max_steps=2), registered, PrecisionDebugTrainerCallback(statistics())).train()
     assert all("te.net.0/activation/max" in names for names in registered.logs.values())
     assert all("loss" in names for names in registered.logs.values())
+
+
+# --- two processes as under torchrun, and under it
+
+
+SCRIPT = Path(__file__).with_name("ranks_script.py")
+
+
+def trained_on(folder: Path, rank: int) -> list[list[int]]:
+    return ast.literal_eval((folder / f"trained_on_{rank}.txt").read_text())
+
+
+@pytest.mark.processes
+def test_two_ranks_have_one_set_of_statistics(tmp_path: Path) -> None:
+    ended = launched(SCRIPT, [str(tmp_path), "unmodified"])
+    assert [rank.returncode for rank in ended] == [0, 0], [rank.stderr for rank in ended]
+    lines = logged_lines(tmp_path / "debug")
+    assert not log_of(tmp_path / "debug", 1).exists(), "the statistics are reduced, and rank 0 writes them"
+    assert len(lines) == 4 * 2 * 2 * 2
+    (events,) = tmp_path.rglob("events.out.tfevents*")
+    scalars = board_scalars(events)
+    batches = [trained_on(tmp_path, rank) for rank in (0, 1)]
+    epoch = [{index for batch in batches[rank][:4] for index in batch} for rank in (0, 1)]
+    assert len(epoch[0] | epoch[1]) == 64, "each rank has samples of its own"
+    for step in range(4):
+        indices = [index for rank in (0, 1) for batch in batches[rank][2 * step : 2 * step + 2] for index in batch]
+        seen = torch.stack([sample(index) for index in indices]).double()
+        assert lines["net.0_activation_max", step] == seen.max().item()
+        assert lines["net.0_activation_l1_norm", step] == pytest.approx(seen.abs().sum().item(), rel=1e-6)
+        assert scalars["te.net.0/activation/max"][step + 1] == seen.max().item()
+    assert sorted(scalars["te.net.0/activation/max"]) == sorted(scalars["train/loss"]) == [1, 2, 3, 4]
+
+
+@pytest.mark.processes
+def test_a_rank_that_raises_ends_both(tmp_path: Path) -> None:
+    """With our Trainer, whose session ends before the other rank knows."""
+    ended = launched(SCRIPT, [str(tmp_path), "ours", "0"])
+    assert all(rank.returncode != 0 for rank in ended)
+    assert "rank 0 has a bad batch" in ended[0].stderr
+    # What the rank had gathered is written, without a collective; the failed step's numbers are its own.
+    lines = largest_inputs(tmp_path / "debug")
+    assert sorted(lines) == [0, 1]
+    own = [sample(index).max().item() for batch in trained_on(tmp_path, 0)[2:4] for index in batch]
+    assert lines[1] == max(own)
+
+
+@pytest.mark.processes
+def test_an_overflow_of_one_rank_ends_both_in_the_same_step(tmp_path: Path) -> None:
+    ended = launched(SCRIPT, [str(tmp_path), "overflow"])
+    for rank, item in enumerate(ended):
+        assert item.returncode != 0
+        assert "ActivationOverflowError:" in item.stderr
+        assert "net.1: LayerNormLinear: input[0]" in item.stderr
+        assert len(trained_on(tmp_path, rank)) == 4, "both looked before the second step of the optimizer"
+        assert (tmp_path / f"finite_{rank}.txt").read_text() == "True"

@@ -72,7 +72,6 @@ class Spy:
         atexit.register(self._file.close)
 
     def install(self) -> None:
-        """Put the spy at the extension's entries and at torch's global hooks, for the rest of the process."""
         extension: Any = importlib.import_module("transformer_engine_torch")  # the reference backend's
         extension.quantize = self._quantizing(extension.quantize)
         extension.bgrad_quantize = self._quantizing(extension.bgrad_quantize)
@@ -84,7 +83,6 @@ class Spy:
         torch.autograd.backward = self._backward(torch.autograd.backward)
 
     def note(self, kind: str, **values: Any) -> None:
-        """Write a line."""
         self._file.write(json.dumps({"kind": kind, "step": self.step, **values}) + "\n")
         self._file.flush()
 

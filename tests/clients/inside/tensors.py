@@ -62,7 +62,6 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def codes(tensor: Any) -> Iterator[torch.Tensor]:
-    """The tensors of codes that a quantized tensor holds."""
     for name in CODES:
         part = getattr(tensor, name, None)
         if part is not None and part.numel():
@@ -122,7 +121,6 @@ def scales_of_blocks(tensor: Any, *, rowwise: bool) -> torch.Tensor | None:
 
 
 def kind_of(tensor: Any) -> str:
-    """Type of a plain tensor; class and code format of a quantized one."""
     if not is_quantized(tensor):
         return str(tensor.dtype).removeprefix("torch.")
     name = type(tensor).__name__.removesuffix("Storage").removesuffix("Tensor")
@@ -131,7 +129,6 @@ def kind_of(tensor: Any) -> str:
 
 
 def content(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor, row by row."""
     flat = tensor.detach().contiguous().view(-1)
     return array_of(flat.view(torch.uint8)).tobytes() if flat.numel() else b""
 
@@ -142,7 +139,6 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """A hash of types, numbers of columns and bytes."""
     result = hashlib.sha256()
     for tensor in tensors:
         result.update(f"{tensor.dtype} {tensor.numel()} {tensor.shape[-1] if tensor.ndim else 1};".encode())

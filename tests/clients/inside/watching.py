@@ -43,7 +43,6 @@ class Loop:
         self._stop: Stop | None = None
 
     def install(self) -> None:
-        """Observe trained models for the rest of the process."""
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave, always_call=True)
         register_optimizer_step_post_hook(self._stepped)
@@ -75,14 +74,9 @@ class Loop:
 
 
 def has_layers(model: torch.nn.Module) -> bool:
-    """Return whether any module is one of Transformer Engine's, or derived from it."""
     return any(
         base.__module__.startswith("transformer_engine") for module in model.modules() for base in type(module).__mro__
     )
-
-
-def _session(config: Path, folder: Path) -> None:
-    _sessions(config, folder).install()
 
 
 def _megatron(config: Path, folder: Path) -> None:
@@ -176,7 +170,7 @@ def _transformers(config: Path, folder: Path) -> None:
 
 
 WATCH: dict[str, Callable[[Path, Path], None]] = {
-    "session": _session,
+    "session": lambda config, folder: _sessions(config, folder).install(),
     "megatron": _megatron,
     "accelerate": _accelerate,
     "lightning": _lightning,
