@@ -95,8 +95,6 @@ def pytest_sessionfinish() -> None:
 
 
 class Keeper:
-    """A sink that keeps all that it is given."""
-
     def __init__(self) -> None:
         self.runs: list[RunInfo] = []
         self.steps: list[StepRecords] = []
@@ -146,7 +144,6 @@ def fresh_accelerate_state() -> Iterator[None]:
 
 @pytest.fixture
 def any_gpu() -> Iterator[None]:
-    """Let the reference backend emulate any GPU."""
     from tests.capability import any_capability
 
     with any_capability():
@@ -217,7 +214,6 @@ def _target(descriptor: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Every test leaves the process as it found it."""
     # The first import of these is not a change that a session makes.
     import transformer_engine.debug.features.api  # noqa: F401
     from transformer_engine.pytorch import distributed
@@ -255,7 +251,6 @@ def second_thread() -> Iterator[None]:
 
 
 def statistics(*, tensors: list[str] | None = None, layers: list[str] | None = None, **options: Any) -> dict[str, Any]:
-    """A config that logs statistics."""
     return {
         "stats": {
             "enabled": True,
@@ -274,7 +269,6 @@ def statistics(*, tensors: list[str] | None = None, layers: list[str] | None = N
 
 
 def feature(name: str, layers: list[str], **options: Any) -> dict[str, Any]:
-    """A section with one feature."""
     return {
         "enabled": True,
         "layers": {"layer_types": layers},

@@ -7,8 +7,6 @@ import torch
 
 
 class Function(torch.nn.Module):
-    """A function as a module, with the modules and parameters that it uses."""
-
     def __init__(self, function: Callable[..., Any], **parts: torch.nn.Module | torch.nn.Parameter) -> None:
         super().__init__()
         self.function = function

@@ -19,7 +19,6 @@ from public_names import PACKAGE, public_names  # noqa: E402
 
 
 def listed() -> str:
-    """Return the list: module and name, with the parameters of callables."""
     lines = []
     homes: dict[int, str] = {}
     for module, names in sorted(public_names(ROOT).items(), reverse=True):
@@ -74,7 +73,6 @@ def _documented(value: type) -> list[str]:
 
 
 def _parameters(value: Any) -> str:
-    """The names of parameters, with ``=`` where they have a default."""
     shown = []
     keyword_only = False
     for parameter in inspect.signature(value).parameters.values():

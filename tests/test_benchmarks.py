@@ -22,15 +22,14 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def cases_of(script: str, *arguments: str, names: str = "case") -> dict[Any, dict[str, Any]]:
-    """The JSON of a benchmark: name of a case -> its numbers."""
     return {case[names]: case for case in json.loads(called([str(BENCHMARKS / script), "--json", *arguments]))}
 
 
 def called(command: list[str]) -> str:
     # torch.compile does nothing here: compiling Transformer Engine's functions takes longer than all the rest.
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    program = executable(whole=True)
-    done = subprocess.run([program, *command], env=environment, capture_output=True, text=True, check=False)
+    command = [executable(whole=True), *command]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -92,7 +91,6 @@ NAMES = (
 
 
 def rows_of(found: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
-    """Check -> row; no two have the same name."""
     rows = [row for row in found["rows"] if row["part"] == part]
     assert len({row["check"] for row in rows}) == len(rows) > 0, part
     return {row["check"]: row for row in rows}
@@ -121,7 +119,6 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     )
     result = json.loads((tmp_path / "cpu.json").read_text())
     assert result["ok"] is True
-    assert sorted(result["parts"]) == sorted(parts)
     verdicts = {name: part["verdict"] for name, part in result["parts"].items()}
     assert verdicts == dict.fromkeys(parts, "passed") | {"capture": "cannot run here"}
     assert result["parts"]["capture"]["why"] == "needs a GPU"
@@ -130,8 +127,7 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert result["machine"]["versions"]["torch"]
     assert str(BENCHMARKS.parent) not in json.dumps(result), "it names no folder of this machine"
     kernels = rows_of(result, "kernels")
-    assert all(row["ok"] for row in kernels.values() if row["expected"])
-    assert all(row["value"] <= 1 for row in kernels.values() if row["expected"])
+    assert all(row["ok"] and row["value"] <= 1 for row in kernels.values() if row["expected"])
     dtypes = ("float32", "bfloat16", "float8_e4m3fn", "float16", "float8_e5m2")
     views = ("transposed", "rows in whole runs", "5 dimensions", "6 dimensions")
     assert {
@@ -153,8 +149,7 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
 
 def test_proof_names_a_planted_defect() -> None:
     options = ("--kinds", "not-fp8", "--draws", "1", "--blocks", "4", "--models", "llama")
-    ((kind, case),) = cases_of("proof/contest.py", *options, names="kind").items()
-    assert kind == "not-fp8"
+    case = cases_of("proof/contest.py", *options, names="kind")["not-fp8"]
     assert case["right"], case["first"]
     assert case["exact"]
     assert 0 <= case["delay"] <= 10
@@ -175,7 +170,7 @@ class Machine:
     """Its time passes only in calls. It changes its speed now and then by a half, and each call by some percent."""
 
     def __init__(self, clock: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-        self.now, self.calls = 0.0, 0
+        self.now = 0.0
         self._random, self._speed = random.Random(seed), 1.0
         for name in ("perf_counter", "process_time", "monotonic"):
             monkeypatch.setattr(clock.time, name, lambda: self.now)
@@ -185,7 +180,6 @@ class Machine:
         def call() -> None:
             if self._random.random() < 0.05:
                 self._speed = self._random.choice([1.0, 1.5])
-            self.calls += 1
             self.now += seconds * self._speed * self._random.lognormvariate(0.0, 0.03)
 
         return lambda: contextlib.nullcontext(call)

@@ -37,7 +37,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def lost() -> Exception:
-    """The error that torch raises for an assertion in a kernel."""
     return torch.AcceleratorError(ASSERTED)
 
 
@@ -64,10 +63,10 @@ def test_a_lost_gpu_is_reported_once(cuda: Callable[..., None], caplog: pytest.L
         for doing in ("observing", "reading the statistics of", "observing"):
             failures.report(doing, "fc1 activation", lost())
         failures.summarize()
-    (record,) = caplog.records
-    assert "AcceleratorError: CUDA error: device-side assert triggered)" in record.getMessage()
-    assert "CUDA_LAUNCH_BLOCKING=1" in record.getMessage()
-    assert "Precision debugging failed" not in caplog.text
+    (message,) = caplog.messages
+    assert "AcceleratorError: CUDA error: device-side assert triggered)" in message
+    assert "CUDA_LAUNCH_BLOCKING=1" in message
+    assert "Precision debugging failed" not in message
     assert stated == []
     error = lost()
     with pytest.raises(torch.AcceleratorError) as raised:
@@ -119,15 +118,14 @@ def test_overflow_detection_rests_in_a_capture(cuda: Callable[..., None], monkey
     """A warm-up has left something to look at, and the optimizer's step is captured."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    reads: list[torch.Tensor] = []
-    to_host = extreme_slots.to_host
-    monkeypatch.setattr(extreme_slots, "to_host", lambda rows: reads.append(rows) or to_host(rows))
+    reads = mock.Mock(side_effect=extreme_slots.to_host)
+    monkeypatch.setattr(extreme_slots, "to_host", reads)
     with DebugActivationOverflow(model):
         model(torch.full((2, 4), torch.inf)).sum().backward()
         cuda(capturing=True)
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        assert reads == []
+        assert not reads.called
         cuda()
         with pytest.raises(ActivationOverflowError):
             optimizer.step()
@@ -138,9 +136,7 @@ def test_a_step_in_a_capture_warns_and_collects_nothing(
 ) -> None:
     with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path) as session:
         cuda(capturing=True)
-        for _ in range(2):
-            assert session.step() is None
-        assert session.iteration == 0
+        assert [session.step(), session.step(), session.iteration] == [None, None, 0]
         cuda()
         session.step()
         assert session.iteration == 1
@@ -158,7 +154,6 @@ def test_scalars_of_users_features_are_read_behind_the_streams_that_made_them(
     monkeypatch.setattr(scalars, "current_stream", lambda device: next(streams))
     monkeypatch.setattr(scalars, "follow", lambda stream, tensors: log.append((stream, list(map(float, tensors)))))
     with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path) as session:
-        assert session._run is not None
         for number in (1.0, 2.0):
             session._run._scalars.add("layer_activation_mine", torch.tensor(number))
         records = session.step()

@@ -54,12 +54,10 @@ def test_the_hash_of_a_large_tensor_does_not_depend_on_its_pieces(monkeypatch: p
 
 def test_the_hash_depends_on_content_order_and_length() -> None:
     data = torch.arange(64, dtype=torch.float32)
-    other = data.clone()
-    other[17] = -17.0
+    other = torch.where(data == 17, -data, data)
     alike = [data, other, data.flip(0), data[:-1], torch.cat([data, torch.zeros(1)])]
     assert len({content_hash(tensor) for tensor in alike}) == len(alike)
-    signs = data.clone()
-    signs[[17, 33]] *= -1
+    signs = torch.where((data == 17) | (data == 33), -data, data)
     assert content_hash(signs) != content_hash(data), "two signs do not cancel"
     assert content_hash(data, other) != content_hash(other, data)
     assert content_hash(data.reshape(8, 8).t().contiguous().t()) == content_hash(data), "memory does not matter"
@@ -95,7 +93,6 @@ def test_each_rank_reads_its_own_file_or_that_of_rank_0(tmp_path: Path) -> None:
     ranks = [fingerprint(layer("a"), rank=0), fingerprint(layer("b"), rank=1)]
     for rank in ranks:
         write(rank, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(file_name, range(2)))
     assert [read(tmp_path, 1), read(tmp_path, 5), read(tmp_path / "nowhere", 0)] == [ranks[1], ranks[0], None]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.attention import varlen  # noqa: F401  # registers operators
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,8 +22,6 @@ from te_precision_callbacks.coverage.matrix_products import (
 
 
 class Products(TorchDispatchMode):
-    """The products of all operators that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[MatrixProduct] = []
@@ -79,13 +78,13 @@ def test_a_convolution_in_groups() -> None:
     """By its definition: each of the results is a sum over a kernel and the channels of its group."""
     results, kernel, channels = 2 * 6 * 7 * 7, 3 * 3, 4 // 2
     products, _ = run(lambda: functional.conv2d(ones(2, 4, 9, 9), ones(6, 2, 3, 3), groups=2))
-    assert [macs_of(product) for product in products] == 3 * [results * kernel * channels]
-    assert [product.role for product in products] == ["fprop", "dgrad", "wgrad"]
+    assert [(product.role, macs_of(product)) for product in products] == [
+        (gemm, results * kernel * channels) for gemm in ("fprop", "dgrad", "wgrad")
+    ]
 
 
 def test_a_frozen_weight_has_no_wgrad() -> None:
-    frozen = torch.ones(6, 4, 3, 3)
-    products, _ = run(lambda: functional.conv2d(ones(2, 4, 9, 9), frozen))
+    products, _ = run(lambda: functional.conv2d(ones(2, 4, 9, 9), torch.ones(6, 4, 3, 3)))
     assert [product.role for product in products] == ["fprop", "dgrad"]
 
 
@@ -138,39 +137,32 @@ def test_the_share_of_a_mask_of_fused_attention(name: str, more: tuple[Any, ...]
 
 
 def test_attention_over_sequences_of_different_lengths() -> None:
-    query, bounds = torch.zeros(1, 9, 3, 8), torch.tensor([0, 4, 9])
-    given = (query, query, query, None, bounds, torch.tensor([0, 3, 9]), 5, 5, 0.0, 0)
-    products = products_of("aten::_efficient_attention_forward", given, query)
-    results = [sequence.sizes for product in products for sequence in product.sequences or ()]
+    query, bounds = torch.zeros(1, 9, 3, 8), (torch.tensor([0, 4, 9]), torch.tensor([0, 3, 9]))
+    forward = products_of(
+        "aten::_efficient_attention_forward", (query, query, query, None, *bounds, 5, 5, 0.0, 0), query
+    )
+    results = [sequence.sizes for product in forward for sequence in product.sequences or ()]
     assert results == [(4, 3, 8, 3), (5, 6, 8, 3), (4, 8, 3, 3), (5, 8, 6, 3)]
-
-
-def test_the_backward_of_attention_over_sequences_of_different_lengths() -> None:
-    query, bounds = torch.zeros(1, 9, 3, 8), torch.tensor([0, 4, 9])
-    given = (query, query, query, query, None, query, bounds, torch.tensor([0, 3, 9]))
-    products = products_of("aten::_efficient_attention_backward", given, None)
-    of_first = [product.sequences[0].sizes for product in products if product.sequences]
+    given = (query, query, query, query, None, query, *bounds)
+    backward = products_of("aten::_efficient_attention_backward", given, None)
+    of_first = [product.sequences[0].sizes for product in backward if product.sequences]
     assert of_first == [(4, 3, 8, 3), (3, 8, 4, 3), (4, 8, 3, 3), (3, 8, 4, 3)]
 
 
 def test_operators_without_products() -> None:
     assert not is_product("aten::mul")
     assert products_of("aten::mul", (ones(2, 2), ones(2, 2)), ones(2, 2)) == []
-    [lookup] = products_of("aten::embedding", (zeros(9, 4), torch.zeros(2, 3, dtype=torch.int64)), None)
+    [lookup] = products_of("aten::embedding", (torch.zeros(9, 4), torch.zeros(2, 3, dtype=torch.int64)), None)
     assert (lookup.role, macs_of(lookup), lookup.n, lookup.m) == ("lookup", 0, 6, 4)
 
 
 SQUARE = torch.ones(4, 4)
 
-ABSENT = {"aten::_scaled_addmm", "aten::_scaled_addmm_"}  # of torch 2.15
-"""Operators that are counted, and may be missing in a torch."""
+ABSENT = {"aten::_scaled_addmm", "aten::_scaled_addmm_"}  # are counted, of torch 2.15, and may be missing in a torch
 
 
 def test_the_operators_that_are_counted_have_these_names() -> None:
     """Those of torch; flash-attn's are not installed."""
-    import torch.nn.attention.varlen
-
-    assert torch.nn.attention.varlen
     names = {schema.name for schema in torch._C._jit_get_all_schemas()}
     higher = {f"higher_order::{name}" for name in dir(torch.ops.higher_order)}
     counted = {name for name in matrix_products._OPERATORS if not name.startswith("flash_attn")}
@@ -201,37 +193,36 @@ def test_why_an_operator_is_not_counted(operator: str, arguments: tuple[Any, ...
     assert operator == "aten::mm" or products_of(operator, arguments, SQUARE) == []
 
 
-def zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape)
-
-
 SIZES: dict[str, Callable[[], tuple[str, tuple[Any, ...], Any, int]]] = {
-    "vector": lambda: ("aten::mv", (zeros(5, 7), zeros(7)), None, 5 * 7),
-    "rows in groups": lambda: ("aten::_grouped_mm", (zeros(10, 4), zeros(3, 4, 6)), None, 10 * 4 * 6),
-    "sums in groups": lambda: ("aten::_grouped_mm", (zeros(4, 10), zeros(10, 6)), None, 4 * 10 * 6),
-    "a matrix for each": lambda: ("aten::_grouped_mm", (zeros(3, 5, 4), zeros(3, 4, 6)), None, 3 * 5 * 4 * 6),
-    "_scaled_mm_v2": lambda: ("aten::_scaled_mm_v2", (zeros(5, 7), zeros(7, 3), [], []), None, 5 * 7 * 3),
+    "vector": lambda: ("aten::mv", (torch.zeros(5, 7), torch.zeros(7)), None, 5 * 7),
+    "rows in groups": lambda: ("aten::_grouped_mm", (torch.zeros(10, 4), torch.zeros(3, 4, 6)), None, 10 * 4 * 6),
+    "sums in groups": lambda: ("aten::_grouped_mm", (torch.zeros(4, 10), torch.zeros(10, 6)), None, 4 * 10 * 6),
+    "a matrix for each": lambda: (
+        "aten::_grouped_mm", (torch.zeros(3, 5, 4), torch.zeros(3, 4, 6)), None, 3 * 5 * 4 * 6
+    ),
+    "_scaled_mm_v2": lambda: ("aten::_scaled_mm_v2", (torch.zeros(5, 7), torch.zeros(7, 3), [], []), None, 5 * 7 * 3),
     "_scaled_grouped_mm_v2": lambda: (
-        "aten::_scaled_grouped_mm_v2", (zeros(10, 4), zeros(3, 4, 6), [], []), None, 10 * 4 * 6
+        "aten::_scaled_grouped_mm_v2", (torch.zeros(10, 4), torch.zeros(3, 4, 6), [], []), None, 10 * 4 * 6
     ),
     "flash-attn 3": lambda: (
-        "flash_attn_3::_flash_attn_forward", (*[zeros(2, 5, 3, 8)] * 3, None), None, 2 * 2 * 3 * 5 * 5 * 8
+        "flash_attn_3::_flash_attn_forward", (*[torch.zeros(2, 5, 3, 8)] * 3, None), None, 2 * 2 * 3 * 5 * 5 * 8
     ),
     "torch's varlen": lambda: (
         "torch_attn::_varlen_attn",
-        (*[zeros(9, 3, 8)] * 3, torch.tensor([0, 4, 9]), torch.tensor([0, 4, 9]), 5, 5),
+        (*[torch.zeros(9, 3, 8)] * 3, torch.tensor([0, 4, 9]), torch.tensor([0, 4, 9]), 5, 5),
         None,
         2 * (16 + 25) * 3 * 8,
     ),
     "torch's varlen, backward": lambda: (
         "torch_attn::_varlen_attn_backward",
-        (*[zeros(9, 3, 8)] * 5, None, torch.tensor([0, 4, 9]), torch.tensor([0, 4, 9]), 5, 5),
+        (*[torch.zeros(9, 3, 8)] * 5, None, torch.tensor([0, 4, 9]), torch.tensor([0, 4, 9]), 5, 5),
         None,
         4 * (16 + 25) * 3 * 8,
     ),
 }  # fmt: skip
 
 
+# Operator -> its arguments behind query, key and value, with a causal mask.
 CAUSAL: dict[str, tuple[Any, ...]] = {
     "flash_attn::_flash_attn_forward": (0.0, 1.0, True, -1, -1, 0.0),
     "flash_attn::_flash_attn_varlen_forward": (None, None, 16, 16, 0.0, 1.0, True, -1, -1),
@@ -242,12 +233,11 @@ CAUSAL: dict[str, tuple[Any, ...]] = {
     "torch_attn::_varlen_attn": (None, None, 16, 16, True),
     "aten::_scaled_dot_product_flash_attention": (0.0, True),
 }
-"""Operator -> its arguments behind query, key and value, with a causal mask."""
 
 
 @pytest.mark.parametrize("operator", CAUSAL)
 def test_the_share_of_a_causal_mask_is_that_of_torchs_attention(operator: str) -> None:
-    tensors = [zeros(2, 3, 16, 8) if operator.startswith("aten::_scaled") else zeros(2, 16, 3, 8)] * 3
+    tensors = [torch.zeros(2, 3, 16, 8) if operator.startswith("aten::_scaled") else torch.zeros(2, 16, 3, 8)] * 3
     products = products_of(operator, (*tensors, *CAUSAL[operator]), None)
     assert [product.mask_share for product in products] == [17 / 32] * 2
     arguments = [False if item is True else 0 if item == 1 and isinstance(item, int) else item
@@ -256,7 +246,7 @@ def test_the_share_of_a_causal_mask_is_that_of_torchs_attention(operator: str) -
 
 
 def test_the_share_of_a_sliding_window_is_unknown() -> None:
-    given = (*[zeros(2, 16, 3, 8)] * 3, 0.0, 1.0, True, 4, 0, 0.0)
+    given = (*[torch.zeros(2, 16, 3, 8)] * 3, 0.0, 1.0, True, 4, 0, 0.0)
     assert [item.mask_share for item in products_of("flash_attn::_flash_attn_forward", given, None)] == [None] * 2
 
 

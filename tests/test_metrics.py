@@ -1,6 +1,5 @@
 """Metrics of a trainer's loggers: selection, names, and the worst values."""
 
-import itertools
 import math
 import random
 from collections.abc import Iterable
@@ -11,25 +10,24 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks import InspectSession, PrecisionDebugError
+from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.sinks import LoggerSink, MetricSelection, Row, StepRecords, metric_name
 from te_precision_callbacks.sinks.metrics import LATER_PLACES, MOST_SERIES, PLACES, names_for_mlflow
 from te_precision_callbacks.sinks.worst import worst_of_all
 from te_precision_callbacks.statistics.series import family_of
 from tests.conftest import feature
 from tests.step_records import records_from_rows
+from tests.training import observed
 
 INF, NAN = math.inf, math.nan
 
 
 def step(iteration: int, rows: Iterable[tuple[str, str, float]], tensor: str = "activation") -> StepRecords:
-    """Layer, statistic and value."""
     made = [Row(layer, tensor, None, statistic, value) for layer, statistic, value in rows]
     return records_from_rows(iteration, iteration + 100, made)
 
 
 def of_layers(metrics: Iterable[str]) -> set[str]:
-    """The names of the series of layers."""
     return {name for name in metrics if name.startswith("te.")}
 
 
@@ -127,9 +125,8 @@ def test_above_the_limit_the_worst_are_logged(caplog: pytest.LogCaptureFixture) 
     select = MetricSelection()
     metrics = select(step(0, rows))
     assert len(of_layers(metrics)) == 3 * PLACES
-    assert "te.layer.0/activation/underflows%" in metrics, "what is not finite is the worst"
-    assert "te.layer.1499/activation/underflows%" in metrics
-    assert "te.layer.1450/activation/underflows%" not in metrics, "49 others beside the one that is not finite"
+    underflows = {number for number in range(1500) if f"te.layer.{number}/activation/underflows%" in metrics}
+    assert underflows == {0, *range(1500 - PLACES + 1, 1500)}, "what is not finite is the worst"
     assert "te.layer.1499/activation/min" in metrics, "the lowest minimum"
     assert "te.layer.0/activation/sqnr_db" in metrics, "the lowest ratio of signal to noise"
     assert metrics["te/all/activation/min/min"] == -1499.0
@@ -152,9 +149,8 @@ def test_a_series_has_no_gap_and_a_run_few_series() -> None:
         )
         for n in range(100)
     ]
-    assert all(before <= after for before, after in itertools.pairwise(steps)), "what is logged stays"
     assert len(steps[0]) == 4 * PLACES
-    assert len(steps[-1]) == 4 * PLACES
+    assert steps == [steps[0]] * 100, "what is logged stays"
 
 
 def test_a_layer_that_is_not_finite_joins_later() -> None:
@@ -176,10 +172,9 @@ def test_a_layer_that_is_not_finite_joins_later() -> None:
 def test_over_all_is_over_all_layers() -> None:
     """In a step in which only some are due, the median of those would be another number under the same name."""
     select = MetricSelection()
-    median = "te/all/activation/max/median"
-    assert select(step(0, [(f"l{k}", "max", float(k)) for k in range(5)]))[median] == 2.0
-    assert median not in select(step(1, [("l3", "max", 3.0), ("l4", "max", 4.0)]))
-    assert select(step(2, [(f"l{k}", "max", float(k)) for k in range(5)]))[median] == 2.0
+    rows = [(f"l{k}", "max", float(k)) for k in range(5)]
+    steps = [select(step(n, own)) for n, own in enumerate((rows, rows[3:], rows))]
+    assert [metrics.get("te/all/activation/max/median") for metrics in steps] == [2.0, None, 2.0]
     assert not [name for name in select(step(3, [("l0", "std", 1.0)])) if "/all/" in name], "one layer is not all"
 
 
@@ -221,8 +216,7 @@ def test_a_loop_of_ones_own_has_the_same_metrics(tmp_path: Path) -> None:
             super().__init__(MetricSelection())
             self.logged: dict[int, set[str]] = {}
 
-        def log(self, metrics: dict[str, float], histograms: object, step: int) -> None:
-            assert isinstance(histograms, dict)
+        def log(self, metrics: dict[str, float], histograms: Any, step: int) -> None:
             self.logged[step] = {*metrics, *histograms}
             assert all(len(counts) == 256 for counts in histograms.values())
 
@@ -230,10 +224,7 @@ def test_a_loop_of_ones_own_has_the_same_metrics(tmp_path: Path) -> None:
     stats = ["nonfinite_num", "exponent_histogram"]
     config = {"s": feature("LogTensorStats", ["all"], tensors=["activation"], stats=stats, freq=2)}
     model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    with InspectSession(config, model=model, log_dir=tmp_path, sinks=[board]) as session:
-        for _ in range(3):
-            model(torch.randn(16, 32)).sum().backward()
-            session.step()
+    observed(tmp_path, config, net=model, sinks=[board])
     assert sorted(board.logged) == [0, 2]
     assert board.logged[2] == {
         *(f"te.{layer}/activation/{statistic}" for layer in (0, 1) for statistic in stats),

@@ -1,10 +1,11 @@
-"""Installation and imports: the package from a wheel, quick imports, and errors of missing extras."""
+"""The package: installation, quick imports, errors of missing extras, and the steps of CONTRIBUTING.md in a copy."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -15,7 +16,9 @@ from setuptools import find_namespace_packages
 
 import te_precision_callbacks
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
+from tests.docs.pages import blocks
 from tests.forked import executable
+from tests.reference.processes import run
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,14 +36,8 @@ def python(code: str, folder: Path = ROOT.parent, *, fresh: bool = False) -> str
         fresh: whether no library may be imported before; without it, the process starts sooner.
     """
     environment = {key: value for key, value in os.environ.items() if key not in (ENVIRONMENT_VARIABLE, "PYTHONPATH")}
-    result = subprocess.run(
-        [sys.executable if fresh else executable(), "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        check=False,
-    )
+    command = [sys.executable if fresh else executable(), "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -79,9 +76,7 @@ try:
     from te_precision_callbacks import PrecisionDebugCallback
 except ImportError as error:
     print(isinstance(error, PrecisionDebugError), error)"""
-    text = python(code)
-    assert text.startswith("True")
-    assert "pip install -e '.[lightning]' in a checkout of te-precision-callbacks" in text
+    assert re.match(r"True.*pip install -e '.\[lightning\]' in a checkout of te-precision-callbacks", python(code))
 
 
 @pytest.mark.processes
@@ -167,7 +162,6 @@ def test_the_list_of_packages_is_complete() -> None:
 
 
 def built(kind: str, folder: Path) -> Path:
-    """A source distribution or a wheel, made as pip makes it, of a copy of this project."""
     made_here = shutil.ignore_patterns(".venv*", ".git", "build", "dist", "*_cache", "__pycache__", "*.egg-info")
     source = shutil.copytree(ROOT, folder / "source", ignore=made_here)
     code = f"import setuptools.build_meta as build; build.build_{kind}({str(folder)!r})"
@@ -184,9 +178,7 @@ def test_a_wheel_has_the_features_and_does_not_require_transformer_engine(tmp_pa
     here = re.compile(r"https://github\.com/[\w-]+/te-precision-callbacks/(?:blob|raw)/v[\d.]+/([^#]+)")
     results = [here.match(link) for link in links if "NVIDIA" not in link and not link.startswith("#")]
     assert len(results) > 20
-    assert all(link is not None and (ROOT / link[1]).is_file() for link in results), (
-        "an index page knows no relative links"
-    )
+    assert all(link and (ROOT / link[1]).is_file() for link in results), "an index page knows no relative links"
     needed = [Requirement(text) for text in Distribution.at(metadata).requires or ()]
     without_extra = {item.name for item in needed if item.marker is None or item.marker.evaluate({"extra": ""})}
     assert {"torch", "nvdlfw-inspect"} <= without_extra
@@ -207,3 +199,94 @@ site.addsitedir({str(tmp_path / "site")!r})
 import torch
 print("te_precision_callbacks.watch" in sys.modules)"""
     assert python(code, fresh=True) == "True\n", "a .pth file lets TE_PRECISION_WATCH reach any process"
+
+
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from te_precision_callbacks import InspectSession, reference
+from te_precision_callbacks.base.numerics.formats import E3M2
+from te_precision_callbacks.options import SessionOptions
+reference.install()
+import transformer_engine.pytorch as te
+
+{integration}
+
+class Loop:
+    folder = Path("logs")
+    step = 7
+
+class Kept:
+    rows = []
+    def start(self, run): pass
+    def write(self, records): self.rows += records
+    def close(self, error): pass
+
+config = {{"all": {{"enabled": True, "layers": {{"layer_types": ["linear"]}}, "transformer_engine": {{
+    "HighPrecisionWgrad": {{"enabled": True}},
+    "LogTensorStats": {{"enabled": True, "tensors": ["activation"], "stats": ["rms"], "freq": 1}},
+}}}}}}
+model, x, loop = te.Linear(32, 32), torch.randn(64, 32, requires_grad=True), Loop()
+debugger = LoopDebugger(model, config, sinks=[Kept()])
+debugger.on_train_start(loop)
+with te.autocast(enabled=True):
+    y = model(x)
+y.sum().backward()
+debugger.on_step_end(loop)
+debugger.on_end(loop)
+print({{found.gemm: sorted(set(found.operands.values())) for found in debugger.session.precision}})
+(row,) = Kept.rows
+torch.testing.assert_close(row.value, x.double().square().mean().sqrt().item(), rtol=1e-6, atol=0)
+print(row.statistic, E3M2.max, E3M2.min_subnormal, sys.modules["te_precision_callbacks"].__file__)
+"""
+
+
+def steps(heading: str) -> list[str]:
+    section = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [code for code in blocks("CONTRIBUTING.md", "python") if code.splitlines()[0] in section]
+
+
+def put(file: Path, before: str, text: str) -> None:
+    source = file.read_text()
+    assert source.count(before) == 1, f"{file.name} has no longer one {before!r}"
+    file.write_text(source.replace(before, text + before))
+
+
+@pytest.mark.processes
+def test_the_steps_of_the_page_work(tmp_path: Path) -> None:
+    for folder in ("te_precision_callbacks", "features"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.move(tmp_path / "features", tmp_path / "te_precision_callbacks" / "features")
+    package = tmp_path / "te_precision_callbacks"
+
+    (statistic,) = steps("A statistic")
+    put(package / "statistics" / "table.py", '    yield magnitude("l1_norm"', textwrap.indent(statistic, "    "))
+    feature, schema = steps("A feature")
+    (package / "features" / "high_precision_wgrad.py").write_text(feature)
+    put(package / "config" / "schemas.py", "FEATURES: Mapping", schema + "\n\n")
+    put(package / "config" / "schemas.py", "        DumpTensors,\n", "        HighPrecisionWgrad,\n")
+    (of_format,) = steps("A format")
+    put(package / "base" / "numerics" / "formats.py", "E2M1 = FloatFormat", of_format)
+    (integration,) = steps("An integration")
+
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(integration=integration))
+    # The copy, not the installed package.
+    done = run([executable(), str(script)], cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    operands, last = done.stdout.splitlines()[-2:]
+    assert operands == "{'fprop': ['FP8 E4M3'], 'dgrad': ['FP8 E4M3', 'FP8 E5M2'], 'wgrad': ['FP32']}"
+    # OCP Microscaling Formats (MX) Specification 1.0, table 1: the largest number and the smallest subnormal of E3M2.
+    assert last == f"rms 28.0 0.0625 {package / '__init__.py'}"
+
+
+def test_every_place_that_it_names_is_there() -> None:
+    named = re.findall(
+        r"(?:te_precision_callbacks|tests|docs|features|engine|statistics|\.github)/[\w/]+\.(?:py|md|yml)", TEXT
+    )
+    assert len(named) > 8
+    for path in set(named) - {"features/high_precision_wgrad.py"}:
+        assert any((base / path).exists() for base in (ROOT, ROOT / "te_precision_callbacks")), path

@@ -71,9 +71,7 @@ def test_a_rank_writes_its_local_values_only(tmp_path: Path) -> None:
 def test_rows_go_into_columns_and_come_back() -> None:
     rows = [Row("a", "activation", None, "max", 1.5), Row("b", "weight", "fprop", "min", -2.0)]
     step = records(*rows)
-    assert list(step) == rows
-    assert len(step) == 2
-    assert step.values.typecode == "d"
+    assert (list(step), len(step), step.values.typecode) == (rows, 2, "d")
 
 
 @pytest.mark.parametrize("value", [0.1, 3e-6, 1e-30, -4.25, 1e22, 130799.6953, math.inf, -math.inf, math.nan, 0.0])
@@ -82,11 +80,10 @@ def test_the_log_has_every_digit_and_no_exponent(tmp_path: Path, value: float) -
         log.write(records(Row("net.fc1", "activation", None, "max", value), Row("", "", None, "my_number", 2.0)))
     first, second = log_of(tmp_path, 2).read_text().splitlines()
     pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - (\S+) \t\t\t\t iteration=000003 \t\t\t\t value=(\S+)"
-    match = re.fullmatch(pattern, first)
-    assert match
-    assert match[1] == "net.fc1_activation_max"
-    assert "e" not in match[2].lower().replace("infinity", "")
-    assert float(match[2]) == value or (math.isnan(value) and math.isnan(float(match[2])))
+    name, number = re.fullmatch(pattern, first).groups()
+    assert name == "net.fc1_activation_max"
+    assert "e" not in number.lower().replace("infinity", "")
+    assert float(number) == pytest.approx(value, rel=0, abs=0, nan_ok=True)
     assert "my_number" in second
 
 
@@ -104,10 +101,7 @@ def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog:
     with claim(path) as first, claim(path) as second:
         first.write(b"first")
         second.write(b"second")
-    assert {kept.name: kept.read_text() for kept in tmp_path.iterdir()} == {
-        "rank-0.log": "first",
-        "rank-0.log.1": "second",
-    }
+    assert [path.read_text(), path.with_name("rank-0.log.1").read_text()] == ["first", "second"]
     assert caplog.messages == [f"Another process is writing {path}; this process writes rank-0.log.1 instead."]
 
 
@@ -143,7 +137,6 @@ def test_a_step_is_in_the_log_soon_without_anybody_closing_it(tmp_path: Path, mo
         for iteration in range(3):
             log.write(records(Row("a", "activation", None, "max", 1.0), iteration=iteration))
             wait_until(lambda written=iteration + 1: len(lines(tmp_path)) == written)
-    assert len(lines(tmp_path)) == 3
 
 
 def test_a_slow_disk_drops_steps_and_reports_their_number(
@@ -152,8 +145,7 @@ def test_a_slow_disk_drops_steps_and_reports_their_number(
     """The training's thread does not wait: the disk takes nothing before all steps were handed over."""
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
     monkeypatch.setattr(statistics_log, "MOST_WAITING", 10)
-    may_write = threading.Event()
-    append = LogFile.append
+    may_write, append = threading.Event(), LogFile.append
 
     def slow(file: LogFile, text: str) -> None:
         may_write.wait(10)
@@ -189,8 +181,7 @@ def test_a_log_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with log_in(tmp_path, limit=20_000) as log:
         for iteration in range(300):
             log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 7, iteration=iteration))
-    path = log_of(tmp_path, 0)
-    assert [path] == list(path.parent.iterdir())
+    (path,) = log_of(tmp_path, 0).parent.iterdir()
     content = path.read_text()
     assert 19_000 < len(content) <= 20_000
     assert content.endswith("\n")

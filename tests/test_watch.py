@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import types
@@ -15,18 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.diagnosis import diagnose
-from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.watch import BACKWARDS, ScriptWatch, read_options
 from tests.forked import executable
+from tests.reference.processes import run
 
 STEPS = 6
-ROOT = Path(__file__).parent.parent
 
 
 class Model(torch.nn.Module):
@@ -36,8 +36,7 @@ class Model(torch.nn.Module):
         self.first, self.last = te.Linear(16, 32), te.Linear(32, 16)
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(torch.nn.functional.gelu(self.first(tensor)))
-        return result
+        return self.last(torch.nn.functional.gelu(self.first(tensor)))
 
 
 def batch(step: int) -> torch.Tensor:
@@ -46,12 +45,10 @@ def batch(step: int) -> torch.Tensor:
 
 def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
     with te.autocast():
-        loss: torch.Tensor = (model(batch(step)) - batch(step)).pow(2).mean()
-    return loss
+        return (model(batch(step)) - batch(step)).pow(2).mean()
 
 
 def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, micro_batches: int = 1) -> list[float]:
-    """Train; the mean loss of each step."""
     losses = []
     for step in range(STEPS):
         losses.append(0.0)
@@ -83,11 +80,6 @@ def watched(folder: Path, **options: Any) -> Iterator[ScriptWatch]:
         watch.stop()
 
 
-def steps_of(watch: ScriptWatch) -> int:
-    assert watch.session is not None
-    return watch.session.iteration
-
-
 def losses_of(folder: Path) -> list[float]:
     return list(open_run(folder).metrics["loss"].values)
 
@@ -101,7 +93,7 @@ def test_model_step_and_loss_are_found(tmp_path: Path, micro_batches: int) -> No
     expected = train(plain, sgd(plain), micro_batches=micro_batches)
     with watched(tmp_path) as watch:
         assert train(model, sgd(model), micro_batches=micro_batches) == expected
-        assert steps_of(watch) == STEPS
+        assert watch.session.iteration == STEPS
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert losses_of(tmp_path) == pytest.approx(expected, rel=1e-6)
     run = open_run(tmp_path)
@@ -127,7 +119,7 @@ def test_optimizers_of_a_model_step_it_once(tmp_path: Path, kind: str) -> None:
         elif kind == "one that never steps":
             unused.append(sgd(model))
         train(model, *(by_matrices_and_vectors(model) if kind == "two optimizers" else [sgd(model)]))
-        assert steps_of(watch) == STEPS
+        assert watch.session.iteration == STEPS
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -138,7 +130,7 @@ def test_a_compiled_model(tmp_path: Path, in_place: bool) -> None:
     called = model if in_place else torch.compile(model, backend="eager", fullgraph=True)
     with watched(tmp_path) as watch:
         train(called, sgd(model))  # type: ignore[arg-type]
-        assert steps_of(watch) == STEPS
+        assert watch.session.iteration == STEPS
 
 
 def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
@@ -154,14 +146,13 @@ def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
                 (-critic(generator(batch(step))).mean()).backward()
             both[0].step()
             generator.zero_grad()
-        assert steps_of(watch) == STEPS
+        assert watch.session.iteration == STEPS
     assert sorted(open_run(tmp_path).ordered_layers) == ["first", "last", "model1.first", "model1.last"]
 
 
 def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
-    model = Model()
+    model, losses = Model(), []
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    losses = []
     with watched(tmp_path) as watch:
         for step in range(STEPS):
             loss = loss_of(model, step)
@@ -172,28 +163,26 @@ def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        assert steps_of(watch) == STEPS
+        assert watch.session.iteration == STEPS
     assert losses_of(tmp_path) == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_backward_of_the_engine_itself(tmp_path: Path) -> None:
     """Megatron's pipeline schedules free the memory of each output, then call the engine without torch.autograd."""
-    model = Model()
+    model, expected = Model(), []
     optimizer = sgd(model)
-    expected = []
     with watched(tmp_path) as watch:
         for step in range(STEPS):
             loss = loss_of(model, step)
             expected.append(loss.item())
-            gradient = torch.ones_like(loss)
             if step % 2:
                 watch._before_freeing(loss)
             if step != 2:
                 loss.data = torch.full((1,), 99.0)
-            run_engine(loss, gradient)
+            run_engine(loss, torch.tensor(1.0))
             optimizer.step()
             optimizer.zero_grad()
-        assert steps_of(watch) == STEPS
+        assert watch.session.iteration == STEPS
     series = open_run(tmp_path).metrics["loss"]
     assert dict(zip(series.iterations, series.values, strict=True)) == pytest.approx(
         {step: expected[step] for step in (1, 2, 3, 5)}, rel=1e-6
@@ -201,8 +190,7 @@ def test_a_backward_of_the_engine_itself(tmp_path: Path) -> None:
 
 
 def run_engine(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-    engine.run_backward(
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
         tensors=(output,),
         grad_tensors=(gradient,),
         keep_graph=False,
@@ -217,24 +205,19 @@ def run_engine(output: torch.Tensor, gradient: torch.Tensor) -> None:
 def test_the_stages_of_a_pipeline_attach_before_its_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    model = Model()
-    attached = []
+    model, attached = Model(), []
 
-    def run(step: int) -> None:
+    def train_step(step: int) -> None:
         attached.append(watch.session is not None)  # a rank would wait here for the stage before
         loss_of(model, step).backward()
 
-    schedules: Any
     if kind == "megatron":
         schedules = types.ModuleType("schedules")
-        schedules.forward_backward_pipelining = lambda *, model, step, forward_only=False: run(step)
+        schedules.forward_backward_pipelining = lambda *, model, step, forward_only=False: train_step(step)
         monkeypatch.setitem(sys.modules, "megatron.core.pipeline_parallel.schedules", schedules)
     else:
-        from torch.distributed.pipelining import schedules
-
-        single = schedules.PipelineScheduleSingle
-        monkeypatch.setattr(single, "step", lambda self, step: run(step))
-        schedule: Any = object.__new__(type("Schedule", (single,), {"_step_microbatches": None}))
+        monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self, step: train_step(step))
+        schedule: Any = object.__new__(type("Schedule", (PipelineScheduleSingle,), {"_step_microbatches": None}))
         schedule._stage = types.SimpleNamespace(submod=model)
     with watched(tmp_path) as watch:
         optimizer = sgd(model)
@@ -247,14 +230,11 @@ def test_the_stages_of_a_pipeline_attach_before_its_schedule(
                 schedule.step(step)
             optimizer.step()
             optimizer.zero_grad()
-        assert watch.session is not None
     assert attached[-STEPS:] == [True] * STEPS
 
 
 def test_the_inference_of_shapes_in_a_pipeline_is_not_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.distributed.pipelining runs the stages once on uninitialized memory, here of nan."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
-
     empty = torch.empty_strided
     monkeypatch.setattr(torch, "empty_strided", lambda *size, **keywords: empty(*size, **keywords).fill_(torch.nan))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -264,14 +244,13 @@ def test_the_inference_of_shapes_in_a_pipeline_is_not_observed(tmp_path: Path, m
         stages = [PipelineStage(model, index, 2, torch.device("cpu")) for index, model in enumerate(models)]
         schedule = ScheduleInterleaved1F1B(stages, 2, loss_fn=torch.nn.functional.mse_loss)
         known = []
-        with watched(tmp_path) as watch:
+        with watched(tmp_path):
             for step in range(2):
                 losses: list[torch.Tensor] = []
                 schedule.step(batch(step), target=batch(step), losses=losses)
                 known.append(torch.stack(losses).mean().item())
                 optimizer.step()
                 optimizer.zero_grad()
-            assert watch.session is not None
         assert losses_of(tmp_path) == pytest.approx(known)
         assert not [finding for finding in diagnose(open_run(tmp_path)).findings if finding.rule == "nonfinite"]
     finally:
@@ -288,9 +267,8 @@ def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -
                 output = model(batch(step))
             penalty = output.pow(2).mean()
             torch.autograd.grad(penalty, output, retain_graph=True)
-            gradient = torch.ones_like(output)
             output.data = torch.full((1,), 99.0)
-            run_engine(output, gradient)
+            run_engine(output, torch.ones(32, 16))
             optimizer.step()
     assert "loss" not in open_run(tmp_path).metrics
     assert torch.autograd.Variable._execution_engine is engine  # type: ignore[attr-defined]
@@ -309,8 +287,7 @@ def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_run_ends_before_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    running = []
+    model, running = Model(), []
     monkeypatch.setattr(
         torch.distributed, "destroy_process_group", lambda *_: running.append(watch.session is not None)
     )
@@ -423,11 +400,7 @@ if sys.argv[1] == "leaves":
 
 def call(folder: Path, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TE_PRECISION_QUIET": "0", **variables}
-    environment.pop(inherited.ENVIRONMENT_VARIABLE, None)
-    return subprocess.run(
-        [executable(), *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return run([executable(), *command], cwd=folder, TE_PRECISION_QUIET="0", **variables)
 
 
 RUN = ["-m", "te_precision_callbacks", "run"]

@@ -40,7 +40,6 @@ def observed(
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for another thread or process."""
     until = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < until, "nothing has happened"

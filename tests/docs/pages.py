@@ -24,7 +24,7 @@ PAGES = {
 LANGUAGES = ("python", "yaml", "bash", "text")
 
 RUN_BY = {
-    ("CONTRIBUTING.md", "python", ""): "tests/test_contributing.py",
+    ("CONTRIBUTING.md", "python", ""): "tests/test_package.py",
     ("docs/accelerate.md", "python", ""): "tests/accelerate/test_page.py",
     ("docs/accelerate.md", "bash", ""): "tests/accelerate/test_page.py",
     ("docs/check.md", "python", ""): "tests/check/test_command.py",
@@ -55,7 +55,7 @@ RUN_BY = {
     ("docs/high-precision.md", "bash", ""): "tests/docs/test_task_pages.py",
     ("docs/high-precision.md", "python", ""): "tests/docs/test_task_pages.py",
     ("docs/high-precision.md", "yaml", ""): "tests/docs/test_task_pages.py",
-    ("docs/records.md", "python", ""): "tests/runs/test_page.py",
+    ("docs/records.md", "python", ""): "tests/runs/test_reading.py",
     ("docs/report.md", "python", ""): "tests/report/test_command.py",
     ("docs/report.md", "bash", "te-precision report"): "tests/report/test_command.py",
     ("docs/report.md", "bash", "te-precision show"): "tests/compare/test_command.py",

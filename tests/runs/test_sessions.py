@@ -26,11 +26,9 @@ from te_precision_callbacks.session import PrecisionContractError
 from te_precision_callbacks.sinks import writer_thread
 from tests.accelerate import loops
 from tests.conftest import Keeper, feature, statistics
-from tests.lightning.models import Plain, loader
-from tests.lightning.models import trainer as lightning_trainer
-from tests.runs.test_files import files_up_to
-from tests.transformers.models import Net, arguments
-from tests.transformers.models import trainer as hf_trainer
+from tests.full_disk import files_up_to
+from tests.lightning import models as lightning
+from tests.transformers import models as transformers
 
 
 def net() -> torch.nn.Module:
@@ -60,10 +58,9 @@ def test_a_session_that_records_nothing(tmp_path: Path, records: Any) -> None:
 
 
 def scalars(run: RecordedRun, name: str) -> dict[int, float]:
-    rows = run.scalars.to_pylist()
-    results = {row["iteration"]: row["value"] for row in rows if row["name"] == name}
-    assert len(results) == sum(row["name"] == name for row in rows), "each once"
-    return results
+    rows = [row for row in run.scalars.to_pylist() if row["name"] == name]
+    assert len({row["iteration"] for row in rows}) == len(rows), "each once"
+    return {row["iteration"]: row["value"] for row in rows}
 
 
 # ---------------------------------------------------------------------- statistics and facts
@@ -90,9 +87,8 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     assert by_gemm.keys() == {tuple(getattr(product, name) for name in sizes) for product in products}
     for product in products:
         row = by_gemm[tuple(getattr(product, name) for name in sizes)]
-        assert row["reason"] == (product.reason and product.reason.name)
         own = {item["tensor"]: item["format"] for item in operands if item["gemm_id"] == row["gemm_id"]}
-        assert own == product.operands
+        assert (row["reason"], own) == (product.reason and product.reason.name, product.operands)
     rows = {row["layer"]: row for row in run.layers.to_pylist()}
     for layer in layers:
         assert (rows[layer.name]["exec_fwd"], rows[layer.name]["class"]) == (layer.exec_fwd, layer.module_class)
@@ -113,10 +109,8 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
 
 
 def test_the_end_is_that_of_the_run(tmp_path: Path) -> None:
-    """Not of its last step with statistics."""
-    run = observed(tmp_path, statistics(freq=3), 6)
-    [ended] = [row for row in run.events.to_pylist() if row["kind"] == "segment_ended"]
-    assert ended["iteration"] == 5
+    events = observed(tmp_path, statistics(freq=3), 6).events.to_pylist()
+    assert [row["iteration"] for row in events if row["kind"] == "segment_ended"] == [5]
 
 
 def test_precision_that_changes_has_spans(tmp_path: Path) -> None:
@@ -188,10 +182,12 @@ def test_a_resumed_session_goes_on_in_its_run(tmp_path: Path) -> None:
 
 def test_a_trainer_without_a_step_left_makes_no_run(tmp_path: Path) -> None:
     """The Trainer logs the time and the mean loss of a training of no step, too."""
-    ended = arguments(tmp_path, max_steps=2, per_device_train_batch_size=32, save_strategy="steps", save_steps=2)
-    hf_trainer(ended).train()
+    ended = transformers.arguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=32, save_strategy="steps", save_steps=2
+    )
+    transformers.trainer(ended).train()
     callback = PrecisionDebugTrainerCallback(statistics(), log_dir=tmp_path)
-    hf_trainer(ended, callback).train(resume_from_checkpoint=True)
+    transformers.trainer(ended, callback).train(resume_from_checkpoint=True)
     assert callback.session.iteration == 2
     assert not list_runs(tmp_path)
 
@@ -211,10 +207,9 @@ def test_training_goes_on_with_a_full_disk_and_says_so_once(
             while session.iteration < 500 and not caplog.messages:
                 train(session, model, 1)
         train(session, model, 3)
-    said = [text for text in caplog.messages if "precision_records" in text]
-    assert len(said) == 1
-    assert "is no longer recorded; what was recorded remains readable" in said[0]
-    assert "Training goes on" in said[0]
+    (said,) = [text for text in caplog.messages if "precision_records" in text]
+    assert "is no longer recorded; what was recorded remains readable" in said
+    assert "Training goes on" in said
 
 
 @pytest.mark.processes
@@ -237,9 +232,7 @@ def test_a_process_that_is_forked_leaves_the_records_alone(tmp_path: Path) -> No
 # ---------------------------------------------------------------------- the trainer's own numbers
 
 
-class Logs(Plain):
-    """Logs a number in each step, one in each validation, and its loss to a list."""
-
+class Logs(lightning.Plain):
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
@@ -256,9 +249,9 @@ class Logs(Plain):
 
 def test_lightning(tmp_path: Path) -> None:
     module = Logs()
-    fit = lightning_trainer(tmp_path, callbacks=[PrecisionDebugCallback(statistics(), log_dir=tmp_path)],
+    fit = lightning.trainer(tmp_path, callbacks=[PrecisionDebugCallback(statistics(), log_dir=tmp_path)],
                             accumulate_grad_batches=2, val_check_interval=4)  # fmt: skip
-    fit.fit(module, loader(8), loader(2))
+    fit.fit(module, lightning.loader(8), lightning.loader(2))
     run = open_run(tmp_path)
     pairs = [sum(module.losses[first : first + 2]) / 2 for first in range(0, 8, 2)]
     assert scalars(run, "loss") == pytest.approx(dict(enumerate(pairs)))
@@ -271,7 +264,9 @@ def test_lightning(tmp_path: Path) -> None:
 
 def test_the_hugging_face_trainer(tmp_path: Path) -> None:
     callback = PrecisionDebugTrainerCallback(statistics())
-    made = hf_trainer(arguments(tmp_path, logging_steps=2, max_steps=4), callback, model=Net())
+    made = transformers.trainer(
+        transformers.arguments(tmp_path, logging_steps=2, max_steps=4), callback, model=transformers.Net()
+    )
     made.train()
     logged = {entry["step"]: entry for entry in made.state.log_history if "loss" in entry}
     assert set(logged) == {2, 4}
@@ -286,8 +281,7 @@ def test_the_hugging_face_trainer(tmp_path: Path) -> None:
 def test_accelerate(tmp_path: Path, after: bool) -> None:
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(project_dir=str(tmp_path)))
     model, optimizer, batches = loops.prepared(accelerator, loops.Plain(), batches=4)
-    losses = []
-    original = accelerator.log
+    losses, original = [], accelerator.log
     with PrecisionDebugger(accelerator, model, statistics()) as debugger:
         for count, batch in enumerate(batches, 1):
             loss = model(batch).pow(2).mean()
@@ -308,16 +302,14 @@ def test_accelerate(tmp_path: Path, after: bool) -> None:
 
 
 def test_a_resumed_fit_goes_on_in_its_run(tmp_path: Path) -> None:
-    """Through the checkpoint of Lightning."""
-
     def fit(batches: int, checkpoint: Path | None = None) -> L.Trainer:
-        made = lightning_trainer(
+        made = lightning.trainer(
             tmp_path,
             callbacks=[PrecisionDebugCallback(statistics(), log_dir=tmp_path)],
             max_steps=batches,
             max_epochs=-1,
         )
-        made.fit(Plain(), loader(8), ckpt_path=checkpoint)
+        made.fit(lightning.Plain(), lightning.loader(8), ckpt_path=checkpoint)
         return made
 
     fit(2).save_checkpoint(tmp_path / "last.ckpt")

@@ -84,13 +84,10 @@ def tell(file: Path, result: object) -> None:
 
 
 def macs_of(coverage: Coverage) -> dict[str, int]:
-    """Layer, GEMM and precision -> multiply-adds."""
-    rows = {f"{item.layer} {item.gemm} {item.precision}": item.macs for item in coverage if item.macs}
-    return dict(sorted(rows.items()))
+    return {f"{item.layer} {item.gemm} {item.precision}": item.macs for item in coverage if item.macs}
 
 
 def coverage(rank: int, folder: Path) -> None:
-    """Two stages of other sizes at one path, the second one in high precision."""
     net = torch.nn.ModuleList([te.Linear(32, 32 + 32 * rank)])
     with InspectSession(statistics(), model=net, log_dir=folder, scope=f"pp{rank}") as session:
         list(loop(session, net[0], 2, fp8=lambda _: rank == 0))
@@ -99,19 +96,17 @@ def coverage(rank: int, folder: Path) -> None:
 
 
 def uneven(rank: int, folder: Path) -> None:
-    """Batches of other sizes on each rank, judged by a contract that does not hold."""
     net = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
     try:
         with InspectSession(statistics(), model=net, log_dir=folder, require="fp8 >= 99%") as session:
             list(loop(session, net, 4, lambda _: torch.ones(16 + 32 * rank, 32), fp8=lambda _: True))
     except PrecisionContractError as error:
-        result = error.coverage
-        parameters = sum(row.tensors for row in result.state if row.subject == "parameter")
-        tell(folder / f"{rank}.txt", (macs_of(result), len(result), result.share("fp8"), parameters))
+        parameters = sum(row.tensors for row in error.coverage.state if row.subject == "parameter")
+        numbers = len(error.coverage), error.coverage.share("fp8"), parameters
+        tell(folder / f"{rank}.txt", (macs_of(error.coverage), *numbers))
 
 
 def sharded(rank: int, folder: Path) -> None:
-    """torch's own layers, split over two ranks by tensor parallelism, or by fully_shard."""
     for how in ("tensor parallel", "fully_shard"):
         net = split_net(how, 128, init_device_mesh("cpu", (2,)))
         with InspectSession(None, model=net, log_dir=folder / how, reduce=False, strict=True) as session:
@@ -120,7 +115,6 @@ def sharded(rank: int, folder: Path) -> None:
 
 
 def reduced(rank: int, folder: Path) -> None:
-    """The types in which gradients are summed over ranks."""
     for how in ("DDP", "DDP with a hook", "fully_shard in bfloat16", "FSDP1", "tensor parallel"):
         net = split_net(how, 32, init_device_mesh("cpu", (2,)))
         with InspectSession(None, model=net, log_dir=folder / how, reduce=False, strict=True) as session:
@@ -130,9 +124,7 @@ def reduced(rank: int, folder: Path) -> None:
 
 
 def split_net(how: str, width: int, mesh: DeviceMesh) -> torch.nn.Module:
-    net: torch.nn.Module = torch.nn.Sequential(
-        OrderedDict(up=torch.nn.Linear(64, width), down=torch.nn.Linear(width, 64))
-    )
+    net: Any = torch.nn.Sequential(OrderedDict(up=torch.nn.Linear(64, width), down=torch.nn.Linear(width, 64)))
     half: dict[str, Any] = {"param_dtype": torch.bfloat16}
     if how == "fully_shard":
         fully_shard(net, mesh=mesh)
@@ -142,8 +134,9 @@ def split_net(how: str, width: int, mesh: DeviceMesh) -> torch.nn.Module:
         parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     elif how == "FSDP1":
         policy = MixedPrecision(**half, reduce_dtype=torch.bfloat16)
-        cpu = torch.device("cpu")  # it looks for a GPU otherwise
-        net = FullyShardedDataParallel(net, mixed_precision=policy, device_id=cpu)  # type: ignore[arg-type]
+        net = FullyShardedDataParallel(
+            net, mixed_precision=policy, device_id=torch.device("cpu")
+        )  # else it seeks a GPU
     else:
         net = DistributedDataParallel(net)
         if how.endswith("hook"):
@@ -152,7 +145,6 @@ def split_net(how: str, width: int, mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def contract(rank: int, folder: Path) -> None:
-    """Rank 1 alone leaves FP8 in the third step, after both have held the contract in the second."""
     net, demanded = te.Linear(32, 32), {"share": {"fp8": 100}, "by_step": 2}
     with InspectSession(statistics(), model=net, log_dir=folder, require=demanded, scope=f"pp{rank}") as session:
         try:
@@ -173,7 +165,6 @@ def stopped(rank: int, folder: Path) -> None:
 
 
 def on_one_rank(rank: int, folder: Path, *, reduce: bool) -> None:
-    """A nan on rank 1 alone: from the third step on, or in what is gathered after the last step."""
     net, log = te.Linear(32, 32), io.StringIO()
     handler = logging.StreamHandler(log)
     logging.getLogger("te_precision_callbacks").addHandler(handler)
@@ -187,7 +178,6 @@ def on_one_rank(rank: int, folder: Path, *, reduce: bool) -> None:
 
 
 def lost(rank: int, folder: Path, *, rank_0_too: bool = True) -> None:
-    """The loss of rank 1 is nan in step 3, that of both in the next one; rank 0 saves a checkpoint before each step."""
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=folder, on_finding="stop") as session:
         try:
@@ -201,7 +191,6 @@ def lost(rank: int, folder: Path, *, rank_0_too: bool = True) -> None:
 
 
 def missed(rank: int, folder: Path) -> None:
-    """Rank 1 misses the step() of the third optimizer step; all elements of an input are the number of that step."""
     net = te.Linear(32, 32)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     config = statistics(stats=["min", "max"])
@@ -214,7 +203,6 @@ def missed(rank: int, folder: Path) -> None:
 
 
 def scales(rank: int, folder: Path, recipe: DelayedScaling, group: Any) -> None:
-    """The inputs of the second rank are eight times as large."""
     torch.manual_seed(rank)
     net = te.Linear(32, 32)
     with InspectSession(None, model=net, log_dir=folder) as session:
@@ -237,7 +225,6 @@ def run(case: str, rank: int, folder: Path, keywords: dict[str, Any]) -> None:
 
 
 def gemm_errors(rank: int, folder: Path) -> None:
-    """A kernel that leaves out eight rows on the second rank alone, whose operands are twice as large."""
     upstream = tex.generic_gemm
 
     def generic_gemm(*given: Any, **keywords: Any) -> Any:
@@ -257,8 +244,7 @@ def gemm_errors(rank: int, folder: Path) -> None:
                 with te.autocast(recipe=Float8CurrentScaling()):
                     net((rank + 1) * torch.randn(128, 64, dtype=torch.bfloat16)).sum().backward()
                 session.step()
-            numbers = {row.statistic: row.value for records in keeper.steps for row in records}
-            tell(path / f"{rank}.txt", numbers)
+            tell(path / f"{rank}.txt", {row.statistic: row.value for records in keeper.steps for row in records})
     finally:
         tex.generic_gemm = upstream
 
@@ -277,7 +263,6 @@ def stages(rank: int, folder: Path) -> None:
 
 
 def scopes(rank: int, folder: Path) -> None:
-    """A model of two blocks and four experts: in one process, and split over both ranks at equal paths."""
     whole, half = Split(2, [64] * 4), Split(1, [64] * 2)
     with torch.no_grad():
         half.blocks[0].weight.copy_(whole.blocks[rank].weight)
@@ -305,7 +290,6 @@ def scopes(rank: int, folder: Path) -> None:
 
 
 def losses(rank: int, folder: Path) -> None:
-    """A pipeline, whose loss only the last stage knows."""
     torch.manual_seed(rank)
     stage, known = te.Linear(64, 64), []
     optimizer = torch.optim.SGD(stage.parameters(), 0.01)
@@ -323,7 +307,6 @@ def losses(rank: int, folder: Path) -> None:
 def pipelined(
     stage: torch.nn.Module, rank: int, loss_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor | None:
-    """Forward and backward of two stages, as a pipeline runs them; the loss, in the last one."""
     hidden = TOKENS.clone()
     if rank == 1:
         torch.distributed.recv(hidden, 0)
@@ -350,8 +333,6 @@ TOKENS, GRADIENT, ROUTED = (
 
 
 class Split(torch.nn.Module):
-    """Blocks that follow one another, and experts; a stage and a rank of expert parallelism have some of them."""
-
     def __init__(self, blocks: int, tokens: list[int]) -> None:
         super().__init__()
         torch.manual_seed(blocks)

@@ -19,21 +19,14 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks.session import InspectSession
-from tests.conftest import feature
-
-_kept: list[Any] = []
+from tests.conftest import feature, statistics
 
 
-def config(stats: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
-    dumped = feature("DumpTensors", ["linear"], **{"tensors": ["activation"], "high_precision_tensor": True, **options})
-    if stats:
-        statistics = {"enabled": True, "tensors": ["activation"], "stats": list(stats)}
-        dumped["transformer_engine"]["LogTensorStats"] = statistics
-    return {"s": dumped}
+def config(**options: Any) -> dict[str, Any]:
+    return {"s": feature("DumpTensors", ["linear"], tensors=["activation"], high_precision_tensor=True, **options)}
 
 
 def killed(folder: Path) -> None:
-    """Files of 4 MB, one after the other, until somebody kills the process in the middle of it."""
     net = te.Linear(64, 64)
 
     def kill() -> None:
@@ -49,12 +42,10 @@ def killed(folder: Path) -> None:
 
 
 def not_stopped(folder: Path) -> None:
-    """The script ends in the middle of a step, and has stopped nothing."""
     net = te.Linear(64, 64)
     struct = [{"tensor": "activation"}, {"tensor": "output", "when": "nonfinite"}]
     dumped = feature("DumpTensors", ["linear"], high_precision_tensor=True, tensors_struct=struct)
-    session = InspectSession({"s": dumped}, model=net, log_dir=folder)
-    _kept.append(session.start())
+    session = InspectSession({"s": dumped}, model=net, log_dir=folder).start()
     for number in range(3):
         if number == 2:
             net.bias.data[3] = torch.nan
@@ -83,7 +74,7 @@ def ranks(folder: Path, rank: int) -> None:
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     net = te.Linear(32, 32)
-    asked = config(stats=("max",), when="max > 5")
+    asked = statistics(stats=["max"]) | config(when="max > 5")
     with InspectSession(asked, model=net, log_dir=folder / "log") as session:
         for number in range(3):
             value = 1.0 + 8 * rank if number == 1 else 1.0
@@ -93,8 +84,6 @@ def ranks(folder: Path, rank: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    case, place = sys.argv[1], Path(sys.argv[2])
-    if case == "ranks":
-        ranks(place, int(sys.argv[3]))
-    else:
-        {"killed": killed, "not stopped": not_stopped, "forked": forked}[case](place)
+    case, folder, *rank = sys.argv[1:]
+    cases = {"killed": killed, "not stopped": not_stopped, "forked": forked, "ranks": ranks}
+    cases[case](Path(folder), *map(int, rank))

@@ -74,8 +74,7 @@ def run(case: str, rank: int, world: int, folder: Path, keywords: dict[str, Any]
 
 def count(log_dir: Path, into: Path) -> None:
     """Count from now on what this process makes in a folder, and its calls of fsync."""
-    counted = os.open(into, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    fsync = os.fsync
+    counted, fsync = os.open(into, os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.fsync
 
     def see(event: str, arguments: Sequence[Any]) -> None:
         makes = event == "os.mkdir" or (event == "open" and arguments[2] & os.O_CREAT)

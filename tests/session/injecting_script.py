@@ -43,8 +43,7 @@ logger = logging.getLogger("te_precision_callbacks.injecting")
 
 PACKAGE = str(Path(te_precision_callbacks.__file__).parent)
 FEATURES = str(Path(PACKAGE).parent / "features")
-Place = tuple[str, int]
-"""A file and a line."""
+Place = tuple[str, int]  # a file and a line
 
 _GUARDS = {
     *((session.__file__, name) for name in ("step", "attach", "_running")),
@@ -90,17 +89,12 @@ class Injection:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith((PACKAGE, FEATURES)):
-            return None
-        if name.startswith((str(Path(PACKAGE) / "reference"), str(Path(PACKAGE) / "base" / "numerics"))):
-            return None
-        return self._line
+        left_out = (str(Path(PACKAGE) / "reference"), str(Path(PACKAGE) / "base" / "numerics"))
+        return self._line if name.startswith((PACKAGE, FEATURES)) and not name.startswith(left_out) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            place = frame.f_code.co_filename, frame.f_lineno
-            if place in _BARE:
-                return self._line
+        place = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and place not in _BARE:
             self.places[place] = None
             if place == self._at and not self.raised:
                 self.raised = True
@@ -160,7 +154,6 @@ class Training:
 
 
 def everywhere(value: str) -> list[str]:
-    """What each rank has, over the training's process group."""
     result: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(result, value)
     return result
@@ -206,7 +199,6 @@ def failing(owner: type, method: str, fails: bool) -> AbstractContextManager[obj
 
 
 def strict(folder: Path) -> dict[str, Any]:
-    """With strict=True something fails on rank 1 in the second step."""
     running = Training(folder, require=None, strict=True)
     errors = [running.attach(), running.step()]
     with failing(ForwardHooks, "begin", dist.get_rank() == 1):
@@ -230,14 +222,12 @@ def slow(folder: Path) -> list[bool]:
     return together
 
 
-_SLOW = 12.0
-"""Seconds."""
+_SLOW = 12.0  # seconds
 
 WHERE = ("attach", "step 0", "step 2")
 
 
 def places(where: str, folder: Path, every: int) -> Iterator[dict[str, Any]]:
-    """What comes of exceptions in the places of a call, on each rank in turn."""
     for victim in range(dist.get_world_size()):
         _, injection = one(folder, where, victim, None)
         shared: list[Any] = [list(injection.places)]
@@ -256,16 +246,12 @@ def main(rank: int, world: int, folder: Path, every: int) -> None:
         world_size=world,
         timeout=timedelta(seconds=120),
     )
-    log = logging.getLogger("te_precision_callbacks")
-    log.addHandler(logging.FileHandler(folder / f"rank-{rank}.log"))
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    results: dict[str, Any] = {}
+    logging.basicConfig(filename=folder / f"rank-{rank}.log", level=logging.INFO)
+    results: dict[str, Any] = {"places": []}
     try:
         results["meet again"] = meet_again(folder / "again")
         results["strict"] = strict(folder / "strict")
         results["slow"] = slow(folder / "slow")
-        results["places"] = []
         with (folder / f"{rank}.jsonl").open("w", buffering=1) as lines:
             for result in (result for where in WHERE for result in places(where, folder / "log", every)):
                 lines.write(f"{json.dumps(result)}\n")

@@ -1,5 +1,6 @@
 """One of two gloo processes that save, and resume with FSDP2: python resume_script.py RANK FOLDER"""
 
+import io
 import logging
 import os
 import sys
@@ -81,7 +82,6 @@ def train(model: torch.nn.Module, session: InspectSession, recipe: recipes.Recip
 
 
 def saved(recipe: recipes.Recipe, checkpoint: Path, *, sharded: bool, quantized: bool = False) -> State:
-    """A rank's part of a checkpoint after two steps, with the fingerprint in the checkpoint's folder."""
     checkpoint.mkdir(exist_ok=True)
     model = net(recipe, sharded=sharded, quantized=quantized)
     with InspectSession(statistics(), model=model, log_dir=checkpoint / "log") as session:
@@ -96,15 +96,6 @@ def without(state: State) -> State:
     return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
 
 
-class Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def resumed(
     recipe: recipes.Recipe,
     checkpoint: Path,
@@ -114,18 +105,17 @@ def resumed(
     quantized: bool = False,
     then: Callable[[Any], Any] | None = None,
 ) -> str:
-    """The findings, a line each, and behind them what was logged."""
-    model, stated = net(recipe, sharded=sharded, quantized=quantized), Told()
-    logging.getLogger("te_precision_callbacks.session.resume").addHandler(stated)
+    model, log = net(recipe, sharded=sharded, quantized=quantized), io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("te_precision_callbacks.session.resume").addHandler(handler)
     with InspectSession(statistics(), model=model, log_dir=checkpoint / "log") as session:
         session.load_fingerprint(checkpoint)
         model.load_state_dict(state, strict=False)
         if then is not None:
             then(model)
         train(model, session, recipe)
-    logging.getLogger("te_precision_callbacks.session.resume").removeHandler(stated)
-    assert session.resume_report is not None
-    return "\n".join([*map(str, session.resume_report.findings), "logged:", *stated.messages])
+    logging.getLogger("te_precision_callbacks.session.resume").removeHandler(handler)
+    return "\n".join([*map(str, session.resume_report.findings), "logged:", log.getvalue()])
 
 
 def tell(rank: int, folder: Path, text: str) -> None:

@@ -1,6 +1,10 @@
-"""Two gloo processes: over which ranks statistics are reduced, and what a failing rank leaves behind."""
+"""Several gloo processes: what is reduced, which files each rank makes, and what comes of a failure on one rank."""
 
 import ast
+import json
+import os
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,9 @@ from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs import open_run
-from tests.forked import ranks
+from tests.forked import TIMEOUT, Running, ranks
 from tests.lightning.models import log_of, logged_lines, marked_lines
+from tests.session.files_script import CASES
 
 pytestmark = pytest.mark.processes
 
@@ -38,7 +43,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]) -> None:
-    """In the statistics log and in the records, where both ranks make one run."""
     for rank in range(2):
         if expected[rank] is None:
             assert not log_of(two / case, rank).exists(), "the numbers are those of rank 0, which writes them"
@@ -52,18 +56,17 @@ def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]
         if row["statistic"] == "max":
             table = run.values([row["series"]])
             results[row["rank"]] = dict(zip(table["iteration"].to_pylist(), table["value"].to_pylist(), strict=True))
-    own = {None: expected[0]} if case in ("world", "all") else dict(enumerate(expected))
-    assert results == own
+    assert results == ({None: expected[0]} if case in ("world", "all") else dict(enumerate(expected)))
     assert run.steps["iteration"].to_pylist() == [0, 1, 2]
 
 
 def maxima(folder: Path, rank: int) -> dict[int, float]:
-    lines = logged_lines(folder, rank)
-    return {step: value for (name, step), value in lines.items() if name == "linear_activation_max"}
+    return {
+        step: value for (name, step), value in logged_lines(folder, rank).items() if name == "linear_activation_max"
+    }
 
 
-def told(folder: Path, of: str = "") -> list[Any]:
-    """What each rank has written."""
+def written(folder: Path, of: str = "") -> list[Any]:
     return [ast.literal_eval((folder / f"{of}{rank}.txt").read_text()) for rank in range(2)]
 
 
@@ -91,20 +94,18 @@ def test_the_records_of_a_pipeline_have_the_layers_of_all_ranks(two: Path) -> No
 
 
 def test_rank_0_records_the_losses_of_the_last_stage(two: Path) -> None:
-    _, known = told(two / "losses")
-    up_to_the_last_collection_step = pytest.approx(known[:7])
-    assert list(open_run(two / "losses").metrics["loss"].values) == up_to_the_last_collection_step
+    _, known = written(two / "losses")
+    # Up to the last collection step.
+    assert list(open_run(two / "losses").metrics["loss"].values) == pytest.approx(known[:7])
 
 
 def test_errors_of_gemms_are_merged(two: Path) -> None:
     """Sums are added, and the largest ratio keeps its rank: one bad device is not averaged away."""
-    first, second, merged, _ = (*told(two / "gemm errors, own"), *told(two / "gemm errors, merged"))
+    first, second, merged, _ = (*written(two / "gemm errors, own"), *written(two / "gemm errors, merged"))
     assert first["gemm_kernel_ratio"] < 1 < second["gemm_kernel_ratio"] == merged["gemm_kernel_ratio"]
     assert (first["gemm_kernel_ratio_rank"], merged["gemm_kernel_ratio_rank"]) == (0, 1)
-    for name in ("rank", "row"):
-        for end in ("first", "last"):
-            statistic = f"gemm_kernel_{name}_{end}"
-            assert merged[statistic] == second[statistic] != first[statistic]
+    for statistic in (f"gemm_kernel_{name}_{end}" for name in ("rank", "row") for end in ("first", "last")):
+        assert merged[statistic] == second[statistic] != first[statistic]
     assert merged["gemm_kernel_rows"] == 8
     share = (merged["gemm_gain"] - first["gemm_gain"]) / (second["gemm_gain"] - first["gemm_gain"])
     assert share == pytest.approx(0.8, abs=0.05), "of the squares, of operands that are twice as large"
@@ -135,8 +136,7 @@ def test_layers_at_equal_paths_have_the_numbers_of_one_process(two: Path, case: 
     in_one = {f"pp{stage}.blocks.0_": f"blocks.{stage}_" for stage in range(2)}
     if case == "said":
         in_one |= {f"ep{number // 2}.experts.gemm_{number % 2}_": f"experts.gemm_{number}_" for number in range(4)}
-    names = {name: next((first for first in in_one if name.startswith(first)), None) for name, _ in split}
-    assert None not in names.values()
+    names = {name: next(first for first in in_one if name.startswith(first)) for name, _ in split}
     expected = {key: value for key, value in whole.items() if key[0].startswith(tuple(in_one.values()))}
 
     results = {(name.replace(names[name], in_one[names[name]]), step): value for (name, step), value in split.items()}
@@ -146,18 +146,17 @@ def test_layers_at_equal_paths_have_the_numbers_of_one_process(two: Path, case: 
 
 
 def test_the_coverage_of_all_ranks(two: Path) -> None:
-    for products, share in told(two / "coverage"):
-        assert products == {
-            **{f"pp0.0 {gemm} fp8": 16 * 32 * 32 for gemm in ("fprop", "wgrad")},
-            **{f"pp1.0 {gemm} fp32": 16 * 32 * 64 for gemm in ("fprop", "wgrad")},
-        }
-        assert share == pytest.approx(1 / 3)
+    products = {
+        **{f"pp0.0 {gemm} fp8": 16 * 32 * 32 for gemm in ("fprop", "wgrad")},
+        **{f"pp1.0 {gemm} fp32": 16 * 32 * 64 for gemm in ("fprop", "wgrad")},
+    }
+    assert written(two / "coverage") == [(products, pytest.approx(1 / 3))] * 2
 
 
 def test_products_of_batches_of_other_sizes_are_added_up(two: Path) -> None:
     first = (16 + 48) * 32 * 32
     low = {f"0 {gemm} fp8": first for gemm in ("fprop", "wgrad")}
-    for products, count, share, parameters in told(two / "uneven"):
+    for products, count, share, parameters in written(two / "uneven"):
         assert products == {**low, **{f"1 {gemm} fp32": first for gemm in GEMMS}}
         # Each product once, although its size differs; and perhaps dgrad of the first layer, which is not run.
         assert 0 <= count - len(products) <= 1
@@ -169,27 +168,22 @@ def test_products_of_batches_of_other_sizes_are_added_up(two: Path) -> None:
 def test_what_a_rank_multiplies_of_split_layers(two: Path, how: str, width: int) -> None:
     """Its shard under tensor parallelism, the whole weight under fully_shard; each product once."""
     ran = ["up fprop", "up wgrad", *(f"down {gemm}" for gemm in GEMMS)]
-    assert told(two / "sharded", f"{how} ") == [{f"{product} fp32": 16 * 64 * width for product in ran}] * 2
+    assert written(two / "sharded", f"{how} ") == [{f"{product} fp32": 16 * 64 * width for product in ran}] * 2
 
 
 def test_a_rank_that_misses_a_step_mixes_no_batches(two: Path) -> None:
-    """Rank 0 has its own numbers from there on, until the ranks have met again."""
-    lines = logged_lines(two / "missed", 0)
-    iterations = {step for _, step in lines}
-    assert iterations == set(range(45))
-    for step in iterations:
-        assert [lines[f"linear_activation_{name}", step] for name in ("min", "max")] == [step, step]
-    marks = marked_lines(two / "missed", 0)
-    local = [step for step in sorted(iterations) if marks.get(step)]
-    assert local[0] == 2
+    assert logged_lines(two / "missed", 0) == {
+        (f"linear_activation_{name}", step): step for step in range(45) for name in ("min", "max")
+    }
+    local = [step for step, marks in sorted(marked_lines(two / "missed", 0).items()) if marks]
     assert local == list(range(2, local[-1] + 1))
     assert 26 <= len(local) < 45, "they have met again"
-    own = {step: value for (name, step), value in logged_lines(two / "missed", 1).items() if name.endswith("max")}
-    assert own[2] == 3, "an iteration of rank 1 holds two steps of the optimizer, of which no other rank hears"
+    assert maxima(two / "missed", 1)[2] == 3, (
+        "an iteration of rank 1 holds two steps of the optimizer, of which no other rank hears"
+    )
 
 
-NUMBERS = 2 * 64 * 32 + 32 + 64
-"""Of the two layers' parameters."""
+NUMBERS = 2 * 64 * 32 + 32 + 64  # of the two layers' parameters
 
 
 @pytest.mark.parametrize(
@@ -203,11 +197,11 @@ NUMBERS = 2 * 64 * 32 + 32 + 64
     ],
 )
 def test_in_which_type_gradients_are_reduced(two: Path, how: str, expected: dict[str, int]) -> None:
-    assert told(two / "reduced", f"{how} ") == [expected] * 2
+    assert written(two / "reduced", f"{how} ") == [expected] * 2
 
 
 def test_a_finding_of_one_rank_stops_all_in_one_step(two: Path) -> None:
-    for step, text in told(two / "stopped"):
+    for step, text in written(two / "stopped"):
         assert step == 4, "the numbers of the step after it say so"
         assert "pp1" in text
         assert "nonfinite" in text
@@ -219,9 +213,9 @@ def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two:
     said = "loss is nan (nonfinite-loss, since step 3, on rank 1)"
     assert str(finding) == f"the model: at step 3, {said}"
     for folder in (two / "lost", two / "lost on one rank"):
-        texts = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
-        assert all(f"the model: {said}" in text for text in texts)
-        assert all("\nProblems found: 1 error" in text for text in texts), "that of the rank that has not found it too"
+        for text in ((folder / f"{rank}.txt").read_text() for rank in range(2)):
+            assert f"the model: {said}" in text
+            assert "\nProblems found: 1 error" in text, "that of the rank that has not found it too"
     assert (finding.last_good, finding.checkpoint, finding.until) == (2, 2, 4)
 
 
@@ -248,7 +242,7 @@ def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
 
 
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
-    for step, text in told(two / "contract"):
+    for step, text in written(two / "contract"):
         assert step == 4, "what is found at the end of a step travels with the numbers of the next one"
         assert "fp8 >= 100%: it is 50.0 %" in text
         assert "pp1.linear fprop, wgrad: 50.0 % in fp32: runs inside te.autocast(enabled=False)" in text
@@ -259,8 +253,117 @@ def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:
     assert maxima(two / "one fails", 0) == {0: 2.0, 1: 2.0, 2: 1.0}
     assert maxima(two / "one fails", 1) == {0: 2.0, 1: 2.0, 2: 2.0}
     lines = logged_lines(two / "one fails", 1)
-    assert {step: lines["linear_activation_l1_norm", step] for step in range(3)} == {0: 1536.0, 1: 1536.0, 2: 1024.0}, (
+    assert [lines["linear_activation_l1_norm", step] for step in range(3)] == [1536.0, 1536.0, 1024.0], (
         "over both ranks, and the last one of this rank alone"
     )
     for rank in range(2):
         assert marked_lines(two / "one fails", rank) == {0: set(), 1: set(), 2: {f"rank={rank}"}}
+
+
+# --- files, and how often a rank waits for the disk ---
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    done = Running(Path(__file__).with_name("files_script.py"), [str(folder)]).end()
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def made(folder: Path, case: str) -> Mapping[int, list[str]]:
+    return {rank: (folder / case / f"{rank}.txt").read_text().splitlines() for rank in range(CASES[case][0])}
+
+
+@pytest.mark.parametrize(("case", "status"), [("normal", 0), ("sigterm", -signal.SIGTERM)])
+def test_rank_0_alone_makes_files(runs: Path, case: str, status: int) -> None:
+    """Also at a SIGTERM in the middle of a step, at which all ranks have gathered a remainder."""
+    result = made(runs, case)
+    assert ast.literal_eval((runs / case / "ended.txt").read_text()) == [status] * len(result)
+    assert not any(result[rank] for rank in result if rank)
+    assert {"nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records"} <= set(result[0])
+    assert open_run(runs / case / "run").steps["iteration"].to_pylist() == [0, 1, 2]
+    assert {name for name, _ in logged_lines(runs / case / "run", 0)} >= {"linear_activation_max"}
+
+
+@pytest.mark.parametrize(("case", "wanted"), [("default", {"steps", "values"}), ("failure", {"events", "values"})])
+def test_what_another_rank_writes_is_its_own(runs: Path, case: str, wanted: set[str]) -> None:
+    """With the default config its numbers of the optimizer's step; what it alone has where it fails."""
+    result = made(runs, case)
+    files = {path for path in result[1] if Path(path).suffix}
+    in_records = {path for path in files if "/seg-000/rank-00001/" in path}
+    assert files - in_records == {"nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-1.log"}
+    assert {Path(path).name.partition("-")[0] for path in in_records if "incomplete" not in path} >= wanted
+    run = open_run(runs / case / "run")
+    if case == "default":
+        assert {row["statistic"] for row in run.series.to_pylist() if row["rank"] == 1} == {"gradients_below_eps%"}
+    else:
+        assert result[2] == result[3] == []
+        assert result[1].count("fsync") < 10
+        assert {row["rank"] for row in run.series.to_pylist()} == {None, 0, 1}
+        assert [event["text"] for event in run.events.to_pylist() if event["rank"] == 1] == ["ValueError: bad batch"]
+
+
+def test_all_ranks_write_if_they_are_told_to(runs: Path) -> None:
+    for rank in range(2):
+        assert log_of(runs / "all" / "run", rank).exists()
+        assert (runs / "all" / "run" / "nvdlfw_inspect_logs" / f"nvdlfw_inspect_globalrank-{rank}.log").exists()
+
+
+# --- a rank runs out of memory inside step() or attach(): the training's own collectives are as without a session ---
+
+EVERY = int(os.environ.get("INJECT_EVERY", "397"))  # something fails at each of so many places
+LONGEST = 45.0  # seconds: less than the timeout of a message in a step, so no rank has waited; on a busy machine too
+LONGEST_RUN = 4 * 3600.0 if "INJECT_EVERY" in os.environ else TIMEOUT  # seconds
+
+Outcomes = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 4] if "INJECT_EVERY" in os.environ else [2])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    world, folder = request.param, tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("injecting_script.py")
+    ended = ranks(script, [[str(rank), str(world), str(folder), str(EVERY)] for rank in range(world)], LONGEST_RUN)
+    assert [rank.returncode for rank in ended] == [0] * world, "\n".join(rank.stderr[-2000:] for rank in ended)
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    assert not [rank["failed"] for rank in results if "failed" in rank]
+    return results
+
+
+def test_no_failure_reaches_the_training(outcomes: Outcomes) -> None:
+    for results in zip(*(rank["places"] for rank in outcomes), strict=True):
+        place = {name: results[0][name] for name in ("where", "victim", "place")}
+        assert not any(results[0]["right"]), f"a sum of the training is wrong: {place}"
+        errors = [result["errors"] for result in results]
+        assert len({bool(error["attach"]) for error in errors}) == 1, (
+            f"attach() has raised on one rank alone: {place} {errors}"
+        )
+        assert not any(error.get("step") for error in errors), f"step() has raised: {place} {errors}"
+        assert max(result["slowest"] for result in results) < LONGEST, f"a rank has waited: {place}"
+    assert {result["where"] for result in outcomes[0]["places"]} == {"attach", "step 0", "step 2"}
+    assert any(result["raised"] for rank in outcomes for result in rank["places"])
+
+
+def test_ranks_that_are_apart_meet_again(outcomes: Outcomes) -> None:
+    local = [rank["meet again"]["local"] for rank in outcomes]
+    for again in (rank["meet again"] for rank in outcomes):
+        assert again["right"]
+        assert not any(again["errors"]), "step() has not raised"
+        assert again["iterations"] == list(range(50))
+        assert not any(again["local"][:2]), "until then all is reduced"
+        assert all(again["local"][3:28]), "then the ranks are apart"
+        assert not any(again["local"][40:]), "then they have met"
+    assert all(of_rank[3:] == local[0][3:] for of_rank in local), "all in the same step"
+
+
+def test_a_strict_session_raises_on_all_ranks_in_the_same_step(outcomes: Outcomes) -> None:
+    for number, rank in enumerate(outcomes):
+        attached, first, second = rank["strict"]["errors"]
+        assert (attached, first) == ("", "")
+        assert "no room" in second
+        assert number == 1 or "rank 1" in second.lower()
+        assert rank["strict"]["right"]
+
+
+def test_a_rank_that_compiles_in_its_first_step_is_waited_for(outcomes: Outcomes) -> None:
+    assert {tuple(rank["slow"]) for rank in outcomes} == {(True, False)}

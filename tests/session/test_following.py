@@ -24,17 +24,11 @@ from tests.training import train
 from tests.transformers import models as transformers
 
 
-def forward_and_backward(net: Any) -> None:
-    net(torch.randn(16, 32)).sum().backward()
-
-
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 class Net(torch.nn.Module):
-    """Two layers under a path each; what ``extra`` holds runs after them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = te.Linear(32, 32), te.Linear(32, 32)
@@ -87,11 +81,10 @@ def test_a_kept_function_that_names_the_layers_anew_loses_nothing(
 def test_an_end_of_upstream_is_ignored_and_said(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, kept: bool
 ) -> None:
-    """Whether the script calls the function of now, or one that it has kept from before."""
     end, net = debug_api.end_debug, Net()
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         for _ in range(2):
-            forward_and_backward(net)
+            net(torch.randn(16, 32)).sum().backward()
             (end if kept else debug_api.end_debug)()
             session.step()
     assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 2
@@ -147,22 +140,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 
 def said_of_steps(caplog: pytest.LogCaptureFixture) -> list[str]:
-    results = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    return [text for text in results if "without a step() of precision debugging" in text]
-
-
-def loop(folder: Path, batches: int, *, steps: int = 0, optimizers: int = 1) -> None:
-    """A loop that steps its optimizers in each batch, and the session in the first batches alone."""
-    net = te.Linear(32, 32)
-    made = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(optimizers)]
-    other = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
-    with InspectSession(CONFIG, model=net, log_dir=folder) as session:
-        for batch in range(batches):
-            net(torch.ones(16, 32)).sum().backward()
-            for optimizer in (*made, other):
-                optimizer.step()
-            if batch < steps:
-                session.step()
+    return [text for text in said(caplog) if "without a step() of precision debugging" in text]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +151,16 @@ def loop(folder: Path, batches: int, *, steps: int = 0, optimizers: int = 1) -> 
 def test_a_loop_that_never_steps_is_warned_of_once(
     batches: int, steps: int, optimizers: int, warned_at: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At its end if it is short."""
-    loop(tmp_path, batches, steps=steps, optimizers=optimizers)
+    net = te.Linear(32, 32)
+    made = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(optimizers)]
+    other = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
+        for batch in range(batches):
+            net(torch.ones(16, 32)).sum().backward()
+            for optimizer in (*made, other):
+                optimizer.step()
+            if batch < steps:
+                session.step()
     assert [text.partition(" times")[0] for text in said_of_steps(caplog)] == [
         f"SGD has stepped {at}" for at in warned_at
     ]
@@ -278,6 +264,6 @@ def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pyte
             optimizer.step()
             session.step()
     assert not session.coverage()
-    (text,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    (text,) = said(caplog)
     assert text.startswith("In step 0 the optimizer has stepped, but all observed layers are in evaluation mode")
     assert "call model.train() before the training" in text

@@ -97,7 +97,6 @@ CHECKPOINTS: dict[str, Run] = {
 def train_block(
     kind: str, config: Any, log_dir: Path, dtype: torch.dtype = torch.float32, fp8: bool = False, **keywords: Any
 ) -> tuple[Keeper, list[torch.Tensor]]:
-    """Three steps, each forward as this kind of checkpoint runs it: outputs and gradients."""
     net, keeper, results = block().to(dtype), Keeper(), []
     with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], **keywords) as session:
         for step in range(3):
@@ -227,9 +226,8 @@ def test_the_dgrads_of_an_mlp_are_told_apart(tmp_path: Path, keeper: Keeper) -> 
             train(session, net, 1, x=x)
     for layer, width in (("fc1", 32), ("fc2", 128)):
         assert keeper.values("numel", f"layernorm_mlp.{layer}", "dgrad") == dict.fromkeys((0, 1), 2 * 16 * width)
-    of_fc2 = torch.ones(16, 32) @ net.fc2_weight.detach()
-    result = keeper.values("l1_norm", "layernorm_mlp.fc2", "dgrad")[0]
-    assert result == pytest.approx(2 * of_fc2.abs().sum().item(), rel=1e-5)
+    of_fc2 = pytest.approx(2 * (torch.ones(16, 32) @ net.fc2_weight.detach()).abs().sum().item(), rel=1e-5)
+    assert keeper.values("l1_norm", "layernorm_mlp.fc2", "dgrad")[0] == of_fc2
 
 
 def test_what_leaves_the_fused_path_under_the_default_config_is_named(

@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.runs.fingerprints import FILE_NAME, Fingerprint, FingerprintError, ResumeReport, read
@@ -67,8 +69,7 @@ def saved(folder: Path, recipe: recipes.Recipe | None, **keywords: Any) -> State
             train(model, session, recipe, 3)
             torch.save({"model": model.state_dict(), "session": session.state_dict()}, file)
         _SAVED[key] = file.getvalue()
-    loaded: State = torch.load(io.BytesIO(_SAVED[key]))
-    return loaded
+    return torch.load(io.BytesIO(_SAVED[key]))
 
 
 def resumed(
@@ -82,7 +83,6 @@ def resumed(
     then: Callable[[torch.nn.Module], Any] | None = None,
     **keywords: Any,
 ) -> ResumeReport | None:
-    """The report of a run that goes on for two steps."""
     model = net(recipe or DELAYED, quantized=quantized, dtype=dtype)
     with InspectSession(config or statistics(), model=model, log_dir=folder, **keywords) as session:
         session.load_state_dict(state["session"])
@@ -94,14 +94,16 @@ def resumed(
     return session.resume_report
 
 
-def findings(report: ResumeReport | None) -> list[str]:
-    assert report is not None
+def findings(report: Any) -> list[str]:
     return [str(finding) for finding in report.findings]
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    records = [record for record in caplog.records if record.name.endswith("session.resume")]
-    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.endswith("session.resume") and record.levelno >= logging.WARNING
+    ]
 
 
 # ---------------------------------------------------------------------- nothing is said
@@ -118,8 +120,7 @@ def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         fingerprint = Fingerprint.from_text(state["session"]["fingerprint"])
         caplog.clear()
         report = resumed(tmp_path, state, recipe, quantized=quantized, strict=True)
-    assert findings(report) == []
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert findings(report) == [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert {layer.weights.kind for layer in fingerprint.layers} == {"quantized" if quantized else "high"}
     assert all((layer.forward is not None) == (name == "delayed") for layer in fingerprint.layers)
 
@@ -133,7 +134,6 @@ def test_a_new_state_is_not_missed(tmp_path: Path) -> None:
 
 
 def test_strict_raises_before_the_parameters_change(tmp_path: Path) -> None:
-    """Inside of it, as in Lightning, or before: with strict=True the error comes before the parameters change."""
     state = saved(tmp_path, DELAYED)
 
     def forward_and_backward() -> torch.Tensor:
@@ -168,7 +168,6 @@ def test_strict_raises_before_the_parameters_change(tmp_path: Path) -> None:
 
 
 def without_extra_state(weights: State) -> State:
-    """A model's state without the scales and amax histories."""
     return {key: value for key, value in weights.items() if not key.endswith("_extra_state")}
 
 
@@ -240,8 +239,7 @@ def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
     def look(model: Any) -> None:
         assert model[2].weight._scale_inv.item() != scale
 
-    report = resumed(tmp_path, state, recipe, quantized=True, dtype=torch.float32, then=look)
-    assert findings(report) == [
+    assert findings(resumed(tmp_path, state, recipe, quantized=True, dtype=torch.float32, then=look)) == [
         "Quantized primary weights came back with other data: they were rounded anew: all 5 layers."
     ]
 
@@ -291,10 +289,6 @@ def test_a_failure_of_the_audit_does_not_end_training(
 
 
 def test_nothing_stays_behind(tmp_path: Path) -> None:
-    """Whether the audit came to its end or not."""
-    from torch.nn.modules.module import _global_forward_pre_hooks
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
-
     def hooks() -> tuple[int, int]:
         return len(_global_forward_pre_hooks), len(_global_optimizer_pre_hooks)
 
@@ -332,7 +326,6 @@ def test_a_checkpoint_is_complete_after_the_stop_as_well(tmp_path: Path) -> None
 def test_the_code_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two runs of it: the second one resumes. Then the report of the page, from a run."""
     monkeypatch.chdir(tmp_path)
     (code,) = blocks("docs/resuming.md", "python", "with InspectSession")
     Path("config.yaml").write_text(json.dumps(statistics()))
@@ -367,8 +360,7 @@ def test_the_code_of_the_page(
 
 OTHER_RECIPE = "Another recipe: DelayedScaling -> Float8CurrentScaling: all 2 layers."
 OTHER_SCALES = "Other scales than in the checkpoint (forward): 0."
-Found = list[tuple[str, bool]]
-"""A rank's findings, and whether it has logged them."""
+Found = list[tuple[str, bool]]  # a rank's findings, and whether it has logged them
 
 
 @pytest.mark.processes
@@ -391,9 +383,9 @@ def test_two_ranks_tell_of_what_they_have_lost(tmp_path: Path) -> None:
             assert bool(logged.strip()) == any(is_logged for _, is_logged in expected[rank]), case
             assert ("differs on rank 1 from" in logged) == (rank == 1 and bool(logged.strip())), case
     for case in ("delayed", "current", "quantized"):
-        fingerprints = [read(tmp_path / case, rank) for rank in range(2)]
-        assert [fingerprint.rank for fingerprint in fingerprints if fingerprint] == [0, 1]
-        layers = [fingerprint.layers for fingerprint in fingerprints if fingerprint]
-        assert all(layer.weights.sharded for own in layers for layer in own)
-        first, second = ([layer.weights.hashes for layer in own] for own in layers)
+        fingerprints: Any = [read(tmp_path / case, rank) for rank in range(2)]
+        assert [fingerprint.rank for fingerprint in fingerprints] == [0, 1]
+        weights = [[layer.weights for layer in fingerprint.layers] for fingerprint in fingerprints]
+        assert all(weight.sharded for own in weights for weight in own)
+        first, second = ([weight.hashes for weight in own] for own in weights)
         assert (first != second) == (case == "quantized"), "each rank has its own shards"

@@ -8,40 +8,25 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as recipes
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, feature, statistics
 from tests.training import train
 
-VARIABLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
-
-def trained(recipe: recipes.Recipe) -> te.Linear:
-    net = te.Linear(128, 128)
-    for _ in range(2):
-        forward(net, recipe)
-    return net
-
-
-def forward(net: torch.nn.Module, recipe: recipes.Recipe) -> None:
+def forward(net: torch.nn.Module, recipe: Recipe) -> None:
     with te.autocast(recipe=recipe):
         net(torch.randn(128, 128)).sum().backward()
 
 
-def saved(net: torch.nn.Module) -> dict[str, Any]:
-    """Its state, by way of torch's file format."""
-    file = io.BytesIO()
+def saved(recipe: Recipe) -> dict[str, Any]:
+    net, file = te.Linear(128, 128), io.BytesIO()
+    for _ in range(2):
+        forward(net, recipe)
     torch.save(net.state_dict(), file)
     file.seek(0)
-    loaded: dict[str, Any] = torch.load(file)
-    return loaded
-
-
-@pytest.fixture(autouse=True)
-def not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    return torch.load(file)
 
 
 def test_start_step_is_the_iteration_of_the_first_step(tmp_path: Path, keeper: Keeper) -> None:
@@ -56,15 +41,15 @@ def test_start_step_is_the_iteration_of_the_first_step(tmp_path: Path, keeper: K
     assert [records.iteration for records in keeper.steps if records] == [10, 15]
 
 
-DELAYED = recipes.DelayedScaling(amax_history_len=4)
+DELAYED = DelayedScaling(amax_history_len=4)
 
 
+@pytest.mark.usefixtures("trusted_checkpoints")
 @pytest.mark.parametrize(
     ("start", "has_state", "length", "behind_attach"),
     [(0, True, 1, False), (7, True, 4, False), (0, False, 4, False), (7, False, 1, False), (0, True, 4, True)],
 )
 def test_a_layer_has_a_scale_where_its_state_was_loaded(
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     keeper: Keeper,
     start: int,
@@ -73,9 +58,8 @@ def test_a_layer_has_a_scale_where_its_state_was_loaded(
     behind_attach: bool,
 ) -> None:
     """Before the session begins, or behind attach, as ``Accelerator.load_state`` does it."""
-    monkeypatch.setenv(VARIABLE, "1")
-    recipe = recipes.DelayedScaling(amax_history_len=length)
-    state, net = saved(trained(recipe)), te.Linear(128, 128)
+    recipe = DelayedScaling(amax_history_len=length)
+    state, net = saved(recipe), te.Linear(128, 128)
     if not has_state:
         del state["_extra_state"]
     if not behind_attach:
@@ -84,11 +68,10 @@ def test_a_layer_has_a_scale_where_its_state_was_loaded(
         if behind_attach:
             net.load_state_dict(state)
         train(session, net, x=torch.randn(128, 128), recipe=recipe)
-    expected = set() if has_state else {"linear"}
-    assert [records.unscaled for records in keeper.steps] == [expected, set(), set()]
+    assert [records.unscaled for records in keeper.steps] == [set() if has_state else {"linear"}, set(), set()]
 
 
-CURRENT = recipes.Float8CurrentScaling()
+CURRENT = Float8CurrentScaling()
 
 
 @pytest.mark.parametrize(
@@ -101,14 +84,15 @@ CURRENT = recipes.Float8CurrentScaling()
     ],
 )
 def test_a_layer_that_begins_delayed_scaling_later_has_none_in_its_first_step(
-    tmp_path: Path, keeper: Keeper, ran: list[recipes.Recipe | None], freq: int, without: list[int]
+    tmp_path: Path, keeper: Keeper, ran: list[Recipe | None], freq: int, without: list[int]
 ) -> None:
     net = te.Linear(128, 128)
     with InspectSession(statistics(freq=freq), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         for recipe in ran:
             train(session, net, 1, x=torch.randn(128, 128), recipe=recipe)
-    marked = {records.iteration: records.unscaled for records in keeper.steps if records.unscaled}
-    assert marked == {iteration: {"linear"} for iteration in without}
+    assert {records.iteration: records.unscaled for records in keeper.steps if records.unscaled} == {
+        iteration: {"linear"} for iteration in without
+    }
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 1), (7, 4)])
@@ -116,7 +100,7 @@ def test_neither_quantized_weights_nor_an_evaluation_give_it_a_scale(
     tmp_path: Path, keeper: Keeper, start: int, length: int
 ) -> None:
     """Both leave an amax, from which nothing has been made yet; and micro-batches are one step."""
-    recipe = recipes.DelayedScaling(amax_history_len=length)
+    recipe = DelayedScaling(amax_history_len=length)
     with te.quantized_model_init(recipe=recipe):
         net = te.Linear(128, 128)
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], start_step=start) as session:
@@ -196,5 +180,4 @@ def test_the_first_step_of_delayed_scaling_is_nobodys_worst(
     for row, iteration in of_own_recipe:
         worst = max if row.statistic == "underflows%" else min
         of_series = {i: r.value for i, r in values if r[:4] == row[:4] and i not in left_out}
-        assert row.value == worst(of_series.values())
-        assert of_series[iteration] == row.value
+        assert row.value == worst(of_series.values()) == of_series[iteration]

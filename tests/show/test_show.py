@@ -40,14 +40,13 @@ def values(count: int = 6) -> Values:
 
 
 def show(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.app, ["show", *map(str, arguments)])
+    return CliRunner().invoke(cli.app, ["show", *map(str, arguments)], catch_exceptions=False)
 
 
 def drawn(path: Path, width: int, **options: Any) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(Screen(look(open_run(path), **options)))
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_worst_layers_come_first_in_the_direction_that_is_worse(tmp_path: Path) -> None:
@@ -69,8 +68,8 @@ def test_a_statistic_is_chosen_with_or_without_its_recipe(tmp_path: Path) -> Non
     view = look(run, ["mxfp8_underflows%"], most=1)
     assert [len(worst) for worst in view.worst.values()] == [1]
     assert "cur_amax" in view.more_statistics
-    (line,) = (line for line in drawn(tmp_path, 120, statistics=["mxfp8_underflows%"]).splitlines() if "shown" in line)
-    assert line.startswith("Not shown: ")
+    lines = drawn(tmp_path, 120, statistics=["mxfp8_underflows%"]).splitlines()
+    assert [line.split(":")[0] for line in lines if "shown" in line] == ["Not shown"]
     with pytest.raises(NothingToShowError, match=r"no statistic .mse.\. It has .*sqnr_db"):
         look(run, ["mse"])
 
@@ -87,8 +86,8 @@ def test_a_statistic_of_ones_own_is_shown_when_it_is_asked_for(tmp_path: Path) -
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_it_fits_the_terminal(tmp_path: Path, width: int) -> None:
     long = {(f"model.{'deep.' * 30}{n}.fc", "activation", "underflows%"): np.arange(9.0) for n in range(3)}
-    products = {"layer": "fc", "gemm": "fprop", "macs": 10}
-    gemms = [products | {"gemm_id": n, "precision": low} for n, low in enumerate(("fp8", "bf16", "fp8"))]
+    product = {"layer": "fc", "gemm": "fprop", "macs": 10}
+    gemms = [product | {"gemm_id": n, "precision": low} for n, low in enumerate(("fp8", "bf16", "fp8"))]
     facts: dict[str, Any] = {"recipes": ["fp8_current_scaling"], "front_door": "Lightning", "gpu": "H200"}
     record(tmp_path, long, gemms=gemms, scalars={"loss": np.linspace(3, 1, 9)}, **facts)
     text = drawn(tmp_path, width)
@@ -107,8 +106,7 @@ def test_a_name_leaves_out_what_all_layers_share(tmp_path: Path) -> None:
            scalars={"loss": np.arange(9.0)})  # fmt: skip
     rows = [line.split()[0] for line in drawn(tmp_path, 100, most=6).splitlines() if " activation " in line]
     ends = [f"layers.{n}.self_attention.{part}" for n in (2, 1, 0) for part in ("proj", "layernorm_qkv")]
-    assert [row[-len(end) :] for row, end in zip(rows, ends, strict=True)] == ends
-    assert all(row.startswith("…") for row in rows)
+    assert all(row.startswith("…") and row.endswith(end) for row, end in zip(rows, ends, strict=True))
 
 
 def test_events_and_notes_are_shown(tmp_path: Path) -> None:
@@ -178,9 +176,8 @@ def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
         (["file", "--follow"], "no recorded run"),
         (["empty", "--run", "other", "--follow"], "no run 'other'"),
     ):
-        error = show(tmp_path / arguments[0], *arguments[1:]).exception
-        assert isinstance(error, cli.PrecisionDebugError)
-        assert says in str(error)
+        with pytest.raises(cli.PrecisionDebugError, match=says):
+            show(tmp_path / arguments[0], *arguments[1:])
 
 
 def test_a_run_without_a_step_is_told_as_its_report_tells_it(tmp_path: Path) -> None:
@@ -266,7 +263,6 @@ time.sleep(60)
 @pytest.mark.processes
 def test_following_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", WRITING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     threading.Timer(0.5, lambda: (process.kill(), process.wait())).start()
     assert "stopped without an end" in show(tmp_path, "--follow", "--every", "0.1").output
@@ -279,16 +275,14 @@ def test_a_curve_shows_every_peak() -> None:
     curve = np.zeros(1000)
     curve[777] = 5
     line = sparkline(np.arange(1000), curve, 20)
-    assert len(line) == 20
-    assert line.index("█") == 777 * 20 // 1000
-    assert set(line) == {"▁", "█"}
-    assert sparkline(np.arange(1000), -curve, 20, low_is_worse=True).index("▁") == 777 * 20 // 1000
+    at = 777 * 20 // 1000
+    assert line == "▁" * at + "█" + "▁" * (19 - at)
+    assert sparkline(np.arange(1000), -curve, 20, low_is_worse=True).index("▁") == at
 
 
 def test_a_curve_has_gaps_and_marks() -> None:
     line = sparkline(np.array([0, 1, 8, 9]), np.array([1.0, np.nan, 2.0, np.inf]), 4)
-    assert line == "!  !" or len(line) == 4
-    assert "!" in line
+    assert (len(line), "!" in line) == (4, True)
     assert sparkline(np.array([3]), np.array([2.0]), 10) == "▁"
     assert sparkline(np.empty(0, np.int64), np.empty(0), 10) == ""
     assert sparkline(np.arange(2), np.array([-1e308, 1e308]), 5) == "▁█"

@@ -33,11 +33,9 @@ from te_precision_callbacks import (
     PrecisionDebugTrainerCallback,
 )
 from tests.conftest import Keeper, statistics
-from tests.lightning import models
-from tests.lightning.models import Plain, batch_of, loader
+from tests.lightning.models import Plain, batch_of, loader, trainer
 from tests.lightning.test_fabric import Net
-from tests.transformers.models import Net as NetWithLoss
-from tests.transformers.models import arguments, vectors
+from tests.transformers import models as of_transformers
 
 torch.set_num_threads(1)
 
@@ -64,10 +62,9 @@ class OfBothRanks(Plain):
 
 
 def is_split(model: torch.nn.Module) -> bool:
-    """Whether a rank has a part of each parameter."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return True
-    return all(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or all(
+        isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
 
 
 def parallelize(model: Any, mesh: Any) -> Any:
@@ -107,9 +104,9 @@ def by_fabric(folder: Path, strategy: Any) -> Keeper:
 
 def by_trainer(folder: Path, strategy: Any, model: type[Plain] = OfBothRanks) -> Keeper:
     keeper = Keeper()
-    options: Any = {"accelerator": ACCELERATOR, "devices": 2, "strategy": strategy, "max_steps": STEPS}
     callback = PrecisionDebugCallback(CONFIG, sinks=[keeper], log_dir=folder)
-    models.trainer(folder, callbacks=[callback], **options).fit(model(RATE), loader(2 * STEPS))
+    options: Any = {"accelerator": ACCELERATOR, "devices": 2, "strategy": strategy, "max_steps": STEPS}
+    trainer(folder, callbacks=[callback], **options).fit(model(RATE), loader(2 * STEPS))
     return keeper
 
 
@@ -131,7 +128,7 @@ def by_accelerate(folder: Path, **plugin: Any) -> Keeper:
 
 def by_hugging_face(folder: Path, **how: Any) -> Keeper:
     keeper = Keeper()
-    args = arguments(
+    args = of_transformers.arguments(
         folder,
         use_cpu=False,
         max_steps=STEPS,
@@ -143,7 +140,8 @@ def by_hugging_face(folder: Path, **how: Any) -> Keeper:
         **how,
     )
     callback = PrecisionDebugTrainerCallback(CONFIG, sinks=[keeper], log_dir=folder)
-    made = transformers.Trainer(NetWithLoss(), args, train_dataset=vectors(), callbacks=[callback])
+    model, data = of_transformers.Net(), of_transformers.vectors()
+    made = transformers.Trainer(model, args, train_dataset=data, callbacks=[callback])
     made.train()
     assert is_split(made.model_wrapped)
     return keeper

@@ -15,7 +15,6 @@ STEPS, RATE = 2, 0.1  # as in the script
 
 
 def in_one_process() -> dict[str, dict[str, float]]:
-    """The activation and the gradient of the first layer over the batches of both ranks, in steps of plain torch."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
     results: dict[str, dict[str, float]] = {}

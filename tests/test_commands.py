@@ -1,14 +1,18 @@
-"""Wrong use of commands with --json: the error is on stderr, and stdout is empty."""
+"""Commands: their outputs equal the files in tests/golden/; wrong use with --json has its error on stderr alone."""
 
+import difflib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer.main
 
 from te_precision_callbacks.cli import app, main
+from tests.golden.outputs import golden, outputs
+from tools.tour import alike
 
 
 def printing_json(command: Any, *names: str) -> Iterator[list[str]]:
@@ -38,3 +42,20 @@ def test_wrong_use_prints_no_json_and_ends_with_2(
     printed = capsys.readouterr()
     assert (ended.value.code, printed.out) == (2, "")
     assert "no such thing" in printed.err or "Got unexpected extra argument" in printed.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they are of a machine without a GPU")
+@pytest.mark.slow
+@pytest.mark.processes
+def test_each_output_is_as_it_was(tmp_path: Path) -> None:
+    """But for decimal numbers that differ by at most a twentieth."""
+    made, kept = outputs(tmp_path), golden()
+    assert made.keys() == kept.keys()
+    differences = [
+        line
+        for name in made
+        if not alike(kept[name], made[name])
+        for line in difflib.ndiff(kept[name].splitlines(), made[name].splitlines())
+        if not line.startswith("  ")
+    ]
+    assert not differences, "\n".join([*differences, "", "if this is meant: python -m tests.golden"])

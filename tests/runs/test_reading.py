@@ -1,44 +1,127 @@
-"""Logs of plain nvidia-dlfw-inspect, read as a run."""
+"""Reading runs: which one of a folder, logs of plain nvidia-dlfw-inspect, and the code of docs/records.md."""
 
 import io
+import json
 import re
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
 from rich.console import Console
 from transformer_engine.common.recipe import DelayedScaling, Recipe
+from typer.testing import CliRunner, Result
 
-from te_precision_callbacks.runs import NotARunError, importing, open_run
+from te_precision_callbacks import InspectSession, cli
+from te_precision_callbacks.runs import NotARunError, importing, list_runs, open_run, writing
 from te_precision_callbacks.runs.importing import parse_names
-from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, STEP0, STEPS, VALUES, VECTORS
 from te_precision_callbacks.views.show.view import look
+from tests.conftest import statistics
+from tests.docs.pages import PAGES, blocks
 from tests.features.plain import THEIRS, plain
+from tests.runs.making import write_run
 
+FOLDER = "my logs"
 TAB = " \t\t\t\t "
+PANDAS, POLARS, DUCKDB, OPEN, LOOP = blocks("docs/records.md", "python")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# --- which run of a folder ---
+
+
+@pytest.fixture
+def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("COLUMNS", "500")
+    return [write_run(tmp_path / FOLDER, range(steps)) for steps in (3, 6, 9)]
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, [*map(str, arguments)], catch_exceptions=False)
+
+
+def test_the_latest_is_read_and_the_others_are_named(ids: list[str]) -> None:
+    first, second, third = ids
+    stated = f"{FOLDER} has 3 runs. The latest is read: {third}. The others, for --run: {second}, {first}."
+    for command in ("show", "report", "compare"):
+        result = call(command, FOLDER, *[FOLDER] * (command == "compare"))
+        assert result.exit_code == 0
+        assert " ".join(result.stdout.split()).count(stated) == 1, "once, also where it is read twice"
+    shown = call("show", FOLDER, "--json")
+    assert json.loads(shown.stdout)["run_id"] == third
+    assert stated in " ".join(shown.stderr.split())
+
+
+def test_a_run_that_was_resumed_is_later_than_an_attempt_that_came_between(ids: list[str]) -> None:
+    first, *_, last = ids
+    assert open_run(FOLDER, run="latest").run_id == last
+    run = Path(FOLDER) / "precision_records" / first
+    shutil.copytree(run / "seg-000", run / "seg-001")
+    facts = run / "seg-001" / "run.json"
+    later = {"segment": 1, "first_iteration": 3, "started_at": "2999-01-01T00:00:00.000+00:00"}
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | later))
+    assert open_run(FOLDER, run="latest").run_id == first
+    facts.write_text("damaged")
+    assert open_run(FOLDER, run="latest").run_id == last
+
+
+def test_a_run_is_chosen_by_as_much_of_its_name_as_is_needed(ids: list[str]) -> None:
+    first, _, third = ids
+    records = f"{FOLDER}/precision_records"
+    for arguments, chosen in (
+        ((FOLDER, "--run", first), first),
+        ((FOLDER, "--run", first[:-1]), first),
+        ((FOLDER, "--run", "latest"), third),
+        ((records, "--run", first), first),
+        ((f"{records}/{first}",), first),
+    ):
+        result = call("show", *arguments, "--json")
+        assert not result.stderr, "nothing is said of a choice that was made"
+        assert json.loads(result.stdout)["run_id"] == chosen
+    for command in ("show", "report"):
+        with pytest.raises(cli.PrecisionDebugError, match=r"there is no run 'x'\. There are: "):
+            call(command, FOLDER, "--run", "x")
+        with pytest.raises(cli.PrecisionDebugError, match=f"is the run {first!r}, not {third!r}"):
+            call(command, f"{records}/{first}", "--run", third)
+
+
+def test_two_runs_of_a_folder_are_compared(ids: list[str]) -> None:
+    first, second, third = ids
+    for both in ([FOLDER, FOLDER], [FOLDER]):
+        actual = json.loads(call("compare", *both, "--run", first, "--run", second, "--json").stdout)
+        assert (actual["a"], actual["b"]) == (f"{FOLDER} ({first})", f"{FOLDER} ({second})")
+        assert (actual["pairing"]["first"], actual["pairing"]["last"]) == (0, 2)
+    actual = json.loads(call("compare", FOLDER, FOLDER, "--noise", FOLDER,
+                            *(part for item in ids for part in ("--run", item)), "--json").stdout)  # fmt: skip
+    assert actual["floor"]["sides"] == [f"{FOLDER} ({third})"]
+    result = call("compare", FOLDER, FOLDER, *("--run", first) * 3)
+    assert result.exit_code == 2
+    assert "3 runs are chosen" in " ".join(result.output.split())
+
+
+# --- logs of plain nvidia-dlfw-inspect ---
 
 
 def line(name: str, iteration: int, value: object, end: str = "\n") -> str:
     return f"2026-11-22 13:01:44,718 - INFO - {name}{TAB}iteration={iteration:06d}{TAB}value={value}{end}"
 
 
-def log(folder: Path, text: str | bytes, rank: int = 0) -> Path:
-    path = folder / "nvdlfw_inspect_statistics_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
+def log(folder: Path, text: str | bytes, rank: int = 0, kind: str = "statistics_logs") -> Path:
+    path = folder / f"nvdlfw_inspect_{kind}" / f"nvdlfw_inspect_globalrank-{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return path
-
-
-def assigned(folder: Path, *names: str, rank: int = 0) -> None:
-    path = folder / "nvdlfw_inspect_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    texts = [f"2026-11-22 13:01:40,102 - INFO - Assigned layer name: {name}\n" for name in names]
-    path.write_text("".join(texts) + "2026-11-22 13:01:41,000 - WARNING - look at fc1\n")
 
 
 def rows(folder: Path) -> dict[tuple[str, str, str, int | None], dict[int, float]]:
@@ -54,21 +137,21 @@ def rows(folder: Path) -> dict[tuple[str, str, str, int | None], dict[int, float
 
 
 def test_a_log_and_its_event_log(tmp_path: Path) -> None:
-    log(
+    file = log(
         tmp_path,
         "".join(line(f"{name}_activation_max", it, it + n / 2) for it in range(3) for n, name in enumerate("ab")),
     )
-    assigned(tmp_path, "b", "a")
+    assigned = [f"2026-11-22 13:01:40,102 - INFO - Assigned layer name: {name}\n" for name in "ba"]
+    log(tmp_path, "".join(assigned) + "2026-11-22 13:01:41,000 - WARNING - look at fc1\n", kind="logs")
     run = open_run(tmp_path)
     assert (run.source, run.notes, run.ordered_layers) == ("nvidia-dlfw-inspect", (), ["b", "a"])
     assert run.grid("max", "activation").values.tolist() == [[0.5, 1.5, 2.5], [0.0, 1.0, 2.0]]
     assert run.steps["iteration"].to_pylist() == [0, 1, 2]
     assert run.steps["wall_time"].to_pylist()[0].second == 44
     assert [(event["severity"], event["text"]) for event in run.events.to_pylist()] == [("warning", "look at fc1")]
-    assert len(run.values()) == 6
     assert len(run.gemms) == len(run.scalars) == len(run.vectors()) == 0
-    assert len(open_run(tmp_path / "nvdlfw_inspect_statistics_logs").values()) == 6
-    assert len(open_run(next((tmp_path / "nvdlfw_inspect_statistics_logs").iterdir())).values()) == 6
+    for path in (tmp_path, file.parent, file):
+        assert len(open_run(path).values()) == 6
 
 
 @pytest.mark.parametrize(
@@ -149,8 +232,7 @@ def test_numbers_on_which_ranks_agree_are_there_once(tmp_path: Path) -> None:
         }
     )
     run = open_run(tmp_path)
-    assert run.notes == ("The logs of 1 ranks are missing: 1.",)
-    assert run.segments[0].world == 3
+    assert (run.notes, run.segments[0].world) == (("The logs of 1 ranks are missing: 1.",), 3)
 
 
 def test_folders_of_ranks_as_in_bionemo(tmp_path: Path) -> None:
@@ -174,10 +256,8 @@ def test_a_log_without_a_statistic(tmp_path: Path, text: str) -> None:
 def train_plainly(
     folder: Path, build: Callable[[], torch.nn.Module], feature: str, recipe: Recipe | None = None, **options: Any
 ) -> torch.Tensor:
-    """Train with plain nvidia-dlfw-inspect and Transformer Engine's own features; the inputs of the three steps."""
     inputs = torch.randn(3, 16, 32)
-    features = {feature: {"enabled": True, **options}}
-    with plain(features, folder, folders=[THEIRS], layers="all", files=True):
+    with plain({feature: {"enabled": True, **options}}, folder, folders=[THEIRS], layers="all", files=True):
         net = build()
         for batch in inputs:
             with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -199,7 +279,7 @@ def test_what_plain_nvidia_dlfw_inspect_writes(tmp_path: Path) -> None:
     assert result["net.fc1", "activation", "max", None] == pytest.approx(expected, abs=1e-4)
 
 
-def blocks() -> torch.nn.Module:
+def unnumbered() -> torch.nn.Module:
     """Two blocks without a number, which nvidia-dlfw-inspect gives one name."""
     two = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
     for block in two:
@@ -209,18 +289,11 @@ def blocks() -> torch.nn.Module:
     return net
 
 
-@pytest.fixture(scope="module")
-def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of one name under delayed scaling."""
-    folder = tmp_path_factory.mktemp("delayed")
+def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(tmp_path: Path) -> None:
     torch.manual_seed(0)
     stats = ["underflows%", "scale_inv_max"]
-    train_plainly(folder, blocks, "LogFp8TensorStats", DelayedScaling(), tensors=["gradient"], stats=stats)
-    return folder
-
-
-def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(delayed: Path) -> None:
-    run = open_run(delayed)
+    train_plainly(tmp_path, unnumbered, "LogFp8TensorStats", DelayedScaling(), tensors=["gradient"], stats=stats)
+    run = open_run(tmp_path)
     grid = run.grid("underflows%", "gradient")
     head = grid.values[grid.layers.index("model.head")]
     assert head[0] > 90
@@ -246,3 +319,46 @@ def test_a_bar_on_a_terminal_only(
     monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=terminal, force_terminal=True, width=200))
     open_run(tmp_path)
     assert "Reading" in re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+
+
+# --- the code of docs/records.md ---
+
+
+@pytest.mark.parametrize("code", [PANDAS, POLARS, DUCKDB], ids=["pandas", "polars", "DuckDB"])
+def test_other_libraries_read_it(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len([line for line in code.splitlines() if line]) == 3
+    monkeypatch.setattr(writing, "CLOSE_BYTES", 1)
+    run_id = write_run(Path("logs"), range(5))
+    write_run(Path("logs"), range(5, 7), run_id=run_id)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert {str(layer): value for layer, value in np.asarray(names["values"]).tolist()} == {
+        "net.0": 60.0,
+        "net.1": 61.0,
+    }
+
+
+def test_reading_with_this_package() -> None:
+    run_id = write_run(Path("logs"), range(5), statistic="cur_amax")
+    names: dict[str, Any] = {}
+    exec(OPEN, names)
+    assert list_runs("logs") == (run_id,)
+    assert len(names["table"]) == 5
+    assert names["grid"].layers == ["net.1", "net.0"]
+
+
+def test_a_loop_of_your_own() -> None:
+    model = torch.nn.Sequential(te.Linear(32, 32))
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": torch.randn(3, 16, 32)}
+    with InspectSession(statistics(), model=model, log_dir="logs") as session:
+        exec(LOOP, {**names, "session": session})
+    rows = [(row["name"], row["iteration"]) for row in open_run("logs").scalars.to_pylist()]
+    assert sorted(rows) == [(name, iteration) for name in ("loss", "lr") for iteration in range(3)]
+
+
+def test_the_tables_and_kinds_of_the_page() -> None:
+    text = PAGES["docs/records.md"].read_text()
+    for name in FACTS:
+        assert f"`{name}`" in text
+    for schema in (VALUES, VECTORS, STEPS, SCALARS, EVENTS):
+        assert schema.names[0] == "segment"
