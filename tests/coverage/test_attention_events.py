@@ -20,8 +20,6 @@ LENGTH, BATCH, HEADS, SIZE = 128, 2, 4, 32
 
 
 class Told:
-    """A listener that keeps the events, and the layers that were entered and left."""
-
     def __init__(self) -> None:
         self.events: list[AttentionEvent] = []
         self.order: list[str] = []
@@ -43,7 +41,6 @@ class Told:
 
 @contextmanager
 def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[int, Any]]]]:
-    """The entries that were called, each with its arguments by their id."""
     calls: list[tuple[str, dict[int, Any]]] = []
     for name in ("fused_attn_fwd", "fused_attn_bwd"):
         own = getattr(tex, name)

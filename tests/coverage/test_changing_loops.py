@@ -18,8 +18,6 @@ WRITES_NOTHING: dict[str, Any] = {"statistics_log": "off", "records": "off", "st
 
 
 class Changing(torch.nn.Module):
-    """A layer of Transformer Engine, and parts of torch that only some calls reach."""
-
     def __init__(self, **parts: torch.nn.Module) -> None:
         super().__init__()
         self.first = te.Linear(WIDTH, WIDTH)
@@ -59,7 +57,6 @@ def train(
     batches: Callable[[Changing, int], list[dict[str, Any]]],
     **options: Any,
 ) -> InspectSession:
-    """A run: each step has the micro-batches, as keywords of the model's call."""
     torch.manual_seed(0)
     model = Changing()
     with InspectSession(model=model, **{**WRITES_NOTHING, **options}) as session:
@@ -215,7 +212,6 @@ def test_the_mean_of_more_changes_than_are_kept(tmp_path: Any) -> None:
 
 
 def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
-    """The expected time of each expert, for micro-batches that send so many rows to each of two."""
     model = Net(lambda net, x, splits: net.experts(x, splits).sum(), experts=te.GroupedLinear(2, WIDTH, WIDTH))
     with InspectSession(model=model, log_dir=tempfile.mkdtemp(), **WRITES_NOTHING) as session:
         for splits in rows:

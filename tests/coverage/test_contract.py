@@ -45,7 +45,6 @@ def run(
     calls_step: bool = True,
     **keywords: Any,
 ) -> int:
-    """Train under a contract; the number of steps that ended."""
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
     ended = 0
@@ -126,7 +125,6 @@ def test_the_step_at_which_it_is_judged(tmp_path: Path) -> None:
 
 
 def events(folder: Path) -> list[tuple[str, str]]:
-    """The severity and the text of each judgement in the records."""
     rows = open_run(folder).events.to_pylist()
     return [(row["severity"], row["text"]) for row in rows if row["kind"] == "contract_judged"]
 

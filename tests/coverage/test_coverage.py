@@ -43,14 +43,12 @@ Macs = dict[tuple[str, str, bool], int]
 def linear(
     layer: str, inputs: int, outputs: int, *, rows: int = TOKENS, dgrad: bool = True, wgrad: bool = True
 ) -> Macs:
-    """A layer with a weight: three products of the same size."""
     results = {(layer, "fprop", False): rows * inputs * outputs}
     results |= {(layer, "dgrad", True): rows * inputs * outputs} if dgrad else {}
     return results | ({(layer, "wgrad", True): rows * inputs * outputs} if wgrad else {})
 
 
 def attention(layer: str, length: int = LENGTH, *, backward: bool = True) -> Macs:
-    """Two products, and in the backward two for each of them."""
     first = BATCH * HEADS * length * length * (WIDTH // HEADS)
     results = {(layer, "qk", False): first, (layer, "pv", False): first}
     return results | ({(layer, "qk", True): 2 * first, (layer, "pv", True): 2 * first} if backward else {})
@@ -61,7 +59,6 @@ def lookup(*layers: str) -> Macs:
 
 
 def found(coverage: Coverage) -> Macs:
-    """The products that have run, each of them once."""
     ran = [product for product in coverage if product.runs == "seen"]
     macs = {(product.layer, product.gemm, product.backward): product.macs for product in ran}
     assert len(macs) == len(ran)
@@ -69,8 +66,6 @@ def found(coverage: Coverage) -> Macs:
 
 
 class Case(NamedTuple):
-    """A model, its input, and its products, written by hand."""
-
     make: Callable[[], torch.nn.Module]
     batch: Callable[[], Any]
     products: Any = None
@@ -81,8 +76,6 @@ class Case(NamedTuple):
 
 
 class Net(torch.nn.Module):
-    """A module with these children, whose forward is a function of it and what it is given."""
-
     def __init__(self, compute: Callable[..., torch.Tensor], **children: torch.nn.Module) -> None:
         super().__init__()
         self.compute = compute
@@ -147,7 +140,6 @@ def mixtral_layer(layer: str) -> Macs:
 
 
 def small(**more: Any) -> dict[str, Any]:
-    """The sizes of a model, under the names that most configurations have for them."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": HEADS, "num_hidden_layers": 1}
     return sizes | more
 
@@ -241,7 +233,6 @@ def counted(
     unconverted: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Coverage:
-    """What a step covers in which ``run`` trains."""
     with InspectSession(config, model=model, log_dir=folder, **WRITES_NOTHING, **options) as session:
         session.unconverted = unconverted or {}
         run()
@@ -258,7 +249,6 @@ def trained(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **options: Any,
 ) -> Coverage:
-    """What a model's step covers."""
     model = case.make() if model is None else model
 
     def run() -> None:
@@ -271,7 +261,6 @@ def trained(
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators of torch that are looked at."""
     names: list[str] = []
     look = OperatorProducts.look
     monkeypatch.setattr(
@@ -302,7 +291,6 @@ def accelerate_runs() -> Iterator[None]:
 @pytest.mark.usefixtures("accelerate_runs")
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "GPT-2"])
 def test_products_of_a_model_that_accelerate_has_converted(name: str, tmp_path: Path) -> None:
-    """The products are the same, and exactly those of the layers that it converted run in FP8."""
     case = HUGGING_FACE[name]
     model = case.make()
     with torch.no_grad():
@@ -350,12 +338,6 @@ def test_a_compiled_model_has_the_same_products_and_stays_compiled(tmp_path: Pat
 
 
 class Layers(torch.nn.Module):
-    """A GPT of Transformer Engine's layers, between an embedding and a head of torch's.
-
-    Args:
-        block: how each layer is called.
-    """
-
     def __init__(self, recipe: Any = None, block: Callable[..., torch.Tensor] = lambda layer, x: layer(x)) -> None:
         super().__init__()
         self.recipe, self.block = recipe, block
@@ -399,7 +381,6 @@ def gpt(**more: Any) -> Case:
 
 
 def share_in_fp8(macs: Macs) -> float:
-    """The share of those products of Transformer Engine's linear layers."""
     low = sum(count for (layer, gemm, _), count in macs.items() if "layers" in layer and gemm not in ("qk", "pv"))
     return low / sum(macs.values())
 
@@ -443,8 +424,6 @@ BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class Taught(torch.nn.Module):
-    """A student, and a teacher that runs without gradients in the same forward: of Transformer Engine, and of torch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.student = torch.nn.ModuleList([te.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)])
@@ -457,7 +436,6 @@ class Taught(torch.nn.Module):
 
 
 def test_modules_of_a_model_that_is_not_called_itself(tmp_path: Path) -> None:
-    """What torch computes between them is not seen, which the coverage says."""
     model = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
     coverage = counted(model, lambda: model[1](model[0](torch.randn(32, 32))).sum().backward(), tmp_path)
     assert list(coverage.not_counted) == [NOT_CALLED]
@@ -470,13 +448,6 @@ def test_what_runs_without_gradients_in_a_step_is_not_counted(tmp_path: Path) ->
 
 
 def torch_layers(block: Callable[..., torch.Tensor]) -> Net:
-    """Blocks of torch's layers, with a product without a weight, a loop over an autograd Function, and no checkpoint
-    around the head.
-
-    Args:
-        block: how each block is called.
-    """
-
     def compute(net: Any, x: torch.Tensor) -> torch.Tensor:
         for part in net.blocks:
             x = block(part, x)
@@ -490,8 +461,6 @@ def torch_layers(block: Callable[..., torch.Tensor]) -> Net:
 
 
 class Gram(torch.autograd.Function):
-    """``x @ x.T @ x``, with a backward by hand."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
@@ -508,7 +477,6 @@ def scores(_: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def torch_block(path: str) -> Macs:
-    """A linear layer, attention to itself, the Function, and another linear layer."""
     pairs = TOKENS * TOKENS * INNER
     return {
         **linear(f"{path}.0", WIDTH, INNER),
@@ -597,7 +565,6 @@ def backwards_in_the_other_order(model: torch.nn.Module, batch: Callable[[int], 
 
 
 def together(model: torch.nn.Module, batch: Callable[[int], Any]) -> None:
-    """One backward for several forwards."""
     for first in (0, 2):
         sum(model(batch(first + number)).square().mean() for number in range(2)).backward()  # type: ignore[union-attr]
 
@@ -644,7 +611,6 @@ def test_one_micro_batch_is_looked_at_and_counts_for_all(
 
 
 def repeated(case: Case, model: torch.nn.Module, count: int) -> Callable[[], object]:
-    """Trains in so many micro-batches."""
     return lambda: [case.loss(model).backward() for _ in range(count)]
 
 
@@ -653,7 +619,6 @@ def repeated(case: Case, model: torch.nn.Module, count: int) -> Callable[[], obj
 def test_layers_of_transformer_engine_in_several_micro_batches(
     checkpoint: str, tmp_path: Path, looked: list[str]
 ) -> None:
-    """Their GEMMs are counted each time, but not what a checkpoint computes again; their attention in torch once."""
     model = Layers(CURRENT(), TE_BLOCKS.get(checkpoint, once))
     coverage = counted(model, repeated(gpt(), model, 3), tmp_path)
     assert found(coverage) == {key: 3 * macs for key, macs in GPT.items()}
@@ -661,7 +626,6 @@ def test_layers_of_transformer_engine_in_several_micro_batches(
 
 
 def to_experts(net: Any, x: torch.Tensor) -> torch.Tensor:
-    """Sends each row to one of two layers, by its values."""
     first = x[:, 0] > 0
     return net.experts[0](x[first]).sum() + net.experts[1](x[~first]).sum()
 
@@ -858,7 +822,6 @@ def test_products_outside_of_any_layer_and_with_no_weight(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("recipe", "word"), [(recipes.DelayedScaling, "FP8"), (recipes.MXFP8BlockScaling, "MXFP8")])
 def test_attention_in_low_precision(recipe: Any, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Transformer Engine's fused attention, in the forward and in the backward."""
     emulate_kernel(monkeypatch)
     length = 128  # a block of MXFP8
     with any_capability():
@@ -961,7 +924,6 @@ def test_micro_batches_of_other_sizes_are_looked_at_too(tmp_path: Path, looked: 
 
 
 def skip_by_value(net: Any, x: torch.Tensor) -> torch.Tensor:
-    """Leaves a layer out if a number in its input says so."""
     x = net.first(x)
     return net.second(x) if float(x.detach().sum()) > 0 else x
 

@@ -29,7 +29,6 @@ def _a_kernel_for_the_cpu() -> Iterator[None]:
 
 
 def counted(micro_batches: list[list[int]]) -> list[int]:
-    """The multiply-adds of the products of a step in which packed sequences attend to themselves."""
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     attend = torch.ops.aten._efficient_attention_forward
     model = Net(lambda _, query: attend(query, query, query, None, bounds, bounds, 5, 5, 0.0, 0)[0])

@@ -36,7 +36,6 @@ def lines(session: InspectSession) -> list[str]:
 
 
 def high(*intervals: list[int]) -> dict[str, Any]:
-    """A section that keeps the second layer in high precision in some steps."""
     return {"s": feature("DisableQuantizationLayer", ["1"], start_end_list=[list(interval) for interval in intervals])}
 
 
@@ -89,7 +88,6 @@ def of_steps(
 def test_a_batch_that_is_skipped_is_no_other_precision(
     skipped: Collection[int], sections: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """The script forwards it, and runs no backward."""
     session = InspectSession(sections, log_dir=tmp_path)
     assert of_steps(session, skipped=skipped) == {ONE_LAYER_OF_TE}
     assert lines(session) == other_steps_of_run(open_run(tmp_path)) == []
@@ -98,7 +96,6 @@ def test_a_batch_that_is_skipped_is_no_other_precision(
 
 
 def test_a_backward_that_comes_after_many_skipped_batches(tmp_path: Path) -> None:
-    """What is not known is said as long as it is not known."""
     session = InspectSession(WATCHED, log_dir=tmp_path / "none")
     of_steps(session, steps=13, skipped=range(13))
     assert str(session.coverage()) == (
@@ -179,7 +176,6 @@ def test_every_output_has_the_steps_in_which_a_section_acted(
 def test_a_run_in_one_precision_has_no_such_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where operands have other formats in some steps, of the same precision, and where steps are the last."""
     monkeypatch.delenv("TE_PRECISION_QUIET")
     trained(tmp_path / "fixed", {}, [CURRENT] * 3)
     assert "In step" not in capsys.readouterr().err

@@ -55,7 +55,6 @@ def toggled(folder: Path, regions: str, *, says_when: bool, config: Any = None) 
 @pytest.mark.parametrize("says_when", [True, False], ids=["integration", "loop"])
 @pytest.mark.parametrize("regions", ["000000", "808088", "888---", "88--88"])
 def test_a_region_that_excludes_a_layer_is_told_from_no_region(regions: str, says_when: bool, tmp_path: Path) -> None:
-    """In whatever step the script changes it; also by the first step in which it does."""
     session = toggled(tmp_path, regions, says_when=says_when, config=statistics(layers=["nowhere"]))
     stated = {"0": "runs inside te.autocast(enabled=False)", "-": "runs outside of te.autocast", "8": ""}
     assert [{product.why for product in session.coverage(at=step) if product.layer == "0"} for step in range(6)] == [
@@ -65,13 +64,11 @@ def test_a_region_that_excludes_a_layer_is_told_from_no_region(regions: str, say
 
 
 def events(log_dir: Path) -> list[str]:
-    """The plans in the log of events."""
     log = log_dir / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log"
     return [line.partition("Tensor: ")[2] for line in log.read_text().splitlines() if "Tensor: " in line]
 
 
 def test_the_log_of_events_has_the_plans_of_training(tmp_path: Path) -> None:
-    """Whatever was evaluated before the first step, and however often; a plan that changes is logged again."""
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=tmp_path, observe="debug") as session:
         for fp8 in (True, True, False, False):
@@ -110,13 +107,11 @@ def test_what_is_missing_of_a_backward_raises_if_strict(tmp_path: Path) -> None:
 
 
 def not_run(precision: Iterable[GemmPrecision]) -> dict[str, str]:
-    """Layer and GEMM -> why it has not run."""
     return {f"{entry.layer} {entry.gemm}": entry.not_run for entry in precision if entry.not_run}
 
 
 @pytest.mark.parametrize("layers", [["all"], ["nowhere"]])
 def test_a_gemm_that_a_backward_leaves_out_is_told_as_not_run(tmp_path: Path, layers: list[str]) -> None:
-    """The dgrad of a first layer, and the wgrad of a frozen one, with features on them and without."""
     net = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormMLP(32, 64))
     net[1].fc2_weight.requires_grad_(False)
     config = statistics(tensors=["activation", "gradient"], layers=layers)

@@ -72,8 +72,6 @@ def spans(session: InspectSession, gemm: str) -> list[tuple[int, int | None, str
 
 
 def off(*iterations: int) -> Feature:
-    """A user's own feature, which has the dgrad run in high precision in some iterations."""
-
     class Off:
         def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
             later = [due for due in iterations if due > iteration]
@@ -83,8 +81,6 @@ def off(*iterations: int) -> Feature:
 
 
 def modified(*iterations: int) -> Feature:
-    """One that puts a tensor of its own in the weight's place."""
-
     class Modified:
         def modify_tensor_enabled(
             self, config: Any, layer_name: str, tensor_name: str, gemm: str, iteration: int
@@ -127,7 +123,6 @@ WARM_UP = [None, None, CURRENT, CURRENT, CURRENT, None, None, E4M3, E4M3]
     ],
 )
 def test_it_is_what_the_gemms_of_each_iteration_were_handed(tmp_path: Path, config: Any, recipes: list[Any]) -> None:
-    """Also in steps in which the layer is not asked, and with an evaluation in another precision between them."""
     session, handed_in = watched(tmp_path, config, recipes, evaluated=[3])
     for step, handed in enumerate(handed_in):
         assert wrong(session.precision(at=step), handed) == [], step
@@ -161,7 +156,6 @@ def test_a_span_is_from_its_first_iteration_to_its_last(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_single_step_is_known(tmp_path: Path, tells: bool) -> None:
-    """Also where a loop does not say when it evaluates."""
     recipes = [CURRENT, CURRENT, None, CURRENT, CURRENT]
     session, handed_in = watched(tmp_path, NOTHING, recipes, tells=tells)
     assert [wrong(session.precision(at=step), handed) for step, handed in enumerate(handed_in)] == [[]] * 5
@@ -207,7 +201,6 @@ def returned_to_1(folder: Path, *again: Any) -> InspectSession:
 
 
 def test_an_iteration_that_runs_again_counts_as_it_ran_last(tmp_path: Path) -> None:
-    """After a return to a checkpoint, those behind it have not run yet."""
     session = returned_to_1(tmp_path, BLOCK, BLOCK)
     assert spans(session, "fprop") == [(0, 0, "FP8 E4M3 FP8 E4M3"), (1, None, "FP8 block E4M3 FP8 block E4M3")]
     with pytest.raises(LookupError, match="0 to 2"):

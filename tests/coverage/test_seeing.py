@@ -49,7 +49,6 @@ def attention(layer: str) -> Macs:
 
 
 def step(model: torch.nn.Module) -> list[torch.Tensor]:
-    """A step, and its gradients."""
     model.zero_grad()
     x = torch.linspace(-1, 1, ROWS * WIDTH).view(BATCH, LENGTH, WIDTH).requires_grad_()
     model(x).square().sum().backward()
@@ -138,7 +137,6 @@ UNKNOWN = "vendor::mm gets several floating-point matrices; whether it multiplie
 
 
 def test_an_operator_that_nobody_knows_is_named_and_not_taken_for_one_of_its_name(tmp_path: Path) -> None:
-    """Beside a layer of torch's."""
     RAN.clear()
     model = Net(
         lambda net, x: net.theirs(net.known(x).view(ROWS, WIDTH)), known=torch.nn.Linear(WIDTH, WIDTH), theirs=Theirs()
@@ -196,7 +194,6 @@ FAILING: dict[str, tuple[Any, str]] = {
 def test_a_failure_while_looking_never_reaches_training(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It ends the look at torch, and is said once; no operator runs twice."""
     calls: list[int] = []
 
     def fail(*_: Any, **__: Any) -> None:
@@ -225,7 +222,6 @@ def test_with_strict_it_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_training_raises_passes(tmp_path: Path) -> None:
-    """Once, and what is looked at goes on."""
     columns = slice(1)
     model = Net(lambda net, x: net.layer(x[..., columns]), layer=torch.nn.Linear(WIDTH, WIDTH))
     with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:

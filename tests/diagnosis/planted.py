@@ -13,8 +13,6 @@ ODD, FACTOR = 4, 2.0**-18
 
 
 class Block(torch.nn.Module):
-    """A layer with a residual connection; its gradient has a factor."""
-
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.fc = te.Linear(width, width)
@@ -27,7 +25,6 @@ class Block(torch.nn.Module):
 
 
 def blocks(*, defect: bool = True, width: int = 32) -> torch.nn.Sequential:
-    """Ten blocks, of which one gets hardly any gradient."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(Block(width) for _ in range(10)))
     net[ODD].factor = FACTOR if defect else 1.0
@@ -35,7 +32,6 @@ def blocks(*, defect: bool = True, width: int = 32) -> torch.nn.Sequential:
 
 
 def train(folder: Path, steps: int = 21, *, config: Any = None, defect: bool = True, **keywords: Any) -> InspectSession:
-    """Train, by default under the default config; the session, which has ended."""
     net = blocks(defect=defect)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with InspectSession(config, model=net, log_dir=folder, **keywords) as session:

@@ -23,7 +23,6 @@ def called(*arguments: object) -> Result:
 
 
 def refusal(*arguments: object) -> str:
-    """The message of the error for which the command exits with 2."""
     error = called(*arguments).exception
     assert isinstance(error, PrecisionDebugError)
     return str(error)
@@ -114,7 +113,6 @@ def test_lines_of_a_rule_cover_a_finding_together(tmp_path: Path, lines: list[st
 
 
 def test_the_line_of_a_finding_leaves_it_out(planted: Planted, tmp_path: Path) -> None:
-    """Also that of many layers, which a sentence shortens."""
     many = finding_of(*(f"h.{number}.fc1" for number in range(0, 40, 2)), *(f"x{chr(97 + n)}" for n in range(20)))
     for finding in (many, finding_of(), finding_of("a, b")):
         (tmp_path / "known.txt").write_text(known_line(finding))

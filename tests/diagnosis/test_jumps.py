@@ -25,12 +25,10 @@ def found(verdict: Verdict) -> Found:
 
 
 def logged(values: Sequence[float], name: str = "loss") -> Verdict:
-    """The verdict on numbers that the trainer logs, one in an iteration."""
     return told(*({name: value} for value in values), settings=Settings())
 
 
 def falling(steps: int, start: float = 4.2, end: float = 2.0, noise: float = 0.05, seed: int = 0) -> list[float]:
-    """A healthy loss."""
     draws = np.random.default_rng(seed).standard_normal(steps)
     return [
         end + (start - end) * math.exp(-step / 40) * (1 + noise * draw) + noise * draw
@@ -140,7 +138,6 @@ def test_a_gradient_norm_of_inf_where_a_scaler_skips_the_step(is_scaled: bool) -
 
 
 def weights(steps: Sequence[Mapping[str, float]]) -> list[Finding]:
-    """The findings about the amax of weights, layer by layer, 10 iterations apart."""
     verdict = judged([{(layer, "weight", "cur_amax"): value for layer, value in step.items()} for step in steps])
     return [finding for finding in verdict if finding.rule == "weight-jump"]
 
@@ -175,7 +172,6 @@ def classified(
     steps: int = 26,
     act: Callable[[torch.nn.Module], object] = lambda net: None,
 ) -> Verdict:
-    """A training of a classifier of tokens; ``act`` changes its weights before step 12."""
     torch.manual_seed(blocks)
     net = torch.nn.Sequential(torch.nn.Embedding(64, 32), *(Block() for _ in range(blocks)), torch.nn.Linear(32, 64))
     optimizer = torch.optim.AdamW(net.parameters(), lr)

@@ -32,7 +32,6 @@ LAYER = "4.fc"
 
 
 def outside(step: int) -> AbstractContextManager[None]:
-    """A forward outside of te.autocast, or with regions of its own."""
     return nullcontext()
 
 
@@ -157,7 +156,6 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
 
 
 def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
-    """The first line says so, and not that the config lacks statistics."""
     net = te.Linear(32, 32).eval()
     summary = trained(tmp_path, net, sgd(net), around=outside, logs=False).summary
     assert "all observed layers are in evaluation mode, so nothing is observed: call model.train()" in summary
@@ -287,7 +285,6 @@ def test_the_closing_lines_of_a_run_that_the_overflow_detector_stops(
 def test_the_closing_lines_of_notes_and_of_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Notes are named, a page that exists is named, and a run without a step has no page."""
     monkeypatch.delenv("TE_PRECISION_QUIET")
     train(tmp_path / "none", steps=0)
     assert "page:" not in capsys.readouterr().err
@@ -464,7 +461,6 @@ def test_a_loss_that_is_nan_stops_the_training(tmp_path: Path, logs_before: bool
 
 @pytest.mark.parametrize("every", [99, 5], ids=["always", "four of five steps"])
 def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, every: int) -> None:
-    """Layers of Transformer Engine before a head that is none, with a detach() between them in most steps."""
     net = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 8))
 
     def loss(step: int) -> torch.Tensor:

@@ -25,8 +25,6 @@ PARAMETERS = ("missing-gradient", "frozen-weight", "replicas-differ", "no-reduct
 
 
 class Block(torch.nn.Module):
-    """A residual block of TE layers; ``cut`` detaches its branch."""
-
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.fc1 = te.LayerNormLinear(width, 2 * width)
@@ -39,8 +37,6 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A language model of blocks, tied if wanted."""
-
     def __init__(self, blocks: int = 2, *, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -58,8 +54,6 @@ class Model(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self(tokens).flatten(0, 1).float(), tokens.flatten())
 
     def loss_after(self, change: Callable[[int], object]) -> Loss:
-        """The loss of a step, before which something is changed."""
-
         def loss(step: int) -> torch.Tensor:
             change(step)
             return self.loss(step)
@@ -68,7 +62,6 @@ class Model(torch.nn.Module):
 
 
 def train(folder: Path, model: Any, *arguments: Any, **keywords: Any) -> Verdict:
-    """As :func:`trained`, with the loss of :class:`Model`."""
     return trained(folder, model, *arguments, **{"loss": model.loss, **keywords})
 
 
@@ -165,7 +158,6 @@ def test_weights_that_are_restored_before_each_forward(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("holds_all", [False, True])
 def test_frozen_layers_and_adapters(tmp_path: Path, holds_all: bool) -> None:
-    """An optimizer that has the frozen parameters, too, is a note."""
     model = Model()
     model.requires_grad_(False)
     adapter = torch.nn.Linear(32, 32)

@@ -23,7 +23,6 @@ from running import with_statistics_every  # type: ignore[import-not-found]
 
 
 def trained(defect: Defect, log_dir: Path, steps: int, *, healthy: bool = False) -> list[Finding]:
-    """The errors and warnings of a training, which are the same live and recorded."""
     built = defect.build()
     with (
         nullcontext() if healthy else planted(defect, built),
@@ -96,8 +95,6 @@ def test_the_gradient_of_a_tied_head_loses_elements_but_nothing_of_its_norm(tmp_
 
 
 class Net(torch.nn.Module):
-    """A stem and blocks; what is done with them is the defect or its remedy."""
-
     def __init__(self, count: int, recipe: Any, stem: str, blocks: str) -> None:
         super().__init__()
         self.stem = te.Linear(32, 32).requires_grad_(stem != "frozen")
@@ -129,7 +126,6 @@ class Net(torch.nn.Module):
 def rules_of(
     log_dir: Path, count: int = 2, recipe: Any = None, *, stem: str = "attached", blocks: str = "plain"
 ) -> Any:
-    """Rule and tensor of the findings of a training."""
     torch.manual_seed(0)
     net = Net(count, DelayedScaling(amax_history_len=16) if recipe is None else recipe, stem, blocks)
     optimizer = torch.optim.AdamW([parameter for parameter in net.parameters() if parameter.requires_grad], lr=1e-3)

@@ -16,7 +16,6 @@ STEPS = 6
 
 
 def counts(**since: int) -> dict[tuple[str, str, str], np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """The inf and nan in the activations of two layers: none, or some from a step on."""
     steps = np.arange(STEPS)
     return {
         (layer, "activation", "nonfinite_num"): np.where(steps >= since.get(layer, STEPS), 2.0, 0.0)

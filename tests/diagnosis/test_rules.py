@@ -108,7 +108,6 @@ CURRENT, DELAYED = facts(), facts(recipe="fp8_delayed_scaling")
 
 
 def only(verdict: Verdict, rule: str) -> Finding:
-    """The one finding, which is of a rule."""
     assert [finding.rule for finding in verdict] == [rule], str(verdict)
     return verdict.findings[0]
 
@@ -286,7 +285,6 @@ def of_blocks(count: int, step: Numbers) -> Numbers:
 
 
 def scaled(step: Numbers, tensor: str, factor_of: Callable[[str], float]) -> Numbers:
-    """A step in which std and amax of a tensor are larger, by a factor for each layer."""
     return {
         key: value * (factor_of(key[0]) if key[1:] in ((tensor, "std"), (tensor, "cur_amax")) else 1.0)
         for key, value in step.items()
@@ -675,7 +673,6 @@ def test_amaxes_that_are_not_reduced(row: dict[str, Any], found: list[str]) -> N
 
 
 def told(*logged: Mapping[str, float], settings: Settings | None = None) -> Verdict:
-    """The verdict on what the trainer logs in one iteration after the other."""
     diagnosis = Diagnosis()
     diagnosis.know(Facts(settings=settings), 0)
     diagnosis.has_run = True
@@ -694,7 +691,6 @@ def logged(norms: Sequence[float], losses: Sequence[float]) -> Verdict:
 
 
 def wave(steps: int) -> list[float]:
-    """Noise of 10 %."""
     return [1 + 0.1 * math.sin(7.7 * step * step) for step in range(steps)]
 
 
@@ -755,7 +751,6 @@ def test_the_rule_book_is_complete() -> None:
 
 
 def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
-    """A finding that needs three collection steps can not come after one."""
     delayed = facts(recipe="fp8_delayed_scaling")
     first = judged([ordinary()], delayed)
     assert {"nonfinite", "hole"} <= set(first.judged)
@@ -893,7 +888,6 @@ def test_who_makes_the_error_of_a_gemm(changed: dict[str, float], rule: str, see
 
 
 def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
-    """It was that of the first sighting, and read as that of all layers and steps."""
     grown = [{"b3_fc1_weight_cur_amax": 0.08 * 2.0**times} for times in (0, 9, 10, 14)]
     grown[3]["b5_fc1_weight_cur_amax"] = 0.08 * 2.0**15
     grown.append({key: 2 * value for key, value in grown[3].items()})

@@ -14,8 +14,6 @@ from tests.instrumentation.gemm_spy import GEMM_OF, at_the_entries
 
 
 class Call:
-    """A GEMM as the extension was asked for it."""
-
     def __init__(self, a: Any, transa: bool, b: Any, transb: bool, out: Any) -> None:
         self.a, self.b, self.gemm, self.out = a, b, GEMM_OF[transa, transb], out
         first, second = (torch.Size(tensor.size()) for tensor in (a, b))
@@ -26,7 +24,6 @@ class Call:
 
 @contextmanager
 def spied() -> Iterator[list[Call]]:
-    """What the entries of the extension are handed, in their order."""
     calls: list[Call] = []
     with at_the_entries(lambda *handed: calls.append(Call(*handed))):
         yield calls
@@ -43,7 +40,6 @@ def fail(doing: str, what: str, error: Exception) -> None:
 def tapped(
     model: torch.nn.Module, *more: Callable[[GemmEvent], Any], report: Report = fail
 ) -> Iterator[list[GemmEvent]]:
-    """The events of all of a model's GEMMs."""
     events: list[GemmEvent] = []
 
     tap = GemmTap(lambda module: ForwardKind.OBSERVED, report)
@@ -59,7 +55,6 @@ def tapped(
 
 
 def assert_alike(events: list[GemmEvent], calls: list[Call]) -> None:
-    """No operand is missing, none is another one, and the order is that of the extension."""
     assert [event.gemm for event in events] == [call.gemm for call in calls]
     assert [event.order for event in events] == list(range(len(calls)))
     for event, call in zip(events, calls, strict=True):

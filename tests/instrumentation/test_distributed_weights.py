@@ -15,8 +15,6 @@ WIDTH = 32
 
 
 class Shard(torch.nn.Parameter):
-    """The upper half of a weight."""
-
     is_distributed_weight = True
     whole: torch.Tensor
 

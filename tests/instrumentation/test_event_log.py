@@ -13,12 +13,10 @@ EVERY = {"enabled": True, "freq": 1}
 
 
 def acting(events: str) -> list[tuple[str, str, str]]:
-    """Feature, call and what it is about, of each line about a feature of the layer."""
     return re.findall(r"LAYER=fc: Feature=(\w+), API=(\w+): (.+)", events)
 
 
 def test_each_feature_that_acts_on_a_tensor_has_a_line(tmp_path: Path) -> None:
-    """Given a tensor with three observers, a GEMM in high precision and a modified tensor; each is named once."""
     features = {
         "LogTensorStats": {**EVERY, "tensors": ["activation", "output"], "stats": ["max"]},
         "LogFp8TensorStats": {**EVERY, "tensors": ["activation"], "stats": ["mse"]},

@@ -45,7 +45,6 @@ PAIRS = [
 
 
 def logging_of(has: Mapping[str, list[str]], stats: list[str], name: str, **options: Any) -> dict[str, Any]:
-    """A section for each layer, which logs statistics of the tensors that its fused path has."""
     return {
         f"{name} {number}": {
             "enabled": True,
@@ -127,13 +126,11 @@ def run(
 
 @cache
 def alone(module: str, recipe: str) -> list[Any]:
-    """Three steps without a session."""
     return run(module, recipe, 3, observe=None)[0]
 
 
 @pytest.mark.parametrize(("module", "recipe"), PAIRS)
 def test_training_is_the_same_to_the_last_bit(module: str, recipe: str, tmp_path: Path) -> None:
-    """Outputs, gradients and weights of three steps, with statistics of every tensor that can be had."""
     quantized = RECIPES[recipe]() is not None and "high" not in recipe
     config, without = config_for(module, quantized=quantized), alone(module, recipe)
     observed, records = run(module, recipe, 3, observe="fused", folder=tmp_path, config=config)
@@ -150,7 +147,6 @@ NORMED = ["LayerNormLinear", "LayerNormMLP"]
 def test_the_default_config_leaves_training_the_same_to_the_last_bit(
     module: str, recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each layer stays on its fused path, also where a norm or an activation function is fused with quantization."""
     without = alone(module, recipe)
     with caplog.at_level(logging.INFO, logger="te_precision_callbacks"):
         observed, records = run(module, recipe, 3, observe="auto", folder=tmp_path, config=None)
@@ -236,8 +232,6 @@ def test_what_the_fused_path_never_has_is_refused(build: Any, config: Any, why: 
 
 
 class Mine:
-    """A user's own feature."""
-
     def inspect_tensor_enabled(self, config: Any, layer_name: str, tensor_name: str, iteration: int) -> bool:
         return True
 
@@ -248,7 +242,6 @@ class Mine:
 def test_auto_takes_the_fused_path_where_it_can(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says how many layers it takes it for, and why not for the others."""
     net = torch.nn.Sequential(te.LayerNormMLP(32, 64, params_dtype=BF16), te.Linear(32, 32, params_dtype=BF16))
     caplog.set_level(logging.INFO, logger="te_precision_callbacks")
     config = statistics(tensors=["output"])

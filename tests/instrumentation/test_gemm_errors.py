@@ -112,7 +112,6 @@ def measured(
 @pytest.mark.parametrize("observe", ["fused", "debug"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_cause_against_whole_products(recipe: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
-    """The statistics are within the stated deviation of the numbers that they estimate."""
     stand_for((9, 0) if recipe in ("delayed", "current", "block") else (10, 0))
     torch.manual_seed(0)
     net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False)
@@ -253,7 +252,6 @@ def test_the_verdict_names_the_cause_and_the_place(
     keeper: Keeper,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each fprop's kernel has a fault."""
     upstream = tex.generic_gemm
 
     def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
@@ -271,7 +269,6 @@ def test_the_verdict_names_the_cause_and_the_place(
 
 
 def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is right, and so is each statistic of it."""
     upstream = Float8CurrentScalingQuantizer.quantize_impl
 
     def quantize_impl(quantizer: Any, tensor: torch.Tensor) -> Any:
@@ -296,8 +293,6 @@ def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatc
 
 @pytest.mark.parametrize("observe", ["fused", "debug"])
 def test_training_does_not_notice(observe: str, tmp_path: Path, keeper: Keeper) -> None:
-    """Neither its numbers nor its random state; under the steps that are not sampled nothing is measured."""
-
     def run(folder: Path, config: Any) -> list[torch.Tensor]:
         stand_for((10, 0))
         torch.manual_seed(0)

@@ -43,7 +43,6 @@ def make_graphed(
     need_bwd_dw: bool = False,
     returned: list[Any] | None = None,
 ) -> None:
-    """``make_graphed_callables``: a warm-up, and forwards that replay."""
     graph.set_capture_start()
     for number, module in enumerate(modules):
         with te.autocast(enabled=recipe is not None, recipe=recipe, _graph=True):

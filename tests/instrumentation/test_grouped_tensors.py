@@ -67,7 +67,6 @@ def members(operand: Any) -> list[Any]:
 
 
 def plain(tensor: Any) -> torch.Tensor:
-    """A copy of the data: of a quantized tensor its bytes, in all directions."""
     buffers = [getattr(tensor, name, None) for name in ("_rowwise_data", "_columnwise_data", "_data", "_transpose")]
     result = [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)] or [tensor.detach()]
     return torch.cat([buffer.reshape(-1) for buffer in result])
@@ -78,7 +77,6 @@ def inputs() -> torch.Tensor:
 
 
 def trained(recipe: Any, *, grouped: bool, **keywords: Any) -> list[torch.Tensor]:
-    """Output and gradients of a step."""
     torch.manual_seed(0)
     net = te.GroupedLinear(len(ROWS), 128, 256, params_dtype=BF16, use_grouped_tensor=grouped, **keywords)
     if keywords.get("fuse_wgrad_accumulation"):

@@ -21,7 +21,6 @@ def current(dtype: DType) -> Float8CurrentScalingQuantizer:
 
 
 def hybrid(role: Any) -> Any:
-    """The forward's GEMM reads an activation in E5M2, the backward's one in high precision."""
     if role is not None and role.tensor_type == "input":
         return HybridQuantizer(rowwise_quantizer=current(DType.kFloat8E5M2), columnwise_quantizer=IdentityQuantizer())
     if role is not None and role.tensor_type == "weight":

@@ -25,8 +25,6 @@ MOST_AT_THE_END = 340
 
 
 class Stack(torch.nn.Module):
-    """Layers below a list; forwards may leave out layers, and run some in high precision."""
-
     def __init__(self, count: int) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(te.Linear(16, 16) for _ in range(count))
@@ -41,7 +39,6 @@ class Stack(torch.nn.Module):
 
 @contextmanager
 def calls() -> Iterator[list[str]]:
-    """The functions that are called, of Python and of C."""
     names: list[str] = []
 
     def profile(frame: FrameType, event: str, called: Any) -> None:
@@ -153,7 +150,6 @@ def test_sampled_weights_take_no_operation_each(tmp_path: Path) -> None:
 
 
 def in_high_precision(session: InspectSession, layer: str) -> list[int]:
-    """The iterations in which the weight of a layer's fprop is in FP32."""
     return [
         at
         for at in range(session.iteration)

@@ -34,7 +34,6 @@ WIDTH = 32
 
 @pytest.fixture(autouse=True)
 def blackwell() -> Iterator[None]:
-    """A GPU with all recipes."""
     with any_capability():
         stand_for((10, 0))
         yield
@@ -66,7 +65,6 @@ def loss_of(net: torch.nn.Module) -> torch.Tensor:
 
 
 def frozen(folder: Path, net: torch.nn.Module, recipe: Any, **keywords: Any) -> tuple[Verdict, list[Finding]]:
-    """The verdict on a training, and its findings of frozen weights."""
     verdict = trained(
         folder,
         net,

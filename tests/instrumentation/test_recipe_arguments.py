@@ -63,7 +63,6 @@ def test_nothing_else_reads_an_argument(pattern: str, readers: set[str]) -> None
 
 
 def quantizing(recipe: Any, **options: Any) -> Any:
-    """The recipe, changed after it was made."""
     for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         setattr(recipe, name, QParams(**options))
     return recipe
@@ -74,7 +73,6 @@ def nvfp4(**options: Any) -> NVFP4BlockScaling:
 
 
 def trained(recipe: Any) -> list[torch.Tensor]:
-    """Outputs and gradients of three steps."""
     torch.manual_seed(0)
     model = te.Linear(64, 64, params_dtype=torch.bfloat16)
     results = []

@@ -33,7 +33,6 @@ FAKE_QUANT = {
 
 
 def linear(first: torch.nn.Module | None = None, **keywords: Any) -> Net:
-    """A layer, ``second``, that computes with what another one makes."""
     layers = {"first": first or torch.nn.Identity(), "second": te.Linear(32, 32, **keywords)}
     return Net(lambda net, x, **options: net.second(net.first(x), **options), **layers)
 
@@ -129,7 +128,6 @@ def config(features: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def plain_debugging(net: torch.nn.Module, features: dict[str, Any]) -> Iterator[None]:
-    """nvidia-dlfw-inspect with Transformer Engine's own features, without this package."""
     snapshot = Snapshot()
     try:
         folder = str(Path(transformer_engine.debug.features.__path__[0]))
@@ -180,7 +178,6 @@ def test_transformer_engine_refuses_it(name: str, tmp_path: Path, monkeypatch: p
 
 
 def trained(case: Case, net: Any, end_step: Callable[[], object]) -> list[torch.Tensor]:
-    """What two steps of a case give: outputs, then gradients."""
     results = []
     for step in range(2):
         torch.manual_seed(step)

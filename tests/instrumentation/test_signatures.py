@@ -33,15 +33,12 @@ class WithOneInFront(Upstream):  # type: ignore[misc]
 
 
 class WithAnotherName(Upstream):  # type: ignore[misc]
-    """The Function whose weight has another name."""
-
     @staticmethod
     def forward(ctx: Any, parameter: Any, inp: Any, bias: Any, fwd_args: Any) -> Any:
         return Upstream.forward(ctx, parameter, inp, bias, fwd_args)
 
 
 def elements(folder: Path) -> dict[str, float]:
-    """Tensor -> the number of its elements, in a step of a ``te.Linear`` from 64 to 32 features with 16 rows."""
     keeper, config = Keeper(), statistics(tensors=["weight", "activation"], stats=["numel"])
     options: dict[str, Any] = {"inputs": lambda: torch.randn(16, 64), "sinks": [keeper], "observe": "fused"}
     stepped(te.Linear(64, 32), folder, [Float8CurrentScaling()], config, **options)

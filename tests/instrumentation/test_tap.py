@@ -59,7 +59,6 @@ PAIRS = [pair for pair in itertools.product(MODULES, HOPPER) if can_run(*pair, "
 
 @pytest.mark.parametrize(("module", "recipe"), PAIRS)
 def test_every_operand_in_its_order(module: str, recipe: str) -> None:
-    """Of two micro-batches, whose forwards both come before the backwards."""
     net, made = MODULES[module][0](), RECIPES[recipe]()
     shape = (ROWS, 2, 32) if module == "TransformerLayer" else (ROWS, 32)
     with spied() as calls, tapped(net) as events:
@@ -100,7 +99,6 @@ RECIPE_NAMES = {
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("module", ["LayerNormMLP", "LayerNormLinear"])
 def test_recomputed_forwards(module: str, checkpoint: str) -> None:
-    """A recomputation has the layers of the forward that it repeats."""
     net = MODULES[module][0]()
     with spied() as calls, tapped(net) as events:
         train(net, Float8CurrentScaling() if checkpoint != "reentrant, outside" else None, checkpoint)
@@ -158,8 +156,6 @@ def test_wgrad_that_is_added_to_main_grad() -> None:
 
 
 class OfTheUser(torch.autograd.Function):
-    """Calls Transformer Engine's GEMM directly."""
-
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(weight, x)
@@ -183,7 +179,6 @@ def test_a_gemm_of_the_users_own_is_outside() -> None:
 
 
 def test_a_wrapper_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was there before, around which ours is; and one that came later, around ours."""
     called = []
 
     def theirs(*operands: Any, **keywords: Any) -> Any:
@@ -282,7 +277,6 @@ def test_what_goes_wrong_in_the_tap_is_reported_and_training_goes_on(
 
 
 def test_the_order_of_execution_is_that_of_the_first_step(tmp_path: Path) -> None:
-    """Which is not that of the module tree."""
     layers = {name: te.Linear(32, 32, params_dtype=BF16) for name in ("last", "first", "never")}
     net = Net(lambda net, x: net.last(net.first(x)), **layers)
     for config in (statistics(layers=["nowhere"]), statistics()):
@@ -296,7 +290,6 @@ def test_the_order_of_execution_is_that_of_the_first_step(tmp_path: Path) -> Non
 
 
 def test_the_precision_of_te_ops(tmp_path: Path) -> None:
-    """It is seen in the first step, and in the step after another recipe has come."""
     net = torch.nn.Sequential(te.ops.Linear(32, 32, dtype=BF16), te.Linear(32, 32, params_dtype=BF16))
     config = {"s": feature("DisableFP8Layer", ["nowhere"])}
     recipes = [None, None, *[Float8CurrentScaling()] * 3]
@@ -309,7 +302,6 @@ def test_the_precision_of_te_ops(tmp_path: Path) -> None:
 
 
 def test_threads_of_their_own_have_layers_of_their_own() -> None:
-    """Two models, each trained in a thread."""
     nets = torch.nn.ModuleList(te.Linear(32, 32, params_dtype=BF16) for _ in range(2))
     with tapped(nets) as events:
         threads = [threading.Thread(target=train, args=(net, None)) for net in nets for _ in range(3)]

@@ -28,7 +28,6 @@ Module = torch.nn.Module
 
 
 def of(**children: Module) -> Module:
-    """A module with these children."""
     made = Module()
     for name, child in children.items():
         setattr(made, name, child)
@@ -82,8 +81,6 @@ def megatron() -> list[Module]:
 
 
 def lightning() -> Module:
-    """A LightningModule around a compiled model whose blocks have no number of their own, and a shared head."""
-
     class Recipe(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -172,7 +169,6 @@ def names_of_upstream(model: Any, log_dir: Path) -> list[str]:
 
 
 def is_selected_by_upstream(name: str, block: dict[str, Any]) -> bool | None:
-    """None where upstream raises."""
     spec = ConfigSpec()
     spec.initialize({"enabled": True, "layers": block})
     try:
@@ -182,12 +178,10 @@ def is_selected_by_upstream(name: str, block: dict[str, Any]) -> bool | None:
 
 
 def without_wrappers(name: str) -> str:
-    """The name in a model that is named before wrappers are put into it, and around it."""
     return re.sub(r"\.(_orig_mod|_checkpoint_wrapped_module|module)(?=\.)", "", name)
 
 
 def selected(model: Any, log_dir: Path, **keywords: Any) -> list[list[bool]]:
-    """For each block, which layers it selects in a session."""
     with InspectSession(CONFIG, model=model, log_dir=log_dir, allow_unmatched=True, **keywords) as session:
         return [[name in layer.sections for layer in session.layers] for name in CONFIG]
 

@@ -25,7 +25,6 @@ MODULES: dict[str, Callable[..., torch.nn.Module]] = {
 def train(
     name: str, log_dir: Path, *, fused: bool, config: Any, fp8: bool = False
 ) -> tuple[Keeper, dict[str, torch.Tensor]]:
-    """What was logged in a step of three micro-batches, and the gradients that it left."""
     torch.manual_seed(0)
     te.quantization.FP8GlobalStateManager.reset()
     net, keeper = MODULES[name](fuse_wgrad_accumulation=fused), Keeper()
@@ -65,7 +64,6 @@ def test_measuring_does_not_change_main_grad(tmp_path: Path, name: str) -> None:
 
 
 def test_steps_in_which_nothing_is_due(tmp_path: Path) -> None:
-    """The GEMM of Transformer Engine's modules is their own there, and after the session."""
     own = te_linear.general_gemm
     net = te.Linear(32, 48, fuse_wgrad_accumulation=True)
     net.weight.main_grad = torch.zeros_like(net.weight)
