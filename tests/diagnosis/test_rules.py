@@ -1,4 +1,4 @@
-"""Each rule, on numbers that are made: what it finds, and what it leaves alone."""
+"""Each rule, on numbers that are made: what it finds, and what it leaves alone; and the order of findings."""
 
 import math
 import re
@@ -11,6 +11,7 @@ import pytest
 from te_precision_callbacks.diagnosis import RULES, Finding, Verdict
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
+from te_precision_callbacks.diagnosis.finding import Severity, root_causes_first
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge
 from te_precision_callbacks.sinks.step_records import Event, Row
@@ -906,3 +907,34 @@ def test_a_run_in_which_nothing_ran_is_not_judged() -> None:
     verdict = judged([], Facts.from_rows(rows, (), (), settings=Settings(ignored=[{}])))
     assert not verdict.judged
     assert not len(verdict)
+
+
+CAUSES = {"stale-scale": ("growth",), "underflow": ("stale-scale",)}
+
+
+def caused(rule: str, since: int | None, last_good: int | None = None, severity: Severity = "warning") -> Finding:
+    return Finding(rule, severity, "", (f"of {rule}",), "", "", since, since, last_good, None, "", "", "", "", "", "")
+
+
+def order(*findings: Finding) -> list[tuple[str, str]]:
+    return [(item.rule, item.caused_by) for item in root_causes_first(findings, CAUSES)]
+
+
+def test_a_chain_of_causes_begins_with_its_root() -> None:
+    chain = [caused("underflow", 8, 6), caused("stale-scale", 6, 4), caused("growth", 4, 2)]
+    by_growth, by_scale = "growth of of growth", "stale-scale of of stale-scale"
+    assert order(*chain) == [("growth", ""), ("stale-scale", by_growth), ("underflow", by_scale)]
+
+
+def test_a_cause_may_be_seen_a_collection_step_later() -> None:
+    """It has begun after the last step without it."""
+    assert order(caused("stale-scale", 8, 6), caused("growth", 10, 8))[0] == ("growth", "")
+    assert order(caused("stale-scale", 8, 6), caused("growth", 12, 10)) == [("stale-scale", ""), ("growth", "")]
+
+
+def test_a_note_explains_no_warning_and_the_worst_group_comes_first() -> None:
+    assert order(caused("growth", 1, severity="note"), caused("stale-scale", 4, 3), caused("hole", 9, 8, "error")) == [
+        ("hole", ""),
+        ("stale-scale", ""),
+        ("growth", ""),
+    ]

@@ -1,10 +1,11 @@
-"""Events of GEMMs, beside what the entries of the extension are handed."""
+"""Events of GEMMs, beside what the entries of the extension are handed; and wgrads that are added to ``main_grad``."""
 
 import functools
 import gc
 import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from te_precision_callbacks.instrumentation import tap as tap_module
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
-from tests.conftest import feature, statistics
+from tests.conftest import Keeper, feature, statistics
 from tests.coverage.test_coverage import Net
 from tests.instrumentation.gemm_spy import CHECKPOINTS, HOPPER, INSIDE, MODULES, RECIPES, ROWS, can_run
 from tests.instrumentation.steps import stepped
 from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
+from tests.instrumentation.test_idle import calls
 
 BF16 = torch.bfloat16
 
@@ -312,3 +314,70 @@ def test_threads_of_their_own_have_layers_of_their_own() -> None:
     assert {key: len(list(group)) for key, group in itertools.groupby(sorted(layers_of(events)))} == {
         f"{layer} {gemm}": 3 for layer in "01" for gemm in ("fprop", "dgrad", "wgrad")
     }
+
+
+MICRO_BATCHES = 3
+WITH_MAIN_GRAD: dict[str, Callable[..., torch.nn.Module]] = {
+    "linear": lambda **keywords: te.Linear(32, 48, **keywords),
+    "layernorm_linear": lambda **keywords: te.LayerNormLinear(32, 48, **keywords),
+    "layernorm_mlp": lambda **keywords: te.LayerNormMLP(32, 48, **keywords),
+    "grouped_linear": lambda **keywords: te.GroupedLinear(2, 32, 48, **keywords),
+}
+
+
+def micro_batches(
+    name: str, log_dir: Path, *, fused: bool, config: Any, fp8: bool = False
+) -> tuple[Keeper, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    te.quantization.FP8GlobalStateManager.reset()
+    net, keeper = WITH_MAIN_GRAD[name](fuse_wgrad_accumulation=fused), Keeper()
+    weights = {key: weight for key, weight in net.named_parameters() if weight.dim() == 2}
+    for weight in weights.values():
+        weight.main_grad = torch.zeros_like(weight)
+    with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], observe="debug") as session:
+        for _ in range(MICRO_BATCHES):
+            x = torch.randn(32, 32, requires_grad=True)
+            with te.autocast(enabled=fp8):
+                out = net(x, [16, 16]) if name == "grouped_linear" else net(x)
+            out.pow(2).sum().backward()
+        session.step()
+    return keeper, {key: weight.main_grad if fused else weight.grad for key, weight in weights.items()}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", WITH_MAIN_GRAD)
+def test_the_wgrad_of_each_micro_batch_is_measured(tmp_path: Path, name: str, fp8: bool) -> None:
+    config = statistics(tensors=["wgrad"], stats=["l1_norm", "max", "numel"])
+    plain, gradients = micro_batches(name, tmp_path / "plain", fused=False, config=config, fp8=fp8)
+    fused, sums = micro_batches(name, tmp_path / "fused", fused=True, config=config, fp8=fp8)
+    assert {(row.layer, row.statistic): row.value for row in fused.steps[0]} == {
+        (row.layer, row.statistic): row.value for row in plain.steps[0]
+    }
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(sums[key], gradient)
+
+
+@pytest.mark.parametrize("name", WITH_MAIN_GRAD)
+def test_measuring_does_not_change_main_grad(tmp_path: Path, name: str) -> None:
+    watched = micro_batches(name, tmp_path / "a", fused=True, config=statistics(tensors=["wgrad"]))[1]
+    # The gradient is watched, so that both take Transformer Engine's debug path.
+    alone = micro_batches(name, tmp_path / "b", fused=True, config=statistics(tensors=["gradient"]))[1]
+    for key, total in watched.items():
+        assert torch.equal(total, alone[key])
+
+
+def test_the_gemms_are_transformer_engines_own_where_nothing_is_due(tmp_path: Path) -> None:
+    own = linear_module.general_gemm
+    net = te.Linear(32, 48, fuse_wgrad_accumulation=True)
+    net.weight.main_grad = torch.zeros_like(net.weight)
+    replaced = []
+    with InspectSession(statistics(tensors=["wgrad"], freq=2), model=net, log_dir=tmp_path) as session:
+        for _ in range(4):
+            replaced.append(linear_module.general_gemm is not own)
+            with calls() as counted:
+                net(torch.randn(16, 32)).sum().backward()
+            counted.pop("_note_forward.<locals>.note", None)  # once: a fused wgrad leaves no gradient to be seen
+            assert bool(counted) is replaced[-1], counted
+            session.step()
+    assert replaced == [True, False, True, False]
+    assert linear_module.general_gemm is own
