@@ -62,8 +62,7 @@ def train(
     with InspectSession(model=model, **{**WRITES_NOTHING, **options}) as session:
         for step in range(steps):
             for keywords in batches(model, step):
-                rows = keywords.pop("rows", 16)
-                model(torch.randn(rows, WIDTH), **keywords).backward()
+                model(torch.randn(keywords.pop("rows", 16), WIDTH), **keywords).backward()
             session.step()
     return session
 
@@ -204,8 +203,7 @@ def test_more_sizes_than_are_counted_are_an_estimate(tmp_path: Any) -> None:
 
 
 def test_the_mean_of_more_changes_than_are_kept(tmp_path: Any) -> None:
-    session = train(81, lambda model, step: [{"task": step % 2}], log_dir=tmp_path)
-    coverage = session.coverage()
+    coverage = train(81, lambda model, step: [{"task": step % 2}], log_dir=tmp_path).coverage()
     assert "in the mean of steps 63 to 80" in str(coverage)
     right = share_by_hand((18 * 16, WIDTH, WIDTH, True), (9 * 16, WIDTH, WIDE, False))
     assert coverage.share("fp8") == pytest.approx(right, rel=1e-3)

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import convert_model
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor.nvfp4_tensor import get_rht_matrix
@@ -26,9 +25,10 @@ from te_precision_callbacks.accelerate import unconverted_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
 from te_precision_callbacks.coverage.micro_batches import NOT_CALLED
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
-from te_precision_callbacks.session import InspectSession, PrecisionContractError
+from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature
+from tests.functions import Function
 from tests.fused_attention import emulate_kernel
 
 BATCH, LENGTH, WIDTH, INNER, HEADS, WORDS = 16, 16, 64, 128, 4, 96
@@ -50,8 +50,11 @@ def linear(
 
 def attention(layer: str, length: int = LENGTH, *, backward: bool = True) -> Macs:
     first = BATCH * HEADS * length * length * (WIDTH // HEADS)
-    results = {(layer, "qk", False): first, (layer, "pv", False): first}
-    return results | ({(layer, "qk", True): 2 * first, (layer, "pv", True): 2 * first} if backward else {})
+    return {
+        (layer, role, in_backward): (1 + in_backward) * first
+        for role in ("qk", "pv")
+        for in_backward in ([False, True] if backward else [False])
+    }
 
 
 def lookup(*layers: str) -> Macs:
@@ -75,15 +78,11 @@ class Case(NamedTuple):
         return model(**batch).loss if isinstance(batch, Mapping) else model(batch).square().mean()
 
 
-class Net(torch.nn.Module):
-    def __init__(self, compute: Callable[..., torch.Tensor], **children: torch.nn.Module) -> None:
-        super().__init__()
-        self.compute = compute
-        for name, child in children.items():
-            setattr(self, name, child)
+class Net(Function):
+    """Its function gets the module too."""
 
-    def forward(self, *given: Any, **keywords: Any) -> torch.Tensor:
-        return self.compute(self, *given, **keywords)
+    def forward(self, *given: Any, **keywords: Any) -> Any:
+        return self.function(self, *given, **keywords)
 
 
 def ones() -> torch.Tensor:
@@ -140,8 +139,9 @@ def mixtral_layer(layer: str) -> Macs:
 
 
 def small(**more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": HEADS, "num_hidden_layers": 1}
-    return sizes | more
+    return {
+        "hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": HEADS, "num_hidden_layers": 1, **more
+    }  # fmt: skip
 
 
 def text(labels: Callable[[], torch.Tensor]) -> Callable[[], Any]:
@@ -423,18 +423,6 @@ BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class Taught(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = torch.nn.ModuleList([te.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)])
-        self.teacher = torch.nn.ModuleList([te.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            wanted = self.teacher[1](self.teacher[0](x))
-        return self.student[1](self.student[0](x)) - wanted
-
-
 def test_modules_of_a_model_that_is_not_called_itself(tmp_path: Path) -> None:
     model = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
     coverage = counted(model, lambda: model[1](model[0](torch.randn(32, 32))).sum().backward(), tmp_path)
@@ -443,8 +431,12 @@ def test_modules_of_a_model_that_is_not_called_itself(tmp_path: Path) -> None:
 
 
 def test_what_runs_without_gradients_in_a_step_is_not_counted(tmp_path: Path) -> None:
-    coverage = trained(Case(Taught, ones), tmp_path)
-    assert found(coverage) == {**linear("student.0", WIDTH, WIDTH, dgrad=False), **linear("student.1", WIDTH, WIDTH)}
+    student, teacher = (torch.nn.Sequential(te.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+    net = Net(lambda net, x: net.student(x) - torch.no_grad()(net.teacher)(x), student=student, teacher=teacher)
+    assert found(trained(Case(lambda: net, ones), tmp_path)) == {
+        **linear("student.0", WIDTH, WIDTH, dgrad=False),
+        **linear("student.1", WIDTH, WIDTH),
+    }
 
 
 def torch_layers(block: Callable[..., torch.Tensor]) -> Net:
@@ -527,17 +519,19 @@ def test_frozen_parts(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("model.layers.1") and "norm" not in name)
     coverage = trained(case, tmp_path, model)
-    first = llama_layer("model.layers.0", backward=False)
     second = llama_layer("model.layers.1")
     for name in ("q_proj", "k_proj", "v_proj"):
         del second[f"model.layers.1.self_attn.{name}", "dgrad", True]
-    head = linear("lm_head", WIDTH, WORDS, wgrad=False)
-    assert found(coverage) == lookup("model.embed_tokens") | first | second | head
-    never = {(product.layer, product.gemm): product.not_run for product in coverage if product.runs == "never"}
-    assert never["lm_head", "wgrad"] == "frozen weight"
-    assert never == {(product.layer, product.gemm): product.why for product in coverage if product.runs == "never"}
-    assert never["model.layers.1.self_attn.q_proj", "dgrad"] == "input needs no gradient"
-    assert never["model.layers.0.mlp.up_proj", "wgrad"] == "frozen weight"
+    assert found(coverage) == {
+        **lookup("model.embed_tokens"),
+        **llama_layer("model.layers.0", backward=False),
+        **second,
+        **linear("lm_head", WIDTH, WORDS, wgrad=False),
+    }
+    why = {(item.layer, item.gemm): (item.not_run, item.why) for item in coverage if item.runs == "never"}
+    assert why["lm_head", "wgrad"] == why["model.layers.0.mlp.up_proj", "wgrad"] == ("frozen weight",) * 2
+    assert why["model.layers.1.self_attn.q_proj", "dgrad"] == ("input needs no gradient",) * 2
+    assert all(not_run == text for not_run, text in why.values())
 
 
 Schedule = Callable[[torch.nn.Module, Callable[[int], Any]], None]
@@ -801,22 +795,18 @@ def test_other_peoples_modes_and_autocast(tmp_path: Path) -> None:
     assert counter.get_total_flops() > 0
 
 
-class Odd(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.ones(WIDTH, INNER))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = functional.linear(x, self.table.t())
-        return torch.einsum("nd,md->nm", hidden, hidden)
+def of_a_table(net: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.nn.functional.linear(x, net.table.t())
+    return torch.einsum("nd,md->nm", hidden, hidden)
 
 
 def test_products_outside_of_any_layer_and_with_no_weight(tmp_path: Path) -> None:
     pairs = TOKENS * TOKENS * INNER
-    assert found(trained(Case(Odd, ones), tmp_path)) == {
-        **linear("odd.table", WIDTH, INNER, dgrad=False),
-        ("odd", "other", False): pairs,
-        ("odd", "other", True): 2 * pairs,
+    net = Net(of_a_table, table=torch.nn.Parameter(torch.ones(WIDTH, INNER)))
+    assert found(trained(Case(lambda: net, ones), tmp_path)) == {
+        **linear("net.table", WIDTH, INNER, dgrad=False),
+        ("net", "other", False): pairs,
+        ("net", "other", True): 2 * pairs,
     }
 
 
@@ -935,9 +925,9 @@ def test_another_way_through_the_model_is_noticed(tmp_path: Path) -> None:
     def run(*signs: int) -> Coverage:
         return counted(model, lambda: [model(sign * ones()).sum().backward() for sign in signs], tmp_path)
 
-    coverage = run(1, -1, -1, 1)
-    assert found(coverage)["second", "fprop", False] == 2 * TOKENS * WIDTH * WIDTH
-    assert not coverage.not_counted
+    both = run(1, -1, -1, 1)
+    assert found(both)["second", "fprop", False] == 2 * TOKENS * WIDTH * WIDTH
+    assert not both.not_counted
     coverage = run(1, -1)
     [what] = coverage.not_counted
     assert "1 of 2 micro-batches took another way" in what
@@ -976,12 +966,9 @@ def test_nested_reentrant_checkpoints(tmp_path: Path) -> None:
         with te.autocast(enabled=True, recipe=CURRENT()):
             return net(x)
 
-    with InspectSession(None, model=net, log_dir=tmp_path, records="off") as session:
-        nested(part, torch.randn(WIDTH, WIDTH, requires_grad=True), outer=True, inner=True).sum().backward()
-        session.step()
-    assert {(product.layer, product.gemm): product.macs for product in session.coverage() if product.macs} == {
-        ("linear", gemm): WIDTH**3 for gemm in ("fprop", "dgrad", "wgrad")
-    }
+    x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    coverage = counted(net, lambda: nested(part, x, outer=True, inner=True).sum().backward(), tmp_path)
+    assert found(coverage) == linear("linear", WIDTH, WIDTH, rows=WIDTH)
 
 
 def product(macs: int, *formats: str) -> Product:
@@ -1026,15 +1013,3 @@ def test_the_state_of_a_gpt(tmp_path: Path) -> None:
     assert result["parameter", "float32"] == result["gradient", "float32"] == (tensors, 4 * numbers)
     assert result["optimizer_state", "float32"] == (2 * tensors, 2 * 4 * numbers)
     assert not any(subject == "reduce" for subject, _ in result), "there is one rank"
-
-
-def test_a_contract_on_the_type_of_parameters(tmp_path: Path) -> None:
-    model = Layers().bfloat16()
-    demanded = {"state": {"parameter": "float32"}, "by_step": 1}
-    with (
-        pytest.raises(PrecisionContractError, match=r"parameter must be float32: some are bfloat16"),
-        te.autocast(enabled=False),
-        InspectSession(None, model=model, log_dir=tmp_path, require=demanded) as session,
-    ):
-        model(words()).sum().backward()
-        session.step()

@@ -398,8 +398,7 @@ def test_a_span_is_from_its_first_iteration_to_its_last(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_single_step_is_known(tmp_path: Path, tells: bool) -> None:
-    recipes = [CURRENT, CURRENT, None, CURRENT, CURRENT]
-    session, handed_in = watched(tmp_path, NOTHING, recipes, tells=tells)
+    session, handed_in = watched(tmp_path, NOTHING, [CURRENT, CURRENT, None, CURRENT, CURRENT], tells=tells)
     assert [wrong(session.precision(at=step), handed) for step, handed in enumerate(handed_in)] == [[]] * 5
     assert not session.precision(at=2)[0].seen
 

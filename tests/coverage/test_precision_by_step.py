@@ -112,6 +112,7 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
         ({"layers": {"fc": "mxfp8"}}, "'fc' must run in mxfp8: fc fprop runs in fp8, and 2 more GEMMs."),
         ({"state": {"optimizer": "bfloat16"}}, "optimizer_state must be bfloat16: some are float32."),
         ({"state": {"main_grad": "float32"}}, "main_grad must be float32: none was seen."),
+        ({"state": {"parameter": "bfloat16"}}, "parameter must be bfloat16: some are float32."),
         ({"share": "fp8 qk >= 10%"}, "fp8 qk >= 10%: there are no such products."),
     ],
 )

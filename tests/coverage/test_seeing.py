@@ -1,4 +1,4 @@
-"""What a session looks at in torch, where operators are not those of aten, and where looking itself fails; attention."""
+"""What a session looks at in torch: where operators are not those of aten, where looking itself fails; attention."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +15,7 @@ import transformer_engine_torch as tex
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.cpp_extensions import gemm
+from transformer_engine.pytorch.ops.fuser import OperationFuser
 
 from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage import operator_products as products_module
@@ -31,7 +32,7 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import AttentionEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.capability import any_capability, stand_for
-from tests.coverage.test_coverage import BLOCKS, Macs, Net, found, linear, once
+from tests.coverage.test_coverage import BLOCKS, Macs, Net, counted, found, linear, once
 from tests.fused_attention import emulate_kernel
 
 BATCH, HEADS, LENGTH, SIZE = 2, 3, 16, 8
@@ -74,8 +75,7 @@ def trained(model: torch.nn.Module, folder: Path, **keywords: Any) -> Coverage:
     with InspectSession(None, model=model, log_dir=folder, **options) as session:
         gradients = step(model)
         session.step()
-    assert len(gradients) == len(alone)
-    assert all(map(torch.equal, gradients, alone))
+    assert all(torch.equal(first, other) for first, other in zip(gradients, alone, strict=True))
     return session.coverage()
 
 
@@ -136,13 +136,8 @@ vendor_mm.register_autograd(_gradients, setup_context=lambda ctx, inputs, output
 RAN: list[str] = []
 
 
-class Theirs(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return vendor_mm(x, self.weight)
+def theirs() -> Net:
+    return Net(lambda net, x: vendor_mm(x, net.weight), weight=torch.nn.Parameter(torch.ones(WIDTH, WIDTH)))
 
 
 UNKNOWN = "vendor::mm gets several floating-point matrices; whether it multiplies them is not known"
@@ -151,7 +146,7 @@ UNKNOWN = "vendor::mm gets several floating-point matrices; whether it multiplie
 def test_an_operator_that_nobody_knows_is_named_and_not_taken_for_one_of_its_name(tmp_path: Path) -> None:
     RAN.clear()
     model = Net(
-        lambda net, x: net.theirs(net.known(x).view(ROWS, WIDTH)), known=torch.nn.Linear(WIDTH, WIDTH), theirs=Theirs()
+        lambda net, x: net.theirs(net.known(x).view(ROWS, WIDTH)), known=torch.nn.Linear(WIDTH, WIDTH), theirs=theirs()
     )
     coverage = trained(model, tmp_path)
     assert found(coverage) == linear("known", WIDTH, WIDTH, rows=ROWS)
@@ -180,8 +175,7 @@ def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
         torch.nn.Linear(WIDTH, WIDTH), te.LayerNormLinear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
     )
     coverage = trained(model, tmp_path)
-    assert looked
-    assert not any(looked)
+    assert set(looked) == {False}
     assert {product.layer: product.family for product in coverage if product.runs == "seen"} == {
         "0": "torch",
         "1": "te",
@@ -214,7 +208,7 @@ def test_a_failure_while_looking_never_reaches_training(
 
     owner, name = FAILING[place]
     monkeypatch.setattr(owner, name, fail)
-    model = torch.nn.Sequential(te.Linear(WIDTH, WIDTH), torch.nn.Flatten(0, 1), Theirs(), torch.nn.Linear(WIDTH, 1))
+    model = torch.nn.Sequential(te.Linear(WIDTH, WIDTH), torch.nn.Flatten(0, 1), theirs(), torch.nn.Linear(WIDTH, 1))
     RAN.clear()
     coverage = trained(model, tmp_path, strict=False)
     assert len(RAN) == 2 * 3
@@ -272,8 +266,6 @@ class FusedPair(te.ops.FusedOperation):  # type: ignore[misc]
 def test_operations_whose_gemms_are_in_a_kernel_of_their_own_are_named(
     stray: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformer_engine.pytorch.ops.fuser import OperationFuser
-
     def fuse(operations: list[Any], **_: Any) -> list[Any]:
         pairs = [operation for operation in operations if isinstance(operation, te.ops.BasicLinear)]
         return [FusedPair(pairs)] if len(operations) == len(pairs) == 2 else operations
@@ -281,8 +273,7 @@ def test_operations_whose_gemms_are_in_a_kernel_of_their_own_are_named(
     monkeypatch.setattr(FusedPair, "stray", stray)
     monkeypatch.setattr(OperationFuser, "forward_backward_fusion_functions", [fuse])
     fused = te.ops.Sequential(te.ops.BasicLinear(WIDTH, 2 * WIDTH), te.ops.BasicLinear(2 * WIDTH, WIDTH))
-    model = torch.nn.Sequential(torch.nn.Flatten(0, 1), fused, te.Linear(WIDTH, WIDTH))
-    coverage = trained(model, tmp_path)
+    coverage = trained(torch.nn.Sequential(torch.nn.Flatten(0, 1), fused, te.Linear(WIDTH, WIDTH)), tmp_path)
     assert found(coverage) == linear("2", WIDTH, WIDTH, rows=ROWS)
     assert coverage.not_counted == {
         "the GEMMs of FusedPair, which runs them in a separate kernel": ["1.0", "1.1"],
@@ -297,18 +288,13 @@ def test_operations_and_modules_that_are_seen_are_not_named(tmp_path: Path) -> N
         te.Linear(WIDTH, WIDTH, delay_wgrad_compute=True),
     )
     model[2].weight.requires_grad_(False)
-    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
-        step(model)
-        session.step()
-    assert not session.coverage().not_counted
+    assert not counted(model, lambda: step(model), tmp_path).not_counted
 
 
 def test_the_reason_of_a_compiled_model_names_the_class_of_the_layer(tmp_path: Path) -> None:
     net = torch.compile(torch.nn.Sequential(torch.nn.Linear(WIDTH, 32), torch.nn.ReLU()), backend="aot_eager")
-    with InspectSession(None, model=net, log_dir=tmp_path, statistics_log="off", strict=True) as session:  # type: ignore[arg-type]
-        step(net)  # type: ignore[arg-type]
-        session.step()
-    assert {product.why for product in session.coverage() if product.macs} == {"not a TE layer: torch.nn.Linear"}
+    coverage = counted(net, lambda: step(net), tmp_path)  # type: ignore[arg-type]
+    assert {product.why for product in coverage if product.macs} == {"not a TE layer: torch.nn.Linear"}
 
 
 def test_the_names_of_torch_that_are_used() -> None:
@@ -430,7 +416,7 @@ def kernel_for_the_cpu() -> Iterator[None]:
     library._destroy()
 
 
-def counted(micro_batches: list[list[int]]) -> list[int]:
+def macs_of(micro_batches: list[list[int]]) -> list[int]:
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     attend = torch.ops.aten._efficient_attention_forward
     model = Net(lambda _, query: attend(query, query, query, None, bounds, bounds, 5, 5, 0.0, 0)[0])
@@ -447,7 +433,7 @@ def counted(micro_batches: list[list[int]]) -> list[int]:
 
 @pytest.mark.usefixtures("kernel_for_the_cpu")
 def test_each_sequence_counts_with_its_length() -> None:
-    assert counted([[0, 4, 9], [0, 1, 9]]) == [(4 * 4 + 5 * 5 + 1 * 1 + 8 * 8) * HEADS * SIZE] * 2
+    assert macs_of([[0, 4, 9], [0, 1, 9]]) == [(4 * 4 + 5 * 5 + 1 * 1 + 8 * 8) * HEADS * SIZE] * 2
 
 
 @pytest.mark.usefixtures("kernel_for_the_cpu")
@@ -458,7 +444,7 @@ def test_in_a_capture_sequences_count_as_one_with_a_warning(
     monkeypatch.setattr(matrix_products, "is_capturing", lambda: True)
     matrix_products._warn_of_capture.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert counted([[0, 4, 9], [0, 4, 9]]) == [2 * 9 * 9 * HEADS * SIZE] * 2
+        assert macs_of([[0, 4, 9], [0, 4, 9]]) == [2 * 9 * 9 * HEADS * SIZE] * 2
     assert caplog.text.count("count as one") == 1
 
 

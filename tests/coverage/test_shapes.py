@@ -159,8 +159,7 @@ OTHERS = {
 def test_an_exception_of_transformer_engine_names_the_layer(name: str, tmp_path: Path) -> None:
     make, shape, where, recipe = OTHERS[name]
     net = torch.nn.ModuleDict({"layer": make()})
-    dtype = next(net.parameters()).dtype
-    x = torch.randn(*shape, dtype=dtype, requires_grad=True)
+    x = torch.randn(*shape, dtype=next(net.parameters()).dtype, requires_grad=True)
     config = statistics()
     with (
         pytest.raises(Exception) as raised,  # noqa: PT011

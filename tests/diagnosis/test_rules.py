@@ -640,8 +640,7 @@ def test_a_rule_that_fails_is_not_judged_and_stops_nothing(monkeypatch: pytest.M
     ids=["one rank", "current scaling", "micro-batches", "no settings"],
 )
 def test_scales_that_may_differ(known: dict[str, Any], is_listed: bool) -> None:
-    far = ordinary(b3_fc1_activation_scale_inv_min=1e-6)
-    verdict = judged([far] * 3, facts(**known))
+    verdict = judged([ordinary(b3_fc1_activation_scale_inv_min=1e-6)] * 3, facts(**known))
     assert "scales-differ" not in [*verdict.judged, *(finding.rule for finding in verdict)]
     assert ("scales-differ" in [item.rule for item in verdict.not_judged]) == is_listed
 
@@ -827,8 +826,7 @@ def test_what_does_not_apply_is_not_listed() -> None:
 
 def test_a_sibling_that_comes_again_worse_is_one_finding() -> None:
     odd = ordinary(b4_fc1_activation_std=2.0**-14, b4_fc1_activation_cur_amax=2.0**-12)
-    odd_and_lossy = {**odd, ("h.4.fc1", "activation", "underflows%"): 9.0}
-    again = [ordinary(), *[odd] * 4, ordinary(), *[odd_and_lossy] * 4]
+    again = [ordinary(), *[odd] * 4, ordinary(), *[{**odd, ("h.4.fc1", "activation", "underflows%"): 9.0}] * 4]
     assert [finding.rule for finding in judged(again, CURRENT)].count("sibling") == 1
 
 

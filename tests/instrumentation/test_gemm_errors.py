@@ -281,8 +281,7 @@ def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatc
 
     monkeypatch.setattr(Float8CurrentScalingQuantizer, "quantize_impl", quantize_impl)
     torch.manual_seed(0)
-    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False)
-    running = measured(net, tmp_path, keeper)
+    running = measured(te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False), tmp_path, keeper)
     results = [finding for finding in running.findings if finding.rule.startswith("gemm-")]
     assert {(item.rule, item.tensor) for item in results} == {("gemm-quantizer", "dgrad"), ("gemm-quantizer", "wgrad")}
     value = values(keeper, "linear", "wgrad")

@@ -28,10 +28,7 @@ Module = torch.nn.Module
 
 
 def of(**children: Module) -> Module:
-    made = Module()
-    for name, child in children.items():
-        setattr(made, name, child)
-    return made
+    return torch.nn.ModuleDict(children)
 
 
 def transformer_layers(count: int, **keywords: Any) -> torch.nn.ModuleList:
