@@ -17,9 +17,8 @@ from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.session import InspectSession, running_session
-from tests.diagnosis.planted import Block
+from tests.diagnosis.planted import Block, trained
 from tests.diagnosis.test_rules import judged, told
-from tests.diagnosis.training import trained
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "proof"))
 

@@ -17,9 +17,8 @@ from tests.capability import any_capability, stand_for
 from tests.conftest import feature, statistics
 from tests.coverage.test_coverage import Net
 from tests.grouped_gemms import provide_grouped_tensors
-from tests.instrumentation.gemm_spy import GEMM_OF
+from tests.instrumentation.gemm_spy import GEMM_OF, layers_of, tapped
 from tests.instrumentation.steps import stepped
-from tests.instrumentation.taps import layers_of, tapped
 
 BF16 = torch.bfloat16
 ROWS = [128, 0, 256]

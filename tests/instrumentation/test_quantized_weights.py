@@ -24,8 +24,8 @@ from te_precision_callbacks.diagnosis import Finding, Verdict
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import Keeper, feature, statistics
+from tests.diagnosis.planted import trained
 from tests.diagnosis.test_parameters import Masters
-from tests.diagnosis.training import trained
 from tests.instrumentation.steps import stepped
 
 RECIPES = {

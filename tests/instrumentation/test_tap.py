@@ -23,9 +23,20 @@ from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.conftest import Keeper, feature, statistics
 from tests.coverage.test_coverage import Net
-from tests.instrumentation.gemm_spy import CHECKPOINTS, HOPPER, INSIDE, MODULES, RECIPES, ROWS, can_run
+from tests.instrumentation.gemm_spy import (
+    CHECKPOINTS,
+    HOPPER,
+    INSIDE,
+    MODULES,
+    RECIPES,
+    ROWS,
+    assert_alike,
+    can_run,
+    layers_of,
+    spied,
+    tapped,
+)
 from tests.instrumentation.steps import stepped
-from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
 from tests.instrumentation.test_idle import calls
 
 BF16 = torch.bfloat16
