@@ -468,8 +468,7 @@ def test_a_look_between_forward_and_backward_changes_nothing(tmp_path: Path) -> 
         return session
 
     looked, alone = run(tmp_path / "looked", looks=True), run(tmp_path / "alone", looks=False)
-    for gemm in GEMMS:
-        assert spans(looked, gemm) == spans(alone, gemm)
+    assert [spans(looked, gemm) for gemm in GEMMS] == [spans(alone, gemm) for gemm in GEMMS]
     assert looked.precision == alone.precision
 
 
@@ -498,7 +497,7 @@ def test_each_feature_that_acts_on_a_tensor_has_a_line(tmp_path: Path) -> None:
     }
     section = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}
     model = Net(lambda net, x: net.fc(x), fc=te.Linear(32, 32))
-    stepped(model, tmp_path, [DelayedScaling()] * 2, {"s": section})
+    stepped(model, tmp_path, [FP8] * 2, {"s": section})
     (events,) = (tmp_path / "nvdlfw_inspect_logs").iterdir()
     assert sorted(acting(events.read_text())) == [
         ("DisableFP8GEMM", "fp8_gemm_enabled", "fprop"),

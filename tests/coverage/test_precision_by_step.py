@@ -141,8 +141,7 @@ def events(folder: Path) -> list[tuple[str, str]]:
 def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError) as caught:
         run(tmp_path, "fp8 >= 95%", steps=2)
-    lines = str(caught.value).splitlines()
-    assert lines[:2] == [
+    assert str(caught.value).splitlines()[:2] == [
         "The run breaks its precision contract (require=), checked at its end, after step 1:",
         "- fp8 >= 95%: it is 50.0 %.",
     ]

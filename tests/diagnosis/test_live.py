@@ -110,15 +110,11 @@ def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path, 
         (SIGTERMException(), "SIGTERM"),
     ],
 )
+@pytest.mark.usefixtures("loud")
 def test_what_has_ended_a_run_is_said_before_the_verdict(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    stopped: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: BaseException, stopped: str
 ) -> None:
     """A user or a scheduler who ends a run is named, and the run has not failed."""
-    monkeypatch.delenv("TE_PRECISION_QUIET")
     net = te.Linear(32, 32)
     with pytest.raises(type(error)), InspectSession(None, model=net, log_dir=tmp_path) as session:
         net(torch.ones(16, 32)).sum().backward()

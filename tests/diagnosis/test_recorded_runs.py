@@ -276,8 +276,7 @@ def recorded(folder: Path, of_ranks: Mapping[int | None, Mapping[str, int]], wor
     with RunWriter.begin(folder, world=world) as run:
         for rank, since in of_ranks.items():
             append(run, counts(**since), rank=rank)
-        places = [{"layer": name, "exec_fwd": n, "since": 0} for n, name in enumerate(("fc1", "fc2"))]
-        run.put_facts("layers", places)
+        run.put_facts("layers", [{"layer": f"fc{place + 1}", "exec_fwd": place, "since": 0} for place in range(2)])
     return diagnose(folder)
 
 

@@ -211,15 +211,13 @@ def test_statistics_are_of_what_the_gemm_reads(tmp_path: Path, keeper: Keeper) -
     x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) * torch.linspace(-12, 0, 32).exp2()
     stats = ["mse", "scale_inv_max", "underflows%"]
     config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["activation", "gradient"], stats=stats)}
-    net = te.Linear(32, 64, bias=False)
-    inputs = x.clone().requires_grad_()
-    session = stepped(net, tmp_path, [CustomRecipe(qfactory=hybrid)], config, inputs=lambda: inputs, sinks=[keeper])
+    options: dict[str, Any] = {"inputs": x.clone().requires_grad_, "sinks": [keeper]}
+    session = stepped(te.Linear(32, 64, bias=False), tmp_path, [CustomRecipe(qfactory=hybrid)], config, **options)
     scale = torch.finfo(torch.float8_e5m2).max / x.abs().amax()
     rounded = (x * scale).to(torch.float8_e5m2).float() / scale
     assert keeper.values("scale_inv_max")[0] == pytest.approx(1 / scale.item(), rel=1e-6)
     assert keeper.values("mse")[0] == pytest.approx((rounded - x).double().pow(2).mean().item(), rel=1e-5)
-    stated = {entry.gemm: entry.operands for entry in session.precision}
-    assert stated == {
+    assert {entry.gemm: entry.operands for entry in session.precision} == {
         "fprop": {"activation": "FP8 E5M2", "weight": "FP8 E4M3"},
         "dgrad": {"gradient": "FP32", "weight": "FP32"},
         "wgrad": {"gradient": "FP32", "activation": "FP32"},

@@ -183,8 +183,10 @@ def test_the_page_has_the_table() -> None:
 
 def test_each_row_has_a_script_that_is_refused() -> None:
     """Single grouped parameters train on a GPU only."""
-    grouped = {"single_grouped_weight or single_grouped_bias"}
-    assert {row.what for row in REFUSALS} == {name.partition(",")[0] for name in CASES} | grouped
+    assert {row.what for row in REFUSALS} == {
+        "single_grouped_weight or single_grouped_bias",
+        *(name.partition(",")[0] for name in CASES),
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -300,20 +302,18 @@ def test_one_part_of_a_module_is_refused_and_the_other_is_observed(tmp_path: Pat
 
 
 def test_features_that_do_not_touch_quantized_weights_act(tmp_path: Path, keeper: Keeper) -> None:
-    features = STATISTICS | {"DisableFP8GEMM": {"enabled": True, "gemms": ["wgrad"]}}
-    session = stepped(quantized(), config(features), tmp_path, observe="debug", sinks=[keeper], strict=True)
+    sections = config(STATISTICS | {"DisableFP8GEMM": {"enabled": True, "gemms": ["wgrad"]}})
+    session = stepped(quantized(), sections, tmp_path, observe="debug", sinks=[keeper], strict=True)
     formats = {entry.gemm: set(entry.operands.values()) for entry in session.precision}
-    assert formats["wgrad"] == {"FP32"}
-    assert formats["fprop"] == {"FP8 E4M3"}
+    assert (formats["fprop"], formats["wgrad"]) == ({"FP8 E4M3"}, {"FP32"})
     assert keeper.values("max")
 
 
 def test_fp8_attention(tmp_path: Path) -> None:
     """It asks the layer before it for a quantized output, and the layer after it for a quantized gradient."""
     net = te.MultiheadAttention(256, 2, attention_dropout=0.0, params_dtype=torch.bfloat16)
-    recipe = DelayedScaling(fp8_dpa=True, fp8_mha=True)
     with InspectSession(statistics(), model=net, log_dir=tmp_path, observe="debug") as session:
-        with te.autocast(enabled=True, recipe=recipe):
+        with te.autocast(enabled=True, recipe=DelayedScaling(fp8_dpa=True, fp8_mha=True)):
             output = net(torch.randn(32, 2, 256, dtype=torch.bfloat16, requires_grad=True))
         output.sum().backward()
         session.step()

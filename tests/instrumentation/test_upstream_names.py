@@ -252,6 +252,5 @@ def test_names_that_upstream_assigns_before_attach_select_layers(tmp_path: Path,
         assert hit[0].given == "model.layers.2.self_attention.layernorm_qkv"
     finally:
         session.stop()
-    wrapped = torch.nn.DataParallel(net)
-    with InspectSession(model=wrapped, log_dir=tmp_path, layer_names="upstream") as session:
+    with InspectSession(model=torch.nn.DataParallel(net), log_dir=tmp_path, layer_names="upstream") as session:
         assert session.layers[0].name == "model.layers.1.self_attention.layernorm_qkv", "named before it was wrapped"
