@@ -523,8 +523,7 @@ def test_underflow_by_format(text: str, recipe: str, most: float) -> None:
 
 
 def test_the_first_step_of_delayed_scaling_does_not_count() -> None:
-    lossy = ordinary(b3_fc1_activation_underflows=90.0)
-    assert not len(judged([lossy] * 3, DELAYED, unscaled=frozenset(LAYERS)))
+    assert not len(judged([ordinary(b3_fc1_activation_underflows=90.0)] * 3, DELAYED, unscaled=frozenset(LAYERS)))
 
 
 @pytest.mark.parametrize("shown", ["nonfinite_num", "cur_amax"])
@@ -556,8 +555,7 @@ def test_few_alike_layers_need_stronger_evidence(count: int) -> None:
         key: value * (2.0 ** (9 * int(key[0][2])) if key[1:] in OF_GRADIENTS else 1.0) for key, value in few.items()
     }
     assert not len(judged([times(2.0**-11, few, "h.1.fc1", "gradient")] * 4, known))
-    odd = times(2.0**-13, few, "h.1.fc1", "gradient")
-    assert only(judged([odd] * 3, known), "sibling").layers == ("h.1.fc1",)
+    assert only(judged([times(2.0**-13, few, "h.1.fc1", "gradient")] * 3, known), "sibling").layers == ("h.1.fc1",)
     assert not len(judged([trend] * 4, known)), "a trend with depth"
 
 
@@ -595,8 +593,7 @@ def test_a_layer_that_trains_in_a_rhythm_is_not_dead(trains_in: range, since: in
 
 
 def test_a_gradient_of_nan_is_no_training() -> None:
-    lost = DEAD | {("h.4.fc2", "gradient", "nonfinite_num"): 64.0}
-    verdict = judged([lost, *[DEAD] * 3], CURRENT, at=DUE[:4])
+    verdict = judged([DEAD | {("h.4.fc2", "gradient", "nonfinite_num"): 64.0}, *[DEAD] * 3], CURRENT, at=DUE[:4])
     assert [finding.since for finding in verdict if finding.rule == "dead-gradient"] == [1]
 
 
@@ -914,9 +911,11 @@ def order(*findings: Finding) -> list[tuple[str, str]]:
 
 
 def test_a_chain_of_causes_begins_with_its_root() -> None:
-    chain = [caused("underflow", 8, 6), caused("stale-scale", 6, 4), caused("growth", 4, 2)]
-    by_growth, by_scale = "growth of of growth", "stale-scale of of stale-scale"
-    assert order(*chain) == [("growth", ""), ("stale-scale", by_growth), ("underflow", by_scale)]
+    assert order(caused("underflow", 8, 6), caused("stale-scale", 6, 4), caused("growth", 4, 2)) == [
+        ("growth", ""),
+        ("stale-scale", "growth of of growth"),
+        ("underflow", "stale-scale of of stale-scale"),
+    ]
 
 
 def test_a_cause_may_be_seen_a_collection_step_later() -> None:
