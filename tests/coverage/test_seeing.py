@@ -1,26 +1,39 @@
-"""What a session looks at in torch, where operators are not those of aten, and where looking itself fails."""
+"""What a session looks at in torch: where operators are not those of aten, where looking itself fails; attention."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.cpp_extensions import gemm
+from transformer_engine.pytorch.ops.fuser import OperationFuser
 
+from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage import operator_products as products_module
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.marks import NodesOfProducts
+from te_precision_callbacks.coverage.matrix_products import causal_share, share_left
 from te_precision_callbacks.coverage.micro_batches import ModelCalls
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
+from te_precision_callbacks.coverage.seen_products import ModelProducts
+from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers import forwards
+from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.gemm_events import AttentionEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
-from tests.coverage.flash_attention import FlashAttention
-from tests.coverage.test_coverage import BLOCKS, Macs, Net, found, linear, once
+from tests.capability import any_capability, stand_for
+from tests.coverage.test_coverage import BLOCKS, Macs, Net, counted, found, linear, once
+from tests.fused_attention import emulate_kernel
 
 BATCH, HEADS, LENGTH, SIZE = 2, 3, 16, 8
 WIDTH = HEADS * SIZE
@@ -49,7 +62,6 @@ def attention(layer: str) -> Macs:
 
 
 def step(model: torch.nn.Module) -> list[torch.Tensor]:
-    """A step, and its gradients."""
     model.zero_grad()
     x = torch.linspace(-1, 1, ROWS * WIDTH).view(BATCH, LENGTH, WIDTH).requires_grad_()
     model(x).square().sum().backward()
@@ -63,8 +75,7 @@ def trained(model: torch.nn.Module, folder: Path, **keywords: Any) -> Coverage:
     with InspectSession(None, model=model, log_dir=folder, **options) as session:
         gradients = step(model)
         session.step()
-    assert len(gradients) == len(alone)
-    assert all(map(torch.equal, gradients, alone))
+    assert all(torch.equal(first, other) for first, other in zip(gradients, alone, strict=True))
     return session.coverage()
 
 
@@ -125,23 +136,17 @@ vendor_mm.register_autograd(_gradients, setup_context=lambda ctx, inputs, output
 RAN: list[str] = []
 
 
-class Theirs(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return vendor_mm(x, self.weight)
+def theirs() -> Net:
+    return Net(lambda net, x: vendor_mm(x, net.weight), weight=torch.nn.Parameter(torch.ones(WIDTH, WIDTH)))
 
 
 UNKNOWN = "vendor::mm gets several floating-point matrices; whether it multiplies them is not known"
 
 
 def test_an_operator_that_nobody_knows_is_named_and_not_taken_for_one_of_its_name(tmp_path: Path) -> None:
-    """Beside a layer of torch's."""
     RAN.clear()
     model = Net(
-        lambda net, x: net.theirs(net.known(x).view(ROWS, WIDTH)), known=torch.nn.Linear(WIDTH, WIDTH), theirs=Theirs()
+        lambda net, x: net.theirs(net.known(x).view(ROWS, WIDTH)), known=torch.nn.Linear(WIDTH, WIDTH), theirs=theirs()
     )
     coverage = trained(model, tmp_path)
     assert found(coverage) == linear("known", WIDTH, WIDTH, rows=ROWS)
@@ -170,8 +175,7 @@ def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
         torch.nn.Linear(WIDTH, WIDTH), te.LayerNormLinear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
     )
     coverage = trained(model, tmp_path)
-    assert looked
-    assert not any(looked)
+    assert set(looked) == {False}
     assert {product.layer: product.family for product in coverage if product.runs == "seen"} == {
         "0": "torch",
         "1": "te",
@@ -196,7 +200,6 @@ FAILING: dict[str, tuple[Any, str]] = {
 def test_a_failure_while_looking_never_reaches_training(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It ends the look at torch, and is said once; no operator runs twice."""
     calls: list[int] = []
 
     def fail(*_: Any, **__: Any) -> None:
@@ -205,7 +208,7 @@ def test_a_failure_while_looking_never_reaches_training(
 
     owner, name = FAILING[place]
     monkeypatch.setattr(owner, name, fail)
-    model = torch.nn.Sequential(te.Linear(WIDTH, WIDTH), torch.nn.Flatten(0, 1), Theirs(), torch.nn.Linear(WIDTH, 1))
+    model = torch.nn.Sequential(te.Linear(WIDTH, WIDTH), torch.nn.Flatten(0, 1), theirs(), torch.nn.Linear(WIDTH, 1))
     RAN.clear()
     coverage = trained(model, tmp_path, strict=False)
     assert len(RAN) == 2 * 3
@@ -225,7 +228,6 @@ def test_with_strict_it_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_training_raises_passes(tmp_path: Path) -> None:
-    """Once, and what is looked at goes on."""
     columns = slice(1)
     model = Net(lambda net, x: net.layer(x[..., columns]), layer=torch.nn.Linear(WIDTH, WIDTH))
     with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
@@ -264,8 +266,6 @@ class FusedPair(te.ops.FusedOperation):  # type: ignore[misc]
 def test_operations_whose_gemms_are_in_a_kernel_of_their_own_are_named(
     stray: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformer_engine.pytorch.ops.fuser import OperationFuser
-
     def fuse(operations: list[Any], **_: Any) -> list[Any]:
         pairs = [operation for operation in operations if isinstance(operation, te.ops.BasicLinear)]
         return [FusedPair(pairs)] if len(operations) == len(pairs) == 2 else operations
@@ -273,8 +273,7 @@ def test_operations_whose_gemms_are_in_a_kernel_of_their_own_are_named(
     monkeypatch.setattr(FusedPair, "stray", stray)
     monkeypatch.setattr(OperationFuser, "forward_backward_fusion_functions", [fuse])
     fused = te.ops.Sequential(te.ops.BasicLinear(WIDTH, 2 * WIDTH), te.ops.BasicLinear(2 * WIDTH, WIDTH))
-    model = torch.nn.Sequential(torch.nn.Flatten(0, 1), fused, te.Linear(WIDTH, WIDTH))
-    coverage = trained(model, tmp_path)
+    coverage = trained(torch.nn.Sequential(torch.nn.Flatten(0, 1), fused, te.Linear(WIDTH, WIDTH)), tmp_path)
     assert found(coverage) == linear("2", WIDTH, WIDTH, rows=ROWS)
     assert coverage.not_counted == {
         "the GEMMs of FusedPair, which runs them in a separate kernel": ["1.0", "1.1"],
@@ -289,18 +288,13 @@ def test_operations_and_modules_that_are_seen_are_not_named(tmp_path: Path) -> N
         te.Linear(WIDTH, WIDTH, delay_wgrad_compute=True),
     )
     model[2].weight.requires_grad_(False)
-    with InspectSession(None, model=model, log_dir=tmp_path, statistics_log="off", strict=True) as session:
-        step(model)
-        session.step()
-    assert not session.coverage().not_counted
+    assert not counted(model, lambda: step(model), tmp_path).not_counted
 
 
 def test_the_reason_of_a_compiled_model_names_the_class_of_the_layer(tmp_path: Path) -> None:
     net = torch.compile(torch.nn.Sequential(torch.nn.Linear(WIDTH, 32), torch.nn.ReLU()), backend="aot_eager")
-    with InspectSession(None, model=net, log_dir=tmp_path, statistics_log="off", strict=True) as session:  # type: ignore[arg-type]
-        step(net)  # type: ignore[arg-type]
-        session.step()
-    assert {product.why for product in session.coverage() if product.macs} == {"not a TE layer: torch.nn.Linear"}
+    coverage = counted(net, lambda: step(net), tmp_path)  # type: ignore[arg-type]
+    assert {product.why for product in coverage if product.macs} == {"not a TE layer: torch.nn.Linear"}
 
 
 def test_the_names_of_torch_that_are_used() -> None:
@@ -318,3 +312,260 @@ def test_the_names_of_torch_that_are_used() -> None:
     assert torch.Tag.dynamic_output_shape in torch.ops.aten.nonzero.default.tags
     assert forwards._MODULE_CALL.co_name == "_call_impl"
     assert forwards._ENGINE.co_name == "_engine_run_backward"
+
+
+def _attend(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any], v: np.ndarray[Any, Any]) -> tuple[Any, Any]:
+    """Of one sequence: [length, heads, size]."""
+    scores = np.einsum("qhd,khd->hqk", q, k)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return weights, np.einsum("hqk,khd->qhd", weights, v)
+
+
+def _gradients_of_attention(dout: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    weights, _ = _attend(q, k, v)
+    of_weights = np.einsum("qhd,khd->hqk", dout, v)
+    scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdims=True))
+    return (
+        np.einsum("hqk,khd->qhd", scores, k),
+        np.einsum("hqk,qhd->khd", scores, q),
+        np.einsum("hqk,qhd->khd", weights, dout),
+    )
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    return tensor.detach().numpy()
+
+
+# Stand-ins for the operators of flash-attn 2.8 (``flash_attn/flash_attn_interface.py``): its schemas, on a CPU. Each
+# computes with numbers of numpy's, so that no operator of torch multiplies.
+@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=(), device_types="cpu")
+def flash_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    out = np.stack([_attend(*item)[1] for item in zip(*map(_array, (q, k, v)), strict=True)])
+    return torch.from_numpy(out), torch.zeros(1), torch.zeros(1), torch.zeros(1)
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=("dq", "dk", "dv"), device_types="cpu")
+def flash_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+) -> torch.Tensor:
+    for number, item in enumerate(zip(*map(_array, (dout, q, k, v)), strict=True)):
+        for into, gradient in zip((dq, dk, dv), _gradients_of_attention(*item), strict=True):
+            _array(into)[number] = gradient
+    return torch.zeros(1)
+
+
+class FlashAttention(torch.autograd.Function):
+    """As ``FlashAttnFunc``: [batch, length, heads, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse, *_ = torch.ops.flash_attn._flash_attn_forward(q, k, v, 0.0, 1.0, False, -1, -1, 0.0, None, False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        made = [torch.empty_like(item) for item in (q, k, v)]
+        rest = 0.0, 1.0, False, -1, -1, 0.0, None, False
+        torch.ops.flash_attn._flash_attn_backward(dout.contiguous(), q, k, v, out, lse, *made, *rest)
+        return tuple(made)
+
+
+@pytest.fixture(scope="module")
+def kernel_for_the_cpu() -> Iterator[None]:
+    """torch has this operator on a GPU alone."""
+
+    def forward(query: torch.Tensor, *given: Any, **keywords: Any) -> tuple[Any, ...]:
+        number = torch.zeros((), dtype=torch.int64)
+        return query.clone(), torch.zeros(1), number, number, 5, 5
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_efficient_attention_forward", forward, "CPU")
+    yield
+    library._destroy()
+
+
+def macs_of(micro_batches: list[list[int]]) -> list[int]:
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    attend = torch.ops.aten._efficient_attention_forward
+    model = Net(lambda _, query: attend(query, query, query, None, bounds, bounds, 5, 5, 0.0, 0)[0])
+    products = ModelProducts(lambda *told: pytest.fail(str(told)), lambda: False, lambda: False)
+    products.watch_model(model, {id(model): "model"}, ())
+    with torch.enable_grad():
+        for places in micro_batches:
+            bounds.copy_(torch.tensor(places))  # as where a loader fills the same tensor again
+            model(torch.zeros(1, places[-1], HEADS, SIZE))
+    result = products.take_step()
+    products.close()
+    return [product.macs for product in result.kinds.products(result.parts)]  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("kernel_for_the_cpu")
+def test_each_sequence_counts_with_its_length() -> None:
+    assert macs_of([[0, 4, 9], [0, 1, 9]]) == [(4 * 4 + 5 * 5 + 1 * 1 + 8 * 8) * HEADS * SIZE] * 2
+
+
+@pytest.mark.usefixtures("kernel_for_the_cpu")
+def test_in_a_capture_sequences_count_as_one_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reading the lengths would end the capture."""
+    monkeypatch.setattr(matrix_products, "is_capturing", lambda: True)
+    matrix_products._warn_of_capture.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert macs_of([[0, 4, 9], [0, 4, 9]]) == [2 * 9 * 9 * HEADS * SIZE] * 2
+    assert caplog.text.count("count as one") == 1
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 5), (3, 7), (7, 3)])
+def test_a_causal_mask(rows: int, columns: int) -> None:
+    first, last = torch.ones(rows, columns).tril(), torch.ones(rows, columns).tril(columns - rows)
+    assert causal_share(rows, columns) == pytest.approx(first.mean().item())
+    assert causal_share(rows, columns, at_the_end=True) == pytest.approx(last.mean().item())
+
+
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [
+        ({"attn_mask_type": "no_mask"}, 1.0),
+        ({"attn_mask_type": "no_mask", "window_size": (-1, -1)}, 1.0),
+        ({"attn_mask_type": "no_mask", "window_size": (-1, 0)}, None),
+        ({"attn_mask_type": "causal", "window_size": (-1, 0)}, 5 / 8),
+        ({"attn_mask_type": "padding_causal"}, 5 / 8),
+        ({"attn_mask_type": "causal_bottom_right", "window_size": None}, 5 / 8),
+        ({"attn_mask_type": "causal", "window_size": (1, 0)}, None),
+        ({"attn_mask_type": "causal", "qkv_format": "thd"}, None),
+        ({"attn_mask_type": "padding_causal", "qkv_layout": "t3hd"}, None),
+        ({"attn_mask_type": "padding"}, None),
+        ({"attn_mask_type": "arbitrary"}, None),
+        ({}, None),
+    ],
+)
+def test_the_masks_of_transformer_engine(given: dict[str, Any], share: float | None) -> None:
+    assert share_left(given, 4, 4) == share
+
+
+SHAPE = (128, 2, 4, 32)
+"""Length, batch, heads and size."""
+
+
+class Told:
+    def __init__(self) -> None:
+        self.events: list[AttentionEvent] = []
+        self.order: list[str] = []
+        self.fail = False
+
+    def enter_attention(self, layer: str, kind: ForwardKind) -> None:
+        self.order.append(f"enter {layer}")
+
+    def note_attention(self, event: AttentionEvent) -> None:
+        self.order.append("backward" if event.backward else "forward")
+        if self.fail:
+            raise ValueError("no such listener")
+        self.events.append(event)
+
+    def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
+        assert given["query_layer"].shape == SHAPE
+        self.order.append(f"leave {layer}")
+
+
+@contextmanager
+def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[int, Any]]]]:
+    calls: list[tuple[str, dict[int, Any]]] = []
+    for name in ("fused_attn_fwd", "fused_attn_bwd"):
+        own = getattr(tex, name)
+
+        def entry(*arguments: Any, own: Any = own, name: str = name) -> Any:
+            calls.append((name, {id(value): value for value in arguments}))
+            return own(*arguments)
+
+        monkeypatch.setattr(tex, name, entry)
+    yield calls
+
+
+def run(attention: te.DotProductAttention, told: Told, reported: list[str]) -> torch.Tensor:
+    tap = GemmTap(
+        lambda module: ForwardKind.OBSERVED,
+        lambda doing, what, error: reported.append(f"{what}: {error}"),
+        attention=told,
+    )
+    tap.watch({}, ())
+    tap.observe({}, {id(attention): "attention"})
+    tap.listen(lambda event: None)
+    query, key, value = (
+        torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+        .bfloat16()
+        .requires_grad_()
+        for seed in range(3)
+    )
+    try:
+        with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling(fp8_dpa=True)):
+            out = attention(query, key, value, attn_mask_type="no_mask")
+        out.sum().backward()
+    finally:
+        tap.listen()
+    return query.grad
+
+
+def made() -> te.DotProductAttention:
+    return te.DotProductAttention(*SHAPE[2:], attention_dropout=0.0)
+
+
+def test_operands_are_those_of_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated, reported = Told(), list[str]()
+    emulate_kernel(monkeypatch)
+    with any_capability(), spied(monkeypatch) as calls:
+        stand_for((10, 0))
+        run(made(), stated, reported)
+    assert not reported
+    assert stated.order == ["enter attention", "forward", "leave attention", "backward"]
+    assert [name for name, _ in calls] == ["fused_attn_fwd", "fused_attn_bwd"]
+    for event, (_, handed) in zip(stated.events, calls, strict=True):
+        operands = [event.query, event.key, event.value, event.probabilities]
+        operands += [event.gradient, event.scores] if event.backward else []
+        assert all(id(operand) in handed for operand in operands)
+        assert type(event.query).__name__.startswith("Float8Tensor")
+        assert event.sizes == (2 * 4, 128, 128, 32, 32)
+        assert event.layer == "attention"
+
+
+def test_a_listener_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated, reported = Told(), list[str]()
+    emulate_kernel(monkeypatch)
+    with any_capability():
+        stand_for((10, 0))
+        expected = run(made(), Told(), reported)
+        stated.fail = True
+        assert torch.equal(run(made(), stated, reported), expected)
+    assert reported == ["attention: no such listener"] * 2

@@ -41,14 +41,6 @@ def linear(*features: int) -> Callable[[int], torch.nn.Module]:
     return lambda tokens: te.Linear(*features, params_dtype=torch.bfloat16)
 
 
-def mlp(tokens: int) -> torch.nn.Module:
-    return te.LayerNormMLP(32, 64, params_dtype=torch.bfloat16)
-
-
-def grouped(tokens: int) -> torch.nn.Module:
-    return te.GroupedLinear(2, 32, 48, params_dtype=torch.bfloat16)
-
-
 CASES = {
     "fprop": Case(linear(32, 48), recipes.DelayedScaling, HOPPER, 30, ("layer", "fprop", "tokens", 8), 32),
     "fprop, and then wgrad": Case(
@@ -64,7 +56,12 @@ CASES = {
         48,
     ),
     "wgrad of a LayerNormMLP": Case(
-        mlp, recipes.Float8CurrentScaling, HOPPER, 40, ("layer.fc2", "wgrad", "tokens", 16), 48
+        lambda tokens: te.LayerNormMLP(32, 64, params_dtype=torch.bfloat16),
+        recipes.Float8CurrentScaling,
+        HOPPER,
+        40,
+        ("layer.fc2", "wgrad", "tokens", 16),
+        48,
     ),
     "dgrad": Case(
         lambda size: te.Linear(32, size, params_dtype=torch.bfloat16),
@@ -84,7 +81,12 @@ CASES = {
     ),
     "FP8 blocks": Case(linear(32, 48), recipes.Float8BlockScaling, HOPPER, 40, ("layer", "wgrad", "tokens", 16), 48),
     "a GroupedLinear": Case(
-        grouped, recipes.Float8CurrentScaling, HOPPER, 20, ("layer.gemm_0", "wgrad", "tokens", 16), 32
+        lambda tokens: te.GroupedLinear(2, 32, 48, params_dtype=torch.bfloat16),
+        recipes.Float8CurrentScaling,
+        HOPPER,
+        20,
+        ("layer.gemm_0", "wgrad", "tokens", 16),
+        32,
     ),
     "MXFP8": Case(linear(32, 64), recipes.MXFP8BlockScaling, BLACKWELL, 40, ("layer", "fprop", "tokens", 32), 64),
 }
@@ -138,12 +140,13 @@ def test_a_layer_that_is_recomputed_in_the_backward(tmp_path: Path, use_reentran
     assert "the layer 'layer' cannot run the GEMM wgrad" in raised.value.__notes__[0]
 
 
-def kept_original() -> torch.nn.Module:
-    return te.Linear(32, 32, save_original_input=True, params_dtype=torch.bfloat16)
-
-
 OTHERS = {
-    "an option": (kept_original, (32, 32), "the layer 'layer' (Linear)", recipes.DelayedScaling),
+    "an option": (
+        lambda: te.Linear(32, 32, save_original_input=True, params_dtype=torch.bfloat16),
+        (32, 32),
+        "the layer 'layer' (Linear)",
+        recipes.DelayedScaling,
+    ),
     "a wrong size": (
         lambda: te.LayerNormLinear(32, 48, params_dtype=torch.bfloat16),
         (32, 16),
@@ -159,12 +162,10 @@ OTHERS = {
 def test_an_exception_of_transformer_engine_names_the_layer(name: str, tmp_path: Path) -> None:
     make, shape, where, recipe = OTHERS[name]
     net = torch.nn.ModuleDict({"layer": make()})
-    dtype = next(net.parameters()).dtype
-    x = torch.randn(*shape, dtype=dtype, requires_grad=True)
-    config = statistics()
+    x = torch.randn(*shape, dtype=next(net.parameters()).dtype, requires_grad=True)
     with (
         pytest.raises(Exception) as raised,  # noqa: PT011
-        InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True),
+        InspectSession(statistics(), model=net, log_dir=tmp_path, allow_unmatched=True),
         te.autocast(enabled=recipe is not None, recipe=recipe and recipe()),
     ):
         net["layer"](x)
@@ -194,9 +195,8 @@ def test_attention_is_named_too(tmp_path: Path) -> None:
 
 def test_an_exception_of_the_script_has_no_note(tmp_path: Path) -> None:
     net = torch.nn.ModuleDict({"layer": te.Linear(32, 24, params_dtype=torch.bfloat16)})
-    with pytest.raises(ValueError, match="script") as raised:
-        with InspectSession(statistics(), model=net, log_dir=tmp_path):
-            raise ValueError("of the script")
+    with pytest.raises(ValueError, match="script") as raised, InspectSession(statistics(), model=net, log_dir=tmp_path):
+        raise ValueError("of the script")
     assert not hasattr(raised.value, "__notes__")
 
 

@@ -12,8 +12,6 @@ from tests.conftest import Keeper
 
 
 class Planted(NamedTuple):
-    """The training: its folder, its session, what it logged, and what loggers got."""
-
     folder: Path
     session: InspectSession
     log: list[logging.LogRecord]

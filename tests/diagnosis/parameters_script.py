@@ -78,7 +78,6 @@ def train(
 
 
 def train_quantized_shards(folder: Path, recipe: Recipe, *, restores: bool) -> None:
-    """FSDP2 over weights that exist in FP8 or MXFP8 only, with masters in FusedAdam."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,))
     with te.quantized_model_init(recipe=recipe):

@@ -25,14 +25,18 @@ from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.session.endings import closing_lines
 from tests.conftest import statistics
 from tests.diagnosis.conftest import Planted
-from tests.diagnosis.planted import train
-from tests.diagnosis.training import in_fp8, sgd, trained
+from tests.diagnosis.planted import in_fp8, sgd, train, trained
+from tests.forked import ranks
 
 LAYER = "4.fc"
 
 
+@pytest.fixture
+def loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+
+
 def outside(step: int) -> AbstractContextManager[None]:
-    """A forward outside of te.autocast, or with regions of its own."""
     return nullcontext()
 
 
@@ -43,8 +47,7 @@ def test_the_block_is_found_live_and_in_the_records(planted: Planted) -> None:
     assert not planted.session.healthy
     assert repr(findings) == f"<Verdict: {findings}>"
     assert diagnose(planted.folder) == findings
-    kinds = [row["kind"] for row in open_run(planted.folder).events.to_pylist()]
-    assert kinds.count("finding") == len(findings)
+    assert open_run(planted.folder).events["kind"].to_pylist().count("finding") == len(findings)
 
 
 def test_the_verdict_needs_no_records(tmp_path: Path, planted: Planted) -> None:
@@ -54,13 +57,13 @@ def test_the_verdict_needs_no_records(tmp_path: Path, planted: Planted) -> None:
 def test_a_healthy_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     session = train(tmp_path, defect=False)
     assert session.healthy
-    assert not [record for record in caplog.records if "What to do" in record.message]
+    assert "What to do" not in caplog.text
     assert diagnose(tmp_path) == session.findings
 
 
 def test_layers_without_statistics_are_named_in_the_first_line(tmp_path: Path) -> None:
-    verdict = trained(tmp_path, torch.nn.Sequential(te.Linear(32, 32), te.ops.Linear(32, 32)), steps=6)
-    assert "; not observed: 1 of 2 layers (an operation of te.ops))" in verdict.summary
+    net = torch.nn.Sequential(te.Linear(32, 32), te.ops.Linear(32, 32))
+    assert "; not observed: 1 of 2 layers (an operation of te.ops))" in trained(tmp_path, net, steps=6).summary
 
 
 def test_a_run_that_fails_in_its_first_step_counts_the_same_rules(tmp_path: Path) -> None:
@@ -83,10 +86,8 @@ def test_each_finding_is_said_once(planted: Planted) -> None:
 
 
 def test_metrics_count_findings(planted: Planted) -> None:
-    metrics = planted.metrics
-    assert [metrics[step]["te/findings"] for step in (0, 1)] == [0.0, 0.0]
-    assert "te/findings/sibling" not in metrics[1]
-    assert (metrics[2]["te/findings"], metrics[2]["te/findings/sibling"]) == (1.0, 1.0)
+    counts = [{key: value for key, value in planted.metrics[step].items() if "findings" in key} for step in (0, 1, 2)]
+    assert counts == [{"te/findings": 0.0}] * 2 + [{"te/findings": 1.0, "te/findings/sibling": 1.0}]
 
 
 @pytest.mark.parametrize("raised", [None, ValueError("the script's own")])
@@ -109,15 +110,11 @@ def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path, 
         (SIGTERMException(), "SIGTERM"),
     ],
 )
+@pytest.mark.usefixtures("loud")
 def test_what_has_ended_a_run_is_said_before_the_verdict(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    stopped: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: BaseException, stopped: str
 ) -> None:
     """A user or a scheduler who ends a run is named, and the run has not failed."""
-    monkeypatch.delenv("TE_PRECISION_QUIET")
     net = te.Linear(32, 32)
     with pytest.raises(type(error)), InspectSession(None, model=net, log_dir=tmp_path) as session:
         net(torch.ones(16, 32)).sum().backward()
@@ -140,8 +137,6 @@ def test_what_has_ended_a_run_is_said_before_the_verdict(
 @pytest.mark.processes
 def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
     """SIGTERM leaves all files of a stop; after SIGKILL there is no all-clear."""
-    from tests.forked import ranks
-
     script = Path(__file__).with_name("ending_script.py")
     ended, killed = ranks(script, [[number, str(tmp_path / number)] for number in ("TERM", "KILL")])
     assert (ended.returncode, killed.returncode) == (-15, -9)
@@ -157,7 +152,6 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
 
 
 def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
-    """The first line says so, and not that the config lacks statistics."""
     net = te.Linear(32, 32).eval()
     summary = trained(tmp_path, net, sgd(net), around=outside, logs=False).summary
     assert "all observed layers are in evaluation mode, so nothing is observed: call model.train()" in summary
@@ -235,13 +229,12 @@ def test_a_function_stops_the_training(tmp_path: Path) -> None:
     assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("loud")
 def test_a_finding_that_stops_is_told_by_the_error_and_at_the_end(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.delenv("TE_PRECISION_QUIET")
     with pytest.raises(PrecisionFindingError) as caught:
         train(tmp_path, steps=31, on_finding="stop")
     (finding,) = caught.value.findings
@@ -268,10 +261,10 @@ def test_what_on_finding_does_not_take(value: Any, told: str) -> None:
         InspectSession(on_finding=value)
 
 
+@pytest.mark.usefixtures("loud")
 def test_the_closing_lines_of_a_run_that_the_overflow_detector_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("TE_PRECISION_QUIET")
     net = torch.nn.Sequential(te.Linear(32, 32))
     with (
         pytest.raises(ActivationOverflowError),
@@ -284,11 +277,8 @@ def test_the_closing_lines_of_a_run_that_the_overflow_detector_stops(
     assert lines[first + 1].startswith("te-precision: "), "the verdict comes behind it"
 
 
-def test_the_closing_lines_of_notes_and_of_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Notes are named, a page that exists is named, and a run without a step has no page."""
-    monkeypatch.delenv("TE_PRECISION_QUIET")
+@pytest.mark.usefixtures("loud")
+def test_the_closing_lines_of_notes_and_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "none", steps=0)
     assert "page:" not in capsys.readouterr().err
     train(tmp_path / "page", steps=1, defect=False, report=True)
@@ -464,7 +454,6 @@ def test_a_loss_that_is_nan_stops_the_training(tmp_path: Path, logs_before: bool
 
 @pytest.mark.parametrize("every", [99, 5], ids=["always", "four of five steps"])
 def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, every: int) -> None:
-    """Layers of Transformer Engine before a head that is none, with a detach() between them in most steps."""
     net = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 8))
 
     def loss(step: int) -> torch.Tensor:
@@ -477,11 +466,11 @@ def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, eve
     assert unjudged["dead-gradient"] == "no backward has reached a layer with statistics in a collection step"
 
 
+@pytest.mark.usefixtures("loud")
 @pytest.mark.parametrize("forwards", [0, 1])
 def test_a_run_without_a_step_is_judged_by_its_forwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forwards: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], forwards: int
 ) -> None:
-    monkeypatch.delenv("TE_PRECISION_QUIET")
     net = te.Linear(32, 32)
     with InspectSession(model=net, log_dir=tmp_path) as session:
         for _ in range(forwards):

@@ -17,7 +17,7 @@ from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.session import InspectSession
 from tests.combinations import half
 from tests.conftest import statistics
-from tests.diagnosis.training import Loss, in_fp8, trained
+from tests.diagnosis.planted import Loss, in_fp8, trained
 from tests.forked import ranks
 
 STEPS = 12
@@ -25,8 +25,6 @@ PARAMETERS = ("missing-gradient", "frozen-weight", "replicas-differ", "no-reduct
 
 
 class Block(torch.nn.Module):
-    """A residual block of TE layers; ``cut`` detaches its branch."""
-
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.fc1 = te.LayerNormLinear(width, 2 * width)
@@ -39,8 +37,6 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A language model of blocks, tied if wanted."""
-
     def __init__(self, blocks: int = 2, *, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -58,8 +54,6 @@ class Model(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self(tokens).flatten(0, 1).float(), tokens.flatten())
 
     def loss_after(self, change: Callable[[int], object]) -> Loss:
-        """The loss of a step, before which something is changed."""
-
         def loss(step: int) -> torch.Tensor:
             change(step)
             return self.loss(step)
@@ -68,7 +62,6 @@ class Model(torch.nn.Module):
 
 
 def train(folder: Path, model: Any, *arguments: Any, **keywords: Any) -> Verdict:
-    """As :func:`trained`, with the loss of :class:`Model`."""
     return trained(folder, model, *arguments, **{"loss": model.loss, **keywords})
 
 
@@ -76,15 +69,16 @@ def of_parameters(verdict: Verdict) -> list[Finding]:
     return [finding for finding in verdict if finding.rule in PARAMETERS]
 
 
-def place_of(finding: Finding) -> tuple[str, str, int | None, tuple[str, ...]]:
-    return finding.rule, finding.severity, finding.since, finding.layers
-
-
 OF_BLOCK_1 = ("blocks.1.fc1", "blocks.1.fc2")
 
 
 def assert_checked(verdict: Verdict) -> None:
     assert {"missing-gradient", "frozen-weight"} <= set(verdict.judged)
+
+
+def assert_healthy(verdict: Verdict) -> None:
+    assert not of_parameters(verdict)
+    assert_checked(verdict)
 
 
 # ---------------------------------------------------------------------- healthy twins
@@ -109,16 +103,13 @@ def adamw(model: torch.nn.Module, lr: float = 1e-3, **keywords: Any) -> torch.op
 )
 def test_healthy(tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer], blocks: int) -> None:
     model = Model(blocks, tied=blocks == 4)
-    verdict = train(tmp_path, model, make(model), micro_batches=1 + blocks % 4)
-    assert not of_parameters(verdict)
-    assert_checked(verdict)
+    assert_healthy(train(tmp_path, model, make(model), micro_batches=1 + blocks % 4))
 
 
 def test_a_config_without_statistics_of_weights_checks_parameters_too(tmp_path: Path) -> None:
     model = Model()
     config = statistics(tensors=["activation"], stats=["cur_amax"], freq=5)
-    assert_checked(verdict := train(tmp_path / "healthy", model, adamw(model), config=config))
-    assert not of_parameters(verdict)
+    assert_healthy(train(tmp_path / "healthy", model, adamw(model), config=config))
     model.blocks[1].cut = True
     (result,) = of_parameters(train(tmp_path / "planted", model, adamw(model), config=config))
     assert result.layers == OF_BLOCK_1
@@ -128,9 +119,7 @@ def test_warm_up_from_0(tmp_path: Path) -> None:
     model = Model()
     optimizer = adamw(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
-    verdict = train(tmp_path, model, optimizer, after=schedule.step)
-    assert not of_parameters(verdict)
-    assert_checked(verdict)
+    assert_healthy(train(tmp_path, model, optimizer, after=schedule.step))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +154,6 @@ def test_weights_that_are_restored_before_each_forward(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("holds_all", [False, True])
 def test_frozen_layers_and_adapters(tmp_path: Path, holds_all: bool) -> None:
-    """An optimizer that has the frozen parameters, too, is a note."""
     model = Model()
     model.requires_grad_(False)
     adapter = torch.nn.Linear(32, 32)
@@ -183,8 +171,7 @@ def test_an_average_of_the_weights_in_the_model(tmp_path: Path) -> None:
     verdict = trained(
         tmp_path, both, adamw(model), loss=model.loss, after=lambda: averaged.update_parameters(model.blocks)
     )
-    assert not of_parameters(verdict)
-    assert_checked(verdict)
+    assert_healthy(verdict)
 
 
 def test_experts_without_tokens(tmp_path: Path) -> None:
@@ -243,9 +230,7 @@ def test_gradients_that_are_gone_before_the_step(tmp_path: Path) -> None:
             weight.sub_(weight.main_grad, alpha=1e-2)  # type: ignore[attr-defined]
             weight.main_grad.zero_()  # type: ignore[attr-defined]
 
-    verdict = train(tmp_path, model, adamw(model), after=update)
-    assert not of_parameters(verdict)
-    assert_checked(verdict)
+    assert_healthy(train(tmp_path, model, adamw(model), after=update))
 
 
 def test_gradients_that_are_0_at_the_step(tmp_path: Path) -> None:
@@ -282,63 +267,69 @@ def test_a_loop_without_an_optimizer(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- missing gradients
 
 
-def test_a_block_that_is_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plant", "layers", "seen"),
+    [
+        (
+            lambda model: setattr(model.blocks[1], "cut", True),
+            OF_BLOCK_1,
+            "blocks.1.fc1.layer_norm_weight and 5 more parameters",
+        ),
+        (lambda model: setattr(model, "unused", te.Linear(32, 32)), ("unused",), "unused.weight and 1 more parameter"),
+    ],
+    ids=["a block that is cut off", "a layer without use"],
+)
+def test_parameters_without_a_gradient(tmp_path: Path, plant: Any, layers: tuple[str, ...], seen: str) -> None:
     model = Model()
-    model.blocks[1].cut = True
+    plant(model)
     (result,) = of_parameters(train(tmp_path, model, adamw(model)))
-    assert place_of(result) == ("missing-gradient", "warning", 0, OF_BLOCK_1)
-    assert "blocks.1.fc1.layer_norm_weight and 5 more parameters received no gradient in" in result.seen
+    assert (result.rule, result.severity, result.since, result.layers) == ("missing-gradient", "warning", 0, layers)
+    assert result.seen.startswith(f"{seen} received no gradient in")
 
 
-def test_an_optimizer_that_no_longer_steps(tmp_path: Path) -> None:
-    model = Model()
-    optimizer = adamw(model)
-    step_of = optimizer.step
-
-    def stop(step: int) -> None:
-        optimizer.step = step_of if step < 12 else lambda: None  # type: ignore[method-assign]
-
-    (result,) = of_parameters(train(tmp_path, model, optimizer, loss=model.loss_after(stop), steps=40))
-    assert place_of(result) == ("frozen-weight", "warning", 12, ())
+def stop(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 12:
+        optimizer.step = lambda: None  # type: ignore[assignment,method-assign]
 
 
-def test_a_block_that_is_cut_off_later(tmp_path: Path) -> None:
-    """From step 8 on, in a run of 25 steps; each second step of another block is cut, which is not a problem."""
-    model = Model()
-
-    def cut(step: int) -> None:
-        model.blocks[0].cut = bool(step % 2)
-        model.blocks[1].cut = step >= 8
-
-    (result,) = of_parameters(train(tmp_path, model, adamw(model), loss=model.loss_after(cut), steps=25))
-    assert place_of(result) == ("missing-gradient", "warning", 8, OF_BLOCK_1)
-    assert "had gradients, and received none since step 8, although the module still runs" in result.seen
+def cut(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model.blocks[0].cut = bool(step % 2)  # which is not a problem
+    model.blocks[1].cut = step >= 8
 
 
-def test_a_block_that_is_no_longer_called(tmp_path: Path) -> None:
-    """It may be meant, as in training by phases."""
+def skip(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 12:
+        model.blocks[1].forward = lambda tensor: tensor
+
+
+def remove(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 12:
+        optimizer.param_groups.pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "steps", "place", "seen"),
+    [
+        (stop, 40, ("frozen-weight", "warning", 12, ()), ""),
+        (
+            cut,
+            25,
+            ("missing-gradient", "warning", 8, OF_BLOCK_1),
+            "had gradients, and received none since step 8, although",
+        ),
+        (skip, 80, ("missing-gradient", "note", 12, OF_BLOCK_1), ""),  # it may be meant, as in training by phases
+        (remove, 25, ("missing-gradient", "warning", 12, ("head",)), ""),
+    ],
+    ids=["an optimizer stops", "a block is cut off", "a block is no longer called", "a group leaves the optimizer"],
+)
+def test_what_changes_in_a_run(tmp_path: Path, change: Any, steps: int, place: tuple[Any, ...], seen: str) -> None:
     model = Model(3)
-
-    def skip(step: int) -> None:
-        if step == 12:
-            model.blocks[1].forward = lambda tensor: tensor
-
-    (result,) = of_parameters(train(tmp_path, model, adamw(model), loss=model.loss_after(skip), steps=80))
-    assert place_of(result) == ("missing-gradient", "note", 12, OF_BLOCK_1)
-
-
-def test_a_group_of_parameters_that_leaves_the_optimizer(tmp_path: Path) -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(
-        [{"params": part.parameters()} for part in (model.embedding, model.blocks, model.head)], 1e-3
-    )
-
-    def remove(step: int) -> None:
-        if step == 12:
-            optimizer.param_groups.pop()
-
-    (result,) = of_parameters(train(tmp_path, model, optimizer, loss=model.loss_after(remove), steps=25))
-    assert place_of(result) == ("missing-gradient", "warning", 12, ("head",))
+    parts = [{"params": part.parameters()} for part in (model.embedding, model.blocks, model.head)]
+    optimizer = torch.optim.AdamW(parts, 1e-3)
+    loss = model.loss_after(functools.partial(change, model, optimizer))
+    (result,) = of_parameters(train(tmp_path, model, optimizer, loss=loss, steps=steps))
+    assert (result.rule, result.severity, result.since, result.layers) == place
+    assert seen in result.seen
 
 
 def test_a_compiled_block_without_a_gradient_stays_one_graph(tmp_path: Path) -> None:
@@ -371,14 +362,6 @@ def test_a_tensor_by_keyword_through_te_checkpoint(tmp_path: Path, by_keyword: b
 
     result = of_parameters(trained(tmp_path, model, adamw(model), loss=loss))
     assert [(item.rule, item.layers) for item in result] == [("missing-gradient", ("encoder", "layer"))] * by_keyword
-
-
-def test_a_parameter_without_use(tmp_path: Path) -> None:
-    model = Model()
-    model.unused = te.Linear(32, 32)
-    (result,) = of_parameters(train(tmp_path, model, adamw(model)))
-    assert (result.rule, result.layers) == ("missing-gradient", ("unused",))
-    assert result.seen.startswith("unused.weight and 1 more parameter received no gradient in")
 
 
 def test_an_optimizer_that_lacks_parameters(tmp_path: Path) -> None:

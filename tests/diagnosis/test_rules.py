@@ -1,4 +1,4 @@
-"""Each rule, on numbers that are made: what it finds, and what it leaves alone."""
+"""Each rule, on numbers that are made: what it finds, and what it leaves alone; and the order of findings."""
 
 import math
 import re
@@ -11,6 +11,7 @@ import pytest
 from te_precision_callbacks.diagnosis import RULES, Finding, Verdict
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
+from te_precision_callbacks.diagnosis.finding import Severity, root_causes_first
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge
 from te_precision_callbacks.sinks.step_records import Event, Row
@@ -108,7 +109,6 @@ CURRENT, DELAYED = facts(), facts(recipe="fp8_delayed_scaling")
 
 
 def only(verdict: Verdict, rule: str) -> Finding:
-    """The one finding, which is of a rule."""
     assert [finding.rule for finding in verdict] == [rule], str(verdict)
     return verdict.findings[0]
 
@@ -286,7 +286,6 @@ def of_blocks(count: int, step: Numbers) -> Numbers:
 
 
 def scaled(step: Numbers, tensor: str, factor_of: Callable[[str], float]) -> Numbers:
-    """A step in which std and amax of a tensor are larger, by a factor for each layer."""
     return {
         key: value * (factor_of(key[0]) if key[1:] in ((tensor, "std"), (tensor, "cur_amax")) else 1.0)
         for key, value in step.items()
@@ -488,12 +487,9 @@ def test_what_the_rules_find(
 def test_a_healthy_run_says_so() -> None:
     verdict = judged([ordinary()] * 6, CURRENT)
     assert verdict.healthy
-    assert str(verdict) == f"No problems found ({len(verdict.judged)} of {_all(verdict)} rules checked)."
+    count = len(verdict.judged)
+    assert str(verdict) == f"No problems found ({count} of {count + len(verdict.not_judged)} rules checked)."
     assert {"nonfinite", "overflow", "underflow", "sibling", "growth", "hole", "dead-gradient"} <= set(verdict.judged)
-
-
-def _all(verdict: Verdict) -> int:
-    return len(verdict.judged) + len(verdict.not_judged)
 
 
 def test_nothing_is_judged_without_numbers() -> None:
@@ -527,8 +523,7 @@ def test_underflow_by_format(text: str, recipe: str, most: float) -> None:
 
 
 def test_the_first_step_of_delayed_scaling_does_not_count() -> None:
-    lossy = ordinary(b3_fc1_activation_underflows=90.0)
-    assert not len(judged([lossy] * 3, DELAYED, unscaled=frozenset(LAYERS)))
+    assert not len(judged([ordinary(b3_fc1_activation_underflows=90.0)] * 3, DELAYED, unscaled=frozenset(LAYERS)))
 
 
 @pytest.mark.parametrize("shown", ["nonfinite_num", "cur_amax"])
@@ -560,8 +555,7 @@ def test_few_alike_layers_need_stronger_evidence(count: int) -> None:
         key: value * (2.0 ** (9 * int(key[0][2])) if key[1:] in OF_GRADIENTS else 1.0) for key, value in few.items()
     }
     assert not len(judged([times(2.0**-11, few, "h.1.fc1", "gradient")] * 4, known))
-    odd = times(2.0**-13, few, "h.1.fc1", "gradient")
-    assert only(judged([odd] * 3, known), "sibling").layers == ("h.1.fc1",)
+    assert only(judged([times(2.0**-13, few, "h.1.fc1", "gradient")] * 3, known), "sibling").layers == ("h.1.fc1",)
     assert not len(judged([trend] * 4, known)), "a trend with depth"
 
 
@@ -599,8 +593,7 @@ def test_a_layer_that_trains_in_a_rhythm_is_not_dead(trains_in: range, since: in
 
 
 def test_a_gradient_of_nan_is_no_training() -> None:
-    lost = DEAD | {("h.4.fc2", "gradient", "nonfinite_num"): 64.0}
-    verdict = judged([lost, *[DEAD] * 3], CURRENT, at=DUE[:4])
+    verdict = judged([DEAD | {("h.4.fc2", "gradient", "nonfinite_num"): 64.0}, *[DEAD] * 3], CURRENT, at=DUE[:4])
     assert [finding.since for finding in verdict if finding.rule == "dead-gradient"] == [1]
 
 
@@ -612,8 +605,7 @@ def test_growth_that_comes_to_lose_something_is_one_finding() -> None:
 
 
 def test_gradients_that_are_reduced_in_low_precision_over_micro_batches() -> None:
-    many = judged([ordinary()], facts(states=STATES, calls=8))
-    assert [finding.seen for finding in many] == [
+    assert [finding.seen for finding in judged([ordinary()], facts(states=STATES, calls=8))] == [
         "the optimizer keeps its state in bfloat16",
         "gradients are reduced over ranks in bfloat16 over 8 micro-batches",
     ]
@@ -641,8 +633,7 @@ def test_a_rule_that_fails_is_not_judged_and_stops_nothing(monkeypatch: pytest.M
     ids=["one rank", "current scaling", "micro-batches", "no settings"],
 )
 def test_scales_that_may_differ(known: dict[str, Any], is_listed: bool) -> None:
-    far = ordinary(b3_fc1_activation_scale_inv_min=1e-6)
-    verdict = judged([far] * 3, facts(**known))
+    verdict = judged([ordinary(b3_fc1_activation_scale_inv_min=1e-6)] * 3, facts(**known))
     assert "scales-differ" not in [*verdict.judged, *(finding.rule for finding in verdict)]
     assert ("scales-differ" in [item.rule for item in verdict.not_judged]) == is_listed
 
@@ -675,7 +666,6 @@ def test_amaxes_that_are_not_reduced(row: dict[str, Any], found: list[str]) -> N
 
 
 def told(*logged: Mapping[str, float], settings: Settings | None = None) -> Verdict:
-    """The verdict on what the trainer logs in one iteration after the other."""
     diagnosis = Diagnosis()
     diagnosis.know(Facts(settings=settings), 0)
     diagnosis.has_run = True
@@ -694,7 +684,6 @@ def logged(norms: Sequence[float], losses: Sequence[float]) -> Verdict:
 
 
 def wave(steps: int) -> list[float]:
-    """Noise of 10 %."""
     return [1 + 0.1 * math.sin(7.7 * step * step) for step in range(steps)]
 
 
@@ -755,7 +744,6 @@ def test_the_rule_book_is_complete() -> None:
 
 
 def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
-    """A finding that needs three collection steps can not come after one."""
     delayed = facts(recipe="fp8_delayed_scaling")
     first = judged([ordinary()], delayed)
     assert {"nonfinite", "hole"} <= set(first.judged)
@@ -784,10 +772,9 @@ def test_what_is_not_quantized_loses_nothing() -> None:
         assert only(judged([step] * 4, facts()), "underflow").layers == ("h.3.fc1",)
         assert not len(judged([step] * 4, facts(changed={"h.3.fc1": KEPT})))
     delayed = "fp8_delayed_scaling"
-    kept = facts(recipe=delayed, changed={"h.3.fc1": KEPT})
     saturated = ordinary(b3_fc1_activation_overflows=9.0, b3_fc1_activation_scale_inv_max=1e-9)
     assert len(judged([saturated] * 4, facts(recipe=delayed))) >= 2
-    assert not len(judged([saturated] * 4, kept))
+    assert not len(judged([saturated] * 4, facts(recipe=delayed, changed={"h.3.fc1": KEPT})))
 
 
 def test_a_gradient_that_one_of_two_products_quantizes_is_judged() -> None:
@@ -831,8 +818,7 @@ def test_what_does_not_apply_is_not_listed() -> None:
 
 def test_a_sibling_that_comes_again_worse_is_one_finding() -> None:
     odd = ordinary(b4_fc1_activation_std=2.0**-14, b4_fc1_activation_cur_amax=2.0**-12)
-    odd_and_lossy = {**odd, ("h.4.fc1", "activation", "underflows%"): 9.0}
-    again = [ordinary(), *[odd] * 4, ordinary(), *[odd_and_lossy] * 4]
+    again = [ordinary(), *[odd] * 4, ordinary(), *[{**odd, ("h.4.fc1", "activation", "underflows%"): 9.0}] * 4]
     assert [finding.rule for finding in judged(again, CURRENT)].count("sibling") == 1
 
 
@@ -893,7 +879,6 @@ def test_who_makes_the_error_of_a_gemm(changed: dict[str, float], rule: str, see
 
 
 def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
-    """It was that of the first sighting, and read as that of all layers and steps."""
     grown = [{"b3_fc1_weight_cur_amax": 0.08 * 2.0**times} for times in (0, 9, 10, 14)]
     grown[3]["b5_fc1_weight_cur_amax"] = 0.08 * 2.0**15
     grown.append({key: 2 * value for key, value in grown[3].items()})
@@ -912,3 +897,36 @@ def test_a_run_in_which_nothing_ran_is_not_judged() -> None:
     verdict = judged([], Facts.from_rows(rows, (), (), settings=Settings(ignored=[{}])))
     assert not verdict.judged
     assert not len(verdict)
+
+
+CAUSES = {"stale-scale": ("growth",), "underflow": ("stale-scale",)}
+
+
+def caused(rule: str, since: int | None, last_good: int | None = None, severity: Severity = "warning") -> Finding:
+    return Finding(rule, severity, "", (f"of {rule}",), "", "", since, since, last_good, None, "", "", "", "", "", "")
+
+
+def order(*findings: Finding) -> list[tuple[str, str]]:
+    return [(item.rule, item.caused_by) for item in root_causes_first(findings, CAUSES)]
+
+
+def test_a_chain_of_causes_begins_with_its_root() -> None:
+    assert order(caused("underflow", 8, 6), caused("stale-scale", 6, 4), caused("growth", 4, 2)) == [
+        ("growth", ""),
+        ("stale-scale", "growth of of growth"),
+        ("underflow", "stale-scale of of stale-scale"),
+    ]
+
+
+def test_a_cause_may_be_seen_a_collection_step_later() -> None:
+    """It has begun after the last step without it."""
+    assert order(caused("stale-scale", 8, 6), caused("growth", 10, 8))[0] == ("growth", "")
+    assert order(caused("stale-scale", 8, 6), caused("growth", 12, 10)) == [("stale-scale", ""), ("growth", "")]
+
+
+def test_a_note_explains_no_warning_and_the_worst_group_comes_first() -> None:
+    assert order(caused("growth", 1, severity="note"), caused("stale-scale", 4, 3), caused("hole", 9, 8, "error")) == [
+        ("hole", ""),
+        ("stale-scale", ""),
+        ("growth", ""),
+    ]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
-import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
@@ -24,7 +23,7 @@ from tests.capability import stand_for
 from tests.combinations import half
 from tests.conftest import Keeper, feature
 from tests.coverage.test_coverage import Net
-from tests.instrumentation.gemm_spy import GEMM_OF
+from tests.instrumentation.gemm_spy import GEMM_OF, at_the_entries
 from tests.instrumentation.steps import stepped
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
@@ -47,7 +46,6 @@ GEMM_RULES = {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer", "ge
 def gemms() -> Iterator[list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]]:
     """The GEMMs that the extension was handed: the GEMM, decoded operands [n, k] and [m, k] and the result, float64."""
     results: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    upstream = tex.generic_gemm
 
     def decoded(tensor: Any, *, rowwise: bool) -> torch.Tensor:
         read = operand(tensor, rowwise=rowwise, name="A")
@@ -61,17 +59,12 @@ def gemms() -> Iterator[list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor
                 whole = whole * read.scale_inv
         return whole if rowwise else whole.t()
 
-    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
+    def note(a: Any, transa: bool, b: Any, transb: bool, out: torch.Tensor) -> None:
         left, right = decoded(b, rowwise=not transb), decoded(a, rowwise=transa)
-        result = upstream(a, transa, b, transb, *more, **keywords)
-        results.append((GEMM_OF[transa, transb], left, right, result[0].double().reshape(left.shape[0], -1)))
-        return result
+        results.append((GEMM_OF[transa, transb], left, right, out.double().reshape(left.shape[0], -1)))
 
-    tex.generic_gemm = generic_gemm
-    try:
+    with at_the_entries(note):
         yield results
-    finally:
-        tex.generic_gemm = upstream
 
 
 def config(**options: Any) -> dict[str, Any]:
@@ -112,7 +105,6 @@ def measured(
 @pytest.mark.parametrize("observe", ["fused", "debug"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_cause_against_whole_products(recipe: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
-    """The statistics are within the stated deviation of the numbers that they estimate."""
     stand_for((9, 0) if recipe in ("delayed", "current", "block") else (10, 0))
     torch.manual_seed(0)
     net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False)
@@ -246,32 +238,21 @@ def test_a_wgrad_that_is_added_to_main_grad(make: Any, layer: str, tmp_path: Pat
     ],
 )
 def test_the_verdict_names_the_cause_and_the_place(
-    fault: Callable[[torch.Tensor], Any],
-    rule: str,
-    seen: str,
-    tmp_path: Path,
-    keeper: Keeper,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[torch.Tensor], Any], rule: str, seen: str, tmp_path: Path, keeper: Keeper
 ) -> None:
-    """Each fprop's kernel has a fault."""
-    upstream = tex.generic_gemm
-
-    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
-        result = upstream(a, transa, b, transb, *more, **keywords)
+    def spoil(a: Any, transa: bool, b: Any, transb: bool, out: torch.Tensor) -> None:
         if GEMM_OF[transa, transb] == "fprop":
-            fault(result[0])
-        return result
+            fault(out)
 
-    monkeypatch.setattr(tex, "generic_gemm", generic_gemm)
     torch.manual_seed(0)
-    running = measured(te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), tmp_path, keeper)
+    with at_the_entries(spoil):
+        running = measured(te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), tmp_path, keeper)
     (finding,) = (finding for finding in running.findings if finding.rule.startswith("gemm-"))
     assert (finding.rule, finding.severity, finding.layers, finding.tensor) == (rule, "error", ("linear",), "output")
     assert seen in finding.seen
 
 
 def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is right, and so is each statistic of it."""
     upstream = Float8CurrentScalingQuantizer.quantize_impl
 
     def quantize_impl(quantizer: Any, tensor: torch.Tensor) -> Any:
@@ -284,8 +265,7 @@ def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatc
 
     monkeypatch.setattr(Float8CurrentScalingQuantizer, "quantize_impl", quantize_impl)
     torch.manual_seed(0)
-    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False)
-    running = measured(net, tmp_path, keeper)
+    running = measured(te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False), tmp_path, keeper)
     results = [finding for finding in running.findings if finding.rule.startswith("gemm-")]
     assert {(item.rule, item.tensor) for item in results} == {("gemm-quantizer", "dgrad"), ("gemm-quantizer", "wgrad")}
     value = values(keeper, "linear", "wgrad")
@@ -296,8 +276,6 @@ def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatc
 
 @pytest.mark.parametrize("observe", ["fused", "debug"])
 def test_training_does_not_notice(observe: str, tmp_path: Path, keeper: Keeper) -> None:
-    """Neither its numbers nor its random state; under the steps that are not sampled nothing is measured."""
-
     def run(folder: Path, config: Any) -> list[torch.Tensor]:
         stand_for((10, 0))
         torch.manual_seed(0)

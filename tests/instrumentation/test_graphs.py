@@ -43,7 +43,10 @@ def make_graphed(
     need_bwd_dw: bool = False,
     returned: list[Any] | None = None,
 ) -> None:
-    """``make_graphed_callables``: a warm-up, and forwards that replay."""
+
+    def backward_dw() -> None:
+        assert not need_bwd_dw
+
     graph.set_capture_start()
     for number, module in enumerate(modules):
         with te.autocast(enabled=recipe is not None, recipe=recipe, _graph=True):
@@ -68,17 +71,10 @@ def make_graphed(
         forward.__module__ = graph.__name__
         if returned is None:
             module.forward = forward
-            module.backward_dw = _backward_dw(need_bwd_dw)
+            module.backward_dw = backward_dw
         else:  # with _order=
             returned.append(forward)
     graph.set_capture_end()
-
-
-def _backward_dw(need_bwd_dw: bool) -> Callable[[], None]:
-    def backward_dw() -> None:
-        assert not need_bwd_dw
-
-    return backward_dw
 
 
 def model() -> torch.nn.Sequential:

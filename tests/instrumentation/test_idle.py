@@ -1,11 +1,12 @@
 """Off means off: where nothing is due, nothing of a session is called inside of a step, but a note of each region of
-autocast, and the evidence of coverage."""
+autocast, and the evidence of coverage. What it costs the host there, and at its end, hardly grows with the model.
+"""
 
 import copy
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,8 +15,11 @@ import nvdlfw_inspect.base
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_precision_callbacks
+from te_precision_callbacks.instrumentation.parameters import is_due
+from te_precision_callbacks.layers.round_robin import AT_ONCE
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, feature, statistics
 
@@ -109,3 +113,167 @@ def test_a_copy_of_a_watched_module_is_not_watched(tmp_path: Path, keeper: Keepe
         run(net)
     run(twin)
     assert "is_debug_iter" not in net.__dict__
+
+
+FEW, MANY, MOST = 2 * AT_ONCE, 3 * AT_ONCE, 7 * AT_ONCE
+SEEN_AT_LAST = MANY // AT_ONCE + 1
+"""Steps in which every module has had its turn."""
+
+MOST_AT_THE_END = 340
+"""The most calls of Python and of C in ``stop()`` for a layer with statistics of three tensors."""
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(te.Linear(16, 16) for _ in range(count))
+        self.in_high_precision: set[int] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            with te.autocast(enabled=False) if number in self.in_high_precision else nullcontext():
+                x = layer(x)
+        return x
+
+
+@contextmanager
+def called_functions() -> Iterator[list[str]]:
+    names: list[str] = []
+
+    def profile(frame: FrameType, event: str, called: Any) -> None:
+        if event in ("call", "c_call"):
+            names.append(frame.f_code.co_qualname if event == "call" else called.__name__)
+
+    sys.setprofile(profile)
+    try:
+        yield names
+    finally:
+        sys.setprofile(None)
+
+
+def train(net: torch.nn.Module) -> None:
+    with te.autocast(enabled=True):
+        out = net(torch.randn(16, 16))
+    out.sum().backward()
+
+
+def session_of(net: torch.nn.Module, folder: Path, freq: int = 1000) -> InspectSession:
+    return InspectSession(statistics(freq=freq), model=net, log_dir=folder, records="off")
+
+
+def calls_of(folder: Path, count: int) -> tuple[int, int]:
+    """How many calls there are in a step while each module has its turn, at most, and in ``stop()``.
+
+    Without the few steps after which the parameters of the model are listed again.
+    """
+    net = Stack(count)
+    session = session_of(net, folder).start()
+    for _ in range(2):
+        train(net)
+        session.step()
+    session.step()  # without a forward: other autocast regions than before
+    counts = []
+    for _ in range(count // AT_ONCE + 2):
+        samples_parameters = is_due(session.iteration)
+        with called_functions() as result:
+            session.step()
+        if not samples_parameters:
+            counts.append(len(result))
+    with called_functions() as result:
+        session.stop()
+    return max(counts, default=0), len(result)
+
+
+def test_the_calls_of_a_step_and_of_the_end_hardly_grow_with_the_model(tmp_path: Path) -> None:
+    """Twenty thousand layers end in seconds."""
+    calls_of(tmp_path / "first", 1)  # imports what the end of a session imports
+    few, many = calls_of(tmp_path / "few", FEW), calls_of(tmp_path / "many", MOST)
+    assert many[0] == few[0]
+    assert (many[1] - few[1]) / (MOST - FEW) < MOST_AT_THE_END
+
+
+def test_a_forward_calls_hardly_more_than_without_a_session(tmp_path: Path) -> None:
+    """For the evidence of coverage a few calls for each layer, and for the model."""
+    x = torch.randn(16, 16)
+
+    def forward(net: Stack) -> int:
+        with called_functions() as result:
+            net(x)
+        return len(result)
+
+    more = []
+    for count in (2, 4):
+        net = Stack(count)
+        forward(net)
+        without = forward(net)
+        with session_of(net, tmp_path / str(count)) as session:
+            for _ in range(2):
+                net(x).sum().backward()
+                session.step()
+            more.append(forward(net) - without)
+    few, many = more
+    assert many - few <= 2 * 9
+    assert few <= 150
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute something, for which a GPU launches a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def test_sampled_weights_take_no_operation_each(tmp_path: Path) -> None:
+    """The 60 parameters have two shapes."""
+    net = Stack(30)
+    optimizer = torch.optim.Adam(net.parameters())
+    counts: dict[bool, int] = {}
+    with session_of(net, tmp_path) as session:
+        for _ in range(6):
+            due = is_due(session.iteration)
+            train(net)
+            with Operations() as counter:
+                optimizer.step()
+                session.step()
+            counts[due] = max(counts.get(due, 0), counter.count) if session.iteration > 1 else 0
+    assert 0 < counts[True] - counts[False] < 90
+
+
+# ------------------------------------------------------------------ what is nevertheless seen
+
+
+def in_high_precision(session: InspectSession, layer: str) -> list[int]:
+    return [
+        at
+        for at in range(session.iteration)
+        for entry in session.precision(at=at)
+        if (entry.layer, entry.gemm) == (layer, "fprop") and entry.operands["weight"] == "FP32"
+    ]
+
+
+def test_a_layer_in_an_autocast_region_of_its_own_is_seen_at_once(tmp_path: Path) -> None:
+    net = Stack(MANY)
+    with session_of(net, tmp_path) as session:
+        for step in range(6):
+            net.in_high_precision = {MANY - 1} if step >= 3 else set()
+            train(net)
+            session.step()
+    assert in_high_precision(session, f"layers.{MANY - 1}") == [3, 4, 5]
+    assert in_high_precision(session, "layers.0") == []
+
+
+def test_a_layer_that_is_frozen_is_seen_when_it_has_its_turn(tmp_path: Path) -> None:
+    net = Stack(MANY)
+    frozen = net.layers[MANY - 1]
+    with session_of(net, tmp_path) as session:
+        for step in range(3 + SEEN_AT_LAST):
+            frozen.requires_grad_(step < 3)
+            train(net)
+            session.step()
+        not_run = {(e.layer, e.gemm) for e in session.precision(at=session.iteration - 1) if e.not_run}
+    assert (f"layers.{MANY - 1}", "wgrad") in not_run

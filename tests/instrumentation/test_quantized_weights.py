@@ -1,4 +1,4 @@
-"""Weights that exist in quantized form only: their dequantized values are observed, planted defects are found."""
+"""Weights that exist in quantized form only, that modules gather themselves, or that have quantizers of other kinds."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,19 +8,25 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
+    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from transformer_engine.pytorch import DType
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
 from te_precision_callbacks.diagnosis import Finding, Verdict
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import Keeper, feature, statistics
+from tests.diagnosis.planted import trained
 from tests.diagnosis.test_parameters import Masters
-from tests.diagnosis.training import trained
+from tests.instrumentation.steps import stepped
 
 RECIPES = {
     "current": Float8CurrentScaling,
@@ -34,7 +40,6 @@ WIDTH = 32
 
 @pytest.fixture(autouse=True)
 def blackwell() -> Iterator[None]:
-    """A GPU with all recipes."""
     with any_capability():
         stand_for((10, 0))
         yield
@@ -66,7 +71,6 @@ def loss_of(net: torch.nn.Module) -> torch.Tensor:
 
 
 def frozen(folder: Path, net: torch.nn.Module, recipe: Any, **keywords: Any) -> tuple[Verdict, list[Finding]]:
-    """The verdict on a training, and its findings of frozen weights."""
     verdict = trained(
         folder,
         net,
@@ -157,3 +161,65 @@ def test_statistics_are_of_the_dequantized_values(tmp_path: Path, keeper: Keeper
     assert keeper.values("max", "0", "weight")[0] == values.max()
     assert keeper.values("std", "0", "weight")[0] == pytest.approx(values.float().std().item(), rel=1e-5)
     assert keeper.values("scale_inv_max", "0", "weight")[0] > 0
+
+
+class Shard(torch.nn.Parameter):
+    is_distributed_weight = True
+    whole: torch.Tensor
+
+    def materialize_group_for_forward(self) -> torch.Tensor:
+        return self.whole
+
+    materialize_group_for_backward = materialize_group_for_forward
+
+    def finalize_group_grads(self, gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[: len(self)]
+
+    def grad_buffer(self) -> torch.Tensor | None:
+        return self.grad
+
+
+@pytest.mark.parametrize("observe", ["fused", "debug"])
+def test_statistics_are_of_the_gathered_weight(tmp_path: Path, keeper: Keeper, observe: Any) -> None:
+    torch.manual_seed(0)
+    net: Any = te.Linear(WIDTH, WIDTH, bias=False)
+    whole = net.weight.detach().clone()
+    net.weight = Shard(whole[: WIDTH // 2].clone())
+    net.weight.whole = whole
+    wanted = {
+        **statistics(tensors=["weight"]),
+        "fp8": feature("LogFp8TensorStats", ["all"], tensors=["weight"], stats=["mse", "underflows%"], freq=1),
+    }
+    stepped(net, tmp_path, [Float8CurrentScaling()], wanted, sinks=[keeper], observe=observe)
+    assert keeper.values("max", tensor="weight")[0] == whole.max()
+    assert 0 < keeper.values("mse", tensor="weight")[0] < 1e-3
+
+
+def current(dtype: DType) -> Float8CurrentScalingQuantizer:
+    return Float8CurrentScalingQuantizer(dtype, device="cuda")
+
+
+def hybrid(role: Any) -> Any:
+    if role is not None and role.tensor_type == "input":
+        return HybridQuantizer(rowwise_quantizer=current(DType.kFloat8E5M2), columnwise_quantizer=IdentityQuantizer())
+    if role is not None and role.tensor_type == "weight":
+        return HybridQuantizer(rowwise_quantizer=current(DType.kFloat8E4M3), columnwise_quantizer=IdentityQuantizer())
+    return IdentityQuantizer()
+
+
+def test_statistics_are_of_what_the_gemm_reads(tmp_path: Path, keeper: Keeper) -> None:
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) * torch.linspace(-12, 0, 32).exp2()
+    stats = ["mse", "scale_inv_max", "underflows%"]
+    config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["activation", "gradient"], stats=stats)}
+    options: dict[str, Any] = {"inputs": x.clone().requires_grad_, "sinks": [keeper]}
+    session = stepped(te.Linear(32, 64, bias=False), tmp_path, [CustomRecipe(qfactory=hybrid)], config, **options)
+    scale = torch.finfo(torch.float8_e5m2).max / x.abs().amax()
+    rounded = (x * scale).to(torch.float8_e5m2).float() / scale
+    assert keeper.values("scale_inv_max")[0] == pytest.approx(1 / scale.item(), rel=1e-6)
+    assert keeper.values("mse")[0] == pytest.approx((rounded - x).double().pow(2).mean().item(), rel=1e-5)
+    assert {entry.gemm: entry.operands for entry in session.precision} == {
+        "fprop": {"activation": "FP8 E5M2", "weight": "FP8 E4M3"},
+        "dgrad": {"gradient": "FP32", "weight": "FP32"},
+        "wgrad": {"gradient": "FP32", "activation": "FP32"},
+    }
+    assert all(entry.seen for entry in session.precision)

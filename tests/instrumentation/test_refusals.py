@@ -1,9 +1,10 @@
-"""What Transformer Engine's debug path refuses is known, named, and left as it is."""
+"""What Transformer Engine's debug path refuses, and which arguments of recipes have no effect."""
 
 import functools
 import importlib
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +13,33 @@ from typing import Any, NamedTuple
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
+import transformer_engine
 import transformer_engine.debug.features
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
+import transformer_engine.pytorch.ops as te_ops
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+)
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from te_precision_callbacks.instrumentation.recipe_arguments import (
+    IGNORED,
+    amax_reductions,
+    computing,
+    ignored_arguments,
+    recipes_of,
+)
 from te_precision_callbacks.instrumentation.refusals import CUDA_GRAPH, REFUSALS
 from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 from te_precision_callbacks.session import InspectSession, ObservationError
+from tests.capability import stand_for
 from tests.conftest import Keeper, statistics
 from tests.coverage.test_coverage import Net
 
@@ -33,7 +52,6 @@ FAKE_QUANT = {
 
 
 def linear(first: torch.nn.Module | None = None, **keywords: Any) -> Net:
-    """A layer, ``second``, that computes with what another one makes."""
     layers = {"first": first or torch.nn.Identity(), "second": te.Linear(32, 32, **keywords)}
     return Net(lambda net, x, **options: net.second(net.first(x), **options), **layers)
 
@@ -129,7 +147,6 @@ def config(features: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def plain_debugging(net: torch.nn.Module, features: dict[str, Any]) -> Iterator[None]:
-    """nvidia-dlfw-inspect with Transformer Engine's own features, without this package."""
     snapshot = Snapshot()
     try:
         folder = str(Path(transformer_engine.debug.features.__path__[0]))
@@ -150,7 +167,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.what)
+@pytest.mark.parametrize("row", [*REFUSALS, *IGNORED], ids=lambda row: f"{getattr(row, 'what', row)}")
 def test_the_table_is_that_of_the_transformer_engine_that_is_installed(row: Any) -> None:
     module, _, path = row.place.partition(":")
     place: Any = importlib.import_module(f"transformer_engine.{module}")
@@ -166,8 +183,10 @@ def test_the_page_has_the_table() -> None:
 
 def test_each_row_has_a_script_that_is_refused() -> None:
     """Single grouped parameters train on a GPU only."""
-    grouped = {"single_grouped_weight or single_grouped_bias"}
-    assert {row.what for row in REFUSALS} == {name.partition(",")[0] for name in CASES} | grouped
+    assert {row.what for row in REFUSALS} == {
+        "single_grouped_weight or single_grouped_bias",
+        *(name.partition(",")[0] for name in CASES),
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -180,7 +199,6 @@ def test_transformer_engine_refuses_it(name: str, tmp_path: Path, monkeypatch: p
 
 
 def trained(case: Case, net: Any, end_step: Callable[[], object]) -> list[torch.Tensor]:
-    """What two steps of a case give: outputs, then gradients."""
     results = []
     for step in range(2):
         torch.manual_seed(step)
@@ -284,20 +302,18 @@ def test_one_part_of_a_module_is_refused_and_the_other_is_observed(tmp_path: Pat
 
 
 def test_features_that_do_not_touch_quantized_weights_act(tmp_path: Path, keeper: Keeper) -> None:
-    features = STATISTICS | {"DisableFP8GEMM": {"enabled": True, "gemms": ["wgrad"]}}
-    session = stepped(quantized(), config(features), tmp_path, observe="debug", sinks=[keeper], strict=True)
+    sections = config(STATISTICS | {"DisableFP8GEMM": {"enabled": True, "gemms": ["wgrad"]}})
+    session = stepped(quantized(), sections, tmp_path, observe="debug", sinks=[keeper], strict=True)
     formats = {entry.gemm: set(entry.operands.values()) for entry in session.precision}
-    assert formats["wgrad"] == {"FP32"}
-    assert formats["fprop"] == {"FP8 E4M3"}
+    assert (formats["fprop"], formats["wgrad"]) == ({"FP8 E4M3"}, {"FP32"})
     assert keeper.values("max")
 
 
 def test_fp8_attention(tmp_path: Path) -> None:
     """It asks the layer before it for a quantized output, and the layer after it for a quantized gradient."""
     net = te.MultiheadAttention(256, 2, attention_dropout=0.0, params_dtype=torch.bfloat16)
-    recipe = DelayedScaling(fp8_dpa=True, fp8_mha=True)
     with InspectSession(statistics(), model=net, log_dir=tmp_path, observe="debug") as session:
-        with te.autocast(enabled=True, recipe=recipe):
+        with te.autocast(enabled=True, recipe=DelayedScaling(fp8_dpa=True, fp8_mha=True)):
             output = net(torch.randn(32, 2, 256, dtype=torch.bfloat16, requires_grad=True))
         output.sum().backward()
         session.step()
@@ -363,3 +379,108 @@ def test_a_cached_weight_follows_the_features_of_the_iteration(tmp_path: Path, k
                 train(net, is_first_microbatch=first)
             session.step()
     assert list(keeper.values("underflows%", tensor="weight")) == [1, 2]
+
+
+PACKAGE = Path(inspect.getfile(transformer_engine)).parent
+
+
+@pytest.mark.parametrize(
+    ("pattern", "readers"),
+    [
+        (r"[( ]recipe\.margin", {"pytorch/quantization.py"}),
+        (r"recipe\.use_power_2_scales", {"pytorch/quantization.py"}),
+        (r"\.use_f32_scales", set()),
+    ],
+)
+def test_nothing_else_reads_an_argument(pattern: str, readers: set[str]) -> None:
+    """Of attributes that nothing reads, no place can be named."""
+    paths = [path for path in PACKAGE.rglob("*.py") if re.search(pattern, path.read_text())]
+    results = {str(path.relative_to(PACKAGE)) for path in paths}
+    assert {path for path in results if "custom_recipes" not in path and "jax" not in path} == readers
+
+
+def quantizing(recipe: Any, **options: Any) -> Any:
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, name, QParams(**options))
+    return recipe
+
+
+def nvfp4(**options: Any) -> NVFP4BlockScaling:
+    return NVFP4BlockScaling(disable_stochastic_rounding=True, **options)
+
+
+def of_three_steps(recipe: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = te.Linear(64, 64, params_dtype=torch.bfloat16)
+    results = []
+    for step in range(3):
+        given = (torch.randn(64, 64) * 3**step).to(torch.bfloat16).requires_grad_()
+        with te.autocast(recipe=recipe):
+            out = model(given)
+        out.float().pow(2).sum().backward()
+        results += [out.detach(), given.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    FP8GlobalStateManager.reset()
+    return results
+
+
+WITHOUT_EFFECT = [
+    ("Float8CurrentScaling.use_power_2_scales", lambda: Float8CurrentScaling(use_power_2_scales=True)),
+    ("Float8BlockScaling.use_f32_scales", lambda: Float8BlockScaling(use_f32_scales=True)),
+    ("MXFP8BlockScaling.margin", lambda: MXFP8BlockScaling(margin=4)),
+]
+"""Recipe and argument, and a recipe in which it has no effect."""
+
+PLAIN_RECIPES: dict[str, Callable[[], Any]] = {
+    "Float8CurrentScaling": Float8CurrentScaling,
+    "Float8BlockScaling": Float8BlockScaling,
+    "MXFP8BlockScaling": MXFP8BlockScaling,
+    "NVFP4BlockScaling": nvfp4,
+}
+
+
+def named(recipe: Any) -> list[str]:
+    return [f"{row['recipe']}.{row['argument']}" for row in ignored_arguments([recipe])]
+
+
+@pytest.mark.usefixtures("any_gpu")
+@pytest.mark.parametrize(("name", "make"), WITHOUT_EFFECT, ids=[name for name, _ in WITHOUT_EFFECT])
+def test_an_ignored_argument_changes_no_bit(name: str, make: Callable[[], Any]) -> None:
+    if name.startswith(("MXFP8", "NVFP4")):
+        stand_for((10, 0))
+    assert named(make()) == [name]
+    assert all(map(torch.equal, of_three_steps(make()), of_three_steps(PLAIN_RECIPES[name.partition(".")[0]]())))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *PLAIN_RECIPES.values(),
+        lambda: DelayedScaling(margin=2, amax_history_len=16, reduce_amax=False),
+        lambda: quantizing(Float8CurrentScaling(), power_2_scale=True),
+        lambda: quantizing(Float8CurrentScaling(use_power_2_scales=True), power_2_scale=True),
+        lambda: quantizing(Float8BlockScaling(), power_2_scale=False),
+        lambda: nvfp4(disable_rht=True, disable_2d_quantization=True),
+        lambda: nvfp4(nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE", disable_rht=True),
+    ],
+)
+def test_arguments_that_have_an_effect(make: Callable[[], Any]) -> None:
+    assert not named(make())
+
+
+def test_what_a_model_keeps() -> None:
+    delayed, current = DelayedScaling(), Float8CurrentScaling()
+    net = torch.nn.Sequential(
+        te.Linear(64, 64), te_ops.Sequential(te_ops.Linear(64, 64)), te.Linear(64, 64), te.Linear(64, 64)
+    )
+    result = computing(named_te_modules(net), named_operations(net))
+    assert recipes_of(result) == []
+    tensor = torch.randn(64, 64)
+    for place, recipe in ((0, delayed), (1, delayed), (2, current)):
+        with te.autocast(recipe=recipe):
+            tensor = net[place](tensor)
+    assert recipes_of(result) == [delayed, current]
+    (row,) = amax_reductions(result)
+    assert row == {"reduced": True, "ranks": 1, "tensor_parallel": 1, "outside": 0, "layers": ["0", "1.0"]}

@@ -1,10 +1,11 @@
-"""Events of GEMMs, beside what the entries of the extension are handed."""
+"""Events of GEMMs, beside what the entries of the extension are handed; and wgrads that are added to ``main_grad``."""
 
 import functools
 import gc
 import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,23 @@ from te_precision_callbacks.instrumentation import tap as tap_module
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
-from tests.conftest import feature, statistics
+from tests.conftest import Keeper, feature, statistics
 from tests.coverage.test_coverage import Net
-from tests.instrumentation.gemm_spy import CHECKPOINTS, HOPPER, INSIDE, MODULES, RECIPES, ROWS, can_run
+from tests.instrumentation.gemm_spy import (
+    CHECKPOINTS,
+    HOPPER,
+    INSIDE,
+    MODULES,
+    RECIPES,
+    ROWS,
+    assert_alike,
+    can_run,
+    layers_of,
+    spied,
+    tapped,
+)
 from tests.instrumentation.steps import stepped
-from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
+from tests.instrumentation.test_idle import calls
 
 BF16 = torch.bfloat16
 
@@ -54,12 +67,16 @@ ORDERS = {
 }
 
 
+def forward_and_backward(module: str) -> tuple[list[str], list[str]]:
+    count = sum("fprop" in text for text in ORDERS[module])
+    return ORDERS[module][:count], ORDERS[module][count:]
+
+
 PAIRS = [pair for pair in itertools.product(MODULES, HOPPER) if can_run(*pair, "none")]
 
 
 @pytest.mark.parametrize(("module", "recipe"), PAIRS)
 def test_every_operand_in_its_order(module: str, recipe: str) -> None:
-    """Of two micro-batches, whose forwards both come before the backwards."""
     net, made = MODULES[module][0](), RECIPES[recipe]()
     shape = (ROWS, 2, 32) if module == "TransformerLayer" else (ROWS, 32)
     with spied() as calls, tapped(net) as events:
@@ -71,8 +88,7 @@ def test_every_operand_in_its_order(module: str, recipe: str) -> None:
             out.float().sum().backward()
     assert_alike(events, calls)
     if module in ORDERS:
-        forward = [text for text in ORDERS[module] if "fprop" in text]
-        backward = [text for text in ORDERS[module] if "fprop" not in text]
+        forward, backward = forward_and_backward(module)
         assert layers_of(events) == [*forward * 2, *backward * 2]
     else:
         assert [event.layer.removeprefix("transformer_layer.") for event in events[:4]] == [
@@ -100,13 +116,11 @@ RECIPE_NAMES = {
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("module", ["LayerNormMLP", "LayerNormLinear"])
 def test_recomputed_forwards(module: str, checkpoint: str) -> None:
-    """A recomputation has the layers of the forward that it repeats."""
     net = MODULES[module][0]()
     with spied() as calls, tapped(net) as events:
         train(net, Float8CurrentScaling() if checkpoint != "reentrant, outside" else None, checkpoint)
     assert_alike(events, calls)
-    forward = [text for text in ORDERS[module] if "fprop" in text]
-    backward = [text for text in ORDERS[module] if "fprop" not in text]
+    forward, backward = forward_and_backward(module)
     assert layers_of(events) == [*forward, *([] if checkpoint == "none" else forward), *backward]
 
 
@@ -138,9 +152,8 @@ def test_te_ops(recipe: Any) -> None:
     with spied() as calls, tapped(net) as events:
         train(net, recipe)
     assert_alike(events, calls)
-    forward = ["0.0 fprop", "0.2 fprop", "1 fprop"]
     assert layers_of(events) == [
-        *forward,
+        *("0.0 fprop", "0.2 fprop", "1 fprop"),
         *(f"{layer} {gemm}" for layer in ("1", "0.2", "0.0") for gemm in ("dgrad", "wgrad")),
     ]
 
@@ -158,8 +171,6 @@ def test_wgrad_that_is_added_to_main_grad() -> None:
 
 
 class OfTheUser(torch.autograd.Function):
-    """Calls Transformer Engine's GEMM directly."""
-
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(weight, x)
@@ -174,8 +185,7 @@ class OfTheUser(torch.autograd.Function):
 def test_a_gemm_of_the_users_own_is_outside() -> None:
     net, weight = te.Linear(32, 32, params_dtype=BF16), torch.randn(32, 32, dtype=BF16, requires_grad=True)
     with spied() as calls, tapped(net) as events:
-        x = torch.randn(ROWS, 32, dtype=BF16)
-        net(OfTheUser.apply(weight, net(x))).float().sum().backward()
+        net(OfTheUser.apply(weight, net(torch.randn(ROWS, 32, dtype=BF16)))).float().sum().backward()
     assert_alike(events, calls)
     assert [event.layer for event in events[:3]] == ["linear", OUTSIDE, "linear"]
     assert [event.gemm for event in events if event.layer == OUTSIDE] == ["fprop", "wgrad"]
@@ -183,7 +193,6 @@ def test_a_gemm_of_the_users_own_is_outside() -> None:
 
 
 def test_a_wrapper_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was there before, around which ours is; and one that came later, around ours."""
     called = []
 
     def theirs(*operands: Any, **keywords: Any) -> Any:
@@ -207,12 +216,9 @@ def test_a_wrapper_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(linear_module, "general_gemm", later)
         train(net, None)
-        assert len(events) == 3
     assert linear_module.general_gemm is later
-    before = len(events)
     train(net, None)
-    assert called.count("later") == 6
-    assert len(events) == before
+    assert (called.count("later"), len(events)) == (6, 3)
 
 
 def test_an_extension_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,12 +288,10 @@ def test_what_goes_wrong_in_the_tap_is_reported_and_training_goes_on(
 
 
 def test_the_order_of_execution_is_that_of_the_first_step(tmp_path: Path) -> None:
-    """Which is not that of the module tree."""
     layers = {name: te.Linear(32, 32, params_dtype=BF16) for name in ("last", "first", "never")}
     net = Net(lambda net, x: net.last(net.first(x)), **layers)
     for config in (statistics(layers=["nowhere"]), statistics()):
-        folder = tmp_path / str(len(config))
-        session = stepped(net, folder, [None] * 2, config, inputs=inputs, allow_unmatched=True)
+        session = stepped(net, tmp_path, [None] * 2, config, inputs=inputs, allow_unmatched=True)
         assert {info.name: (info.exec_fwd, info.exec_bwd) for info in session.layers} == {
             "last": (1, 0),
             "first": (0, 1),
@@ -296,7 +300,6 @@ def test_the_order_of_execution_is_that_of_the_first_step(tmp_path: Path) -> Non
 
 
 def test_the_precision_of_te_ops(tmp_path: Path) -> None:
-    """It is seen in the first step, and in the step after another recipe has come."""
     net = torch.nn.Sequential(te.ops.Linear(32, 32, dtype=BF16), te.Linear(32, 32, params_dtype=BF16))
     config = {"s": feature("DisableFP8Layer", ["nowhere"])}
     recipes = [None, None, *[Float8CurrentScaling()] * 3]
@@ -309,7 +312,6 @@ def test_the_precision_of_te_ops(tmp_path: Path) -> None:
 
 
 def test_threads_of_their_own_have_layers_of_their_own() -> None:
-    """Two models, each trained in a thread."""
     nets = torch.nn.ModuleList(te.Linear(32, 32, params_dtype=BF16) for _ in range(2))
     with tapped(nets) as events:
         threads = [threading.Thread(target=train, args=(net, None)) for net in nets for _ in range(3)]
@@ -320,3 +322,69 @@ def test_threads_of_their_own_have_layers_of_their_own() -> None:
     assert {key: len(list(group)) for key, group in itertools.groupby(sorted(layers_of(events)))} == {
         f"{layer} {gemm}": 3 for layer in "01" for gemm in ("fprop", "dgrad", "wgrad")
     }
+
+
+MICRO_BATCHES = 3
+WITH_MAIN_GRAD: dict[str, Callable[..., torch.nn.Module]] = {
+    "linear": lambda **keywords: te.Linear(32, 48, **keywords),
+    "layernorm_linear": lambda **keywords: te.LayerNormLinear(32, 48, **keywords),
+    "layernorm_mlp": lambda **keywords: te.LayerNormMLP(32, 48, **keywords),
+    "grouped_linear": lambda **keywords: te.GroupedLinear(2, 32, 48, **keywords),
+}
+
+
+def micro_batches(
+    name: str, log_dir: Path, *, fused: bool, config: Any, fp8: bool = False
+) -> tuple[Keeper, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    te.quantization.FP8GlobalStateManager.reset()
+    net, keeper = WITH_MAIN_GRAD[name](fuse_wgrad_accumulation=fused), Keeper()
+    weights = {key: weight for key, weight in net.named_parameters() if weight.dim() == 2}
+    for weight in weights.values():
+        weight.main_grad = torch.zeros_like(weight)
+    with InspectSession(config, model=net, log_dir=log_dir, sinks=[keeper], observe="debug") as session:
+        for _ in range(MICRO_BATCHES):
+            x = torch.randn(32, 32, requires_grad=True)
+            with te.autocast(enabled=fp8):
+                out = net(x, [16, 16]) if name == "grouped_linear" else net(x)
+            out.pow(2).sum().backward()
+        session.step()
+    return keeper, {key: weight.main_grad if fused else weight.grad for key, weight in weights.items()}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", WITH_MAIN_GRAD)
+def test_the_wgrad_of_each_micro_batch_is_measured(tmp_path: Path, name: str, fp8: bool) -> None:
+    config = statistics(tensors=["wgrad"], stats=["l1_norm", "max", "numel"])
+    plain, gradients = micro_batches(name, tmp_path / "plain", fused=False, config=config, fp8=fp8)
+    fused, sums = micro_batches(name, tmp_path / "fused", fused=True, config=config, fp8=fp8)
+    assert {(row.layer, row.statistic): row.value for row in fused.steps[0]} == {
+        (row.layer, row.statistic): row.value for row in plain.steps[0]
+    }
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(sums[key], gradient)
+
+
+@pytest.mark.parametrize("name", WITH_MAIN_GRAD)
+def test_measuring_does_not_change_main_grad(tmp_path: Path, name: str) -> None:
+    watched = micro_batches(name, tmp_path / "a", fused=True, config=statistics(tensors=["wgrad"]))[1]
+    # The gradient is watched, so that both take Transformer Engine's debug path.
+    alone = micro_batches(name, tmp_path / "b", fused=True, config=statistics(tensors=["gradient"]))[1]
+    assert all(torch.equal(total, alone[key]) for key, total in watched.items())
+
+
+def test_the_gemms_are_transformer_engines_own_where_nothing_is_due(tmp_path: Path) -> None:
+    own = linear_module.general_gemm
+    net = te.Linear(32, 48, fuse_wgrad_accumulation=True)
+    net.weight.main_grad = torch.zeros_like(net.weight)
+    replaced = []
+    with InspectSession(statistics(tensors=["wgrad"], freq=2), model=net, log_dir=tmp_path) as session:
+        for _ in range(4):
+            replaced.append(linear_module.general_gemm is not own)
+            with calls() as counted:
+                net(torch.randn(16, 32)).sum().backward()
+            counted.pop("_note_forward.<locals>.note", None)  # once: a fused wgrad leaves no gradient to be seen
+            assert bool(counted) is replaced[-1], counted
+            session.step()
+    assert replaced == [True, False, True, False]
+    assert linear_module.general_gemm is own

@@ -28,11 +28,7 @@ Module = torch.nn.Module
 
 
 def of(**children: Module) -> Module:
-    """A module with these children."""
-    made = Module()
-    for name, child in children.items():
-        setattr(made, name, child)
-    return made
+    return torch.nn.ModuleDict(children)
 
 
 def transformer_layers(count: int, **keywords: Any) -> torch.nn.ModuleList:
@@ -82,8 +78,6 @@ def megatron() -> list[Module]:
 
 
 def lightning() -> Module:
-    """A LightningModule around a compiled model whose blocks have no number of their own, and a shared head."""
-
     class Recipe(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -172,7 +166,6 @@ def names_of_upstream(model: Any, log_dir: Path) -> list[str]:
 
 
 def is_selected_by_upstream(name: str, block: dict[str, Any]) -> bool | None:
-    """None where upstream raises."""
     spec = ConfigSpec()
     spec.initialize({"enabled": True, "layers": block})
     try:
@@ -182,12 +175,10 @@ def is_selected_by_upstream(name: str, block: dict[str, Any]) -> bool | None:
 
 
 def without_wrappers(name: str) -> str:
-    """The name in a model that is named before wrappers are put into it, and around it."""
     return re.sub(r"\.(_orig_mod|_checkpoint_wrapped_module|module)(?=\.)", "", name)
 
 
 def selected(model: Any, log_dir: Path, **keywords: Any) -> list[list[bool]]:
-    """For each block, which layers it selects in a session."""
     with InspectSession(CONFIG, model=model, log_dir=log_dir, allow_unmatched=True, **keywords) as session:
         return [[name in layer.sections for layer in session.layers] for name in CONFIG]
 
@@ -261,6 +252,5 @@ def test_names_that_upstream_assigns_before_attach_select_layers(tmp_path: Path,
         assert hit[0].given == "model.layers.2.self_attention.layernorm_qkv"
     finally:
         session.stop()
-    wrapped = torch.nn.DataParallel(net)
-    with InspectSession(model=wrapped, log_dir=tmp_path, layer_names="upstream") as session:
+    with InspectSession(model=torch.nn.DataParallel(net), log_dir=tmp_path, layer_names="upstream") as session:
         assert session.layers[0].name == "model.layers.1.self_attention.layernorm_qkv", "named before it was wrapped"

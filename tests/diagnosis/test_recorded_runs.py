@@ -1,21 +1,28 @@
-"""``te-precision diagnose`` and ``te-precision rules``."""
+"""Verdicts on recorded runs, on logs that Transformer Engine's own features have written; on runs of several ranks."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.cli import app
-from te_precision_callbacks.diagnosis.finding import Finding, Verdict
+from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.diagnosis.known import KnownFindingsError, known_line, leave_out, read_known
 from te_precision_callbacks.session import InspectSession
+from tests.compare.recorded import append
 from tests.conftest import statistics
 from tests.diagnosis.conftest import Planted
 from tests.diagnosis.planted import train
+from tests.features.plain import THEIRS, plain
+from tests.runs.making import RunWriter
 
 
 def called(*arguments: object) -> Result:
@@ -23,7 +30,6 @@ def called(*arguments: object) -> Result:
 
 
 def refusal(*arguments: object) -> str:
-    """The message of the error for which the command exits with 2."""
     error = called(*arguments).exception
     assert isinstance(error, PrecisionDebugError)
     return str(error)
@@ -114,7 +120,6 @@ def test_lines_of_a_rule_cover_a_finding_together(tmp_path: Path, lines: list[st
 
 
 def test_the_line_of_a_finding_leaves_it_out(planted: Planted, tmp_path: Path) -> None:
-    """Also that of many layers, which a sentence shortens."""
     many = finding_of(*(f"h.{number}.fc1" for number in range(0, 40, 2)), *(f"x{chr(97 + n)}" for n in range(20)))
     for finding in (many, finding_of(), finding_of("a, b")):
         (tmp_path / "known.txt").write_text(known_line(finding))
@@ -173,3 +178,153 @@ def test_a_damaged_run_is_shown_and_what_is_wrong_in_it_stays_wrong(tmp_path: Pa
     next(tmp_path.rglob("run.json")).write_text("{")
     assert called("diagnose", tmp_path).exit_code == 1
     assert called("show", tmp_path).output.startswith("Note: ")
+
+
+USUAL = ("underflows%", "mse", "scale_inv_min", "scale_inv_max")
+TENSORS = ["activation", "gradient", "weight"]
+
+
+def verdict_on_log(
+    folder: Path,
+    recipe: Any,
+    stats: tuple[str, ...] = USUAL,
+    *,
+    count: int = 4,
+    odd: float = 1.0,
+    detached: bool = False,
+) -> Verdict:
+    """The verdict on a log of three steps.
+
+    Args:
+        odd: a factor on a channel of the input of the layer 2.
+        detached: whether no gradient reaches the first layer.
+    """
+    features: dict[str, Any] = {
+        "LogTensorStats": {"enabled": True, "tensors": TENSORS, "stats": ["min", "max"]},
+        "LogFp8TensorStats": {"enabled": True, "tensors": TENSORS, "stats": list(stats)},
+    }
+    torch.manual_seed(0)
+    with plain(
+        features if stats is USUAL else {"LogFp8TensorStats": features["LogFp8TensorStats"]}, folder, folders=(THEIRS,)
+    ) as logged:
+        import nvdlfw_inspect.api as debug_api
+
+        layers = [te.Linear(64, 64, name=f"h.{place}.linear") for place in range(count)]
+        optimizer = torch.optim.SGD((parameter for layer in layers for parameter in layer.parameters()), lr=0.1)
+        factor = torch.ones(64)
+        factor[5] = odd
+        for _ in range(4):
+            x = torch.randn(64, 64)
+            with te.autocast(recipe=recipe):
+                for place, layer in enumerate(layers):
+                    x = x + layer(x * factor if place == 2 else x)
+                    x = x.detach() if detached and place == 0 else torch.nn.functional.layer_norm(x, (64,))
+            (x - 1).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            debug_api.step()
+    logs = folder / "nvdlfw_inspect_statistics_logs"
+    logs.mkdir(exist_ok=True)
+    lines = [
+        f"2026-03-01 09:30:00,718 - INFO - {name} \t\t\t\t iteration={step:06d} \t\t\t\t value={value:.4f}"
+        for name, row in logged.rows.items()
+        for step, value in row.items()
+    ]
+    (logs / "nvdlfw_inspect_globalrank-0.log").write_text("\n".join(lines) + "\n")
+    return diagnose(folder)
+
+
+RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "blocks": Float8BlockScaling()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_rules_with_equivalents_are_checked(recipe: str, tmp_path: Path) -> None:
+    result = verdict_on_log(tmp_path, RECIPES[recipe])
+    assert not result.findings, str(result)
+    assert {"nonfinite", "underflow", "sibling", "dead-gradient", "growth"} <= set(result.judged)
+    assert ({"stale-scale", "scale-never-updated"} <= set(result.judged)) == (recipe == "delayed")
+
+
+def test_one_of_27_alike_layers_loses_far_more(tmp_path: Path) -> None:
+    """As in the log of a published training of 7B: 18.6 %, and less than 1 % in the others."""
+    result = verdict_on_log(tmp_path, Float8CurrentScaling(), ("underflows%",), count=27, odd=2.0**14.7)
+    assert [(finding.rule, finding.severity, finding.layers) for finding in result] == [
+        ("sibling", "warning", ("h.2.linear",))
+    ]
+    assert "% of the elements round to 0, 0 % in alike layers" in result[0].seen
+
+
+def test_a_scale_that_is_never_updated(tmp_path: Path) -> None:
+    result = verdict_on_log(tmp_path, DelayedScaling(), detached=True)
+    assert ("scale-never-updated", "gradient") in {(finding.rule, finding.tensor) for finding in result}
+    assert "stale-scale" not in {finding.rule for finding in result}
+
+
+STEPS = 6
+
+
+def counts(**since: int) -> dict[tuple[str, str, str], np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    steps = np.arange(STEPS)
+    return {
+        (layer, "activation", "nonfinite_num"): np.where(steps >= since.get(layer, STEPS), 2.0, 0.0)
+        for layer in ("fc1", "fc2")
+    }
+
+
+def recorded(folder: Path, of_ranks: Mapping[int | None, Mapping[str, int]], world: int = 4) -> Verdict:
+    """The verdict on a run whose ranks have inf and nan from a step on: rank -> layer -> step. None: reduced."""
+    with RunWriter.begin(folder, world=world) as run:
+        for rank, since in of_ranks.items():
+            append(run, counts(**since), rank=rank)
+        run.put_facts("layers", [{"layer": f"fc{place + 1}", "exec_fwd": place, "since": 0} for place in range(2)])
+    return diagnose(folder)
+
+
+@pytest.mark.processes
+def test_each_rank_is_judged(tmp_path: Path) -> None:
+    assert not recorded(tmp_path / "healthy", {rank: {} for rank in range(4)}).wrong
+    (result,) = verdict = recorded(tmp_path / "last", {0: {}, 1: {}, 2: {}, 3: {"fc2": 4}})
+    assert (result.rule, result.layers, result.ranks, result.since, result.until) == ("nonfinite", ("fc2",), (3,), 4, 5)
+    assert (result.last_good, verdict.rank) == (3, None)
+    assert str(verdict).endswith("(nonfinite, since step 4, on rank 3).")
+    assert result.as_json()["ranks"] == [3]
+
+
+@pytest.mark.processes
+def test_what_ranks_have_alike_is_one_finding_since_the_first_of_them(tmp_path: Path) -> None:
+    (result,) = recorded(tmp_path, {0: {}, 1: {"fc2": 3}, 2: {"fc1": 2, "fc2": 2}, 3: {"fc2": 3}})
+    assert (result.layers, result.ranks) == (("fc1", "fc2"), (2, 1, 3)), "the numbers are of the first of them"
+    assert (result.since, result.seen_at, result.until, result.last_good) == (2, 2, 5, 1)
+    assert result.where == "on rank 2 and 2 more ranks"
+    assert result.seen.startswith("2 elements are inf or nan; 1 more layer")
+
+
+@pytest.mark.processes
+def test_what_reduced_numbers_show_is_not_repeated_by_a_rank(tmp_path: Path) -> None:
+    reduced: dict[int | None, dict[str, int]] = {None: {"fc1": 2}, 0: {"fc1": 5}, 1: {"fc1": 2}}
+    (result,) = recorded(tmp_path / "the same", reduced)
+    assert (result.layers, result.ranks, result.since) == (("fc1",), (), 2)
+    two = recorded(tmp_path / "another layer", {None: {"fc1": 2}, 1: {"fc2": 3}})
+    assert [(item.layers, item.ranks, item.since) for item in two] == [(("fc1",), (), 2), (("fc2",), (1,), 3)]
+
+
+@pytest.mark.processes
+def test_a_run_of_one_rank_names_none(tmp_path: Path) -> None:
+    (result,) = recorded(tmp_path, {0: {"fc1": 1}}, world=1)
+    assert (result.ranks, result.where) == ((), "")
+
+
+@pytest.mark.parametrize("change", [{}, {"severity": "dire"}, {"rule": "nonfinite"}], ids=str)
+@pytest.mark.processes
+def test_a_finding_of_another_rank_may_come_late_or_damaged(tmp_path: Path, change: dict[str, str]) -> None:
+    """The local values of rank 1 are recorded for the rule nonfinite, so that its finding is not taken over."""
+    with RunWriter.begin(tmp_path) as run, RunWriter(run.folder.parent, run.segment, rank=1) as other:
+        for iteration in range(5):
+            run.add_scalars(iteration, {"loss": 1.0 if iteration < 3 else float("nan")})
+        run.flush()
+        (first,) = diagnose(tmp_path)
+        data = {**first.as_json(), "since": 2, "ranks": [1], **change}
+        other.add_event("finding", "of rank 1", iteration=2, data=data)
+        other.flush()
+        (now,) = diagnose(tmp_path)
+        assert (now.since, now.last_good, now.ranks) == ((3, 2, ()) if change else (2, 1, (1,)))

@@ -1,5 +1,6 @@
-"""GEMMs of grouped tensors: what a session sees of them."""
+"""Experts: what a session sees of their GEMMs in grouped tensors, their tokens, and the rows that pad them."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,11 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
-from tests.conftest import feature
+from tests.conftest import feature, statistics
 from tests.coverage.test_coverage import Net
 from tests.grouped_gemms import provide_grouped_tensors
+from tests.instrumentation.gemm_spy import GEMM_OF, layers_of, tapped
 from tests.instrumentation.steps import stepped
-from tests.instrumentation.taps import layers_of, tapped
 
 BF16 = torch.bfloat16
 ROWS = [128, 0, 256]
@@ -45,20 +46,16 @@ def recipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def spied() -> Iterator[list[tuple[str, list[Any], list[Any], list[Any]]]]:
     """The GEMMs that the entries for grouped tensors are handed, with the data of A, B and result of each expert."""
     calls: list[Any] = []
-    names = [f"te_general_grouped_gemm_for_{which}" for which in ("discrete_in", "discrete_out", "grouped_tensor")]
-    gemms = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
 
-    def around(entry: Any) -> Any:
-        def noted(a: Any, transa: bool, b: Any, transb: bool, out: Any, *more: Any) -> Any:
-            result = entry(a, transa, b, transb, out, *more)
-            calls.append((gemms[transa, transb], *(list(map(plain, members(item))) for item in (a, b, out))))
-            return result
-
-        return noted
+    def noted(entry: Any, a: Any, transa: bool, b: Any, transb: bool, out: Any, *more: Any) -> Any:
+        result = entry(a, transa, b, transb, out, *more)
+        calls.append((GEMM_OF[transa, transb], *(list(map(plain, members(item))) for item in (a, b, out))))
+        return result
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(tex, name, around(getattr(tex, name)))
+        for which in ("discrete_in", "discrete_out", "grouped_tensor"):
+            name = f"te_general_grouped_gemm_for_{which}"
+            patch.setattr(tex, name, functools.partial(noted, getattr(tex, name)))
         yield calls
 
 
@@ -67,7 +64,6 @@ def members(operand: Any) -> list[Any]:
 
 
 def plain(tensor: Any) -> torch.Tensor:
-    """A copy of the data: of a quantized tensor its bytes, in all directions."""
     buffers = [getattr(tensor, name, None) for name in ("_rowwise_data", "_columnwise_data", "_data", "_transpose")]
     result = [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)] or [tensor.detach()]
     return torch.cat([buffer.reshape(-1) for buffer in result])
@@ -78,7 +74,6 @@ def inputs() -> torch.Tensor:
 
 
 def trained(recipe: Any, *, grouped: bool, **keywords: Any) -> list[torch.Tensor]:
-    """Output and gradients of a step."""
     torch.manual_seed(0)
     net = te.GroupedLinear(len(ROWS), 128, 256, params_dtype=BF16, use_grouped_tensor=grouped, **keywords)
     if keywords.get("fuse_wgrad_accumulation"):
@@ -102,9 +97,7 @@ def test_experts_in_one_tensor_give_the_bits_that_they_give_alone(recipe: Any, k
         together = trained(recipe, grouped=True, **keywords)
     assert [gemm for gemm, *_ in calls] == ["fprop", "dgrad", "wgrad"]
     alone = trained(recipe, grouped=False, **keywords)
-    assert len(together) == len(alone)
-    for first, other in zip(together, alone, strict=True):
-        assert torch.equal(first, other)
+    assert all(torch.equal(first, other) for first, other in zip(together, alone, strict=True))
 
 
 def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
@@ -119,8 +112,9 @@ def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             out = net(inputs(), torch.tensor(ROWS))
         out.float().pow(2).sum().backward()
-    experts = [f"grouped_linear.gemm_{expert}" for expert in range(len(ROWS))]
-    assert layers_of(got) == [f"{expert} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for expert in experts]
+    assert layers_of(got) == [
+        f"grouped_linear.gemm_{expert} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for expert in range(3)
+    ]
     assert [event.expert for event in got] == [0, 1, 2] * 3
     assert [event.order for event in got] == list(range(9))
     handed = [parts for _, *operands in calls for parts in zip(*operands, strict=True)]
@@ -161,5 +155,25 @@ def test_operations(recipe: Any) -> None:
             out = net(inputs(), torch.tensor(ROWS))
         out.float().sum().backward()
     assert [gemm for gemm, *_ in calls] == ["fprop", "dgrad", "wgrad"]
-    layers = [f"sequential.0.gemm_{expert}" for expert in range(len(ROWS))]
-    assert layers_of(events) == [f"{layer} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for layer in layers]
+    assert layers_of(events) == [
+        f"sequential.0.gemm_{expert} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for expert in range(3)
+    ]
+
+
+def test_padded_rows_and_tokens_of_experts(tmp_path: Path) -> None:
+    parts = {"padding": te.Fp8Padding(3), "fc": te.GroupedLinear(3, 64, 64, bias=False)}  # as Megatron Core has them
+    model = Net(lambda net, tokens, splits: net.fc(*net.padding(tokens, splits)), **parts)
+    config = statistics(stats=["numel"], freq=2)
+    with te.autocast(), InspectSession(config, model=model, log_dir=tmp_path, early_steps=False) as session:
+        for step in range(3):
+            for splits in ([30, 0, 15], [16, 0, 29]):  # of a multiple of 16: 32, 0, 16 and 16, 0, 32
+                model(torch.randn(45, 64), splits).sum().backward()
+            with torch.no_grad():
+                model(torch.randn(45, 64), [1, 1, 43])  # an evaluation, which does not count
+            records = session.step()
+            values = {f"{row.layer} {row.statistic}": row.value for row in records or ()}
+            if step % 2:
+                assert not values
+            else:
+                assert values.pop(" padding_padded_rows%") == pytest.approx(100 * 6 / 96)
+                assert values == {"fc.gemm_0 numel": 48 * 64, "fc.gemm_1 numel": 0, "fc.gemm_2 numel": 48 * 64}

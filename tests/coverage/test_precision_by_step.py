@@ -1,0 +1,627 @@
+"""Coverage from step to step: contracts, loops that change, and steps in which other products ran in low precision."""
+
+import json
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from typer.testing import CliRunner
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.cli import app
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.coverage.other_steps import other_steps_of_run
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.session import InspectSession, PrecisionContractError, context, running_session
+from te_precision_callbacks.speed.devices import device_named
+from te_precision_callbacks.speed.expected import timed, with_recipes
+from tests.conftest import feature
+from tests.coverage.test_coverage import Net, counted, found
+from tests.instrumentation.steps import stepped
+
+CONFIG = {"watched": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}
+
+
+class TwoLayers(torch.nn.Module):
+    """A layer of Transformer Engine's and one of torch's, with as many multiply-adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = te.Linear(32, 96)
+        self.head = torch.nn.Linear(96, 32)
+        self.fp8 = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=self.fp8, recipe=Float8CurrentScaling()):
+            x = self.fc(x)
+        return self.head(x)
+
+
+def run(
+    tmp_path: Path,
+    require: Any,
+    *,
+    steps: int = 5,
+    off: tuple[int, ...] = (),
+    skipped: Collection[int] = (),
+    config: Any = CONFIG,
+    calls_step: bool = True,
+    **keywords: Any,
+) -> int:
+    net = TwoLayers()
+    optimizer = torch.optim.AdamW(net.parameters())
+    ended = 0
+    with InspectSession(config, model=net, log_dir=tmp_path, require=require, **keywords) as session:
+        for step in range(steps):
+            net.fp8 = step not in off
+            loss = net(torch.ones(16, 32, requires_grad=True)).sum()
+            if step not in skipped:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not calls_step:
+                continue
+            try:
+                session.step()
+            except PrecisionContractError as error:
+                raise PrecisionContractError(f"{step}: {error}") from error
+            ended += 1
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("require", "skipped"),
+    [
+        ("fp8 >= 50%", ()),
+        ("fp8 wgrad >= 45%", (1, 2)),
+        ({"share": ["fp8 wgrad >= 45%", "fp32 < 60%", "fp8 backward > 10%"]}, ()),
+        ({"layers": {"fc$": "fp8", "head": "fp32"}, "state": {"optimizer": "float32", "gradient": "float32"}}, ()),
+    ],
+)
+def test_a_satisfied_contract(require: Any, skipped: Collection[int], tmp_path: Path) -> None:
+    assert run(tmp_path, require, skipped=skipped) == 5
+
+
+@pytest.mark.parametrize(
+    ("skipped", "judged"), [((1, 2), "2:\n- .*: it is 50.0 %"), (range(30), "12:\n- .*: there are no such")]
+)
+def test_it_is_judged_on_a_step_with_a_backward(skipped: Collection[int], judged: str, tmp_path: Path) -> None:
+    """Batches that the script skips have none. A run without any is judged all the same."""
+    with pytest.raises(PrecisionContractError, match=f"after step {judged}"):
+        run(tmp_path, "fp8 wgrad >= 95%", steps=14, skipped=skipped)
+
+
+def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError) as caught:
+        run(tmp_path, "fp8 >= 95%")
+    assert isinstance(caught.value.__cause__, PrecisionContractError)
+    assert caught.value.__cause__.coverage.share("fp8") == 0.5
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "2: The run breaks its precision contract (require=), checked after step 2:"
+    assert lines[1] == "- fp8 >= 95%: it is 50.0 %."
+    assert lines[3] == (
+        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. To change that, use a"
+        " layer of Transformer Engine in its place, such as te.Linear, where there is one."
+    )
+
+
+@pytest.mark.parametrize(
+    ("require", "told"),
+    [
+        ({"layers": {"fc": "mxfp8"}}, "'fc' must run in mxfp8: fc fprop runs in fp8, and 2 more GEMMs."),
+        ({"state": {"optimizer": "bfloat16"}}, "optimizer_state must be bfloat16: some are float32."),
+        ({"state": {"main_grad": "float32"}}, "main_grad must be float32: none was seen."),
+        ({"state": {"parameter": "bfloat16"}}, "parameter must be bfloat16: some are float32."),
+        ({"share": "fp8 qk >= 10%"}, "fp8 qk >= 10%: there are no such products."),
+    ],
+)
+def test_what_is_broken(require: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError) as caught:
+        run(tmp_path, require)
+    assert f"- {told}" in str(caught.value).splitlines()
+
+
+def test_the_step_at_which_it_is_judged(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError, match=r"^0: .* after step 0"):
+        run(tmp_path, {"share": "fp8 >= 95%", "by_step": 1})
+    with pytest.raises(PrecisionContractError, match=r"checked after step 4"):
+        run(tmp_path, {"share": "fp8 >= 95%", "by_step": 5})
+
+
+def events(folder: Path) -> list[tuple[str, str]]:
+    rows = open_run(folder).events.to_pylist()
+    return [(row["severity"], row["text"]) for row in rows if row["kind"] == "contract_judged"]
+
+
+def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError) as caught:
+        run(tmp_path, "fp8 >= 95%", steps=2)
+    assert str(caught.value).splitlines()[:2] == [
+        "The run breaks its precision contract (require=), checked at its end, after step 1:",
+        "- fp8 >= 95%: it is 50.0 %.",
+    ]
+    assert caught.value.coverage.share("fp8") == 0.5
+    assert not running_session()
+    assert events(tmp_path) == [("warning", str(caught.value))]
+
+
+def test_a_run_whose_loop_calls_no_step_is_judged_at_its_end(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError, match=r"checked at its end, without any step\(\):\n.*it is 50.0 %"):
+        run(tmp_path, "fp8 >= 95%", calls_step=False)
+
+
+def test_a_judgement_at_the_end_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = TwoLayers()
+    with (
+        pytest.raises(KeyError, match="the loop's own"),
+        InspectSession(CONFIG, model=net, log_dir=tmp_path, require="fp8 >= 95%") as session,
+    ):
+        for _ in range(2):
+            net(torch.ones(16, 32, requires_grad=True)).sum().backward()
+            session.step()
+        raise KeyError("the loop's own")
+    assert sum("checked at its end, after step 1" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("how", ["no model", "no training"])
+def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
+    why = {
+        "no model": "the session has no model. Call attach",
+        "no training": "the model did not run forward and backward",
+    }[how]
+    net = TwoLayers()
+    session = InspectSession(CONFIG, log_dir=tmp_path, require="fp8 >= 95%")
+    with pytest.raises(PrecisionContractError, match=rf"was never checked: {why}"), session:
+        if how != "no model":
+            session.attach(net)
+        if how == "no training":
+            with torch.no_grad():
+                net(torch.ones(16, 32))
+            session.step()
+
+
+@pytest.mark.parametrize(("freq", "off"), [(1, (3,)), (100, (3, 4))])
+def test_a_change_is_judged_again(freq: int, off: tuple[int, ...], tmp_path: Path) -> None:
+    """Also that of a layer that no feature watches in that step."""
+    config = {"kept": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"], freq=freq)}
+    with pytest.raises(PrecisionContractError, match=r"^3: .*\n- fp8 >= 50%: it is 0 %") as caught:
+        run(tmp_path, "fp8 >= 50%", off=off, config=config)
+    why = "fc fprop, dgrad, wgrad: 50.0 % in fp32: runs inside te.autocast(enabled=False). To change that, run"
+    assert why in str(caught.value)
+
+
+def test_one_that_only_warns_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert run(tmp_path, {"share": "fp8 >= 95%", "on_broken": "warn"}) == 5
+    assert sum("breaks its precision contract" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_each_output_says_first_what_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    run(tmp_path, "fp8 >= 95%", steps=3, on_broken="warn")
+    broken = "The run breaks its precision contract (require=), checked after step 2: fp8 >= 95%: it is 50.0 %"
+    for first, second in (
+        [line.removeprefix("te-precision: ") for line in capsys.readouterr().err.splitlines()[:2]],
+        CliRunner().invoke(app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"}).output.split("\n\n")[:2],
+    ):
+        assert first.startswith("Problems found: 1 error")
+        assert f"error: the model: {broken}" in second
+
+
+def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"no layer matches 'fcc', .* 'fp8'. Did you mean 'fc'"):
+        run(tmp_path, {"layers": {"fcc": "fp8"}})
+    assert "judged" not in caplog.text
+
+
+def test_without_a_change_nothing_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    own = context.RunResults.coverage_at
+    monkeypatch.setattr(
+        context.RunResults, "coverage_at", lambda self, iteration: (asked.append(iteration), own(self, iteration))[1]
+    )
+    assert run(tmp_path, "fp8 >= 50%", steps=8) == 8
+    assert [iteration for iteration in asked if iteration < 7] == [2], "the last one is asked at the end"
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Recipe type changed")
+
+CURRENT = Float8CurrentScaling()
+ALL_GEMMS = "FP8 in 100 % of the multiply-adds (fprop 100, dgrad 100, wgrad 100)"
+ONE_LAYER = "FP8 in 50.0 % of the multiply-adds (fprop 50.0, dgrad 50.0, wgrad 50.0)"
+
+
+def trained(folder: Path, sections: dict[str, Any], recipes: list[Any]) -> InspectSession:
+    return stepped(torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32)), folder, recipes, sections)
+
+
+def other_steps(session: InspectSession) -> list[str]:
+    return [str(steps) for steps in session._results.other_steps()]
+
+
+def high(*intervals: list[int]) -> dict[str, Any]:
+    return {"s": feature("DisableQuantizationLayer", ["1"], start_end_list=[list(interval) for interval in intervals])}
+
+
+def test_a_step_that_an_error_ends_halfway_is_no_other_precision(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+
+    def fail(gradient: torch.Tensor) -> None:
+        if session.iteration == 2:
+            raise ValueError("the script's own")
+
+    with (
+        pytest.raises(ValueError, match="the script's own"),
+        InspectSession(None, model=model, log_dir=tmp_path) as session,
+    ):
+        while True:
+            with te.autocast(enabled=True, recipe=CURRENT):
+                hidden = model[0](torch.randn(16, 32, requires_grad=True))
+                hidden.register_hook(fail)
+                out = model[1](hidden)
+            out.sum().backward()
+            session.step()
+    assert other_steps(session) == other_steps_of_run(open_run(tmp_path)) == []
+
+
+ONE_LAYER_OF_TE = f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
+
+
+def of_steps(
+    session: InspectSession, *, steps: int = 5, skipped: Collection[int] = (), raises: BaseException | None = None
+) -> set[str]:
+    """Train for some steps, some of which have no backward; with an error, that in another one after its forward. The
+    optimizer steps in all of them, with gradients of 0 where there is no backward. What each step covers."""
+    net = TwoLayers()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with session:
+        session.attach(net)
+        for step in range(steps + (raises is not None)):
+            out = net(torch.ones(16, 32, requires_grad=True))
+            if step == steps and raises:
+                raise raises
+            if step not in skipped:
+                out.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            session.step()
+    return {str(session.coverage(at=step)) for step in range(steps)}
+
+
+@pytest.mark.parametrize(("sections", "skipped"), [(None, (0, 1, 2)), (None, (2, 3)), (CONFIG, (0,)), (CONFIG, (4,))])
+def test_a_batch_that_is_skipped_is_no_other_precision(
+    skipped: Collection[int], sections: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    session = InspectSession(sections, log_dir=tmp_path)
+    assert of_steps(session, skipped=skipped) == {ONE_LAYER_OF_TE}
+    assert other_steps(session) == other_steps_of_run(open_run(tmp_path)) == []
+    last = {entry.gemm: (entry.operands, entry.not_run, entry.until) for entry in session.precision(at=4)}
+    assert last["wgrad"] == ({"gradient": "FP8 E5M2", "activation": "FP8 E4M3"}, "", None)
+
+
+def test_a_backward_that_comes_after_many_skipped_batches(tmp_path: Path) -> None:
+    session = InspectSession(CONFIG, log_dir=tmp_path / "none")
+    of_steps(session, steps=13, skipped=range(13))
+    assert str(session.coverage()) == (
+        "FP8 in 50.0 % of the multiply-adds (fprop 50.0); 50.0 % in FP32: head (not a TE layer); no product of a"
+        " backward has been seen, so these are those of a forward alone"
+    )
+    session = InspectSession(CONFIG, log_dir=tmp_path / "two")
+    assert of_steps(session, steps=15, skipped=range(13)) == {ONE_LAYER_OF_TE}
+
+
+@pytest.mark.parametrize("skipped", [(0,), (0, 2)], ids=str)
+def test_micro_batches_that_are_skipped_in_the_first_step(skipped: Collection[int], tmp_path: Path) -> None:
+    """Where that is the one that counts for the others, the next step is counted instead."""
+    net = TwoLayers()
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for step in range(2):
+            for micro_batch in range(3):
+                out = net(torch.ones(16, 32, requires_grad=True))
+                if step or micro_batch not in skipped:
+                    out.sum().backward()
+            session.step()
+    for coverage, backwards in ((session.coverage(at=0), 3 - len(skipped)), (session.coverage(at=1), 3)):
+        assert {product.gemm: product.calls for product in coverage if product.layer == "head"} == {
+            "fprop": 3,
+            "dgrad": backwards,
+            "wgrad": backwards,
+        }
+        assert (coverage.is_estimate, coverage.share("fp8")) == (False, 0.5)
+
+
+@pytest.mark.parametrize(("error", "sections"), [(ValueError(), CONFIG), (KeyboardInterrupt(), None)])
+def test_a_step_that_an_error_ends_after_its_forward_changes_nothing(
+    error: BaseException, sections: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    session = InspectSession(sections, log_dir=tmp_path)
+    with pytest.raises(type(error)):
+        of_steps(session, raises=error)
+    assert str(session.coverage()) == str(session.coverage(at=4)) == ONE_LAYER_OF_TE
+    assert other_steps(session) == other_steps_of_run(open_run(tmp_path)) == []
+
+
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_a_layer_that_no_backward_reaches_any_more_is_told(tmp_path: Path, has_masters: bool) -> None:
+    """Unlike in a step without a backward; the step of an optimizer shows that there was one, of torch's layer alone,
+    also where it steps copies of the weights in float32."""
+    net = TwoLayers()
+    net.head.register_forward_pre_hook(lambda _, given: (given[0].detach(),) if session.iteration > 0 else None)
+    masters = [parameter.detach().clone() if has_masters else parameter for parameter in net.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
+        for step in range(4):
+            loss = net(torch.ones(16, 32)).sum()
+            if step != 1:  # a batch that is skipped, with the same forward
+                loss.backward()
+            for master, parameter in zip(masters, net.parameters(), strict=True):
+                master.grad = parameter.grad
+            optimizer.step()
+            net.zero_grad()
+            session.step()
+    last = {entry.gemm: (entry.not_run, entry.since) for entry in session.precision(at=3)}
+    assert last["wgrad"] == ("no backward has reached it", 2)
+
+
+def test_every_output_has_the_steps_in_which_a_section_acted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    trained(tmp_path, high([1, 2], [4, 4]), [CURRENT] * 6)
+    line = f"In steps 1 to 2 and 4: {ONE_LAYER}; 50.0 % in FP32: '1' (DisableQuantizationLayer in "
+    closing = capsys.readouterr().err.splitlines()
+    place = closing.index(f"  {ALL_GEMMS}.")
+    assert closing[place + 1].startswith(f"  {line}")
+    assert closing[place + 1].count("1 to 2 and 4") == 1
+    result = json.loads(CliRunner().invoke(cli.app, ["show", str(tmp_path), "--json"]).output)
+    assert [item.startswith(line) for item in result["other_steps"]] == [True]
+
+
+def test_a_run_in_one_precision_has_no_such_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    trained(tmp_path / "fixed", {}, [CURRENT] * 3)
+    assert "In step" not in capsys.readouterr().err
+    assert other_steps(trained(tmp_path / "recipes", {}, [CURRENT, DelayedScaling(), CURRENT])) == []
+
+
+def test_many_spans_are_short(tmp_path: Path) -> None:
+    session = trained(tmp_path, high(*([step, step] for step in range(1, 12, 2))), [CURRENT] * 13)
+    [line] = other_steps(session)
+    assert line.startswith(f"In steps 1 and 3 and 5 and 7 and 2 more spans: {ONE_LAYER}")
+    assert other_steps(session) == other_steps_of_run(open_run(tmp_path))
+
+
+def test_what_was_before_the_changes_that_are_kept_is_not_told(tmp_path: Path) -> None:
+    """The history has the last changes of a layer; what was before them is not known, and is not guessed."""
+    session = trained(tmp_path, high(*([step, step] for step in range(1, 70, 2))), [CURRENT] * 71)
+    rows = [row for row in open_run(tmp_path).gemms.to_pylist() if row["layer"] == "1"]
+    for at in range(71):
+        [known] = {
+            row["precision"] for row in rows if row["since"] <= at and (row["until"] is None or at <= row["until"])
+        }
+        assert known == ("" if at < 7 else "fp32" if at % 2 else "fp8")
+    [line] = other_steps(session)
+    assert line.startswith(f"In steps 7 and 9 and 11 and 13 and 28 more spans: {ONE_LAYER}")
+
+
+WIDTH, WIDE = 64, 1024
+WRITES_NOTHING: dict[str, Any] = {"statistics_log": "off", "records": "off", "strict": True}
+
+
+class Changing(torch.nn.Module):
+    def __init__(self, **parts: torch.nn.Module) -> None:
+        super().__init__()
+        self.first = te.Linear(WIDTH, WIDTH)
+        self.second = te.Linear(WIDTH, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, WIDE)
+        self.small = torch.nn.Linear(WIDTH, WIDTH)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDE))
+        self.uses_head = False
+
+    def forward(self, x: torch.Tensor, *, fp8: bool = True, columns: int = 0, task: Any = None) -> torch.Tensor:
+        with te.autocast(enabled=fp8):
+            x = self.first(x)
+            if self.uses_head:
+                x = self.second(x)
+        if columns:
+            return (x @ self.weight[:, :columns]).sum()
+        if self.uses_head or task == 1:
+            return self.head(x).sum()
+        if task == 2:
+            return self.small(x).sum()
+        return x.sum()
+
+
+def share_by_hand(*products: tuple[int, int, int, bool], backward_of_first: bool = False) -> float:
+    """The share of FP8: rows, inputs and outputs of each layer, and whether it is in FP8; fprop, dgrad and wgrad, but
+    for the dgrad of the first, whose input needs no gradient."""
+    low = whole = 0
+    for place, (rows, inputs, outputs, is_low) in enumerate(products):
+        macs = rows * inputs * outputs * (3 if place or backward_of_first else 2)
+        whole += macs
+        low += macs * is_low
+    return low / whole
+
+
+def train(
+    steps: int,
+    batches: Callable[[Changing, int], list[dict[str, Any]]],
+    **options: Any,
+) -> InspectSession:
+    torch.manual_seed(0)
+    model = Changing()
+    with InspectSession(model=model, **{**WRITES_NOTHING, **options}) as session:
+        for step in range(steps):
+            for keywords in batches(model, step):
+                model(torch.randn(keywords.pop("rows", 16), WIDTH), **keywords).backward()
+            session.step()
+    return session
+
+
+WITH_HEAD = share_by_hand((16, WIDTH, WIDTH, True), (16, WIDTH, WIDTH, True), (16, WIDTH, WIDE, False))
+
+
+def from_step_4(model: Changing, step: int) -> list[dict[str, Any]]:
+    model.uses_head = step >= 4
+    return [{}]
+
+
+def only_step_0(model: Changing, step: int) -> list[dict[str, Any]]:
+    model.uses_head = step == 0
+    return [{}]
+
+
+@pytest.mark.parametrize(
+    ("batches", "with_head", "without"), [(from_step_4, None, 3), (only_step_0, 0, None)], ids=["begins", "has ended"]
+)
+def test_a_path_that_begins_later_or_has_ended(
+    tmp_path: Any, batches: Any, with_head: int | None, without: int | None
+) -> None:
+    session = train(8, batches, log_dir=tmp_path)
+    assert session.coverage(with_head).share("fp8") == pytest.approx(WITH_HEAD)
+    assert session.coverage(without).share("fp8") == 1
+    assert ("steps 0 to 3" if without else "step 0") in "".join(map(str, session._results.other_steps()))
+
+
+def test_a_contract_about_a_path_that_begins_later(tmp_path: Any) -> None:
+    with pytest.raises(PrecisionContractError, match=r"it is 9\.4 %"):
+        train(16, from_step_4, log_dir=tmp_path, require="fp8 >= 95%")
+
+
+def test_other_lengths(tmp_path: Any) -> None:
+    def attend(net: Any, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True):
+            q = net.qkv(x)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q).sum()
+
+    model = Net(attend, qkv=te.Linear(WIDTH, WIDTH))
+    with InspectSession(model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
+        for step in range(8):
+            model(torch.randn(1, 16 if step < 4 else 256, WIDTH)).backward()
+            session.step()
+    for at, length in ((None, 256), (2, 16)):
+        low, high = 2 * length * WIDTH * WIDTH, 6 * length * length * WIDTH
+        assert session.coverage(at).share("fp8") == pytest.approx(low / (low + high))
+
+
+TASKS = [{"task": 0}, {"task": 1}]
+COLUMNS = [{"columns": 16}, {"columns": WIDE}]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("batches", "right"),
+    [
+        (TASKS, share_by_hand((32, WIDTH, WIDTH, True), (16, WIDTH, WIDE, False))),
+        (COLUMNS, share_by_hand((32, WIDTH, WIDTH, True), (16, WIDTH, WIDE + 16, False))),
+        (
+            [{"task": 1}, {"task": 2}],
+            share_by_hand((32, WIDTH, WIDTH, True), (16, WIDTH, WIDE + WIDTH, False)),
+        ),
+    ],
+)
+def test_micro_batches_that_take_different_paths(
+    tmp_path: Any, batches: list[dict[str, Any]], right: float, *, reverse: bool
+) -> None:
+    order = batches[::-1] if reverse else batches
+    session = train(4, lambda model, step: [dict(item) for item in order], log_dir=tmp_path)
+    assert session.coverage().share("fp8") == pytest.approx(right)
+    assert not session.coverage().not_counted
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_micro_batches_that_the_host_routes(tmp_path: Any, *, reverse: bool) -> None:
+    def batches(model: Changing, step: int) -> Any:
+        for part in (0, 1):
+            model.uses_head = (part == 1) is not reverse
+            yield {}
+
+    session = train(8, batches, log_dir=tmp_path)
+    products = (32, WIDTH, WIDTH, True), (16, WIDTH, WIDTH, True), (16, WIDTH, WIDE, False)
+    assert session.coverage().share("fp8") == pytest.approx(share_by_hand(*products))
+    assert not session.coverage().not_counted
+
+
+@pytest.mark.parametrize("odd", [13, 15])
+def test_one_step_in_high_precision(tmp_path: Any, odd: int) -> None:
+    session = train(16, lambda model, step: [{"fp8": step != odd}], log_dir=tmp_path)
+    assert session.coverage(at=odd).share("fp8") == 0
+    assert session.coverage(at=12).share("fp8") == session.coverage(at=14 if odd != 14 else 12).share("fp8") == 1
+
+
+def test_a_layernorm_mlp_that_computes_its_forward_again(tmp_path: Any) -> None:
+    plain, again = (
+        counted(model, lambda model=model: model(torch.randn(32, WIDTH)).sum().backward(), tmp_path)
+        for checkpoint in (False, True)
+        for model in [torch.nn.Sequential(te.LayerNormMLP(WIDTH, 4 * WIDTH, checkpoint=checkpoint))]
+    )
+    assert found(plain) == found(again)
+
+
+def test_a_path_of_one_step_that_was_not_counted_is_an_estimate(tmp_path: Any) -> None:
+    def batches(model: Changing, step: int) -> list[dict[str, Any]]:
+        model.uses_head = step == 9
+        return [{}]
+
+    session = train(16, batches, log_dir=tmp_path / "without")
+    assert "% of the multiply-adds in step 9, an estimate" in str(session.coverage(at=9))
+    assert "estimate" not in str(session.coverage())
+    with pytest.raises(PrecisionContractError, match="cannot be checked"):
+        train(16, batches, log_dir=tmp_path / "with", require="fp8 >= 95%")
+
+
+def test_numbers_that_decide_nothing_are_counted_a_few_times(tmp_path: Any) -> None:
+    counted: list[int] = []
+    model = Net(lambda net, x, number: (net.layer(x) * number).sum(), layer=te.Linear(WIDTH, WIDTH))
+    with InspectSession(model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
+        for step in range(12):
+            with te.autocast(enabled=True):
+                loss = model(torch.randn(16, WIDTH), step)
+            loss.backward()
+            counted.append(session._run.hooks.products.counting)  # type: ignore[union-attr]
+            session.step()
+            assert not session.coverage().is_estimate
+    assert counted == [True] * 4 + [False] * 8
+    assert str(session.coverage()) == "FP8 in 100 % of the multiply-adds (fprop 100, wgrad 100)"
+
+
+def test_more_sizes_than_are_counted_are_an_estimate(tmp_path: Any) -> None:
+    session = train(60, lambda model, step: [{"rows": 16 * (step + 1), "task": step % 2}], log_dir=tmp_path)
+    assert session.coverage().is_estimate
+    assert "an estimate" in str(session.coverage())
+    assert not session.coverage(at=20).is_estimate
+    assert len(session._results.coverage.spans()) <= 64
+
+
+def test_the_mean_of_more_changes_than_are_kept(tmp_path: Any) -> None:
+    coverage = train(81, lambda model, step: [{"task": step % 2}], log_dir=tmp_path).coverage()
+    assert "in the mean of steps 63 to 80" in str(coverage)
+    right = share_by_hand((18 * 16, WIDTH, WIDTH, True), (9 * 16, WIDTH, WIDE, False))
+    assert coverage.share("fp8") == pytest.approx(right, rel=1e-3)
+
+
+def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
+    model = Net(lambda net, x, splits: net.experts(x, splits).sum(), experts=te.GroupedLinear(2, WIDTH, WIDTH))
+    with InspectSession(model=model, log_dir=tempfile.mkdtemp(), **WRITES_NOTHING) as session:
+        for splits in rows:
+            with te.autocast(enabled=True):
+                loss = model(torch.randn(sum(splits), WIDTH), list(splits))
+            loss.backward()
+        session.step()
+    times = timed(with_recipes(session.coverage(), "fp8_current_scaling"), device_named("H100"))
+    return {f"{time.layer} {time.gemm}": time.high_ms for time in times}
+
+
+def test_an_expert_without_rows_in_the_first_micro_batch() -> None:
+    rows = (0, 64), (48, 16)
+    result = experts_time(rows)
+    assert result == pytest.approx(experts_time(rows[::-1]))
+    assert all(time > 0 for time in result.values())
