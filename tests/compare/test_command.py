@@ -188,17 +188,19 @@ def bad(tmp_path: Path) -> Path:
 def test_what_b_has_and_a_has_not_comes_first(healthy: Path, bad: Path) -> None:
     (finding,) = diagnose(bad)
     lines = command(healthy, bad).output.splitlines()
-    assert lines[0] == "B has 1 finding that A has not."
+    assert lines[0] == "B has 1 finding that A does not have."
     text = " ".join(" ".join(lines).split())
     assert f"warning: gradient of {BAD}: {finding.seen_in_words}" in text
     assert finding.remedy in text
     assert f"The verdict of A: {diagnose(healthy).summary}" in text
-    assert command(bad, healthy).output.startswith("B has no finding that A has not. A has 1 finding that B has not.")
+    assert command(bad, healthy).output.startswith(
+        "B has no finding that A does not have. A has 1 finding that B does not have."
+    )
 
 
 def test_what_both_have_is_not_listed(bad: Path, tmp_path: Path) -> None:
     actual = compare(open_run(bad), open_run(defective(tmp_path / "again"))).verdicts
-    assert (actual.only_a, actual.only_b, actual.summary) == ((), (), "B has no finding that A has not.")
+    assert (actual.only_a, actual.only_b, actual.summary) == ((), (), "B has no finding that A does not have.")
 
 
 def test_a_run_with_itself_has_none(bad: Path) -> None:

@@ -251,7 +251,7 @@ def test_one_of_27_alike_layers_loses_far_more(tmp_path: Path) -> None:
     assert [(finding.rule, finding.severity, finding.layers) for finding in result] == [
         ("sibling", "warning", ("h.2.linear",))
     ]
-    assert "% of the elements round to 0, 0 % in alike layers" in result[0].seen
+    assert "% of the elements round to 0, 0 % in similar layers" in result[0].seen
 
 
 def test_a_scale_that_is_never_updated(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ ALIKE = [
         layers=("h.3.fc1",),
         tensor="activation",
         severity="warning",
-        seen="18.6 % of the elements round to 0, 0.1 % in alike layers",
+        seen="18.6 % of the elements round to 0, 0.1 % in similar layers",
     ),
     silent("one in two steps", [UNDERFLOWS_ALONE] * 2, None),
     finds(
@@ -418,7 +418,7 @@ PRECISIONS = [
         facts(changed={"h.4.fc2": HIGH}),
         layers=("h.4.fc2",),
         since=None,
-        seen="ran in high precision: runs outside of te.autocast; 9 alike layers are in low precision, such as"
+        seen="ran in high precision: runs outside of te.autocast; 9 similar layers are in low precision, such as"
         " h.0.fc2",
     ),
     holes("one by a section", reason="SECTION", reason_ref="section 'keep' (config.yaml:3)"),
@@ -431,7 +431,7 @@ PRECISIONS = [
         [ordinary()],
         facts(changed={f"h.{block}.fc2": {**HIGH, "is_of_te": True} for block in range(8)}),
         severity="note",
-        seen="8 of 10 alike layers run outside of te.autocast",
+        seen="8 of 10 similar layers run outside of te.autocast",
     ),
     finds("MXFP8 with E5M2", "mxfp8-hybrid", [ordinary()], facts(recipe="mxfp8", formats=formats("MXFP8")),
           tensor="gradient"),
@@ -542,7 +542,7 @@ def test_a_weight_that_differs_from_that_of_few_alike_layers(count: int, block: 
     assert not len(judged([few] * 4, known))
     finding = only(judged([times(1000, few, f"h.{block}.fc2", "weight")] * 3, known), "sibling")
     assert (finding.layers, finding.severity) == ((f"h.{block}.fc2",), "warning")
-    assert finding.seen == "std is 20, 1e+03 times larger than in alike layers"
+    assert finding.seen == "std is 20, 1e+03 times larger than in similar layers"
 
 
 OF_GRADIENTS = [("gradient", statistic) for statistic in ("std", "cur_amax", "scale_inv_max")]
