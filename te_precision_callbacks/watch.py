@@ -77,7 +77,7 @@ class ScriptWatch:
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._values: Any = WeakIdKeyDictionary()  # of losses: unscaled, or before their memory was freed
-        self._backwards = 0
+        self._backwards = self._most = 0  # since the last step, and between two steps
         self._iterations, self._search_until = 0, SEARCHED_ITERATIONS
         self._has_stepped = False
         self._schedules: set[Any] = set()
@@ -113,11 +113,18 @@ class ScriptWatch:
 
     def stop(self, error: BaseException | None = None) -> None:
         """Stop the session and remove the hooks. Warn if a model was called and nothing was observed."""
-        if self._has_called and not (self._has_attached or self._has_ended) and os.getpid() == self._process:
-            if not self._backwards:
+        if self._has_called and not self._has_ended and os.getpid() == self._process:
+            if not (self._backwards or self._has_attached):
                 logger.warning("The script has ended without a backward pass, so no training was observed.")
-            elif self._backwards < BACKWARDS:
+            elif 0 < self._backwards < BACKWARDS and not self._iterations:
                 self._warn()
+            if self.session is not None and self._backwards >= (
+                max(BACKWARDS, 2 * self._most) if self._iterations else 1
+            ):
+                self.session.note_unobserved(
+                    f"no optimizer of the model has stepped after the last {self._backwards} backward passes, so these"
+                    " are not observed"
+                )
         for handle in self._handles:
             handle.remove()
         self._end(error)
@@ -302,7 +309,7 @@ class ScriptWatch:
                 self._waiting[other] = count < BEHIND and not set(held_ids(other)).issubset(held_ids(optimizer))
         if all(self._steps.get(other) for other, is_waited_for in self._waiting.items() if is_waited_for):
             self._steps.clear()
-            self._backwards = 0
+            self._backwards, self._most = 0, max(self._most, self._backwards)
             self._iterations += 1
             if self._iterations >= self._search_until:
                 self._search.put_back()
@@ -330,7 +337,7 @@ class ScriptWatch:
             if value is not loss or not _is_freed(loss):
                 self.backward(value)
         self._backwards += 1
-        if self._backwards == BACKWARDS:
+        if self._backwards == max(BACKWARDS, 2 * self._most):
             self._search.put_back()
             self._warn()
 
@@ -354,7 +361,9 @@ class ScriptWatch:
                 called += ", but modules in evaluation mode: call model.train() before the training"
             seen = f"no model was found whose parameters an optimizer holds. Called in training mode: {called}"
         else:
-            seen = "no optimizer of the model has stepped"
+            seen = "no optimizer of the model has stepped" + (
+                f" since step {self._iterations}" if self._iterations else ""
+            )
         logger.warning(
             "After %d backward passes %s. In this process: %s. %s.", self._backwards, seen, optimizers, _ADVICE
         )

@@ -224,7 +224,8 @@ class ParameterWatch:
             if not held:
                 return
             self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
-            self._stepped = iteration
+            if any(isinstance(rate := entry.group.get("lr", 1.0), torch.Tensor) or rate for entry in held):
+                self._stepped = iteration
             for entry in held:
                 entry.parameter.held_until = iteration
             self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
@@ -488,7 +489,7 @@ class ParameterWatch:
         still = [
             parameter
             for parameter in sampled
-            if not parameter.moves
+            if (parameter.has_moved or not parameter.moves)
             and parameter.reference is not None
             and parameter.reference.dtype == torch.float32
             and parameter.still_until - parameter.still_since >= SPAN

@@ -29,7 +29,7 @@ from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.session.training_loop import BackwardLoss
-from te_precision_callbacks.sinks.step_records import LayerInfo, Row, Sink, StepRecords
+from te_precision_callbacks.sinks.step_records import Event, LayerInfo, Row, Sink, StepRecords
 from te_precision_callbacks.sinks.worst import Worst
 
 logger = logging.getLogger(__name__)
@@ -160,6 +160,11 @@ class InspectSession:
     def expect_low_precision(self, why: str) -> None:
         """Record the setting that asks for low precision, as in "Accelerate's mixed_precision is 'fp8'"."""
         self._results.expects_low = why
+
+    def note_unobserved(self, text: str) -> None:
+        """Record that a part of the training is not observed, which the verdict then says."""
+        if self._run is not None:
+            self._run.context.events.append(Event("observation_failed", text, self.iteration, "warning"))
 
     def note_filtered_loss(self) -> None:
         """Record that the trainer filters inf and nan from the loss that it logs."""

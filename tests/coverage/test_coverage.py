@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -992,6 +993,12 @@ def test_a_line_names_the_format(products: list[tuple[str, str]], line: str) -> 
     assert str(coverage).startswith(line)
     without_nvfp4 = sum(place for place, formats in enumerate(products, 1) if "NVFP4" not in formats)
     assert coverage.share("fp8") == pytest.approx(without_nvfp4 / coverage.macs()), "a contract's fp8 includes MXFP8"
+
+
+def test_a_line_lists_attention_beside_the_gemms() -> None:
+    attention = replace(product(2, "BF16", "BF16"), family="attention", gemm="qk")
+    line = str(Coverage([product(6, "FP8 E4M3", "FP8 E4M3"), attention]))
+    assert line.startswith("FP8 in 75.0 % of the multiply-adds (fprop 100, attention 0); 25.0 % in BF16")
 
 
 def test_the_state_of_a_gpt(tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def test_a_loop_that_steps_too_often(
     results = [text for text in caplog.messages if text.startswith("step() is called")]
     assert [text.partition(":")[0] for text in results] == [warns] * bool(warns)
     assert all(f": {len(kinds)} debug iterations for each step" in text for text in results)
+    assert (f", {AGAIN}: " in session.findings.summary) == (warns == AGAIN)
 
 
 def test_a_forgotten_step_in_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

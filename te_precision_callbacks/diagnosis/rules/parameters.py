@@ -52,8 +52,10 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "{names}: not a single bit changed in {number:.0f} sampled optimizer steps that should have changed it"
         ),
         "unstepped": _Kind(
-            "no optimizer of the model has stepped in {number:.0f} steps, since step {since}",
-            "Check why the loop no longer calls optimizer.step(); a GradScaler skips steps with inf or nan",
+            "no optimizer of the model has stepped with a learning rate above 0 in {number:.0f} steps, since step"
+            " {since}",
+            "Check why the loop no longer calls optimizer.step(), or whether the scheduler ends too early: it may count"
+            " micro-batches. A GradScaler skips steps with inf or nan",
             "warning",
         ),
         "zeroed": _Kind(
@@ -178,7 +180,8 @@ RULES = (
             "a weight with gradients is unchanged, bit for bit, after 3 sampled steps within at least 6 steps, although"
             " an update of the size of the learning rate is at least 4 units in the last place of a sampled element. Or"
             " at least 1 % of its sampled elements differ from the optimizer's float32 master weight by more than"
-            " rounding, in 2 consecutive checks. A warning if optimizers that have stepped do not step in 20 steps, if"
+            " rounding, in 2 consecutive checks. A warning if optimizers that have stepped do not step in 20 steps, or"
+            " with a learning rate of 0, if"
             " the sampled gradients of at least 90 % of the matrices are 0 in 3 consecutive sampled steps within at"
             " least 6 steps, or if at most 5 % of the sampled elements of at least 90 % of the float32 matrices change"
             " in at least 6 steps"
