@@ -38,8 +38,9 @@ SCRIPT = """
 
     config, features, log_dir, board, kept = sys.argv[1:]
     from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(board)
     debug_api.initialize(config_file=config, feature_dirs=[features], log_dir=log_dir, default_logging_enabled=True,
-                         tb_writer=SummaryWriter(board))
+                         tb_writer=writer)
 
     hidden_size = 512
     transformer_layer = TransformerLayer(
@@ -62,6 +63,7 @@ SCRIPT = """
         optimizer.step()
         debug_api.step()
     torch.save({"input": dummy_input, "states": states}, kept)
+    writer.close()  # which the page leaves to the end of the process
 """
 
 
