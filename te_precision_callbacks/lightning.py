@@ -155,7 +155,10 @@ class PrecisionDebugCallback(Callback):
         if self.session.overflow is not None:
             self.session.overflow.begin_batch()
         first = self._step_of_batch is None
-        self._step_of_batch = self._logging_step(trainer)
+        loop = trainer.fit_loop
+        self._step_of_batch = (
+            loop.total_batch_idx if self._step_on == "batch" else loop.epoch_loop._batches_that_stepped
+        )
         if not first:
             return
         if self._restored_iteration is None and self._options.start_step is None:
@@ -185,11 +188,6 @@ class PrecisionDebugCallback(Callback):
             name = overall_name(self._options.prefix, "findings")
             self._numbers.leave_out(name)
             pl_module.log(name, float(self.session._results.diagnosis.problems.total()), logger=False)
-
-    def _logging_step(self, trainer: Trainer) -> int:
-        if self._step_on == "batch":
-            return trainer.fit_loop.total_batch_idx
-        return trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observe nothing in validation and sanity checks, whatever the module does there."""

@@ -326,6 +326,23 @@ def test_a_session_that_starts_later_replaces_the_watch(tmp_path: Path) -> None:
     assert open_run(tmp_path / "own").segments[-1].status == "ended"
 
 
+@pytest.mark.parametrize(("has_stepped", "backwards"), [(False, 3), (True, BACKWARDS)])
+def test_an_optimizer_that_does_not_step_any_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_stepped: bool, backwards: int
+) -> None:
+    model = Model()
+    optimizer = sgd(model)
+    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
+        if has_stepped:
+            train(model, optimizer)
+        for step in range(backwards):
+            loss_of(model, step).backward()
+    (text,) = caplog.messages
+    assert f"After {backwards} backward passes no optimizer of the model has stepped" in text
+    assert f"after the last {backwards} backward passes" in diagnose(tmp_path).summary
+    assert optimizer.param_groups, "it is kept"
+
+
 @pytest.mark.parametrize(
     ("backwards", "has_optimizer", "words"),
     [

@@ -214,7 +214,6 @@ def item_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def words(field: FieldInfo) -> str:
-    """Describe the valid values of a field: "an integer >= 1"."""
     kind, metadata = _plain(field.annotation)
     metadata = [*field.metadata, *metadata]
     description = _said(metadata)

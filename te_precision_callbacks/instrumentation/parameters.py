@@ -201,7 +201,6 @@ class ParameterWatch:
         self._has_sampled = self._has_begun = False
 
     def begin(self, iteration: int) -> None:
-        """No-op if already started."""
         if not self._has_begun:
             self._has_begun = True
             self._first = self._iteration = iteration

@@ -142,8 +142,6 @@ class ModuleRanges:
 
 
 class _Open(threading.local):
-    """A thread's open ranges, each with its module."""
-
     def __init__(self) -> None:
         self.ranges: list[tuple[torch.nn.Module, record_function]] = []
 

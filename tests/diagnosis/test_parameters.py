@@ -138,6 +138,27 @@ def test_a_model_that_stands_still(tmp_path: Path, make: Callable[[torch.nn.Modu
     assert "learning rate" in result.remedy
 
 
+@pytest.mark.parametrize(("steps", "finds"), [(40, True), (24, False)])
+def test_a_learning_rate_that_ends_at_0(tmp_path: Path, steps: int, finds: bool) -> None:
+    """A few steps at the end of a schedule are usual."""
+    model = Model()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=8)
+    verdict = train(tmp_path, model, optimizer, steps=steps, after=schedule.step)
+    results = [(item.rule, item.severity, item.since) for item in of_parameters(verdict)]
+    assert results == [("frozen-weight", "warning", 8)] * finds
+    assert not finds or "with a learning rate above 0" in verdict.findings[0].seen
+
+
+def test_a_tiny_learning_rate_moves_elements_near_0(tmp_path: Path) -> None:
+    model = Model()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.view(-1)[::97] = 1e-9
+    (result,) = of_parameters(train(tmp_path, model, adamw(model, lr=1e-12, weight_decay=0.0)))
+    assert (result.rule, result.severity) == ("frozen-weight", "warning")
+
+
 def test_weights_that_are_restored_before_each_forward(tmp_path: Path) -> None:
     model = Model()
     first = {name: weight.detach().clone() for name, weight in model.named_parameters()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
@@ -123,18 +123,15 @@ class ParameterRule(Judge):
         for row in event.data.get("problems", ()):
             kind = _KINDS[self._rule].get(row["what"])
             if kind is not None:
-                seen = kind.seen.format(names=_format_names(row["names"]), number=row["number"], since=row["since"])
+                first, *others = row["names"]
+                names = f"{first} and {many(len(others), 'more parameter')}" if others else first
+                seen = kind.seen.format(names=names, number=row["number"], since=row["since"])
                 layers, key = layers_of(row["names"]), row["what"]
                 yield Sighting(layers, "", "", seen, row["since"], kind.severity, key=key, remedy=kind.remedy)
 
 
 def layers_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names if name))
-
-
-def _format_names(names: Sequence[Any]) -> str:
-    more = f" and {many(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
-    return f"{names[0]}{more}"
 
 
 _NEEDS = "steps of an optimizer of torch.optim's class"
