@@ -450,7 +450,7 @@ class ParameterWatch:
         for parameter, gap in without:
             trains = parameter.weight.requires_grad
             may_idle = trains and similar[form_of(parameter.name)] and gap.called < WITHOUT_GRADIENT - 1
-            if parameter.has_gradient:
+            if parameter.has_gradient and trains:
                 if gap.called >= max(LOST, 2 * parameter.longest):
                     yield Problem("lost_gradient", parameter.name, gap.since, gap.steps)
                 elif not gap.called and gap.steps >= max(MOST_IDLE, 4 * parameter.longest):

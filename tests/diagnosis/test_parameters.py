@@ -185,6 +185,19 @@ def test_frozen_layers_and_adapters(tmp_path: Path, holds_all: bool) -> None:
     assert_checked(verdict)
 
 
+def test_a_block_that_is_frozen_in_mid_run(tmp_path: Path) -> None:
+    model = Model()
+    verdict = train(
+        tmp_path,
+        model,
+        adamw(model),
+        steps=24,
+        loss=model.loss_after(lambda step: model.blocks[1].requires_grad_(step < 12)),
+    )
+    (result,) = of_parameters(verdict)
+    assert (result.rule, result.severity, result.layers, result.since) == ("missing-gradient", "note", OF_BLOCK_1, 12)
+
+
 def test_an_average_of_the_weights_in_the_model(tmp_path: Path) -> None:
     model = Model()
     averaged = torch.optim.swa_utils.AveragedModel(model.blocks)

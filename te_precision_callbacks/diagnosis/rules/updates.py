@@ -139,7 +139,10 @@ RULES = (
         source="arithmetic of Adam: with sqrt(v) below eps the update is about lr * g / eps; the share is ours",
         why="the update is far smaller than the learning rate, and the model hardly learns",
         disproof="eps is large on purpose",
-        remedy="Look for a loss that is scaled down or averaged twice; lower eps, for example to 1e-15",
+        remedy=(
+            "Look for a loss that is scaled down or averaged twice, and for gradients that are clipped to a tiny norm;"
+            " else lower eps, for example to 1e-15"
+        ),
         judge=functools.partial(
             AboveThreshold,
             BELOW_EPS,
