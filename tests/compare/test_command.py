@@ -65,7 +65,7 @@ def test_without_a_finding_the_code_is_0(folder: Path) -> None:
     result = command(folder / "a", folder / "a")
     assert result.exit_code == 0
     assert result.output.startswith("A and B are the same run, so nothing can differ.")
-    assert "All numbers that pair are equal, to the last bit." in result.output
+    assert "All paired numbers are equal, to the last bit." in result.output
     assert not command(folder / "a", folder / "b").output.startswith("A and B are")
 
 

@@ -29,8 +29,8 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
     pairing, floor = comparison.pairing, comparison.floor
     steps = f"in {many(pairing.steps, 'step')}, from {pairing.first} to {pairing.last}"
     if pairing.first == pairing.last:
-        steps = f"in step {pairing.first} alone"
-    yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} pair {steps}."
+        steps = f"in step {pairing.first} only"
+    yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} are paired {steps}."
     for where, count, statistics, layers in (
         ("A", pairing.only_a, pairing.statistics_only_a, pairing.layers_only_a),
         ("B", pairing.only_b, pairing.statistics_only_b, pairing.layers_only_b),
@@ -71,7 +71,7 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
 
 def where_first(comparison: Comparison) -> Iterator[str]:
     if comparison.all_equal:
-        yield "All numbers that pair are equal, to the last bit."
+        yield "All paired numbers are equal, to the last bit."
         return
     first = comparison.first
     if first is None:
