@@ -162,7 +162,7 @@ class InspectSession:
         self._results.expects_low = why
 
     def note_unobserved(self, text: str) -> None:
-        """Record that a part of the training is not observed, which the verdict then says."""
+        """Record, for the verdict, a part of the training that is not observed."""
         if self._run is not None:
             self._run.context.events.append(Event("observation_failed", text, self.iteration, "warning"))
 
