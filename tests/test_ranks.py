@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from te_precision_callbacks.base.ranks import group, meeting, messages
 from te_precision_callbacks.base.ranks.group import devices
-from te_precision_callbacks.base.ranks.meeting import MeetingFailed, Place, next_keys, refuse
+from te_precision_callbacks.base.ranks.meeting import MeetingFailed, RankPlace, next_keys, refuse
 from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _read, _Return
 
 
@@ -276,7 +276,7 @@ def test_messages_are_not_unpickled() -> None:
 # ---------------------------------------------------------------------- meetings
 
 
-def met(store: Any, at: Place, wait: float) -> bool:
+def met(store: Any, at: RankPlace, wait: float) -> bool:
     meeting.meet(next_keys(store, at.rank), at, wait, 60, "to test").close()
     return True
 
@@ -286,16 +286,16 @@ def test_later_ranks_learn_why_a_rank_refused_to_meet(failing: int) -> None:
     """It waits for nobody, and nobody for it, however slow the others are; and in the next meeting all are there."""
     store = dist.HashStore()
     refuse(next_keys(store, failing), "rank has no room")
-    others = [Place(rank, 3, name) for rank in range(3) if rank != failing]
+    others = [RankPlace(rank, 3, name) for rank in range(3) if rank != failing]
     for error in on_all(2, lambda number: met(store, others[number], 20)):
         assert repr(error) == "MeetingFailed('rank has no room')"
-    assert on_all(3, lambda rank: met(store, Place(rank, 3, name), 20)) == [True] * 3
+    assert on_all(3, lambda rank: met(store, RankPlace(rank, 3, name), 20)) == [True] * 3
 
 
 def test_a_rank_that_has_lost_its_patience_is_not_waited_for() -> None:
     """Rank 0 comes when rank 1 has given up; and after a meeting for which rank 1 came late, all meet again."""
     store = dist.HashStore()
-    places = [Place(rank, 2, name) for rank in range(2)]
+    places = [RankPlace(rank, 2, name) for rank in range(2)]
     for rank, wait in ((1, 0.1), (0, 20), (0, 0.1), (1, 20)):
         with pytest.raises(MeetingFailed, match=r"not all of them have come within 0\.1 s"):
             met(store, places[rank], wait)
@@ -311,7 +311,7 @@ def test_a_rank_with_another_version_does_not_connect(monkeypatch: pytest.Monkey
             monkeypatch.setattr(meeting, "PROTOCOL", 4)
         else:
             threading.Timer(0.2, at.set).start()
-        return met(store, Place(rank, 2, name), 20)
+        return met(store, RankPlace(rank, 2, name), 20)
 
     for error in on_all(2, run):
         assert isinstance(error, MeetingFailed)
@@ -323,7 +323,7 @@ def test_a_rank_with_another_version_does_not_connect(monkeypatch: pytest.Monkey
 def test_ranks_come_together_in_the_same_step_without_waiting(parted_at: int, order: tuple[int, ...]) -> None:
     """By optimizer steps, which are alike, though iterations are not; each looks at the store in some steps only."""
     met: dict[int, int] = {}
-    ranks = parted([Place(rank, 3, name) for rank in order])
+    ranks = parted([RankPlace(rank, 3, name) for rank in order])
     for step in range(parted_at, parted_at + 100):
         for at, item in ranks:
             if item.is_time(at, step - 5 * at.rank, step):
@@ -332,7 +332,7 @@ def test_ranks_come_together_in_the_same_step_without_waiting(parted_at: int, or
     assert 26 <= met[0] - parted_at <= 34, "as docs/session.md says"
 
 
-def parted(places: list[Place]) -> list[tuple[Place, _Return]]:
+def parted(places: list[RankPlace]) -> list[tuple[RankPlace, _Return]]:
     store = dist.HashStore()
     ranks = [(place, _Return(store)) for place in places]
     for _, item in ranks:
@@ -341,7 +341,7 @@ def parted(places: list[Place]) -> list[tuple[Place, _Return]]:
 
 
 def test_ranks_without_a_rank_that_has_ended_never_come_together() -> None:
-    ranks = parted([Place(rank, 3, name) for rank in range(2)])
+    ranks = parted([RankPlace(rank, 3, name) for rank in range(2)])
     assert not any(item.is_time(at, step, step) for step in range(500) for at, item in ranks)
 
 

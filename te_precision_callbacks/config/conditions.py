@@ -44,7 +44,7 @@ class EventCondition(Enum):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class NumberComparison:
     """A comparison of a value with a number; ``text`` is the condition as written."""
 
     text: str
@@ -59,7 +59,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Threshold(Comparison):
+class Threshold(NumberComparison):
     """A condition on a statistic of a tensor; :data:`BLOCKWISE` without blocks matches any blocks."""
 
     statistic: Request
@@ -74,7 +74,7 @@ Condition = EventCondition | Threshold
 
 
 @dataclass(frozen=True)
-class Share(Comparison):
+class Share(NumberComparison):
     """A condition on the share of multiply-adds in a precision; its number is from 0 to 1.
 
     Attributes:

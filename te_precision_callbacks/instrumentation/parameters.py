@@ -24,7 +24,7 @@ from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.updates import TrainedModel
-from te_precision_callbacks.instrumentation.weight_samples import Batches, copies, local, raw, sample, view
+from te_precision_callbacks.instrumentation.weight_samples import BatchedChecks, copies, local, raw, sample, view
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 
@@ -191,7 +191,7 @@ class ParameterWatch:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
-        self._batches = Batches()
+        self._batches = BatchedChecks()
         self._reading: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
         self._stepped = 0
@@ -279,7 +279,7 @@ class ParameterWatch:
             return []
         held = [_Held(entry, *pair) for entry, pair in zip(trained, pairs, strict=True)]
         shares: list[float] = []
-        batches = Batches()
+        batches = BatchedChecks()
         for entry in held:
             _compare_with_master(batches, entry, view(local(entry.tensor)), shares.append)
         batches.launch()
@@ -635,7 +635,9 @@ def _should_move(
     return moves
 
 
-def _compare_with_master(batches: Batches, held: _Held, master: torch.Tensor, note: Callable[[float], None]) -> None:
+def _compare_with_master(
+    batches: BatchedChecks, held: _Held, master: torch.Tensor, note: Callable[[float], None]
+) -> None:
     """Count the share of elements farther from the master weight than the weight's format rounds."""
     weight = sample(held.parameter.weight, held.span)
     if weight is not None:

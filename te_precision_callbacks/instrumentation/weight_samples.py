@@ -103,7 +103,7 @@ def _form(tensor: torch.Tensor) -> Hashable:
     return tensor.device, tensor.dtype, tensor.shape
 
 
-class Batches:
+class BatchedChecks:
     def __init__(self) -> None:
         self._waiting: dict[Hashable, tuple[Compare, list[tuple[tuple[torch.Tensor, ...], Note]]]] = {}
         self._shares: list[tuple[torch.Tensor, list[Note]]] = []

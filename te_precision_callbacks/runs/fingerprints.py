@@ -27,7 +27,7 @@ from te_precision_callbacks.layers.fp8_state import delayed_state, is_in_checkpo
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.runs.run_files import replace_whole
 
-__all__ = ["FILE_NAME", "Finding", "Fingerprint", "FingerprintError", "ResumeReport", "read"]
+__all__ = ["FILE_NAME", "Fingerprint", "FingerprintError", "ResumeFinding", "ResumeReport", "read"]
 
 FILE_NAME = "te_precision_fingerprint.json"
 
@@ -87,7 +87,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeState:
     """A recipe's class, or :data:`HIGH_PRECISION`, and its fields; a nested field is ``fp8_quant_fwd_inp.margin``."""
 
     name: str
@@ -132,11 +132,11 @@ class Fingerprint:
     world_size: int
     config: str
     versions: Mapping[str, str]
-    recipes: tuple[Recipe, ...] = ()
+    recipes: tuple[RecipeState, ...] = ()
     layers: tuple[LayerFingerprint, ...] = ()
     schema: int = SCHEMA
 
-    def recipe_of(self, layer: LayerFingerprint) -> Recipe | None:
+    def recipe_of(self, layer: LayerFingerprint) -> RecipeState | None:
         return None if layer.recipe is None else self.recipes[layer.recipe]
 
     def to_text(self) -> str:
@@ -218,26 +218,26 @@ def with_recipes(
             describes its last forward, which may have been an evaluation in another precision.)
     """
     module_of = {layer.name: named.module for named in modules for layer in named.layers}
-    recipes: dict[str, tuple[int, Recipe]] = {}
+    recipes: dict[str, tuple[int, RecipeState]] = {}
     layers = []
     for layer in fingerprint.layers:
         meta = vars(module_of[layer.name])["fp8_meta"] if layer.name in module_of else {}
         recipe = None if meta.get("recipe") is None else recipe_fingerprint(meta["recipe"])
         if trained_in_fp8(layer.name) is False:
-            recipe = Recipe(HIGH_PRECISION, {})
+            recipe = RecipeState(HIGH_PRECISION, {})
         number = None if recipe is None else recipes.setdefault(str(recipe), (len(recipes), recipe))[0]
         layers.append(replace(layer, recipe=number))
     return replace(fingerprint, recipes=tuple(recipe for _, recipe in recipes.values()), layers=tuple(layers))
 
 
-def recipe_fingerprint(recipe: Any) -> Recipe:
+def recipe_fingerprint(recipe: Any) -> RecipeState:
     """Return the values of a recipe: dataclass fields, and public attributes of the class and the object."""
     names = {entry.name for entry in dataclasses.fields(recipe)} if dataclasses.is_dataclass(recipe) else set()
     names |= vars(recipe).keys()
     for base in type(recipe).__mro__:
         names |= {name for name, value in vars(base).items() if not callable(value) and not hasattr(value, "__get__")}
     public = sorted(name for name in names if not name.startswith("_"))
-    return Recipe(type(recipe).__name__, dict(_flat((name, getattr(recipe, name)) for name in public)))
+    return RecipeState(type(recipe).__name__, dict(_flat((name, getattr(recipe, name)) for name in public)))
 
 
 def _flat(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bool | int | float | str | None]]:
@@ -323,7 +323,7 @@ def content_hash(*tensors: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ResumeFinding:
     """A difference between a checkpoint and the restored state.
 
     Attributes:
@@ -360,7 +360,7 @@ class ResumeReport:
     iteration: int
     run: str
     rank: int
-    findings: tuple[Finding, ...]
+    findings: tuple[ResumeFinding, ...]
     not_compared: ClassVar[tuple[str, ...]] = ("optimizer state", "master weights", "weights in high precision")
 
     def __str__(self) -> str:
@@ -397,14 +397,14 @@ def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
             for difference in _differences(saved, before, now, layer):
                 layers_with.setdefault(difference, []).append(layer.name)
     findings = [
-        Finding(what, tuple(names), all_layers=len(names) == compared, of_rank=of_rank)
+        ResumeFinding(what, tuple(names), all_layers=len(names) == compared, of_rank=of_rank)
         for (what, of_rank), names in layers_with.items()
     ]
     changed = _changes(saved.versions, now.versions, "none")
     if changed:
-        findings.append(Finding(f"Other versions: {changed}"))
+        findings.append(ResumeFinding(f"Other versions: {changed}"))
     if saved.config != now.config:
-        findings.append(Finding("Another config of precision debugging"))
+        findings.append(ResumeFinding("Another config of precision debugging"))
     return ResumeReport(saved.iteration, saved.run, now.rank, tuple(findings))
 
 
@@ -466,8 +466,8 @@ def _scaling_differences(
         yield "Amax histories with another content than in the checkpoint"
 
 
-def unsaved_layers(fingerprint: Fingerprint) -> Finding | None:
+def unsaved_layers(fingerprint: Fingerprint) -> ResumeFinding | None:
     has_state = [layer for layer in fingerprint.layers if layer.forward is not None and not layer.forward.is_new]
     lacking = tuple(layer.name for layer in has_state if layer.unsaved)
     what = "The checkpoint does not have the scales and amax histories of these layers"
-    return Finding(what, lacking, all_layers=len(lacking) == len(has_state)) if lacking else None
+    return ResumeFinding(what, lacking, all_layers=len(lacking) == len(has_state)) if lacking else None

@@ -26,12 +26,12 @@ _FILES, _LEAST_FILE = 32, 1 << 15
 """The limit is divided into this many files; and the least size of a closed file."""
 
 
-class Facts(NamedTuple):
+class FactTables(NamedTuple):
     run: Mapping[str, Any]
     tables: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-class Step(NamedTuple):
+class StepJob(NamedTuple):
     """A step's records, the time they arrived, and the seconds since the previous step."""
 
     records: StepRecords
@@ -55,7 +55,7 @@ class Recording:
         self._run = run
         self._writes_reduced = writes_reduced
         self._limit = limit
-        self._facts = Facts({}, {})
+        self._facts = FactTables({}, {})
         self._scopes: dict[str, str] = {}
         self._last_step: int | None = None
         self._latest = run.start_iteration
@@ -82,9 +82,9 @@ class Recording:
 
     # ------------------------------------------------------------------ what is handed over
 
-    def take(self, job: Step | Event | Scalars | Facts) -> None:
+    def take(self, job: StepJob | Event | Scalars | FactTables) -> None:
         match job:
-            case Step():
+            case StepJob():
                 self._take_step(job)
             case Event():
                 self._latest = max(job.iteration, self._latest)
@@ -92,7 +92,7 @@ class Recording:
             case Scalars():
                 self._latest = max(job.iteration, self._latest)
                 self.writer.add_scalars(job.iteration, job.values, logging_step=job.logging_step)
-            case Facts():
+            case FactTables():
                 self._facts = job
                 self._scopes.update((row["layer"], row["scope"]) for row in job.tables["layers"] if row["scope"])
                 self._write_facts()
@@ -117,7 +117,7 @@ class Recording:
             gemm=event.gemm or None,
         )
 
-    def _take_step(self, step: Step) -> None:
+    def _take_step(self, step: StepJob) -> None:
         records = step.records
         if self._last_step is not None and records.iteration <= self._last_step:
             self._go_back(records.iteration)

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.runs.recording import Facts, Recording, Step, own_numbers
+from te_precision_callbacks.runs.recording import FactTables, Recording, StepJob, own_numbers
 from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, FOLDER, Place, make_segment, new_run_id
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.sinks.writer_thread import WriterThread
@@ -41,7 +41,7 @@ class _End(NamedTuple):
     last: int
 
 
-_Job = Step | Event | Scalars | Facts | _End
+_Job = StepJob | Event | Scalars | FactTables | _End
 
 
 class RecordSink(EventSink):
@@ -71,7 +71,7 @@ class RecordSink(EventSink):
         self._info: RunInfo
         self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
         self._recording: Recording | None = None
-        self._before: list[Event | Scalars | Facts] = []
+        self._before: list[Event | Scalars | FactTables] = []
         self.has_content = False
         self._notices = Notices()
         self._last_records: StepRecords | None = None
@@ -105,7 +105,7 @@ class RecordSink(EventSink):
         self._put(Event("segment_started", f"Debug iteration {run.start_iteration} is next.", run.start_iteration))
         self._thread.hurry()  # a process that is killed soon leaves a run, and not an earlier one as the last
 
-    def put_facts(self, facts: Facts) -> None:
+    def put_facts(self, facts: FactTables) -> None:
         self._put(facts)
 
     def write(self, records: StepRecords) -> None:
@@ -115,7 +115,7 @@ class RecordSink(EventSink):
         now = time.perf_counter()
         seconds = None if self._last_step is None else now - self._last_step
         self._last_records, self._last_step = records, now
-        job = Step(records, time.time(), seconds)
+        job = StepJob(records, time.time(), seconds)
         if self._run is not None and not self._thread.put(job, len(records)) and self._notices.first("slow"):
             text = "The disk is slower than the training, so numbers of some steps are not recorded."
             self._put(Event("observation_failed", text, records.iteration, "warning"))
@@ -156,7 +156,7 @@ class RecordSink(EventSink):
             if self.place is None:
                 # Without a step no run is made of that alone, nor of what a trainer logs at its end.
                 if isinstance(job, Scalars) or not _is_content(job):
-                    self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
+                    self._before += [job] if isinstance(job, Event | Scalars | FactTables) else []
                     return True
                 self.place = self.begin() if self._info.rank == 0 else self._find_place()
                 if self.place is None:
@@ -204,7 +204,7 @@ class RecordSink(EventSink):
     def _concerns(self, job: _Job) -> bool:
         if self.writes_reduced:
             return True
-        if isinstance(job, Step):
+        if isinstance(job, StepJob):
             return bool(own_numbers(job.records).any())
         if isinstance(job, _End):
             # An end without a failure, as by a signal, comes to all ranks alike.
@@ -219,11 +219,11 @@ class RecordSink(EventSink):
 
 
 def _is_content(job: _Job) -> bool:
-    if isinstance(job, Facts):
+    if isinstance(job, FactTables):
         return len(job.tables["gemms"]) > 0
     if isinstance(job, Event):
         return job.kind not in ("segment_started", "segment_ended")
-    if isinstance(job, Step):
+    if isinstance(job, StepJob):
         return len(job.records) > 0
     if isinstance(job, _End):
         return job.error is not None

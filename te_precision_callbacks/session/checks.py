@@ -32,7 +32,7 @@ from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Pr
 from te_precision_callbacks.instrumentation.replicas import Replicas
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow import DebugActivationOverflow
-from te_precision_callbacks.runs.recording import Facts as RecordedFacts
+from te_precision_callbacks.runs.recording import FactTables
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, StepRecords
@@ -57,7 +57,7 @@ class RuleChecks:
         self._stops = reads_stop(context.options.on_finding)
         self._stopping: list[Finding] = []
 
-    def facts(self, facts: RecordedFacts, iteration: int) -> None:
+    def facts(self, facts: FactTables, iteration: int) -> None:
         known = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
         self._react(self._diagnosis.know(known, iteration), iteration)
 

@@ -34,7 +34,7 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.reference import is_installed
 from te_precision_callbacks.runs.fingerprints import QUANTIZED, weights_of
-from te_precision_callbacks.runs.recording import Facts
+from te_precision_callbacks.runs.recording import FactTables
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.resume import versions
@@ -80,7 +80,7 @@ class RunFacts:
         return *changes, len(coverage.of_other_ranks), len(results.unconverted), *settings
 
     @without_collections()
-    def take(self) -> Facts:
+    def take(self) -> FactTables:
         begun, state = time.perf_counter(), self._state
         self._rests_until = begun + REST_AFTER_A_FAILURE
         infos = self._results.layers
@@ -97,7 +97,7 @@ class RunFacts:
             "states": self._states(),
             "plan": list(self._plan(infos)),
         }
-        facts = Facts(self._run(precision), tables)
+        facts = FactTables(self._run(precision), tables)
         now = time.perf_counter()
         self._taken, self._rests_until = state, now + (now - begun) / MOST_SHARE
         return facts

@@ -38,8 +38,7 @@ _WIDTH = 1440
 def _with_a_defect(folder: Path) -> RecordedRun:
     reference.install_where_needed()
     # Not above: Transformer Engine needs the reference backend on a machine without a GPU.
-    from tests.diagnosis.planted import blocks
-    from tests.diagnosis.planted import trained
+    from tests.diagnosis.planted import blocks, trained
 
     decoder = torch.nn.Sequential(OrderedDict(layers=blocks(width=64)))
     model = torch.nn.Sequential(OrderedDict(decoder=decoder, head=torch.nn.Linear(64, 16)))

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from te_precision_callbacks.runs import RecordedRun, RunError, open_run, reading, size_limit
-from te_precision_callbacks.runs.recording import Recording, Step
+from te_precision_callbacks.runs.recording import Recording, StepJob
 from te_precision_callbacks.runs.run_files import Place, make_segment
 from te_precision_callbacks.runs.tables import EXTREME, STEP0, VALUES
 from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
@@ -62,7 +62,7 @@ def record(
         step = StepRecords(
             iteration, iteration, table, np.array(due, np.int32), values, own=[False] * len(due), **keywords(iteration)
         )
-        recording.take(Step(step, 1.0 * iteration, 0.1))
+        recording.take(StepJob(step, 1.0 * iteration, 0.1))
         recording.take(Scalars(iteration, iteration, {"loss": 1 / (1 + iteration)}))
         if iteration % 20 == 19:
             recording.flush()
@@ -160,7 +160,7 @@ def test_histograms_are_thinned_too(tmp_path: Path) -> None:
     for iteration in range(3000):
         counts = {series: chance.integers(1, 1000, 64).astype(float)}
         step = StepRecords(iteration, iteration, table, np.zeros(0, np.int32), array("d"), histograms=counts, own=[])
-        recording.take(Step(step, 1.0, 0.1))
+        recording.take(StepJob(step, 1.0, 0.1))
         if iteration % 20 == 19:
             recording.flush()
             assert size(tmp_path) <= 200_000
@@ -182,7 +182,7 @@ def test_what_is_too_much_even_thinned_is_left_out_and_said(tmp_path: Path, capl
     recording, chance = begin(tmp_path, 60_000), np.random.default_rng(0)
     table = SeriesTable()
     for iteration in range(60):
-        recording.take(Step(records(iteration, table, list(chance.random(2000))), 1.0, 0.1))
+        recording.take(StepJob(records(iteration, table, list(chance.random(2000))), 1.0, 0.1))
         recording.flush()
     recording.end(None)
     run = open_run(tmp_path)

@@ -44,7 +44,7 @@ class MeetingFailed(Exception): ...
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank of the group; ``name`` formats a rank for messages."""
 
     rank: int
@@ -68,7 +68,7 @@ def next_keys(store: Any, rank: int) -> Any:
     return below(str(store.add(f"meetings/{rank}", 1)), store)
 
 
-def meet(keys: Any, at: Place, wait: float, longest: float, why: str) -> Group:
+def meet(keys: Any, at: RankPlace, wait: float, longest: float, why: str) -> Group:
     """Wait ``wait`` seconds for all ranks, and connect to them; see :class:`Group` for ``longest``.
 
     Args:
@@ -105,7 +105,7 @@ def refuse(keys: Any, why: str) -> None:
 
 
 def _all_come(
-    keys: Any, phase: str, at: Place, wait: float, missing: str, on_wait: Callable[[], None] = lambda: None
+    keys: Any, phase: str, at: RankPlace, wait: float, missing: str, on_wait: Callable[[], None] = lambda: None
 ) -> None:
     until = time.monotonic() + wait
     if keys.add(phase, 1) == at.size:
@@ -129,7 +129,7 @@ def _decide(keys: Any, phase: str, decision: str) -> None:
         keys.set(f"{phase}/decision", decision)
 
 
-def _warning(at: Place, why: str) -> Callable[[], None]:
+def _warning(at: RankPlace, why: str) -> Callable[[], None]:
     begun, has_warned = time.monotonic(), at.rank > 1
 
     def warn() -> None:

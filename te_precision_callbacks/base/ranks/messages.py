@@ -32,7 +32,7 @@ from te_precision_callbacks.base.ranks import format_ranks, has_other_ranks, mee
 from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
     MeetingFailed,
-    Place,
+    RankPlace,
     below,
     meet,
     next_keys,
@@ -135,7 +135,7 @@ class Messages:
         self.requested: Requests | None = None
         self._purpose = purpose
         self._ranks = range(self.size) if group is None else dist.get_process_group_ranks(group)
-        self._at = Place(self.rank, self.size, self.name)
+        self._at = RankPlace(self.rank, self.size, self.name)
         self._group: Group | None = None
         self._keys: Any = None
         self._count = 0
@@ -383,7 +383,7 @@ class _Return:
         self._ready_at = self._meets = None
         self._is_ready = False
 
-    def is_time(self, at: Place, iteration: int, optimizer_steps: int) -> bool:
+    def is_time(self, at: RankPlace, iteration: int, optimizer_steps: int) -> bool:
         clock = iteration if optimizer_steps < 0 else optimizer_steps
         if self._attempt > MOST_RETURNS:
             return False
