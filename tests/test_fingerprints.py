@@ -10,11 +10,11 @@ import torch
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.runs.fingerprints import (
-    Finding,
     Fingerprint,
     FingerprintError,
     LayerFingerprint,
     RecipeState,
+    ResumeFinding,
     ScalingState,
     Weights,
     compare,
@@ -137,7 +137,7 @@ def test_shards_are_compared_at_their_own_place_alone() -> None:
     ],
 )
 def test_many_layers_are_a_pattern(layers: list[str], words: str) -> None:
-    assert str(Finding("Something differs", tuple(layers))) == f"Something differs: {words}."
+    assert str(ResumeFinding("Something differs", tuple(layers))) == f"Something differs: {words}."
 
 
 def test_layers_that_one_side_lacks_are_not_compared() -> None:
