@@ -203,7 +203,7 @@ class ParameterWatch:
     def begin(self, iteration: int) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._first = self._iteration = iteration
+            self._first = self._iteration = self._stepped = iteration
 
     def remove(self) -> None:
         for parameter in self._parameters.values():
