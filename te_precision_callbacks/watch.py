@@ -77,7 +77,7 @@ class ScriptWatch:
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._values: Any = WeakIdKeyDictionary()  # of losses: unscaled, or before their memory was freed
-        self._backwards = self._most = 0  # since the last step, and between two steps
+        self._backwards, self._limit = 0, BACKWARDS  # since the last step, and before a warning
         self._iterations, self._search_until = 0, SEARCHED_ITERATIONS
         self._has_stepped = False
         self._schedules: set[Any] = set()
@@ -118,9 +118,7 @@ class ScriptWatch:
                 logger.warning("The script has ended without a backward pass, so no training was observed.")
             elif 0 < self._backwards < BACKWARDS and not self._iterations:
                 self._warn()
-            if self.session is not None and self._backwards >= (
-                max(BACKWARDS, 2 * self._most) if self._iterations else 1
-            ):
+            if self.session is not None and self._backwards >= (self._limit if self._iterations else 1):
                 self.session.note_unobserved(
                     f"no optimizer of the model has stepped after the last {self._backwards} backward passes, so these"
                     " are not observed"
@@ -309,7 +307,7 @@ class ScriptWatch:
                 self._waiting[other] = count < BEHIND and not set(held_ids(other)).issubset(held_ids(optimizer))
         if all(self._steps.get(other) for other, is_waited_for in self._waiting.items() if is_waited_for):
             self._steps.clear()
-            self._backwards, self._most = 0, max(self._most, self._backwards)
+            self._backwards, self._limit = 0, max(self._limit, 2 * self._backwards)
             self._iterations += 1
             if self._iterations >= self._search_until:
                 self._search.put_back()
@@ -337,7 +335,7 @@ class ScriptWatch:
             if value is not loss or not _is_freed(loss):
                 self.backward(value)
         self._backwards += 1
-        if self._backwards == max(BACKWARDS, 2 * self._most):
+        if self._backwards == self._limit:
             self._search.put_back()
             self._warn()
 

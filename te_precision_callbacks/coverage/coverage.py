@@ -265,7 +265,7 @@ class Coverage(tuple[Product, ...]):
         held = f" in {self.steps}" if self.steps else ""
         held += ", an estimate" if self.is_estimate else ""
         low: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        wholes = Counter(dict.fromkeys((*GEMMS, "attention", "other products"), 0))
+        wholes = Counter(dict.fromkeys((*GEMMS, *_PARTS.values()), 0))
         for product in self:
             part = _PARTS.get(product.gemm, product.gemm)
             wholes[part] += product.macs

@@ -115,6 +115,9 @@ class RunContext:
     def iteration(self) -> int:
         return self.inspector.iteration
 
+    def note_unobserved(self, text: str) -> None:
+        self.events.append(Event("observation_failed", text, self.iteration, "warning"))
+
     def logging_step(self, iteration: int) -> int:
         return iteration + self.loop.counts_from
 

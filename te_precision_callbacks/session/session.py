@@ -29,7 +29,7 @@ from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.session.training_loop import BackwardLoss
-from te_precision_callbacks.sinks.step_records import Event, LayerInfo, Row, Sink, StepRecords
+from te_precision_callbacks.sinks.step_records import LayerInfo, Row, Sink, StepRecords
 from te_precision_callbacks.sinks.worst import Worst
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class InspectSession:
     def note_unobserved(self, text: str) -> None:
         """Record, for the verdict, a part of the training that is not observed."""
         if self._run is not None:
-            self._run.context.events.append(Event("observation_failed", text, self.iteration, "warning"))
+            self._run.context.note_unobserved(text)
 
     def note_filtered_loss(self) -> None:
         """Record that the trainer filters inf and nan from the loss that it logs."""

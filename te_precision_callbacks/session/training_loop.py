@@ -20,7 +20,6 @@ from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
-from te_precision_callbacks.sinks.step_records import Event
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +109,11 @@ class LoopChecks:
                 "the optimizer has stepped, but all observed layers are in evaluation mode, so nothing is observed:"
                 " call model.train() before the training"
             )
-            iteration = self._context.iteration
-            self._context.events.append(Event("observation_failed", unobserved, iteration, "warning"))
+            self._context.note_unobserved(unobserved)
             if own_rank() == 0:
                 logger.warning(
                     "In step %d %s. Or ignore this warning if the layers are meant to stay so.",
-                    iteration,
+                    self._context.iteration,
                     unobserved,
                 )
         self._in_evaluation = False
@@ -143,7 +141,7 @@ class LoopChecks:
                 " optimizer's step."
             )
             if is_mistake:
-                self._context.events.append(Event("observation_failed", text, self._context.iteration, "warning"))
+                self._context.note_unobserved(text)
             logger.warning("%s%s", text, "" if is_mistake else " Ignore this warning if a micro-batch is to be one.")
 
     def _has_new_gradient(self, *, search: bool) -> bool:
@@ -175,13 +173,12 @@ class LoopChecks:
 
     def _warn_of_forgotten_step(self, optimizer: torch.optim.Optimizer, count: int, ignored: str) -> None:
         if own_rank() == 0 and self._model.is_trained_by(optimizer) and self._notices.first("forgotten"):
-            iteration = self._context.iteration
             text = (
                 f"{type(optimizer).__name__} has stepped {count} times without a step() of precision debugging, so all"
-                f" of that belongs to debug iteration {iteration}."
+                f" of that belongs to debug iteration {self._context.iteration}."
                 f" {_REMEDIES.get(self._context.loop.front_door, _REMEDY)}"
             )
-            self._context.events.append(Event("observation_failed", text, iteration, "warning"))
+            self._context.note_unobserved(text)
             logger.warning("%s", f"{text} {ignored}".rstrip())
 
 
