@@ -42,7 +42,9 @@ def features_command(
 def statistics_command(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="List only this statistic, also with a recipe, such as mxfp8_mse."),
+        typer.Argument(
+            metavar="NAME", help="List only this statistic, optionally with a recipe prefix, such as mxfp8_mse."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -99,7 +101,7 @@ def _list_features(listed: tuple[FeatureEntry, ...]) -> None:
             if feature.place == place:
                 table.add_row(*map(terminal.cell, (feature.name, feature.paragraphs[0])))
         terminal.show(table)
-    terminal.show_text("The case of a name does not matter: DisableFp8Gemm is DisableFP8GEMM.")
+    terminal.show_text("Names are case-insensitive: DisableFp8Gemm is DisableFP8GEMM.")
     terminal.show_text("te-precision features NAME explains a feature.")
 
 
@@ -119,7 +121,7 @@ def _explain_feature(feature: FeatureEntry) -> None:
         terminal.show_text(f"{key.name}: {key.values}", _INDENT, hanging=_INDENT)
         facts = [f"in: {key.places}"]
         if key.required or key.default is not None:
-            facts.append("must be given" if key.required else f"default: {key.default}")
+            facts.append("required" if key.required else f"default: {key.default}")
         terminal.show_text("; ".join(facts), 2 * _INDENT)
         terminal.show_text(key.meaning, 2 * _INDENT)
     if feature.example:
@@ -136,4 +138,4 @@ def _list_statistics(listed: list[dict[str, Any]]) -> None:
             name = f"{statistic['name']} *" if statistic["is_upstream"] else statistic["name"]
             table.add_row(*map(terminal.cell, (name, statistic["formula"], statistic["unit"], statistic["worse"])))
         terminal.show(table)
-    terminal.show_text(f"{SYMBOLS} *: Transformer Engine 2.20 has it, too. docs/statistics.md has the recipes.")
+    terminal.show_text(f"{SYMBOLS} *: also in Transformer Engine 2.20. Recipe prefixes: docs/statistics.md.")
