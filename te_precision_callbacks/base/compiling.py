@@ -78,7 +78,7 @@ class CppFile:
 
 def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:
     if isinstance(error, OSError):
-        advice = "torch's cache folder is not writable: set TORCHINDUCTOR_CACHE_DIR to a writable folder."
+        advice = "torch keeps compiled code in a cache folder: set TORCHINDUCTOR_CACHE_DIR to a writable one."
     else:
         advice = "Install a C++ compiler such as g++ if it is missing; TORCH_LOGS=dynamo,inductor prints details."
     reason = str(error).strip()

@@ -252,7 +252,7 @@ class Verdict(Sequence[Finding]):
         """The verdict in one line, without the findings."""
         total = len(self.judged) + len(self.not_judged)
         partial = "; a part of the run cannot be read" if self.is_partial else ""
-        partial += f"; by the numbers of rank {self.rank} alone" if self.rank is not None else ""
+        partial += f"; only local values of rank {self.rank}" if self.rank is not None else ""
         partial += f"; not observed: {self.not_observed}" if self.not_observed else ""
         counts = [
             many(count, severity)
@@ -269,7 +269,7 @@ class Verdict(Sequence[Finding]):
         notes = f", {counts[0]}" if counts else ""
         if self.healthy:
             return f"No problems found{notes} {checked}"
-        return f"Not enough checked: {self._lacks}. No problems in the rest{notes} {checked}"
+        return f"Not enough checked: {self._lacks}. No problems in the other rules{notes} {checked}"
 
     @property
     def _lacks(self) -> str:

@@ -102,7 +102,7 @@ class RuleChecks:
 
     def _stop(self) -> None:
         findings, self._stopping = self._stopping, []
-        text = "; ".join(map(str, findings)) or "another rank has found it, and names it in its own error"
+        text = "; ".join(map(str, findings)) or "found on another rank, see the error of that rank"
         remedies = " ".join(dict.fromkeys(f"{finding.remedy}." for finding in findings))
         raise PrecisionFindingError(
             f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), findings
@@ -208,7 +208,7 @@ class ContractCheck:
             self._events.append(Event("contract_judged", str(error), iteration, "warning", phase="step"))
             raise
         if broken is not None:
-            text = broken or "The run holds its precision contract."
+            text = broken or "The run meets its precision contract."
             self._events.append(
                 Event("contract_judged", text, iteration, "warning" if broken else "info", phase="step")
             )

@@ -124,8 +124,8 @@ def calibrate(
 
     if device == "cuda" and not torch.cuda.is_available():
         raise CalibrationError(
-            "--calibrate measures on a GPU, and torch finds none here. Run it on the machine of the training, and copy"
-            f" the table ({DEFAULT_FILE})."
+            "--calibrate needs a GPU, but torch finds none. Run it on the training machine, and copy the table"
+            f" ({DEFAULT_FILE})."
         )
     import transformer_engine
     import transformer_engine.pytorch
@@ -145,7 +145,7 @@ def calibrate(
             measured.times[key] = _time_of(make(), device)
         except (RuntimeError, AssertionError, ValueError, PrecisionDebugError) as error:  # an unsupported shape
             text = str(error).partition("\n")[0]
-            logger.warning("%s was not measured; using the model's time: %s", key, text)
+            logger.warning("%s was not measured, so the cost model is used: %s", key, text)
     return measured
 
 
