@@ -123,8 +123,8 @@ def read_profile(profile: object) -> ProfileChoice | None:
         if match is not None and int(match[1]) <= int(match[2] or match[1]):
             return ProfileChoice(int(match[1]), int(match[2] or match[1]), match[3] is not None)
     raise OptionError(
-        'profile= must be an iteration, such as 11, or a text with the first and the last one, such as "11-13", or'
-        f' "11-13, all" for a trace of each rank, not {profile!r}.'
+        'profile= must be an iteration, such as 11, a range, such as "11-13", or "11-13, all" for a trace'
+        f" of each rank, not {profile!r}."
     )
 
 

@@ -251,20 +251,18 @@ _HALVES = {"forward": False, "backward": True}
 
 def _offenders(coverage: Coverage) -> list[str]:
     whole = coverage.macs()
-    by_cause: dict[tuple[str, str, Reason | None, str], list[Product]] = {}
+    by_cause: dict[tuple[str, Reason | None, str], list[Product]] = {}
     for product in coverage:
         if product.macs and not product.is_low:
-            key = product.layer, product.precision, product.reason, product.why
-            by_cause.setdefault(key, []).append(product)
+            by_cause.setdefault((product.precision, product.reason, product.why), []).append(product)
     rows = sorted(by_cause.items(), key=lambda row: -sum(product.macs for product in row[1]))
     texts = []
-    for (layer, precision, reason, why), products in rows[:_MOST_OFFENDERS]:
+    for (precision, reason, why), products in rows[:_MOST_OFFENDERS]:
         share = percent(sum(product.macs for product in products) / whole)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
-        text = f"- {in_sentence(layer)} {gemms}: {share} % in {precision}"
-        if reason is not None:
-            text += f": {why}." + (f" To fix it, {REMEDIES[reason]}." if reason in REMEDIES else "")
-        texts.append(text)
+        layers = in_sentence(*dict.fromkeys(product.layer for product in products), most=3)
+        remedy = f" To fix it, {REMEDIES[reason]}." if reason and reason in REMEDIES else ""
+        texts.append(f"- {layers} {gemms}: {share} % in {precision}{f': {why}.{remedy}' if reason else ''}")
     more = len(rows) - _MOST_OFFENDERS
     return [*texts, f"- and {more} more"] if more > 0 else texts
 

@@ -151,7 +151,7 @@ def _show(verdict: Verdict) -> None:
         terminal.show_text("")
         terminal.show_text("Not checked:")
         for rule in verdict.not_judged:
-            collect = f"; collect {rule.collect}" if rule.collect else ""
+            collect = f"; add {rule.collect}" if rule.collect else ""
             terminal.show_text(f"{rule.rule}: {rule.why}{collect}", indent=_INDENT, hanging=_INDENT)
 
 

@@ -99,7 +99,7 @@ class Diagnosis:
             elif judge.applies is not False:
                 why = self._why_not(rule, judge)
                 collect = "" if why else rule.collect
-                not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", collect, rule.essential))
+                not_judged.append(NotJudged(rule.id, why or f"needs {rule.needs}", collect, rule.essential))
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
         in_order = (self._findings[key] for key in sorted(self._findings, key=self._placed.__getitem__))
         findings = self._ordered(map(self._with_checkpoint, in_order))

@@ -276,7 +276,7 @@ class Verdict(Sequence[Finding]):
         lacking: dict[str, list[str]] = {}
         for rule in sorted(self.not_judged, key=lambda rule: rule.rule != FAILED_OBSERVATION):  # it explains others
             if rule.essential:
-                collect = ADD_DEFAULT if NO_CONFIG in rule.collect else rule.collect and f"collect {rule.collect}"
+                collect = ADD_DEFAULT if NO_CONFIG in rule.collect else rule.collect and f"add {rule.collect}"
                 lacking.setdefault(f"data ({collect})" if collect else rule.why, []).append(rule.rule)
         reasons = []
         for why, rules in lacking.items():

@@ -140,7 +140,7 @@ def dump_of(
     if high_precision is not None and kind_is_known(high_precision):
         high_precision, quantized = None, high_precision if quantized is None else quantized
     if high_precision is None and quantized is None:
-        raise DumpError(f"There is nothing to dump of {tensor or 'a tensor'!r}: give high_precision or quantized.")
+        raise DumpError(f"There is nothing to dump for {tensor or 'a tensor'!r}: give high_precision or quantized.")
     tensors: dict[str, torch.Tensor] = {}
     plain = None
     if high_precision is not None:

@@ -241,7 +241,7 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
         )
     parts = [format_by_rank({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
     if len(set(of("optimizer_steps").values())) > 1:
-        done = {rank: f"{number} optimizer steps" for rank, number in of("optimizer_steps").items()}
+        done = {rank: f"{number} steps" for rank, number in of("optimizer_steps").items()}
         parts.append(f"optimizer steps since the start: {format_by_rank(done)}")
     return RanksDifferError(
         f"The ranks are out of step: {'; '.join(parts)}. Call step() on all ranks after the same optimizer steps,"

@@ -164,7 +164,7 @@ def choose(
         name, reason = next(iter(refused.items()))
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise ConfigError(
-            f'observe="fused": {name}{more} cannot be observed on its fused path. {reason}. observe="auto" takes'
+            f'observe="fused": {name}{more} cannot be observed on the fused path: {reason}. observe="auto" uses'
             " Transformer Engine's debug path for such layers."
         )
     return {id(named.module): _changed_steps(named, planned) for named, reason in why if reason is None}, refused

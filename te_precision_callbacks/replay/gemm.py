@@ -302,7 +302,7 @@ def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
     codes, wrong, rounded, bias, zeros, expected_zeros, scales, wrong_scales = (number.item() for number in checked)
     faults = []
     if wrong_scales:
-        faults.append(f"{wrong_scales:.0f} of {scales:.0f} scales do not follow from the format")
+        faults.append(f"{wrong_scales:.0f} of {scales:.0f} scales do not match the format")
     if wrong:
         faults.append(f"{wrong:.0f} of {codes:.0f} codes are not the nearest value of the format")
     if rounded and not wrong:

@@ -106,7 +106,9 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     if folder.is_dir():
         if segments_of(folder):
             if run not in (None, "latest") and not folder.name.startswith(str(run)):
-                raise NotARunError(f"{folder} is the run {folder.name!r}, not {run!r}. Give the log folder or no name.")
+                raise NotARunError(
+                    f"{folder} is the run {folder.name!r}, not {run!r}. Give the log folder, or omit --run."
+                )
             return _read_run(folder, folder)
         runs = list_runs(folder)
         if runs:
@@ -168,8 +170,8 @@ def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
     if not names:
         raise NotARunError(f"{folder}: there is no run {wanted!r}. There are: {', '.join(runs)}.")
     raise SeveralRunsError(
-        f"{folder}: there are {len(names)} runs: {', '.join(names)}. Choose one with run={names[-1]!r}, on the command"
-        f' line --run {names[-1]}, or give its path, "{_records_of(folder) / names[-1]}".',
+        f"{folder}: there are {len(names)} runs: {', '.join(names)}. Choose one with --run {names[-1]}"
+        f' (run={names[-1]!r} in Python), or give its path, "{_records_of(folder) / names[-1]}".',
         names,
     )
 

@@ -103,9 +103,10 @@ class RuleChecks:
     def _stop(self) -> None:
         findings, self._stopping = self._stopping, []
         text = "; ".join(map(str, findings)) or "found on another rank, see the error of that rank"
-        remedies = " ".join(dict.fromkeys(f"{finding.remedy}." for finding in findings))
+        remedies = (finding.remedy for finding in sorted(findings, key=lambda finding: len(finding.remedy)))
+        by_beginning = {remedy.partition(". ")[0]: f"{remedy}." for remedy in remedies}  # the longest of similar ones
         raise PrecisionFindingError(
-            f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), findings
+            f"A finding stops the training (on_finding=): {text}. {' '.join(by_beginning.values())}".rstrip(), findings
         )
 
     def _react(self, findings: Sequence[Finding], iteration: int) -> None:

@@ -61,8 +61,8 @@ class Calibration:
         """Raise a CalibrationError if the times were measured on another device."""
         if not device.is_called(self.device):
             raise CalibrationError(
-                f"The table has times measured on {self.device!r}, not on {device.title}. Measure on that device with"
-                " --calibrate, or omit --table."
+                f"The times in the table were measured on {self.device!r}, not on {device.title}. Run --calibrate on"
+                " that device, or omit --table."
             )
 
     def write(self, path: Path) -> None:
@@ -135,7 +135,7 @@ def calibrate(
     measured = Calibration(name, versions) if table is None else table
     if measured.device != name:
         raise CalibrationError(
-            f"The table has times measured on {measured.device!r}; this is {name!r}. Choose another file."
+            f"The table was measured on {measured.device!r}, but this GPU is {name!r}. Choose another file."
         )
     wanted = {key: make for key, make in _wanted(products, device).items() if key not in measured.times}
     for number, (key, make) in enumerate(wanted.items(), 1):

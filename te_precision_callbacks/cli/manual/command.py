@@ -49,7 +49,7 @@ def statistics_command(
     as_json: Json = False,
 ) -> None:
     """List the statistics that features collect: formula, unit, worse direction, and a line for a config."""
-    from te_precision_callbacks.config.problems import suggestion
+    from te_precision_callbacks.config.problems import nearest, suggestion
     from te_precision_callbacks.statistics.names import UnknownStatisticError, named_request, quantized_names
     from te_precision_callbacks.statistics.table import STATISTICS
 
@@ -58,7 +58,10 @@ def statistics_command(
         try:
             request = named_request(label)
         except UnknownStatisticError as error:
-            hint = suggestion(label, [*STATISTICS, *quantized_names()], known_as="The statistics are")
+            hint = (
+                suggestion(label, nearest(label, [*STATISTICS, *quantized_names()]))
+                or " List all: te-precision statistics."
+            )
             raise UnknownStatisticError(f"{error}.{hint}") from None
         features, line = _options(label, request)
         statistic = request.statistic

@@ -68,7 +68,7 @@ class Hole(Judge):
 
 def _in_words(reason: str, exactly: str) -> str:
     text = Reason[reason].value if reason in Reason.__members__ else reason
-    return f"{text} ({exactly})" if exactly and exactly != text else text
+    return exactly or text if exactly in ("", text, "runs inside te.autocast(enabled=False)") else f"{text} ({exactly})"
 
 
 def _is_hole(layer: LayerFacts) -> bool:
@@ -118,7 +118,7 @@ class NoLowPrecision(Judge):
         reasons = Counter(reason for layer in of_te or ran for reason in layer.reasons.values())
         name, exactly = reasons.most_common(1)[0][0]
         reason = Reason[name] if name in Reason.__members__ else Reason.UNKNOWN
-        why = f"{reason.value} ({exactly})" if exactly and exactly != reason.value else reason.value
+        why = _in_words(reason.name, exactly)
         though = f", although {expected}" if expected else ""
         layers = many(len(of_te), "Transformer Engine layer") if of_te else "no Transformer Engine layer"
         seen = f"no product runs in low precision{though}; {layers}: {why}"

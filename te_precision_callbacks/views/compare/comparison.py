@@ -269,10 +269,12 @@ def _layers_apart(first: Side, other: Side) -> str:
     shown = [next(subject.layer for subject in side.series if subject.layer) for side in (first, other)]
     if any(subject.layer in {theirs.layer for theirs in other.series} for subject in first.series if subject.layer):
         return (
-            f"{first.name} and {other.name} have layers, but no statistics in common. Record statistics that do not"
+            f"{first.name} and {other.name} have common layers, but no common statistics. Record statistics that do not"
             f" depend on the recipe, such as std and cur_amax.{notes}"
         )
-    return f"{first.name} and {other.name} share no layer; one has {shown[0]!r}, the other {shown[1]!r}.{notes}"
+    return (
+        f"{first.name} and {other.name} have no common layers: {shown[0]!r} in one, {shown[1]!r} in the other.{notes}"
+    )
 
 
 def _span(side: Side) -> str:
