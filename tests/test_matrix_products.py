@@ -183,7 +183,7 @@ def test_the_operators_that_are_counted_have_these_names() -> None:
         ("aten::mm", (SQUARE, SQUARE), ""),
         ("aten::add", (SQUARE, SQUARE), ""),
         ("aten::_cdist_forward", (SQUARE, SQUARE), "depends on its method"),
-        ("aten::_cudnn_rnn", (SQUARE, SQUARE), "has no counterpart"),
+        ("aten::_cudnn_rnn", (SQUARE, SQUARE), "without an equivalent"),
     ],
 )
 def test_why_an_operator_is_not_counted(operator: str, arguments: tuple[Any, ...], words: str) -> None:

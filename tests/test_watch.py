@@ -374,7 +374,7 @@ def test_a_failure_of_the_watch_does_not_reach_the_training(
     model = Model()
     with watched(tmp_path):
         train(model, sgd(model))
-    assert [record.message.partition(";")[0] for record in caplog.records] == ["The watch has failed and ends"]
+    assert [record.message.partition(";")[0] for record in caplog.records] == ["--watch failed and stops"]
 
 
 def test_an_error_that_the_user_asked_for_ends_the_training(tmp_path: Path) -> None:

@@ -128,7 +128,9 @@ def unsized_shares(
     checkable: list[Share] = []
     for share in contract.share.values():
         left = [*not_counted, *(attention if share.part not in GEMMS else ())]
-        texts = [f"give --batch (batch= in Python) for the sizes of the products of {listed(left)}"] if left else []
+        texts = (
+            [f"the products of {listed(left)} have unknown sizes without --batch (batch= in Python)"] if left else []
+        )
         texts += [f"not counted: {text}" for text in list_uncounted(coverage)]
         if texts:
             findings.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))

@@ -97,7 +97,7 @@ class Finding:
         """The description, with its step if the finding spans several layers or steps."""
         if self.seen_at is None:
             return self.seen
-        where = "in one of them " if len(self.layers) > 1 and self.tensor else ""
+        where = "in one layer " if len(self.layers) > 1 and self.tensor else ""
         spans_others = bool(where) or (self.since, self.until) != (self.seen_at, self.seen_at)
         return f"{where}at step {self.seen_at}, {self.seen}" if spans_others else self.seen
 

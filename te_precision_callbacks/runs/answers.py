@@ -112,7 +112,7 @@ def outcome_notes(run: RecordedRun) -> list[str]:
         return ["The run failed."]
     if ended_from_outside := ended_by(text):
         return [f"The run was ended by {ended_from_outside} after step {step}: the steps until then were checked."]
-    return [f"The run failed after step {step}: {text}."]
+    return [f"The run failed (last step: {step}): {text}."]
 
 
 def _error_at_the_end(run: RecordedRun) -> tuple[str, int]:

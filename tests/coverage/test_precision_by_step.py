@@ -172,7 +172,7 @@ def test_a_judgement_at_the_end_hides_no_error(tmp_path: Path, caplog: pytest.Lo
 def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
     why = {
         "no model": "the session has no model. Call attach",
-        "no training": "the model did not run forward and backward",
+        "no training": "the model did not run a training forward and backward",
     }[how]
     net = TwoLayers()
     session = InspectSession(CONFIG, log_dir=tmp_path, require="fp8 >= 95%")

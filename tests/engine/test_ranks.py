@@ -290,7 +290,7 @@ def test_a_rank_that_misses_a_step_early_mixes_no_batches(two: Ranks, alone: Any
         for step, values in enumerate(expected, start=1):
             assert_equal(rank["steps"][step], values)
     (stated,) = [line for line in first["said"] if "done since the start" in line]
-    assert "done since the start: 4 optimizer steps on rank 0; 5 optimizer steps on rank 1" in stated
+    assert "optimizer steps since the start: 4 optimizer steps on rank 0; 5 optimizer steps on rank 1" in stated
     assert not [line for line in second["said"] if "done since the start" in line]
 
 

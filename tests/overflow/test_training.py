@@ -118,7 +118,7 @@ def test_an_optimizer_of_flat_copies_is_warned_of(caplog: pytest.LogCaptureFixtu
         for _ in range(30):
             step(model, optimizer)
     (record,) = caplog.records
-    assert "call look() of the detector before each of their steps" in record.getMessage()
+    assert "call detector.look() before each of their steps" in record.getMessage()
     caplog.clear()
     with DebugActivationOverflow(model) as watching:
         for _ in range(30):
@@ -286,7 +286,7 @@ def test_the_next_step_raises() -> None:
         ):
             optimizer.step()
         assert isinstance(raised.value.__cause__, LookupError)
-        assert "make no DebugActivationOverflow" in str(raised.value)
+        assert "remove DebugActivationOverflow" in str(raised.value)
         assert watching.reports == 0
         step(model, optimizer)
         with pytest.raises(ActivationOverflowError):

@@ -165,7 +165,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
 def test_what_report_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="report= must be a valid boolean"):
         InspectSession(report="yes")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="records='off' records nothing"):
+    with pytest.raises(OptionError, match="records='off' is set"):
         InspectSession(report=True, records="off")
     monkeypatch.setattr("te_precision_callbacks.options.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"\[report\]"):

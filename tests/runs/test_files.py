@@ -138,10 +138,10 @@ def test_a_resumed_run_replaces_what_was_recorded_from_its_first_step_on(tmp_pat
     ("make", "said"),
     [
         (lambda path: None, "there is no such file or folder"),
-        (Path.mkdir, "no recorded run is in this folder"),
-        (lambda path: (path / "precision_records").mkdir(parents=True), "no recorded run is in this folder"),
+        (Path.mkdir, "no recorded run in this folder"),
+        (lambda path: (path / "precision_records").mkdir(parents=True), "no recorded run in this folder"),
         (lambda path: (path / "nvdlfw_inspect_statistics_logs").mkdir(parents=True), "no recorded run is in this"),
-        (lambda path: path.write_text("x"), "this file is no recorded run"),
+        (lambda path: path.write_text("x"), "this file is not a recorded run"),
     ],
 )
 def test_a_path_that_is_no_run(tmp_path: Path, make: Callable[[Path], object], said: str) -> None:

@@ -225,7 +225,7 @@ def test_a_part_that_is_damaged_stays_and_the_others_are_thinned(
     record(recording, range(300, 2500), truth)
     recording.end(None)
     assert first.exists()
-    assert caplog.text.count("cannot be thinned, and remain") == 1
+    assert caplog.text.count("cannot be downsampled and remain") == 1
     assert size(tmp_path) <= 300_000
     run = open_run(tmp_path)
     assert [note for note in run.notes if f"{first} cannot be read" in note]

@@ -140,7 +140,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 
 def said_of_steps(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for text in said(caplog) if "without a step() of precision debugging" in text]
+    return [text for text in said(caplog) if "without a session step()" in text]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_loop_that_never_steps_is_warned_of_once(
     assert [text.partition(" times")[0] for text in said_of_steps(caplog)] == [
         f"SGD has stepped {at}" for at in warned_at
     ]
-    assert all("Call step() of the session after each step of the optimizer" in text for text in said_of_steps(caplog))
+    assert all("Call session.step() after each optimizer step" in text for text in said_of_steps(caplog))
 
 
 AGAIN, MICRO_BATCHES = (
@@ -210,7 +210,7 @@ def test_a_loop_that_steps_too_often(
             session.step()
     results = [text for text in caplog.messages if text.startswith("step() is called")]
     assert [text.partition(":")[0] for text in results] == [warns] * bool(warns)
-    assert all(f": {len(kinds)} debug iterations for each step" in text for text in results)
+    assert all(f": {len(kinds)} debug iterations per optimizer step" in text for text in results)
     assert (f", {AGAIN}: " in session.findings.summary) == (warns == AGAIN)
 
 
@@ -246,7 +246,7 @@ def test_an_optimizer_of_torch_in_lightning(tmp_path: Path, caplog: pytest.LogCa
     callback = PrecisionDebugCallback(CONFIG)
     lightning.trainer(tmp_path, callbacks=[callback], limit_train_batches=3).fit(Manual(), lightning.loader(3))
     (text,) = said_of_steps(caplog)
-    assert "step the optimizers that self.optimizers() returns" in text
+    assert "step the optimizers from self.optimizers()" in text
 
 
 def test_a_trainer_steps_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,5 +266,5 @@ def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pyte
             session.step()
     assert not session.coverage()
     (text,) = said(caplog)
-    assert text.startswith("In step 0 the optimizer has stepped, but all observed layers are in evaluation mode")
+    assert text.startswith("In step 0 the optimizer stepped, but all observed layers are in evaluation mode")
     assert "call model.train() before the training" in text

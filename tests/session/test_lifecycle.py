@@ -104,7 +104,7 @@ def test_logs_of_an_earlier_session_are_appended_to(tmp_path: Path) -> None:
         run(model(), statistics(), 1, tmp_path, start_step=iteration)
     for folder in ("nvdlfw_inspect_statistics_logs", "nvdlfw_inspect_logs"):
         (path,) = (tmp_path / folder).iterdir()
-        parts = path.read_text().split(f"Here another run begins, of process {os.getpid()}.\n")
+        parts = path.read_text().split(f"Another run starts here (process {os.getpid()}.\n")
         assert len({len(part.splitlines()) for part in parts[:-1]}) == 1
         assert len(parts) == 3
         if "statistics" in folder:
@@ -200,7 +200,7 @@ def test_a_state_that_is_no_sessions_is_refused(state: Any, tmp_path: Path) -> N
 def test_a_session_that_ends_without_a_model_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with InspectSession(statistics(), log_dir=tmp_path):
         train_step(model())
-    assert "has ended without a model, so nothing was observed" in caplog.text
+    assert "ended without a model, so nothing was observed" in caplog.text
 
 
 def test_stop_may_come_twice_or_without_start(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def without_extra_state(weights: State) -> State:
     return {key: value for key, value in weights.items() if not key.endswith("_extra_state")}
 
 
-MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
+MISSING = "No scales and amax histories were restored: the first step uses scales of 1"
 
 
 def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +240,7 @@ def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
         assert model[2].weight._scale_inv.item() != scale
 
     assert findings(resumed(tmp_path, state, recipe, quantized=True, dtype=torch.float32, then=look)) == [
-        "Quantized primary weights came back with other data: they were rounded anew: all 5 layers."
+        "Quantized primary weights came back with other data: they were rounded again: all 5 layers."
     ]
 
 

@@ -340,7 +340,7 @@ def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
     assert len({product.layer for product in of_te}) == 7
     [text] = warnings_of_checkpoints(caplog)
     assert text.startswith("Gradient checkpointing (use_reentrant=True) computes the forward of 7 layers again outside")
-    assert "before the training call model.gradient_checkpointing_enable() and" in text
+    assert "use transformer_engine.pytorch.checkpoint" in text
     assert "(a checkpoint computes it again outside of te.autocast)" in str(coverage)
 
 

@@ -57,10 +57,7 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
     def renamed(name: str) -> str:
         return own + name[len(other) :] if name.startswith(other) else name
 
-    note = (
-        f"{b.path}: layer names start with {other!r}, those of {a.path} with {own!r}; {common[own, other]} layers are"
-        " paired by the rest of their names."
-    )
+    note = f"{common[own, other]} layers are paired without their prefixes: {other!r} in {b.path}, {own!r} in {a.path}."
     tables = {name: _with_layers(getattr(b, name), renamed) for name in _TABLES}
     return replace(b, **tables), note
 
@@ -272,9 +269,7 @@ def _layers_apart(first: Side, other: Side) -> str:
             f"{first.name} and {other.name} have common layers, but no common statistics. Record statistics that do not"
             f" depend on the recipe, such as std and cur_amax.{notes}"
         )
-    return (
-        f"{first.name} and {other.name} have no common layers: {shown[0]!r} in one, {shown[1]!r} in the other.{notes}"
-    )
+    return f"{first.name} and {other.name} have no common layers: one has {shown[0]!r}, the other {shown[1]!r}.{notes}"
 
 
 def _span(side: Side) -> str:

@@ -104,7 +104,7 @@ def first_lines(comparison: Comparison) -> Iterator[str]:
         if lost is not None:
             only = f"at its last logged step, {lost.since}"
             when = f"from step {lost.since} on" if lost.since < lost.until else only
-            alone = f", in {other} it is finite" if lost_there is None else ""
+            alone = f"; in {other} it is finite" if lost_there is None else ""
             yield f"The {loss.name} of {side} is {lost.what} {when}{alone}."
 
 
