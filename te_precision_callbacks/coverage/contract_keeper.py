@@ -261,7 +261,7 @@ def _offenders(coverage: Coverage) -> list[str]:
         share = percent(sum(product.macs for product in products) / whole)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         layers = in_sentence(*dict.fromkeys(product.layer for product in products), most=3)
-        remedy = f" To fix it, {REMEDIES[reason]}." if reason and reason in REMEDIES else ""
+        remedy = f" Remedy: {REMEDIES[reason]}." if reason and reason in REMEDIES else ""
         texts.append(f"- {layers} {gemms}: {share} % in {precision}{f': {why}.{remedy}' if reason else ''}")
     more = len(rows) - _MOST_OFFENDERS
     return [*texts, f"- and {more} more"] if more > 0 else texts

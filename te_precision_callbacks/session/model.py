@@ -48,7 +48,7 @@ from te_precision_callbacks.statistics.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 _FOR_TRAINER = (
-    "To fix it, use transformer_engine.pytorch.checkpoint, as docs/transformers.md shows. Setting only"
+    "Remedy: use transformer_engine.pytorch.checkpoint, as docs/transformers.md shows. Setting only"
     " use_reentrant=False raises a CheckpointError."
 )
 """What makes a checkpoint of the Hugging Face Trainer compute again in low precision."""
@@ -384,7 +384,7 @@ class ObservedModel:
                 in_sentence(*named, most=2),
                 _FOR_TRAINER
                 if self._context.loop.front_door == "transformers"
-                else f"To fix it, {REMEDIES[Reason.RECOMPUTED]}.",
+                else f"Remedy: {REMEDIES[Reason.RECOMPUTED]}.",
             )
 
     # ------------------------------------------------------------------ what Transformer Engine refuses

@@ -104,7 +104,7 @@ def test_logs_of_an_earlier_session_are_appended_to(tmp_path: Path) -> None:
         run(model(), statistics(), 1, tmp_path, start_step=iteration)
     for folder in ("nvdlfw_inspect_statistics_logs", "nvdlfw_inspect_logs"):
         (path,) = (tmp_path / folder).iterdir()
-        parts = path.read_text().split(f"Another run starts here (process {os.getpid()}.\n")
+        parts = path.read_text().split(f"Another run starts here, in process {os.getpid()}.\n")
         assert len({len(part.splitlines()) for part in parts[:-1]}) == 1
         assert len(parts) == 3
         if "statistics" in folder:

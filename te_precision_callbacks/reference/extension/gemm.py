@@ -400,7 +400,7 @@ def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torc
         if sizes[rule.size] % rule.multiple:
             raise ReferenceBackendError(
                 f"GEMM of A {a.shape}{', transposed,' if transa else ''} and B"
-                f" {b.shape}{', transposed,' if transb else ''} in {a.kind}: {rule.size} is {sizes[rule.size]} , but"
+                f" {b.shape}{', transposed,' if transb else ''} in {a.kind}: {rule.size} is {sizes[rule.size]}, but"
                 f" {rule.asked_by} needs a multiple of {rule.multiple}. Pad the operands."
             )
 

@@ -117,8 +117,8 @@ def of_losses(loss: LossComparison) -> Iterator[str]:
     off = f": B differs by {_percent(loss.relative)}" if math.isfinite(loss.relative) else ""
     most = f"; at most {_percent(loss.largest, signed=False)}, at step {loss.largest_at}" if off else ""
     yield (
-        f"{loss.name}, as a running median of {loss.window} of {loss.steps} {what}: from step {loss.stable_since} on"
-        f" {number(loss.a)} and {number(loss.b)}{off}{most if math.isfinite(loss.largest) else ''}."
+        f"{loss.name} in {loss.steps} {what}, as a running median of {loss.window}: from step {loss.stable_since} on"
+        f" {number(loss.a)} in A, {number(loss.b)} in B{off}{most if math.isfinite(loss.largest) else ''}."
     )
     if loss.spike is not None:
         others = "" if loss.spike.steps == 1 else f", the largest of {loss.spike.steps} such steps"
