@@ -162,5 +162,5 @@ def test_scales_are_compared_where_ranks_have_the_same() -> None:
         for rank, scale in ((0, 8.0), (1, 4.0))
     )
     assert [finding.what for finding in compare(before, now).findings] == [
-        "Other scales than in the checkpoint (forward)"
+        "The scales differ from the checkpoint (forward)"
     ]

@@ -88,7 +88,7 @@ def test_the_log_has_every_digit_and_no_exponent(tmp_path: Path, value: float) -
 
 
 def test_a_log_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
-    begins = f"Another run starts here, in process {os.getpid()}."
+    begins = f"Here another run begins, of process {os.getpid()}."
     log_once(tmp_path, 1.0)
     assert log_once(tmp_path, 2.0) == ["1.0", begins, "2.0"]
     path = log_of(tmp_path, 0)

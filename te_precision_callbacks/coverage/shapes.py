@@ -136,8 +136,8 @@ def _describe_refusal(layer: str, first: Refusal, refused: Sequence[Refusal]) ->
     what = " (product of all input dimensions but the last)" if first.dimension == "tokens" else ""
     return (
         f"te-precision-callbacks: the layer {layer!r} cannot run the GEMM {first.gemm}: {first.dimension}{what} is"
-        f" {first.size}, but {first.asked_by} needs a multiple of {first.multiple}. Next size that all GEMMs of the"
-        f" layer support: {works}."
+        f" {first.size}, but must be a multiple of {first.multiple} for {first.asked_by}. Next size that all GEMMs of"
+        f" the layer support: {works}."
     )
 
 

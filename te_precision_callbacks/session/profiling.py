@@ -135,7 +135,7 @@ class Profiling:
         if ran < wanted:
             over = f"ended before iteration {iteration}" if iteration <= asked.last else "started later"
             self._warn(
-                f"profile= asked for {_iterations(asked.first, asked.last)}, but only {ran or 'none'} ran: the run"
+                f"profile= asked for {_iterations(asked.first, asked.last)}, of which {ran or 'none'} ran: the run"
                 f" {over}. Iterations start at 0."
             )
 

@@ -127,7 +127,7 @@ class LogFile:
         self._file = file = claim(self._path)
         self._size = os.fstat(file.fileno()).st_size
         if self._size:
-            mark = f"{time_now()} - INFO - Another run starts here, in process {os.getpid()}.\n".encode()
+            mark = f"{time_now()} - INFO - Here another run begins, of process {os.getpid()}.\n".encode()
             if os.pread(file.fileno(), 1, self._size - 1) != b"\n":  # the earlier process was killed while it wrote
                 mark = b"\n" + mark
             self._write(file, mark)

@@ -109,7 +109,7 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_model_that_was_not_prepared_is_refused() -> None:
     accelerator = Accelerator()
-    with pytest.raises(SessionError, match=r"prepare\(\) was not given this Plain. Make the debugger after"):
+    with pytest.raises(SessionError, match=r"prepare\(\) was not given this Plain. Create the debugger after"):
         PrecisionDebugger(accelerator, Plain())
     prepared(accelerator, Plain())
     with pytest.raises(SessionError, match=r"prepare\(\) was not given this Plain, but another one"):

@@ -85,7 +85,7 @@ def converted(model: torch.nn.Module) -> tuple[Accelerator, torch.nn.Module]:
             ),
             {
                 "blocks.0.0": "16 x 24: 24 is not a multiple of 16",
-                "blocks.0.1.1": "skipped, because blocks.0.0 before it stopped the conversion",
+                "blocks.0.1.1": "skipped, because the conversion stopped at blocks.0.0",
             },
         ),
         (Linear(16, 16), {"Linear": "Accelerate converts the layers inside a model, not the model itself"}),

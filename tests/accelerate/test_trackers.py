@@ -178,7 +178,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     with PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=tmp_path, sinks=[keeper]) as debugger:
         run(accelerator, debugger, *loop)
     assert keeper.iterations == [0, 1, 2]
-    assert caplog.text.count("the server is gone. Training goes on") == 1
+    assert caplog.text.count("the server is gone. Training continues") == 1
 
 
 # --- `accelerate launch` with two processes on the CPU

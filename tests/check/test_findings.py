@@ -159,7 +159,7 @@ def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
     assert (finding.kind, finding.layers) == ("refused", ("0",))
     [finding] = check(model, config, observe="fused").findings
     assert (finding.kind, finding.layers) == ("refused", ())
-    assert "1 cannot be observed on its fused path" in finding.text
+    assert "1 cannot be observed on the fused path" in finding.text
     with pytest.raises(OptionError, match="observe= must be 'debug', 'fused' or 'auto', not 'fast'"):
         check(model, observe="fast")
 

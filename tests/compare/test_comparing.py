@@ -455,7 +455,7 @@ def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, since: i
     for a, b, side, other in ((good, lost, "B", "A"), (lost, good, "A", "B")):
         result = compare(a, b)
         assert result.has_findings
-        assert list(first_lines(result)) == [f"The loss of {side} is nan {when}; that of {other} is not."]
+        assert list(first_lines(result)) == [f"The loss of {side} is nan {when}; in {other} it is finite."]
         assert "inf" not in " ".join(of_losses(result.loss))
         assert (result.loss.spike, result.loss.steps) == (None, since)
     both = compare(lost, lost)

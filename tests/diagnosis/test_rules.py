@@ -175,8 +175,8 @@ RANGES = [
         "nonfinite",
         [ordinary(), INF_EVERYWHERE],
         layers=(),
-        seen="the weights of 20 layers have inf or nan, so the first layer is unknown. It arose in the steps"
-        " 1 to 10: run from step 1 on again to find the layer",
+        seen="the weights of 20 layers have inf or nan, so the first layer is unknown. The values appeared in"
+        " the steps 1 to 10: rerun from step 1 to find the layer",
     ),
     finds("nan in all weights since the begin", "nonfinite", [INF_EVERYWHERE], layers=("h.0.fc1",)),
     finds("a gradient that is all nan, so that its amax is 0", "nonfinite", [ALL_NAN] * 4),

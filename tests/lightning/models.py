@@ -132,7 +132,7 @@ def largest_inputs(log_dir: Path, layer: str = "net.0", rank: int = 0) -> dict[i
 
 
 def _number_lines(log_dir: Path, rank: int) -> list[str]:
-    parts = re.split(r".{23} - INFO - Another run starts here, in process \d+\.\n", log_of(log_dir, rank).read_text())
+    parts = re.split(r".{23} - INFO - Here another run begins, of process \d+\.\n", log_of(log_dir, rank).read_text())
     return parts[-1].splitlines()
 
 

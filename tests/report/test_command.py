@@ -65,7 +65,7 @@ def test_a_page(report: Any, log_dir: Path, tmp_path: Path) -> None:
         (("-o", "new/report.html"), "cannot be written: there is no folder new"),
         (("-o", "."), ". cannot be written: it is a folder. Give the name of a file, such as report.html."),
         (("-o", ""), ". cannot be written: it is a folder."),
-        (("-o", "report.json"), "this is no .json file. Name it report.html"),
+        (("-o", "report.json"), "not a .json file. Name it report.html"),
     ],
 )
 def test_what_there_is_not(

@@ -194,7 +194,7 @@ def test_layer_names_with_any_characters_and_unknown_statistics(tmp_path: Path) 
 
 def test_a_log_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever a piece ends, also in the middle of a character and of a mark."""
-    text = line("\u00e4_weight_max", 0, 1) + "2026-11-22 13:01:44,718 - INFO - Another run starts here, in process 7.\n"
+    text = line("\u00e4_weight_max", 0, 1) + "2026-11-22 13:01:44,718 - INFO - Here another run begins, of process 7.\n"
     text += line("\u00e4_weight_max", 0, 3) + line("\u00e4_weight_max", 1, 4)
     log(tmp_path, text)
     for size in (7, 64, 100, 150, 10_000):

@@ -92,7 +92,7 @@ def test_a_log_folder_that_cannot_be_made_is_said_once(
     assert not any("te-precision report" in record.message for record in caplog.records), "there is no run"
     closing_lines = capfd.readouterr().err
     assert "te-precision: " in closing_lines
-    assert f"  logs: none, since {log_dir} cannot be written to\n" in closing_lines
+    assert f"  logs: none, because {log_dir} cannot be written to\n" in closing_lines
 
 
 def test_a_strict_run_starts_in_no_folder_in_which_nothing_can_be_made(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
         ({"log_dirs": "x"}, "Did you mean 'log_dir'"),
         ({"strict": "yes"}, "strict= must be a valid boolean, not 'yes'"),
         ({"start_step": -1}, "start_step="),
-        ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', or .*, not 'rank1'"),
+        ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', .*, not 'rank1'"),
         ({"statistics_log": "off, 4GiB"}, "statistics_log= must be one of .*, not 'off, 4GiB'"),
         ({"statistics_log": True}, "statistics_log= must be one of .*, not True"),
         ({"sinks": [print]}, "start, write and close"),

@@ -173,7 +173,7 @@ def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
         (["missing"], "no such file"),
         (["."], "no recorded run"),
         (["empty"], "has no records"),
-        (["file", "--follow"], "no recorded run"),
+        (["file", "--follow"], "not a recorded run"),
         (["empty", "--run", "other", "--follow"], "no run 'other'"),
     ):
         with pytest.raises(cli.PrecisionDebugError, match=says):

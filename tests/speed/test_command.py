@@ -279,7 +279,7 @@ def test_a_damaged_trace_is_left_out_where_it_was_not_asked_for() -> None:
 
 def test_a_trace_of_another_model_is_not_compared() -> None:
     Planted().write(write_planted(H100, inside="decoder"))
-    assert any("trace of another model" in note for note in read("speed", "logs")["notes"])
+    assert any("from another model" in note for note in read("speed", "logs")["notes"])
 
 
 def test_a_patch_can_be_copied() -> None:

@@ -201,7 +201,7 @@ def test_advice_names_the_section_and_its_steps() -> None:
         *layer("fc2", 8192, (4096, 4096)),
     ]
     texts = [item.text for item in estimated(products, "", H200, recipe=CURRENT).advice]
-    assert f"fc1 ({ref}): take the GEMM or the layer out of that section" in texts
+    assert f"fc1 ({ref}): remove the GEMM or the layer from that section" in texts
 
 
 def test_advice_is_in_the_order_of_milliseconds() -> None:

@@ -429,8 +429,8 @@ def test_a_run_that_ends_in_a_profile_writes_what_there_is(tmp_path: Path) -> No
     [
         ("7", 0, [], "asked for iteration 7, of which none ran: the run ended before iter"),
         ("1-9", 0, ["000001-000003"], "asked for iterations 1 to 9, of which 3 ran: the run ended before"),
-        ("0-3", 2, ["000002-000003"], "asked for iterations 0 to 3, of which 2 ran: the run began with"),
-        ("0", 2, [], "asked for iteration 0, of which none ran: the run began with a later"),
+        ("0-3", 2, ["000002-000003"], "asked for iterations 0 to 3, of which 2 ran: the run started later"),
+        ("0", 2, [], "asked for iteration 0, of which none ran: the run started later"),
         ("2-3", 0, ["000002-000003"], ""),
     ],
 )

@@ -401,7 +401,7 @@ def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torc
             raise ReferenceBackendError(
                 f"GEMM of A {a.shape}{', transposed,' if transa else ''} and B"
                 f" {b.shape}{', transposed,' if transb else ''} in {a.kind}: {rule.size} is {sizes[rule.size]}, but"
-                f" {rule.asked_by} needs a multiple of {rule.multiple}. Pad the operands."
+                f" must be a multiple of {rule.multiple} for {rule.asked_by}. Pad the operands."
             )
 
 
