@@ -39,7 +39,7 @@ def in_short(speed: StepSpeed) -> str:
 
 def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:
     terminal.show_text(f"{speed.device.title}. Expected times, in milliseconds per step.")
-    columns = ["layer", "tokens x in x out", "recipe", "BF16", "as it runs", "casts"]
+    columns = ["layer", "tokens x in x out", "recipe", "BF16", "as run", "casts"]
     columns += ["measured"] if measured else []
     table = terminal.table(*columns, "times as fast", "result, or reason")
     table.columns[columns.index("recipe")].no_wrap = True

@@ -140,7 +140,7 @@ def theirs() -> Net:
     return Net(lambda net, x: vendor_mm(x, net.weight), weight=torch.nn.Parameter(torch.ones(WIDTH, WIDTH)))
 
 
-UNKNOWN = "vendor::mm gets several floating-point matrices; whether it multiplies them is not known"
+UNKNOWN = "vendor::mm takes several floating-point matrices and may multiply them"
 
 
 def test_an_operator_that_nobody_knows_is_named_and_not_taken_for_one_of_its_name(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
     assert ("finding", 1) in [(row["kind"], row["rank"]) for row in open_run(folder).events.to_pylist()]
     result = CliRunner().invoke(app, ["diagnose", str(folder)])
     assert result.exit_code == 1
-    assert " on rank 1; step 1 does not show it" in " ".join(result.output.split())
+    assert " on rank 1; last step without the problem: 1" in " ".join(result.output.split())
 
 
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
