@@ -107,7 +107,7 @@ def test_no_statistic_is_measured_in_a_capture(cuda: Callable[..., None], caplog
     with caplog.at_level(logging.WARNING):
         note()
         note()
-    assert caplog.text.count("fc1 activation is not measured: a CUDA graph is being captured") == 1
+    assert caplog.text.count("fc1 activation is not measured, because a CUDA graph is being captured") == 1
     assert not engine.has_news
     cuda()
     note()

@@ -426,7 +426,7 @@ def test_an_iteration_that_has_not_run_is_an_error(tmp_path: Path) -> None:
         assert [entry.since for entry in session.precision(at=9)] == [7] * 3
         for at in (6, 10):
             with pytest.raises(
-                PrecisionDebugError, match=rf"at={at}\): this session did not observe that iteration .* 7 to 9"
+                PrecisionDebugError, match=rf"at={at}\): this session did not observe that iteration.* 7 to 9"
             ):
                 session.precision(at=at)
 

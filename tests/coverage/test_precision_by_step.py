@@ -87,9 +87,7 @@ def test_a_satisfied_contract(require: Any, skipped: Collection[int], tmp_path: 
     assert run(tmp_path, require, skipped=skipped) == 5
 
 
-@pytest.mark.parametrize(
-    ("skipped", "judged"), [((1, 2), "2:\n- .*: it is 50.0 %"), (range(30), "12:\n- .*: no such")]
-)
+@pytest.mark.parametrize(("skipped", "judged"), [((1, 2), "2:\n- .*: it is 50.0 %"), (range(30), "12:\n- .*: no such")])
 def test_it_is_judged_on_a_step_with_a_backward(skipped: Collection[int], judged: str, tmp_path: Path) -> None:
     """Batches that the script skips have none. A run without any is judged all the same."""
     with pytest.raises(PrecisionContractError, match=f"after step {judged}"):
@@ -105,8 +103,8 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
     assert lines[0] == "2: The run breaks its precision contract (require=), checked after step 2:"
     assert lines[1] == "- fp8 >= 95%: it is 50.0 %."
     assert lines[3] == (
-        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. To change that, use a"
-        " layer of Transformer Engine in its place, such as te.Linear, where there is one."
+        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. Remedy: replace it"
+        " with a Transformer Engine layer, such as te.Linear, if one exists."
     )
 
 
@@ -151,7 +149,9 @@ def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_loop_calls_no_step_is_judged_at_its_end(tmp_path: Path) -> None:
-    with pytest.raises(PrecisionContractError, match=r"checked at the end of the run, without any step\(\):\n.*it is 50.0 %"):
+    with pytest.raises(
+        PrecisionContractError, match=r"checked at the end of the run, without any step\(\):\n.*it is 50.0 %"
+    ):
         run(tmp_path, "fp8 >= 95%", calls_step=False)
 
 
@@ -309,8 +309,8 @@ def test_a_backward_that_comes_after_many_skipped_batches(tmp_path: Path) -> Non
     session = InspectSession(CONFIG, log_dir=tmp_path / "none")
     of_steps(session, steps=13, skipped=range(13))
     assert str(session.coverage()) == (
-        "FP8 in 50.0 % of the multiply-adds (fprop 50.0); 50.0 % in FP32: head (not a TE layer); no product of a"
-        " backward has been seen, so these are those of a forward alone"
+        "FP8 in 50.0 % of the multiply-adds (fprop 50.0); 50.0 % in FP32: head (not a TE layer); no backward has"
+        " run, so only products of the forward are counted"
     )
     session = InspectSession(CONFIG, log_dir=tmp_path / "two")
     assert of_steps(session, steps=15, skipped=range(13)) == {ONE_LAYER_OF_TE}

@@ -426,7 +426,7 @@ def test_abort_after_a_batch(steps: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     DebugActivationOverflow(model, abort_after_batch=2)
     done = 0
-    with pytest.raises(AbortAfterBatch, match=r"after batch 2, as abort_after_batch=2 asks") as raised:
+    with pytest.raises(AbortAfterBatch, match=r"after batch 2, as set by abort_after_batch=2") as raised:
         for _ in range(10):
             model(torch.ones(1)).sum().backward()
             if steps:

@@ -477,7 +477,7 @@ def test_a_gradient_that_is_not_finite_at_any_scale() -> None:
     half = Half()
     model = Function(lambda x: NanBackward.apply(half(x)), half=half)  # type: ignore[no-untyped-call]
     optimizer, scaler = OPTIMIZERS["sgd"](model.parameters()), scaler_of(scale=2.0**4)
-    with pytest.raises(ActivationOverflowError, match=r"The loss was scaled by only 1, so the scale is not") as raised:
+    with pytest.raises(ActivationOverflowError, match=r"The loss scale is only 1, so it is not") as raised:
         with DebugActivationOverflow(model):
             plain(model, optimizer, scaler, 20)
     assert (raised.value.batch, scaler.get_scale()) == (4, 1.0)
