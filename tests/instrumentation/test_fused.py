@@ -248,7 +248,7 @@ def test_auto_takes_the_fused_path_where_it_can(
     assert text.startswith('observe="auto": 1 of 2 modules with features are observed on the fused path.')
     assert "0: LogTensorStats: output of LayerNormMLP never exists" in text
     options = {"log_dir": tmp_path, "features": [Mine], "observe": "fused"}
-    with pytest.raises(ConfigError, match="Mine, a feature of your own"):
+    with pytest.raises(ConfigError, match="your own feature Mine"):
         InspectSession({"s": feature("Mine", ["all"])}, model=net, **options).start()
 
 

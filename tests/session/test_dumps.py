@@ -401,5 +401,5 @@ def test_wrong_options_are_told_once_and_training_goes_on(
         assert logged.iterations("linear_activation_max") == [0, 1, 2], "other features act"
         (message,) = messages(caplog, "DumpTensors", level=logging.ERROR)
         assert words in message
-        assert message.endswith("Nothing is dumped by these options. Training continues.")
+        assert message.endswith("Nothing is dumped with these options. Training continues.")
         assert not files(tmp_path)
