@@ -374,8 +374,9 @@ class ScriptWatch:
 
 
 def name_of_stage(stage: Any) -> str:
-    """Return a prefix for the layers of a pipeline's later stage, unless they are numbered in the whole model: layers of
-    the same name on different ranks would be merged.
+    """Return a prefix for the layers of a pipeline's later stage, unless the whole model numbers them.
+
+    Layers of the same name on different ranks would be merged.
     """
     names = [name.split(".") for name, _ in stage.submod.named_modules()]
     numbers = [next((int(part) for part in parts if part.isdigit()), -1) for parts in names]

@@ -335,7 +335,7 @@ class ParameterWatch:
         gap.ran = False
 
     def _watch_clearing(self, optimizer: Optimizer, held: list[_Held]) -> None:
-        """Check, until the optimizer steps again, whether the gradient of one matrix is cleared before others arrive."""
+        """Check, until the optimizer steps again, whether a matrix's gradient is cleared before others arrive."""
         matrices = [
             entry.parameter
             for entry in held
