@@ -66,7 +66,7 @@ class DebugRefusal:
 
     @property
     def known(self) -> str:
-        return "before the first step" if self.of_module or self.of_effects else "in the forward that has it"
+        return "before the first step" if self.of_module or self.of_effects else "in the first affected forward"
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"
