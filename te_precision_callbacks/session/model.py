@@ -340,8 +340,8 @@ class ObservedModel:
                 )
             else:
                 remedy = (
-                    "runs in training mode with gradients, but no optimizer has its parameters, so it is not observed. If"
-                    " it should not train, call its eval(), or use torch.no_grad()."
+                    "runs in training mode with gradients, but no optimizer has its parameters, so it is not observed."
+                    " If it should not train, call its eval(), or use torch.no_grad()."
                 )
             logger.warning("%s %s", names, remedy)
 
