@@ -254,7 +254,7 @@ def test_a_lightning_module_without_steps(tmp_path: Path) -> None:
     callback = PrecisionDebugCallback(CONFIG, log_dir=tmp_path)
     lightning.trainer(tmp_path, callbacks=[callback]).fit(WithoutSteps(), lightning.loader(3))
     assert "no step was counted" in callback.session.findings.summary
-    assert "step the optimizers that self.optimizers() returns" in callback.session.findings.summary
+    assert "step the optimizers from self.optimizers()" in callback.session.findings.summary
 
 
 class Manual(lightning.Plain):

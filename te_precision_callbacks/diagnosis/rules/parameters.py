@@ -209,7 +209,7 @@ RULES = (
         id="kept-gradient",
         title="gradients are not cleared between optimizer steps",
         subject="model",
-        needs="3 sampled steps of an optimizer of torch.optim's class, each followed by a backward",
+        needs="3 sampled steps of a torch.optim optimizer, each followed by a backward",
         collect=_COLLECT,
         condition=(
             "the gradient of one matrix for each optimizer is not 0 each time that another is added to it between two"
