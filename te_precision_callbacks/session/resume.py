@@ -217,7 +217,7 @@ class ResumeAudit:
         event = Event("resume_audited", str(report), self._context.iteration, severity, phase="checkpoint")
         self._context.events.append(event)
         if not report.findings:
-            logger.debug("The resume restored the low-precision state of the checkpoint of iteration %d.", report.iteration)
+            logger.debug("The resume restored the FP8 state of the checkpoint of iteration %d.", report.iteration)
             return
         if self._context.options.strict:
             raise ResumeAuditError(f"{report}\n{_REMEDY}")
