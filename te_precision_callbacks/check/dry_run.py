@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
 from te_precision_callbacks.check.findings import listed
-from te_precision_callbacks.coverage.matrix_products import causal_share, share_left
+from te_precision_callbacks.coverage.matrix_products import attention_mask_share, causal_share
 from te_precision_callbacks.coverage.micro_batches import leaves
 from te_precision_callbacks.coverage.planned_products import Ran, gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
@@ -299,7 +299,7 @@ class _StandIns:
         result = self._own(query, call_own, lambda: query.new_empty(*query.shape[:-2], heads * size))
         sizes = AttentionSizes.of(query, key, value, form)
         masked = {name: getattr(module, name) if given[name] is None else given[name] for name in _OF_MASK}
-        share = share_left({**masked, "qkv_format": form}, sizes.rows, sizes.columns)
+        share = attention_mask_share({**masked, "qkv_format": form}, sizes.rows, sizes.columns)
         if _counts():
             self._products.see_attention(layer, sizes, *forward, kernel, mask_share=share)
 

@@ -15,7 +15,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import Converted
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
 from te_precision_callbacks.coverage.coverage import Product, Reason, percent
-from te_precision_callbacks.coverage.gemm_precision import in_short
+from te_precision_callbacks.coverage.gemm_precision import format_operands
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.memory import show as show_memory
 
@@ -155,7 +155,7 @@ def _formats(row: PlannedLayers, gemm: GemmName) -> str:
 
 
 def _text(product: Product) -> str:
-    return f"not run: {product.not_run}" if product.not_run else in_short(product.operands)
+    return f"not run: {product.not_run}" if product.not_run else format_operands(product.operands)
 
 
 def as_json(

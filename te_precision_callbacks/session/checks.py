@@ -176,8 +176,8 @@ class ContractCheck:
         results, keeper = self._results, self.keeper
         if self._shares_left:
             own = results.coverage_at(iteration)
-            shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
-            results.coverage.put_of_ranks(shared)
+            shared = Coverage(shared_products(own, self._ranks, "products of the first step", mean=True))
+            results.coverage.put_other_ranks(shared)
             is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step", bool))
             is_over = is_over or not self._ranks.are_together  # ranks that are apart share nothing again
             self._shares_left = 0 if is_over else self._shares_left - 1

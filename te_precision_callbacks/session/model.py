@@ -134,7 +134,7 @@ class NamedLayers:
         return {**self._attentions, **operations}
 
     @property
-    def of_other_ranks(self) -> list[Layer]:
+    def other_ranks_products(self) -> list[Layer]:
         return [layer for layer in self.of_all if layer.name not in self.names]
 
     def attach(self, model: Model, ranks: Ranks) -> None:

@@ -21,7 +21,7 @@ from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage import operator_products as products_module
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.marks import NodesOfProducts
-from te_precision_callbacks.coverage.matrix_products import causal_share, share_left
+from te_precision_callbacks.coverage.matrix_products import attention_mask_share, causal_share
 from te_precision_callbacks.coverage.micro_batches import ModelCalls
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
@@ -473,7 +473,7 @@ def test_a_causal_mask(rows: int, columns: int) -> None:
     ],
 )
 def test_the_masks_of_transformer_engine(given: dict[str, Any], share: float | None) -> None:
-    assert share_left(given, 4, 4) == share
+    assert attention_mask_share(given, 4, 4) == share
 
 
 SHAPE = (128, 2, 4, 32)
