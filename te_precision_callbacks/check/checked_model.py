@@ -300,8 +300,8 @@ class _Check:
         return replace(planned, notes=(*planned.notes, note))
 
     def _apply_rules(self, coverage: Coverage) -> None:
-        facts = Facts.of_plan(coverage, recipe_text(self._recipe), ignored_arguments([self._recipe]))
-        for finding in Diagnosis().know(facts, 0):
+        facts = Facts.from_plan(coverage, recipe_text(self._recipe), ignored_arguments([self._recipe]))
+        for finding in Diagnosis().set_facts(facts, 0):
             text = f"{finding.subject}: {finding.seen}. {finding.remedy} ({finding.rule})."
             if finding.severity == "note":
                 self._notes.append(text)

@@ -59,7 +59,7 @@ class RuleChecks:
 
     def facts(self, facts: FactTables, iteration: int) -> None:
         known = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
-        self._react(self._diagnosis.know(known, iteration), iteration)
+        self._react(self._diagnosis.set_facts(known, iteration), iteration)
 
     def scalars(self, scalars: Scalars) -> None:
         """Check the trainer's scalars; a finding of another rank than 0 names that rank."""
