@@ -27,7 +27,7 @@ from te_precision_callbacks.views.compare.wording import (
     times,
 )
 from te_precision_callbacks.views.report.data import finding_on_page
-from te_precision_callbacks.views.report.packing import PackedArrays, steps_between
+from te_precision_callbacks.views.report.packing import PackedArrays, narrow, steps_between
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
 from te_precision_callbacks.views.report.subjects import Subjects, layer_name
 
