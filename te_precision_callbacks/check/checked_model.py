@@ -54,7 +54,10 @@ from te_precision_callbacks.speed.memory import Memory, plan_memory
 
 
 class ActingFeature(NamedTuple):
-    """A feature that acts on a layer, on some tensors or GEMMs (empty for all), in steps such as ``every step``."""
+    """A feature that acts on a layer.
+
+    ``on``: the tensors or GEMMs; empty for all. ``steps``: text, such as ``every step``.
+    """
 
     feature: str
     section: str
@@ -71,17 +74,17 @@ class CheckedModel:
 
     Attributes:
         coverage: the planned matrix products of a step, with ``runs="planned"``.
-        recipe: its name; empty for none.
-        tokens: the tokens of a step on this rank; without them, multiply-adds are for one token, or for the batch.
+        recipe: its name; empty without a recipe.
+        tokens: the tokens of a step on this rank; if None, multiply-adds are for the batch, or else for one token.
         layers: the number of layers of Transformer Engine that a config can select.
         features: layer -> the features that act on it.
         findings: problems.
         notes: possible mistakes that are not errors.
-        not_counted: modules with a weight and without a planned product.
-        not_reached: with a batch, what the forward does not call.
+        not_counted: modules with a weight but without a planned product.
+        not_reached: with a batch, layers and modules that the forward does not call.
         memory: the planned memory, if requested.
         attention: without a batch, the modules of attention, which are not planned.
-        spans: steps with another set of GEMMs in high precision -> their products.
+        spans: steps with a different set of GEMMs in high precision -> their products.
     """
 
     coverage: Coverage
@@ -112,28 +115,28 @@ def check_model(
     allow_unmatched: bool = False,
     memory: bool = False,
 ) -> CheckedModel:
-    """Plan a training step of a model, without running it. Nothing of the model changes.
+    """Plan a training step of a model, without running it or changing it.
 
-    With a batch, forward and backward are called once for the sizes of all products, on the model's device; layers of
-    Transformer Engine quantize nothing in it. On ``meta`` nothing is computed.
+    With a batch, forward and backward are called once, on the model's device, for the sizes of all products. Layers of
+    Transformer Engine do not quantize in this dry run. On ``meta`` nothing is computed.
 
     Args:
         model: on any device, also on ``meta``.
         recipe: ``auto``, Transformer Engine's default recipe for the GPU; ``none``; one of
             :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; or one of Transformer Engine's recipe objects.
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
-        batch: the arguments of the model's forward, instead of ``tokens``: a tensor, a mapping of keywords, or a tuple
-            of positional arguments. Tensors are copied to the model's device.
+        batch: the arguments of the model's forward, instead of ``tokens``: a tensor, a mapping of keyword arguments, or
+            a tuple of positional arguments. Tensors are copied to the model's device.
         require: a contract, as for an integration. A clause that is broken, or cannot be checked, is a finding.
         observe: the path of observed layers, as for an integration.
         unconverted: for a model converted by Accelerate, the skipped layers with reasons, from
             ``te_precision_callbacks.accelerate.unconverted_layers(model)``.
-        allow_unmatched: a section that matches no layer is a note and not a finding.
+        allow_unmatched: a section that matches no layer is a note, not a finding.
         memory: whether to plan memory too; ``tokens`` then refers to one forward.
 
     Raises:
         ConfigError: ``require`` is not a contract, or has a pattern that matches no layer.
-        RecipeError: there is no such recipe, or the GPU does not support it.
+        RecipeError: the recipe is unknown, or the GPU does not support it.
         OptionError: ``tokens`` is not positive, or given with a batch; ``observe`` is not a valid path.
         BatchError: the forward or backward fails with ``batch``.
     """

@@ -174,7 +174,7 @@ def check_command(
 
     target = None if device is None else device_named(device)
     if target is not None and recipe is not None and recipe in RECIPES:
-        target.check_recipe(recipe)  # which says what to do for this device
+        target.check_recipe(recipe)  # its error names a recipe for this device
     with gathered_warnings() as more, without_collections():
         checked, made_on, converted = _checked(
             model,
@@ -209,7 +209,7 @@ def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
     from te_precision_callbacks.config import ConfigError, load_config
 
     if not Path(path).expanduser().is_file():
-        load_config(path)  # whose error is one of use
+        load_config(path)  # raises the error for a missing file
     try:
         with gathered_warnings() as warnings:
             return load_config(path), warnings
@@ -239,7 +239,7 @@ def _checked(
     from te_precision_callbacks import reference
     from te_precision_callbacks.reference import target
 
-    emulated = None  # the environment may have chosen one
+    emulated = None  # from the environment variable, if set
     if capability is not None and not (reference.is_installed() or os.environ.get(target.ENVIRONMENT_VARIABLE)):
         emulated = max((other for other in target.ALLOWED if other <= capability), default=target.DEFAULT)
     reference.install_where_needed(emulated)
@@ -255,7 +255,7 @@ def _checked(
     notes: tuple[str, ...] = ()
     if convert is not None:
         recipe, notes = recipe_of_accelerate(recipe)
-    recipe_named(recipe)  # a wrong name is reported before a model is made
+    recipe_named(recipe)  # reports an unknown name before building a model
     with named_as({"observe": "--observe", "require": "--require"}):
         check_value("observe", observe)
         contract = read_contract(require)
@@ -286,7 +286,7 @@ def _planned(
     except (ConversionError, NotOnMetaError):
         if device != "meta":
             raise
-        return _planned(spec, convert, check, on_meta=False)  # which shows whether it is the meta device's fault
+        return _planned(spec, convert, check, on_meta=False)  # retry on the CPU, since the meta device may be the cause
     return checked, device, converted
 
 

@@ -1,10 +1,10 @@
-"""Calls a model's forward and backward once, only for the sizes of its matrix products.
+"""Dry run: calls a model's forward and backward once, only for the sizes of its matrix products.
 
-A model on the meta device runs there, where tensors have shapes and no values. Nothing of the model changes.
+A model on the meta device runs there, where tensors have shapes but no values. The model is not changed.
 
-While the forwards of Transformer Engine's modules are replaced, these classes report their GEMMs and attention, with
-their backward, and quantize nothing. On the meta device a result has the right shape. On any other device the module
-computes it in high precision, in which GEMMs accept any shape. Read from Transformer Engine 2.20.2: the forwards of
+Stand-ins replace the forwards of Transformer Engine's modules. They report GEMMs and attention, with their backward,
+and do not quantize. On the meta device, results only have the right shape. On other devices, modules compute in high
+precision, which supports all shapes. Read from Transformer Engine 2.20.2: the forwards of
 ``pytorch/module/{linear,layernorm_linear,layernorm_mlp,grouped_linear}.py`` and of ``DotProductAttention``.
 """
 
@@ -39,17 +39,17 @@ _NAMED = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 
 
 class NotOnMetaError(BatchError):
-    """A forward failed on the meta device, which may be the device's fault."""
+    """A forward failed, possibly because it ran on the meta device."""
 
 
 def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: Any) -> Ran:
-    """Call a model with a batch, inside of ``te.autocast`` with a recipe, and run the backward of its loss.
+    """Call a model with a batch, inside ``te.autocast`` with a recipe, and run the backward of its loss.
 
-    The loss is the ``loss`` of the result, or the sum of everything in it that needs a gradient.
+    The loss is ``loss`` of the result, or the sum of all tensors in it that need a gradient.
 
     Raises:
-        BatchError: the model is not one module, the batch has another type, or the forward or backward raises.
-        NotOnMetaError: the same on the meta device.
+        BatchError: the model is not a single module, the batch has the wrong type, or the forward or backward raises.
+        NotOnMetaError: the forward or backward raises on the meta device.
     """
     import transformer_engine.pytorch as te
 
@@ -99,7 +99,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
 
 
 class _Masks(TorchFunctionMode):
-    """Notes the masks of torch's attention, which has no operator on the meta device."""
+    """Notes the masks of torch's attention, which is not a single operator on the meta device."""
 
     def __init__(self, products: ModelProducts) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class _StandIns:
         if module.sequence_parallel:
             raise NotImplementedError(f"{type(module).__name__} with sequence_parallel=True cannot be planned so")
         columns = layer_features(module)[0][0]
-        if not inp.dim() or inp.shape[-1] != columns:  # which the meta device would accept
+        if not inp.dim() or inp.shape[-1] != columns:  # the meta device would accept it
             name = layers[0] if layers else type(module).__name__
             raise TypeError(
                 f"{name!r} takes an input whose last dimension is {columns}, not one of shape {list(inp.shape)}"
@@ -310,7 +310,7 @@ class _StandIns:
 
 
 def _counts() -> bool:
-    """Return whether a forward is one of training, and not recomputed by an activation checkpoint."""
+    """Return whether a forward belongs to training, and is not recomputed by an activation checkpoint."""
     return not in_backward() and not in_evaluation()
 
 
@@ -376,9 +376,7 @@ def _operands(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _attention_formats(dtype: torch.dtype, *, in_high: bool) -> tuple[str, _Formats, _Formats]:
-    """The kernel of attention, and the formats of the operands of ``qk`` and ``pv`` in the forward and in the
-    backward.
-    """
+    """Return the kernel of attention, and the formats of the operands of ``qk`` and ``pv`` in forward and backward."""
     recipe, high = recipe_now(), dtype_name(dtype)
     same: _Formats = (high, high), (high, high)
     if recipe is None or not recipe.fp8_dpa:

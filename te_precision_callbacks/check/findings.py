@@ -40,8 +40,8 @@ class PlanFinding:
         kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers that
             no feature can act on; ``recipe``, a recipe that does not fit; ``shape``, unsupported sizes of a GEMM;
             ``high_precision``, nothing runs in low precision; ``rule``, a finding of a rule; ``not_sized``, modules
-            that need a batch; ``contract``, a contract that the plan breaks or cannot show.
-        text: the message, with the layers' names in short.
+            that need a batch; ``contract``, a contract that the plan breaks or cannot check.
+        text: the message, with abbreviated names of layers.
         layers: the affected layers.
     """
 
@@ -73,11 +73,11 @@ def find_shape_problems(
     tokens: int | None = None,
     tokens_of: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[PlanFinding]:
-    """Sizes and dtypes that GEMMs in low precision do not support.
+    """Find sizes and dtypes that GEMMs in low precision do not support.
 
     Args:
-        tokens: the tokens of a step; None skips checks of tokens. They are also skipped for a layer that shares the
-            tokens with others, since a router decides its share.
+        tokens: the tokens of a step; None skips checks of tokens. They are also skipped for experts, since a router
+            decides their share of the tokens.
         tokens_of: layer -> the tokens of each of its calls, instead of ``tokens``.
     """
     from transformer_engine.pytorch.utils import get_device_compute_capability
@@ -121,8 +121,9 @@ def not_sized(modules: Sequence[str]) -> PlanFinding:
 def unsized_shares(
     contract: Contract, coverage: Coverage, not_counted: Sequence[str], attention: Sequence[str]
 ) -> tuple[list[PlanFinding], Contract]:
-    """The shares of a contract that the plan cannot show, as findings, and the contract without them. Modules of
-    attention, which are not planned, have no fprop, dgrad and wgrad.
+    """Return findings for the shares of a contract that the plan cannot check, and the contract without them.
+
+    ``attention``: modules that are not planned; they affect only shares that are not of fprop, dgrad or wgrad.
     """
     findings: list[PlanFinding] = []
     checkable: list[Share] = []

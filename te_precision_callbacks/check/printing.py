@@ -30,9 +30,9 @@ class PlannedLayers:
     """Layers with the same plan.
 
     Attributes:
-        gemms: GEMM, ``lookup``, ``qk``, ``pv`` or ``other`` -> its product in the first of the layers. The last three
-            are followed by ``backward`` for products of the backward.
-        macs: the multiply-adds of all of them in a step.
+        gemms: GEMM, ``lookup``, ``qk``, ``pv`` or ``other`` -> its product in the first layer. ``backward`` is appended
+            to the last three for products of the backward.
+        macs: the multiply-adds of all layers in a step.
     """
 
     layers: tuple[str, ...]
@@ -46,7 +46,7 @@ class PlannedLayers:
 
     @property
     def why(self) -> str:
-        """The reasons for high precision, except features. A reason that does not hold for all GEMMs names them."""
+        """The reasons for high precision, except features; with the GEMMs, unless a reason holds for all."""
         by_reason: dict[str, list[str]] = {}
         for gemm, product in self.gemms.items():
             if product.reason not in (None, Reason.SECTION):
@@ -144,7 +144,7 @@ def _cells(row: PlannedLayers, whole: int) -> list[Text]:
 
 
 def _formats(row: PlannedLayers, gemm: GemmName) -> str:
-    """The formats of a GEMM. The column ``fprop`` also has products without a weight; ``dgrad``, their backward."""
+    """The formats of a GEMM. Products without a weight are in the column ``fprop``, their backward in ``dgrad``."""
     if gemm in row.gemms or gemm == "wgrad":
         return _text(row.gemms[gemm]) if gemm in row.gemms else ""
     behind = " backward" if gemm == "dgrad" else ""

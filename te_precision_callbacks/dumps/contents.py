@@ -74,7 +74,7 @@ class Dump:
         """
         devices = {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}
         tensors = {name: _snapshot(tensor) for name, tensor in self.tensors.items()}
-        # After all copies: the writer's thread reads them on another stream.
+        # Events after all copies, since the writer's thread waits for them.
         events = []
         for device in devices:
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -181,9 +181,9 @@ def record_of(
     """Create a record of a GEMM.
 
     Args:
-        gemm: its description, with the tensors and directions of its operands, but without the contents.
+        gemm: its description, with the tensors and directions of its operands, but without their contents.
         operands: "a" and "b" -> the plain or quantized operand, and the tensor before quantization, if any.
-        out, before, bias: the result, the tensor that it was added to, and the bias.
+        out, before, bias: the result, the tensor that the product was added to, and the bias.
 
     Raises:
         DumpError: an operand or the result is of a kind that cannot be dumped.
@@ -304,7 +304,7 @@ def kind_is_known(tensor: Any) -> bool:
 
 
 def _plain(tensor: Any) -> torch.Tensor:
-    # Subclasses that hold other tensors: of Transformer Engine, DTensor, ...
+    # Subclasses that wrap other tensors: Transformer Engine's, DTensor, ...
     holds_others = hasattr(tensor, "_quantizer") or hasattr(tensor, "__tensor_flatten__")
     if not isinstance(tensor, torch.Tensor) or holds_others or tensor.layout is not torch.strided or tensor.is_meta:
         raise DumpError(
@@ -328,7 +328,7 @@ def _quantized(
     directions: dict[bool, Direction] = {}
     for columnwise, source in ((False, of_rows), (True, of_columns)):
         part = None if source is None else stored(source, columnwise=columnwise)
-        # Per-tensor FP8 data in one layout serve both directions, and are written once.
+        # Per-tensor FP8 data in one layout serve both directions; write them once.
         if part is None or (part.mode == PER_TENSOR and of_rows is of_columns and part.transposed is not columnwise):
             continue
         directions[columnwise], of_direction = _internals(part, one_object=of_rows is of_columns)
@@ -340,7 +340,7 @@ def _quantized(
     if isinstance(quantized, torch.Tensor):
         shape = tuple(quantized.shape)
     elif before is not None and leads_to(before, shape):
-        shape = before  # a storage with columnwise data only may know a matrix
+        shape = before  # a storage with columnwise data only may have merged leading dimensions
     described = Quantized(
         class_name=class_name,
         shape=shape,

@@ -91,8 +91,8 @@ class DumpComparison:
 def compare(a: Dump, b: Dump | None = None) -> DumpComparison:
     """Compare two dumps: the high-precision tensors, and each direction of the quantized tensors.
 
-    A dump of columnwise NVFP4 data alone may have only a matrix: leading dimensions of the other tensor are merged. If
-    one dump has only a high-precision tensor and the other only a quantized tensor, these are compared.
+    A dump with only columnwise NVFP4 data may be a matrix; leading dimensions of the other tensor are then merged. If
+    one dump has only a high-precision tensor and the other only a quantized tensor, these two are compared.
 
     Args:
         a: the reference: the signal of the SQNR.
@@ -227,14 +227,14 @@ def _words(part: Stored) -> str:
 
 def _internals(a: Stored, b: Stored) -> Internals:
     ours, theirs = (unpacked(part.codes) if part.element_format.bits == 4 else part.codes for part in (a, b))
-    # As bits: a NaN is itself.
+    # Compared as bits, so that NaN equals NaN.
     factors = [part.factors().contiguous().view(torch.int32) for part in (a, b)]
     return Internals(factors[0].numel(), int((ours != theirs).sum()), int((factors[0] != factors[1]).sum()))
 
 
 def tensor_numbers(dump: Dump) -> list[dict[str, Any]]:
-    """Summarize each tensor of the dump; extremes and mean are of finite elements, nan without any. Packed FP4 codes
-    and E8M0 bytes are integers from 0 to 255.
+    """Summarize each tensor of the dump. Extremes and mean are of finite elements; nan without any. Packed FP4 codes
+    and E8M0 scales are summarized as bytes.
     """
     return [_tensor(name, tensor) for name, tensor in sorted(dump.tensors.items())]
 

@@ -2,7 +2,7 @@
 
 Files are written atomically. A killed process may leave a hidden file that ends with ``.incomplete``.
 
-safetensors 0.8 and later write from the tensors' memory and release the GIL, so training goes on.
+safetensors 0.8 and later write directly from the tensors' memory and release the GIL, so training continues.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def save(
     """Write a tensor to a file atomically.
 
     Args:
-        tensor: a quantized tensor of Transformer Engine, or its storage class, with scales in any layout, swizzled too;
-            or a plain tensor.
+        tensor: a quantized tensor of Transformer Engine, or its storage class, with scales in any layout, even
+            swizzled; or a plain tensor.
         path: the file. Its folder is created if missing; an existing file is replaced.
         high_precision: ``tensor`` before quantization, for the same file.
-        layer: for the header, as ``tensor_name``, ``iteration``, ``micro_batch`` and ``rank``.
+        layer, tensor_name, iteration, micro_batch, rank: for the header.
         recipe: the recipe, as an object or text.
         internals: add decoded tensors: unpacked FP4 values, scales as float32.
 
@@ -120,8 +120,8 @@ def write(dump: Dump, path: str | os.PathLike[str]) -> int:
 def write_new(dump: Dump, folder: Path) -> int:
     """Write a dump to a folder under a free name, even if other processes write there, and return the size in bytes.
 
-    The name has the layer, the tensor, and from the second micro-batch on its number; ``.1``, ``.2`` and so on are
-    appended if the name exists. Raises DumpError.
+    The name has the layer, the tensor, and the number of the micro-batch, except for the first one. ``.1``, ``.2``, ...
+    is appended if the name exists. Raises DumpError.
     """
     header = dump.header
     parts = [_UNSAFE.sub("_", name).lstrip(".")[:_LONGEST_LAYER] for name in (header.layer, header.tensor)]
@@ -185,7 +185,7 @@ def load(path: str | os.PathLike[str]) -> Dump:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; errors in the block mean that the file is not a dump."""
+    """Open a safetensors file; errors within the ``with`` block become NotADumpError."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

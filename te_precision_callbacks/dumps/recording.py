@@ -164,9 +164,10 @@ class Recorder:
         return [written.popleft() for _ in range(len(written))]
 
     def close(self, *, decides: bool = True) -> None:
-        """End the run: write or drop held dumps, and wait until all are written, or until the disk no longer responds,
-        which is logged. Closing twice does nothing. ``decides=False`` drops held dumps without reading their conditions
-        from a device.
+        """End the run: write or drop held dumps, and wait for the writer. Can be called twice.
+
+        A disk that does not respond is logged. ``decides=False`` drops held dumps without reading their conditions from
+        a device.
         """
         self._follow_fork()
         if self._closed:
@@ -222,7 +223,7 @@ class Recorder:
             )
             return
         if self._at_exit is None:
-            # Also called at the end of a spawned process, unlike atexit functions.
+            # Unlike atexit functions, it is also called at the end of a spawned process.
             self._at_exit = Finalize(None, self.close, exitpriority=90)
         key = (seen.layer, seen.tensor, id(wanted))
         micro_batch = self._micro_batches.get(key, 0)
@@ -237,7 +238,7 @@ class Recorder:
             if dump is None:
                 return
             if held is None:
-                if wanted.conditions:  # NONFINITE on the CPU is known at once
+                if wanted.conditions:  # on the CPU, NONFINITE is evaluated immediately
                     self._nonfinite.append(seen.iteration)
                 self._writer.wait_for_room(dump.nbytes, wanted.limits)
                 self._writer.put(Job(dump.copied(), wanted.limits))
@@ -388,9 +389,8 @@ def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
 
 
 def _quantized_form(watched: Watched) -> tuple[Any, Any]:
-    """Return the quantized tensor, and the object with its columnwise data if that is a separate one.
-
-    A GEMM in high precision reads the tensor itself, which is not quantized.
+    """Return the quantized tensor, and the object with its columnwise data if that is a separate object; None if the
+    GEMM runs in high precision.
     """
     operands = (watched.rowwise, watched.columnwise)
     became = [operand for operand in operands if operand is not None and not _is_values(watched.values, operand)]

@@ -40,17 +40,17 @@ from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.gemm_error.codes import check_codes, rules_of
 from te_precision_callbacks.gemm_error.factors import Factor, FactorError, factor_of
-from te_precision_callbacks.gemm_error.judging import (
+from te_precision_callbacks.gemm_error.kernel_check import (
     Accumulator,
     GemmCall,
     ProbedOperands,
     Thin,
     accumulator_of,
-    judged,
+    check_kernel,
     kernel_columns,
-    of_product,
     probes,
     product_and_operands,
+    remove_added,
     seed_of,
     squares_of_difference,
     thin,
@@ -276,9 +276,9 @@ class GemmErrors:
                 return
             run = thin(matrix, x, y)
             call = GemmCall(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added(event))
-            judgement = judged(run, expected, call)
+            check = check_kernel(run, expected, call)
             tensor = RESULT[event.gemm]
-            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(judgement, own_rank()))
+            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(check, own_rank()))
             self._note_measured(event.layer, event.gemm)
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
             high = high_of(self.operands, event.layer, event.b)
@@ -301,12 +301,12 @@ class GemmErrors:
                 v_hp, left_g = torch.split(swept, [kept.to_k.shape[1], g.shape[1]], 1)
                 v_hp = v_hp * alpha
                 errors = (
-                    squares_of_difference(of_product(run, expected, call), v_hp)[0],
+                    squares_of_difference(remove_added(run, expected, call), v_hp)[0],
                     *squares_of_difference(expected.right, v_hp),
                     *squares_of_difference(operands.right, kept.to_rows),
                     *squares_of_difference(operands.left, left_g),
                 )
-                counted = torch.stack(errors) * judgement.counts
+                counted = torch.stack(errors) * check.counts
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
                 self._note_measured(event.layer, event.gemm, of_format=True)
 

@@ -1,4 +1,4 @@
-"""Times of a model's own shapes, measured on the device as Transformer Engine runs them.
+"""Measured times of a model's shapes, on the device, as Transformer Engine runs them.
 
 Three kinds of times: ``high`` is ``torch.matmul`` in BF16, ``gemm`` Transformer Engine's GEMM of quantized operands,
 and ``cast`` the quantizer of an operand in the directions that its GEMMs read. On a CPU the same code runs on the
@@ -49,7 +49,7 @@ class Calibration:
 
     Attributes:
         device: its name in ``torch.cuda.get_device_name``; ``cpu`` for the reference backend.
-        versions: of torch and Transformer Engine.
+        versions: the versions of torch and Transformer Engine.
         times: by the keys of :func:`high_key`, :func:`gemm_key` and :func:`cast_key`.
     """
 
@@ -112,10 +112,10 @@ def calibrate(
         products: products with their recipes, from :func:`~te_precision_callbacks.speed.expected.with_recipes`.
         device: ``cuda``, or ``cpu`` for the reference backend.
         table: the table to extend.
-        report: called before each measurement with its key, its number and the number of measurements.
+        report: called before each measurement with its key, its index and the number of measurements.
 
     Raises:
-        CalibrationError: this machine has no such device, or the table is for another one.
+        CalibrationError: this machine does not have the device, or the table is for another device.
     """
     from te_precision_callbacks import reference
 

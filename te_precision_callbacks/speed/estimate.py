@@ -1,7 +1,7 @@
 """Expected speed of a step: its products, their total, and advice.
 
-Advice is ordered by the milliseconds it saves. Each saving is estimated alone, so savings do not add up: a layer kept
-in BF16 gains nothing from another recipe.
+Advice is ordered by the milliseconds it saves. Savings are estimated separately and do not add up: a layer kept in BF16
+gains nothing from another recipe.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Step:
 
     Attributes:
         coverage: its products.
-        recipes: layer -> its recipe; or one for all.
-        notes: limits of its times.
+        recipes: layer -> its recipe; or one recipe for all layers.
+        notes: limits of the estimate.
     """
 
     coverage: Coverage
@@ -66,7 +66,7 @@ class Advice:
         text: the change.
         saves_ms: milliseconds saved per step.
         interval: the confidence interval of ``saves_ms``.
-        patch: config sections that make the change; empty where a config cannot.
+        patch: config sections that make the change; empty if a config cannot.
         note: limits of the estimate.
     """
 
@@ -83,8 +83,8 @@ class StepSpeed:
 
     Attributes:
         device: the device.
-        times: times of the products, in their order.
-        total: all products together.
+        times: the time of each product, in the order of the products.
+        total: the time of all products together.
         advice: changes that save time, the largest saving first.
         notes: limits of these times.
     """
@@ -174,7 +174,7 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
             except SpeedError:  # not supported by the device
                 continue
             saved = sum(time.low_ms for time in before) - sum(time.low_ms for time in after)
-            # Errors of kernels cancel where both recipes have the same kernels; errors of casts do not.
+            # Errors of kernels cancel if both recipes have the same kernels; errors of casts do not.
             casts = math.hypot(sum(time.cast_ms for time in before), sum(time.cast_ms for time in after))
             width = scatter.quantile * scatter.cast * casts
             if new == "mxfp8" or old in ("mxfp8", "fp8_block_scaling"):
@@ -218,14 +218,14 @@ def _padding(times: Iterable[ProductTime], recipe: str, device: Device) -> str:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A table row for layers that are alike.
+    """A table row for layers with the same shapes, recipes and reasons.
 
     Attributes:
         shapes: tokens x in x out of their products.
         recipes: their recipe, or the recipes of their GEMMs.
         times: of all layers together; the interval is for one layer.
         gains_nothing: whether low precision takes at least as long as BF16.
-        why: reasons for high precision, and how the mask of attention counts.
+        why: reasons for high precision, and the treatment of attention masks.
         measured_ms: measured time of their GEMMs and casts; None if unknown.
     """
 

@@ -1,7 +1,7 @@
-"""Memory that low precision adds to a model's layers, and that it saves, planned from the modules without running them.
+"""Memory that low precision adds to a model's layers or saves, planned from the modules without running them.
 
-The saved tensors were read from Transformer Engine 2.20.2. M are the tokens of a forward, K a layer's inputs, N its
-outputs, F the inputs of fc2, b the bytes of a number in high precision:
+The saved tensors were read from Transformer Engine 2.20.2. M: tokens of a forward, K: in_features, N: out_features,
+F: in_features of fc2, b: bytes of an element in high precision.
 
 ================ ======================================================= ============================================
 class            saved from the forward to the backward                  in high precision
@@ -17,8 +17,8 @@ LayerNormMLP     norm input M K b; 1 or 2 float32 a row; codes of the    (2 K + 
 GroupedLinear    columnwise codes of each group's input                  M K b
 ================ ======================================================= ============================================
 
-Codes of weights have both directions. Each forward makes them and saves them for the backward; ``is_first_microbatch``,
-with which they stay in ``_fp8_workspaces``, is not planned. Primary quantized weights replace the parameter. Sources:
+Codes of weights have both directions. Each forward creates them and saves them for the backward; keeping them in
+``_fp8_workspaces`` by ``is_first_microbatch`` is not planned. Primary quantized weights replace the parameter. Sources:
 ``_linear_forward_impl`` (``pytorch/module/linear.py``), ``_LayerNormLinear.forward``, ``_LayerNormMLP._forward``,
 ``_GroupedLinear.forward``; ``quantize_weight`` (``pytorch/module/base.py``); ``DelayedScalingRecipeState``
 (``pytorch/quantization.py``); ``Quantizer.inner_tensor_specs`` (``pytorch/quantized_tensor.py``).
@@ -70,7 +70,7 @@ _MOST_NAMES = 4
 
 
 class UnknownMemoryError(PrecisionDebugError, TypeError):
-    """The bytes of a layer are unknown, as with a quantizer of a custom recipe."""
+    """The bytes of a layer are unknown, for example because of a custom recipe's quantizer."""
 
 
 class Bytes(NamedTuple):
@@ -116,7 +116,7 @@ class Memory:
     def bytes(self, kind: str | None = None, *, lives: Lives | None = None, layer: str | None = None) -> Bytes:
         """Return the bytes of a kind, lifetime or layer; None for all.
 
-        Bytes that live only in a backward count once, for the layer with the most of them.
+        Bytes that live only within a layer's backward count once, for the layer with the most such bytes.
         """
         rows = [
             row
@@ -154,8 +154,8 @@ def plan_memory(
     Args:
         recipe: one of Transformer Engine's recipes; None for high precision.
         tokens: tokens of one forward on this rank; None if unknown.
-        recipes: layer -> its recipe, where it differs.
-        calls: layer -> the rows of its input in each call, in place of ``tokens``.
+        recipes: layer -> its recipe, if it differs from ``recipe``.
+        calls: layer -> the rows of its input in each call, instead of ``tokens``.
 
     Raises:
         OptionError: ``tokens`` is not positive.
@@ -198,8 +198,8 @@ class _Linear:
 
     Attributes:
         quantizers: tensor -> its quantizer; empty in high precision.
-        shape: of its weight: N outputs, K inputs.
-        rows: rows of its input in each call; empty if unknown.
+        shape: the shape of its weight, [N, K].
+        rows: the rows of its input in each call; empty if unknown.
         trained: whether its weight needs a gradient.
         primary: whether its weight is a quantized parameter.
     """
@@ -361,7 +361,7 @@ def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Seq
     weights = by_key((layer_of_parameter(name, layers), parameter) for name, parameter in matrices)
     if not weights:
         raise UnknownMemoryError("its weight is not a parameter, as where FSDP keeps all parameters flat.")
-    shared = next(iter(weights.values()))  # one parameter may hold those of all groups
+    shared = next(iter(weights.values()))  # one parameter may hold the weights of all groups
     return {layer: weights.get(layer, shared) for layer in layers}
 
 
@@ -379,7 +379,7 @@ def is_weight(name: str, parameter: torch.Tensor) -> bool:
 
 
 def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool = True) -> int:
-    """Return the bytes of codes and scales of a quantized tensor in the directions that are kept.
+    """Return the bytes of codes and scales of a quantized tensor, in the given directions.
 
     Raises:
         UnknownMemoryError: the quantizer does not describe its buffers.

@@ -84,7 +84,7 @@ _KERNELS: tuple[_Row, ...] = (
         r"swizzle_(row|col|block)?_?scaling|swizzle_.*_kernel|multi_(un)?padding_kernel|set_float_kernel",
         f"{_TE}swizzle, util/padding.cu, gemm/cublaslt_gemm.cu",
     ),
-    # ---- compiled by Inductor: what its name says was fused, before the names of what is inside
+    # ---- compiled by Inductor: the name's prefix decides, before the names of fused operators in it
     _Row("gemm", r"^triton_(tem|mm)_.*(mm|matmul)", "torch/_inductor: templates"),
     _Row("cast", r"^triton_.*(amax.*(clamp|to_copy)|float8|fp8)", "torch/_inductor: names of fused operators"),
     _Row("other", r"^triton_(red|per|poi|for)_", "torch/_inductor: reductions, pointwise"),
@@ -229,7 +229,7 @@ class MeasuredProduct:
     """Time per step of one kind of kernel in a layer and pass.
 
     Attributes:
-        layer: the layer of a GEMM; of other kernels the module, where several layers share one; empty if unknown.
+        layer: the layer of a GEMM; for other kernels the module if several layers share it; empty if unknown.
         gemm: the GEMM of a Transformer Engine layer; empty for other layers and kinds.
         of_pass: empty outside of forward, backward and optimizer.
         format: the format of a GEMM's operands, from the kernel's name.

@@ -114,7 +114,7 @@ def partings(departures: Iterable[SeriesDeparture], order: Order) -> list[Partin
 def _first_iterations(
     tensors: Mapping[_Key, Sequence[SeriesDeparture]], source_of: Mapping[_Key, SeriesDeparture | None]
 ) -> dict[_Key, int]:
-    """The iteration of each tensor's first difference, corrected so that a source is not later than its heirs.
+    """The iteration of each tensor's first difference; a source is moved before the tensors that inherit from it.
 
     For example, a weight with values in every fifth step may seem to depart after the activations it affects.
     """
