@@ -28,7 +28,7 @@ class Conversion(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionResult:
     """The result of a conversion: skipped layer -> the reason; and warnings."""
 
     left_out: Mapping[str, str]
@@ -53,7 +53,7 @@ _FREEZE_AGAIN = (
 )
 
 
-def _what_was_lost(
+def _describe_lost_effects(
     model: torch.nn.Module,
     frozen: Mapping[str, Callable[[], torch.nn.Parameter | None]],
     names_of_parameters: Iterable[list[str]],
@@ -80,15 +80,15 @@ def _what_was_lost(
         yield f"Accelerate's conversion has untied {pairs}: each has its own copy of the weights. {_FREEZE_AGAIN}"
 
 
-def convert_by_accelerate(model: torch.nn.Module) -> Converted:
+def convert_by_accelerate(model: torch.nn.Module) -> ConversionResult:
     """Convert a model in place.
 
     Raises:
         MissingExtraError: Accelerate is not installed.
         ConversionError: Accelerate cannot convert the model, possibly because it is on the meta device.
     """
-    from te_precision_callbacks.accelerate.unconverted import convert_to_te, unconverted_in_words
-    from te_precision_callbacks.check.factory import failed, meta_device
+    from te_precision_callbacks.accelerate.unconverted import convert_to_te, describe_unconverted
+    from te_precision_callbacks.check.factory import format_failure, meta_device
     from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 
     notes = []
@@ -109,10 +109,10 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
             convert_to_te(model)
     except Exception as error:
         raise ConversionError(
-            failed("Accelerate's conversion of the model failed", error)
+            format_failure("Accelerate's conversion of the model failed", error)
             + " accelerator.prepare() fails in the same way: change the layer, or train without Accelerate's FP8."
         ) from error
-    left_out, text = unconverted_in_words(model)
+    left_out, text = describe_unconverted(model)
     notes += [text] if text else []
-    notes += _what_was_lost(model, frozen, names.values())
-    return Converted(left_out, tuple(notes))
+    notes += _describe_lost_effects(model, frozen, names.values())
+    return ConversionResult(left_out, tuple(notes))

@@ -11,13 +11,13 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
 from te_precision_callbacks.check.dry_run import dry_run
-from te_precision_callbacks.check.factory import AUTO, NONE, recipe_named
+from te_precision_callbacks.check.factory import AUTO, NONE, recipe_by_name
 from te_precision_callbacks.check.findings import (
     PlanFinding,
     find_recipe_problems,
     find_shape_problems,
-    listed,
-    not_sized,
+    join_names,
+    unsized_finding,
     unsized_shares,
 )
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
@@ -145,7 +145,7 @@ def check_model(
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     check_value("observe", observe)
-    made = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    made = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     contract = read_contract(require)
     checked = _Check(
         model,
@@ -158,7 +158,7 @@ def check_model(
         is_wanted=recipe != NONE,
         allow_unmatched=allow_unmatched,
         memory=memory,
-    ).checked()
+    ).check()
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
@@ -202,7 +202,7 @@ class _Check:
         self._findings: list[PlanFinding] = []
         self._notes: list[str] = []
 
-    def checked(self) -> CheckedModel:
+    def check(self) -> CheckedModel:
         plan = self._plan()
         acting = {
             entry.layer.name: [self._sections[name] for name in entry.sections]
@@ -235,7 +235,7 @@ class _Check:
                 " --batch, or batch=."
             )
         if products.not_counted:
-            self._findings.append(not_sized(products.not_counted))
+            self._findings.append(unsized_finding(products.not_counted))
         if self._is_wanted and not any(product.is_low for product in products.coverage):
             is_there = any(product.family in ("te", "te_ops") for product in products.coverage)
             why = "the plan says why" if is_there else "the model has no layer of Transformer Engine"
@@ -299,7 +299,7 @@ class _Check:
         mixed = [layer for layer in partly if low[layer]]
         if not mixed:
             return planned
-        note = f"Planned as without the features that keep some of their GEMMs in high precision: {listed(mixed)}."
+        note = f"Planned as without the features that keep some of their GEMMs in high precision: {join_names(mixed)}."
         return replace(planned, notes=(*planned.notes, note))
 
     def _apply_rules(self, coverage: Coverage) -> None:
@@ -334,11 +334,11 @@ class _Check:
             self._findings += [PlanFinding("config", text) for text in error.problems]
         refused = RefusedLayers(strict=False)
         effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
-        plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_own_path(drafted.plan))
+        plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_fused_path(drafted.plan))
         kept = {entry.layer.name for entry in plan.layers}
         left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
         for why, names in by_key((refused.why(name), name) for name in left).items():
-            text = f"No feature can act on {listed(names)}, since Transformer Engine's debug path refuses: {why}."
+            text = f"No feature can act on {join_names(names)}, since Transformer Engine's debug path refuses: {why}."
             self._findings.append(PlanFinding("refused", text, tuple(names)))
         return plan
 
@@ -354,7 +354,7 @@ class _Check:
             )
         return text
 
-    def _on_own_path(self, plan: Plan) -> list[int]:
+    def _on_fused_path(self, plan: Plan) -> list[int]:
         try:
             fused, not_fused = choose(self._observe, self._modules, plan)
         except ConfigError as error:

@@ -29,7 +29,7 @@ from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import RECIPES, Observe
-from te_precision_callbacks.check.accelerate_conversion import Conversion, Converted
+from te_precision_callbacks.check.accelerate_conversion import Conversion, ConversionResult
 from te_precision_callbacks.speed.command import Calibrate, DeviceName, TableFile, speed_of_step
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def check_command(
         )
     if tokens is not None and batch is not None:
         raise typer.BadParameter("a batch has the tokens of each layer; give one of the two", param_hint="--tokens")
-    loaded, warnings = _loaded(config, as_json=as_json)
+    loaded, warnings = _load(config, as_json=as_json)
     if model is None:
         from te_precision_callbacks.config.loading import notes_of
 
@@ -176,7 +176,7 @@ def check_command(
     if target is not None and recipe is not None and recipe in RECIPES:
         target.check_recipe(recipe)  # its error names a recipe for this device
     with gathered_warnings() as more, without_collections():
-        checked, made_on, converted = _checked(
+        checked, made_on, converted = _check(
             model,
             recipe or _AUTO,
             convert,
@@ -205,7 +205,7 @@ def check_command(
         raise typer.Exit(1)
 
 
-def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
+def _load(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
     from te_precision_callbacks.config import ConfigError, load_config
 
     if not Path(path).expanduser().is_file():
@@ -225,7 +225,7 @@ def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
         raise typer.Exit(1) from None
 
 
-def _checked(
+def _check(
     spec: str,
     recipe: str,
     convert: Conversion | None,
@@ -235,7 +235,7 @@ def _checked(
     observe: str,
     require: str | None,
     **keywords: Any,
-) -> tuple[CheckedModel, str, Converted | None]:
+) -> tuple[CheckedModel, str, ConversionResult | None]:
     from te_precision_callbacks import reference
     from te_precision_callbacks.reference import target
 
@@ -248,14 +248,14 @@ def _checked(
     warn_unless_supported()
     from te_precision_callbacks.check.accelerate_conversion import recipe_of_accelerate
     from te_precision_callbacks.check.checked_model import check_model
-    from te_precision_callbacks.check.factory import build_batch, recipe_named
+    from te_precision_callbacks.check.factory import build_batch, recipe_by_name
     from te_precision_callbacks.config.contract import read_contract
     from te_precision_callbacks.options import check_value
 
     notes: tuple[str, ...] = ()
     if convert is not None:
         recipe, notes = recipe_of_accelerate(recipe)
-    recipe_named(recipe)  # reports an unknown name before building a model
+    recipe_by_name(recipe)  # reports an unknown name before building a model
     with named_as({"observe": "--observe", "require": "--require"}):
         check_value("observe", observe)
         contract = read_contract(require)
@@ -267,14 +267,14 @@ def _checked(
         require=contract,
         **keywords,
     )
-    checked, device, converted = _planned(spec, convert, check)
+    checked, device, converted = _plan_model(spec, convert, check)
     conversion_notes = () if converted is None else converted.notes
     return replace(checked, notes=(*conversion_notes, *notes, *checked.notes)), device, converted
 
 
-def _planned(
+def _plan_model(
     spec: str, convert: Conversion | None, check: Callable[..., CheckedModel], *, on_meta: bool = True
-) -> tuple[CheckedModel, str, Converted | None]:
+) -> tuple[CheckedModel, str, ConversionResult | None]:
     from te_precision_callbacks.check.accelerate_conversion import ConversionError, convert_by_accelerate
     from te_precision_callbacks.check.dry_run import NotOnMetaError
     from te_precision_callbacks.check.factory import build_model
@@ -286,7 +286,7 @@ def _planned(
     except (ConversionError, NotOnMetaError):
         if device != "meta":
             raise
-        return _planned(spec, convert, check, on_meta=False)  # retry on the CPU, since the meta device may be the cause
+        return _plan_model(spec, convert, check, on_meta=False)  # the meta device may be the cause
     return checked, device, converted
 
 

@@ -21,8 +21,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
-from te_precision_callbacks.check.findings import listed
+from te_precision_callbacks.check.factory import BatchError, format_failure, meta_device, require_batch
+from te_precision_callbacks.check.findings import join_names
 from te_precision_callbacks.coverage.matrix_products import attention_mask_share, causal_share
 from te_precision_callbacks.coverage.micro_batches import leaves
 from te_precision_callbacks.coverage.planned_products import Ran, gemm_sizes
@@ -58,17 +58,17 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
         raise BatchError("A batch needs one model to be called with it; plan several models one by one, or by tokens.")
     if operations := [layer for operation in named_operations(model) for layer in operation.layers]:
         raise BatchError(
-            f"A batch cannot size operations of te.ops ({listed(operations)}), which have to run for that. Give"
+            f"A batch cannot size operations of te.ops ({join_names(operations)}), which have to run for that. Give"
             " --tokens (tokens= in Python) in place of a batch."
         )
     place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     on_meta = place.type == "meta"
     failures: list[Exception] = []
     products = ModelProducts(lambda doing, what, error: failures.append(error), lambda: False, lambda: False)
-    arguments, keywords = _arguments(_moved(batch, place))
+    arguments, keywords = _arguments(_move_to(batch, place))
     in_backward = False
     try:
-        with _left_as_it_is(model), meta_device() if on_meta else contextlib.nullcontext():
+        with _preserve_state(model), meta_device() if on_meta else contextlib.nullcontext():
             products.watch_model(model, module_names(model), ())
             with stand_ins(modules, products) as ran, _Masks(products):
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -85,9 +85,9 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     except Exception as error:
         of = "backward" if in_backward else "forward"
         kind = NotOnMetaError if on_meta and not isinstance(error, TypeError) else BatchError
-        given = _described(batch)
+        given = _describe(batch)
         raise kind(
-            failed(f"The model's {of} failed with the batch ({given})", error)
+            format_failure(f"The model's {of} failed with the batch ({given})", error)
             + " Give what a step of training calls the model with; or give --tokens (tokens= in Python) in place of"
             " a batch."
         ) from error
@@ -126,13 +126,13 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
-def _moved(value: Any, place: torch.device) -> Any:
+def _move_to(value: Any, place: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to(place).requires_grad_(value.requires_grad)
     if isinstance(value, Mapping):
-        return {name: _moved(part, place) for name, part in value.items()}
+        return {name: _move_to(part, place) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [_moved(part, place) for part in value]
+        parts = [_move_to(part, place) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
@@ -144,18 +144,18 @@ def _outputs(result: Any) -> list[torch.Tensor]:
     return [tensor for tensor in leaves(result) if tensor.requires_grad]
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={_described(part)}" for name, part in value.items())
+        return ", ".join(f"{name}={_describe(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_described, value))
+        return ", ".join(map(_describe, value))
     return type(value).__name__
 
 
 @contextlib.contextmanager
-def _left_as_it_is(model: Model) -> Iterator[None]:
+def _preserve_state(model: Model) -> Iterator[None]:
     roots = [root for _, root in named_roots(model) or ()]
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     buffers = [(buffer, buffer.clone()) for root in roots for buffer in root.buffers() if not buffer.is_meta]
@@ -267,7 +267,7 @@ class _StandIns:
         if _counts():
             self.ran.left_out.update(left_out)
             for layer, gemms in of_layer.items():
-                self.ran.recipes.setdefault(layer, recipe_now())
+                self.ran.recipes.setdefault(layer, current_recipe())
                 self.ran.tokens.setdefault(layer, []).append(tokens[layer])
                 self._products.see_gemm(layer, "fprop", gemms["fprop"])
 
@@ -357,7 +357,7 @@ class _WithBackward(torch.autograd.Function):
 # ---------------------------------------------------------------------- recipes and attention
 
 
-def recipe_now() -> Any:
+def current_recipe() -> Any:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
@@ -377,7 +377,7 @@ def _operands(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def _attention_formats(dtype: torch.dtype, *, in_high: bool) -> tuple[str, _Formats, _Formats]:
     """Return the kernel of attention, and the formats of the operands of ``qk`` and ``pv`` in forward and backward."""
-    recipe, high = recipe_now(), dtype_name(dtype)
+    recipe, high = current_recipe(), dtype_name(dtype)
     same: _Formats = (high, high), (high, high)
     if recipe is None or not recipe.fp8_dpa:
         return ANY_KERNEL, same, same

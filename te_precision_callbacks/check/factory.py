@@ -31,7 +31,7 @@ class BatchError(PrecisionDebugError):
     """The function of ``--batch`` does not exist, fails, or does not return arguments for a model's forward."""
 
 
-class _Wanted(NamedTuple):
+class _Expected(NamedTuple):
     returns: str
     error: type[PrecisionDebugError]
 
@@ -40,8 +40,8 @@ class _Wanted(NamedTuple):
         return f"Write package.module:function; the function takes no arguments and returns {self.returns}."
 
 
-_MODEL = _Wanted("a torch.nn.Module", ModelFactoryError)
-_BATCH = _Wanted(
+_MODEL = _Expected("a torch.nn.Module", ModelFactoryError)
+_BATCH = _Expected(
     "a tensor, a mapping of keywords, or a tuple of positional arguments for the model's forward", BatchError
 )
 
@@ -54,18 +54,18 @@ def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, st
     Raises:
         ModelFactoryError: the function does not exist, needs arguments or a GPU, raises, or does not return a module.
     """
-    with _as_from_here():
-        factory = _called(functools.partial(pkgutil.resolve_name, spec), spec, _MODEL)
+    with _like_a_script():
+        factory = _call(functools.partial(pkgutil.resolve_name, spec), spec, _MODEL)
         if on_meta:
             # Many models cannot be built on meta; a mistake in the function raises again on the CPU.
             with contextlib.suppress(Exception, SystemExit), meta_device():
                 return _module(factory(), spec), "meta"
-        return _module(_called(factory, spec, _MODEL), spec), "cpu"
+        return _module(_call(factory, spec, _MODEL), spec), "cpu"
 
 
 def build_batch(spec: str) -> Any:
-    with _as_from_here():
-        made = _called(_called(functools.partial(pkgutil.resolve_name, spec), spec, _BATCH), spec, _BATCH)
+    with _like_a_script():
+        made = _call(_call(functools.partial(pkgutil.resolve_name, spec), spec, _BATCH), spec, _BATCH)
     require_batch(made, f"{shown(spec)} has returned ")
     return made
 
@@ -98,7 +98,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _as_from_here() -> Iterator[None]:
+def _like_a_script() -> Iterator[None]:
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
@@ -108,11 +108,11 @@ def _as_from_here() -> Iterator[None]:
         sys.path[:] = before
 
 
-def _called(function: Callable[[], Any], spec: str, wanted: _Wanted) -> Any:
+def _call(function: Callable[[], Any], spec: str, expected: _Expected) -> Any:
     try:
         return function()
     except (Exception, SystemExit) as error:
-        raise wanted.error(f"{failed(f'{shown(spec)} failed', error)} {wanted.spelling}") from error
+        raise expected.error(f"{format_failure(f'{shown(spec)} failed', error)} {expected.spelling}") from error
 
 
 def _module(made: object, spec: str) -> torch.nn.Module:
@@ -121,7 +121,7 @@ def _module(made: object, spec: str) -> torch.nn.Module:
     raise ModelFactoryError(f"{shown(spec)} has returned {shown(made)}. {_MODEL.spelling}")
 
 
-def failed(what: str, error: BaseException) -> str:
+def format_failure(what: str, error: BaseException) -> str:
     """Format an exception, with the last line of the user's code in its traceback."""
     text, place = f"{what}: {type(error).__name__}: {shortened(str(error))}", _place(error)
     return f"{text} ({place})." if place else f"{text}."
@@ -143,7 +143,7 @@ class RecipeError(PrecisionDebugError, ValueError):
     """A recipe is unknown, or the GPU does not support it."""
 
 
-def recipe_named(name: str) -> Any:
+def recipe_by_name(name: str) -> Any:
     """Create a recipe with Transformer Engine's defaults, including environment variables such as
     NVTE_BACKWARD_OVERRIDE.
 

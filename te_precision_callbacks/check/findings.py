@@ -60,7 +60,7 @@ def find_recipe_problems(recipe: Any, acting: Mapping[str, Sequence[Section]]) -
         if effect.needs_recipe not in ("", own)
     )
     for (place, feature, needed), names in by_key(needing).items():
-        text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
+        text = f"{place}: {feature} on {join_names(names)} needs the recipe {needed}, and fails under {own or 'none'}."
         yield PlanFinding("recipe", text, tuple(names))
 
 
@@ -93,26 +93,26 @@ def find_shape_problems(
         gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer, ()))
         counts = [tokens] if tokens_of is None else tokens_of.get(layer, ())
         texts = tuple(
-            dict.fromkeys(text for count in counts for text in _refused(name, capability, facts, count, gemms))
+            dict.fromkeys(text for count in counts for text in _list_refusals(name, capability, facts, count, gemms))
         )
         if texts:
             refused.append((texts, layer))
         if name == "nvfp4" and "wgrad" in gemms and facts.dtype != torch.bfloat16:
             by_hadamard.append(layer)
     for texts, names in by_key(refused).items():
-        yield PlanFinding("shape", f"{listed(names)}: {'; '.join(texts)}.", tuple(names))
+        yield PlanFinding("shape", f"{join_names(names)}: {'; '.join(texts)}.", tuple(names))
     if by_hadamard and not recipe.disable_rht:
         # common/hadamard_transform/*.cu of Transformer Engine 2.20.2
         text = (
-            f"NVFP4's random Hadamard transform takes bfloat16, and the weights of {listed(by_hadamard)} have another"
-            " dtype. Make them bfloat16, or set disable_rht=True in the recipe."
+            f"NVFP4's random Hadamard transform takes bfloat16, and the weights of {join_names(by_hadamard)} have"
+            " another dtype. Make them bfloat16, or set disable_rht=True in the recipe."
         )
         yield PlanFinding("recipe", text, tuple(by_hadamard))
 
 
-def not_sized(modules: Sequence[str]) -> PlanFinding:
+def unsized_finding(modules: Sequence[str]) -> PlanFinding:
     text = (
-        f"The matrix products of {listed(modules)} cannot be sized without a batch, so no share includes them. Give"
+        f"The matrix products of {join_names(modules)} cannot be sized without a batch, so no share includes them. Give"
         " what the model is called with: --batch, or batch=."
     )
     return PlanFinding("not_sized", text, tuple(modules))
@@ -129,7 +129,7 @@ def unsized_shares(
     checkable: list[Share] = []
     for share in contract.share.values():
         left = [*not_counted, *(attention if share.part not in GEMMS else ())]
-        texts = [f"the products of {listed(left)} cannot be sized without --batch (batch=)"] if left else []
+        texts = [f"the products of {join_names(left)} cannot be sized without --batch (batch=)"] if left else []
         texts += [f"not counted: {text}" for text in list_uncounted(coverage)]
         if texts:
             findings.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
@@ -169,7 +169,7 @@ def _layers(modules: Sequence[NamedModule], operations: Sequence[NamedOperation]
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _refused(
+def _list_refusals(
     recipe: str, capability: tuple[int, int], layer: _LayerFacts, tokens: int | None, gemms: tuple[GemmName, ...]
 ) -> tuple[str, ...]:
     sizes = {
@@ -185,5 +185,5 @@ def _refused(
     return tuple(map(str, refused))
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     return ", ".join(folded(names, most=_MOST_NAMED))

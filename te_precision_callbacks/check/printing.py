@@ -12,7 +12,7 @@ from rich.text import Text
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
-from te_precision_callbacks.check.accelerate_conversion import Converted
+from te_precision_callbacks.check.accelerate_conversion import ConversionResult
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
 from te_precision_callbacks.coverage.coverage import Product, Reason, percent
 from te_precision_callbacks.coverage.gemm_precision import format_operands
@@ -84,7 +84,7 @@ def _order(product: Product) -> int:
 
 
 def show(
-    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: Converted | None = None
+    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
 ) -> None:
     by = "" if converted is None else ", converted by Accelerate"
     terminal.show_text(
@@ -159,7 +159,7 @@ def _text(product: Product) -> str:
 
 
 def as_json(
-    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: Converted | None = None
+    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
 ) -> dict[str, Any]:
     coverage = checked.coverage
     return {

@@ -41,7 +41,7 @@ from te_precision_callbacks.dumps.header import (
     Plain,
     Quantized,
     dtype_name,
-    leads_to,
+    is_merged_shape,
 )
 from te_precision_callbacks.gemm_error.codes import rules_of
 
@@ -104,12 +104,12 @@ class Dump:
         directions = () if quantized is None else (quantized.rowwise, quantized.columnwise)
         for columnwise, direction in enumerate(directions if self.internals else ()):
             if direction is not None:
-                decoded = _decoded(direction, _part(direction, bool(columnwise), self.tensors))
+                decoded = _decoded_tensors(direction, _part(direction, bool(columnwise), self.tensors))
                 tensors = {**dict(decoded), **tensors}
         return tensors
 
 
-def dump_of(
+def create_dump(
     high_precision: torch.Tensor | None,
     quantized: Any,
     *,
@@ -148,7 +148,7 @@ def dump_of(
         plain = Plain(tuple(high_precision.shape), dtype_name(high_precision.dtype))
     what = None
     if quantized is not None:
-        what, of_quantized = _quantized(quantized, columnwise_from, None if plain is None else plain.shape)
+        what, of_quantized = _describe_quantized(quantized, columnwise_from, None if plain is None else plain.shape)
         tensors.update(of_quantized)
     header = Header(
         layer=layer,
@@ -165,7 +165,7 @@ def dump_of(
     return Dump(header, tensors, internals=internals)
 
 
-def record_of(
+def create_record(
     gemm: DumpedGemm,
     operands: Mapping[str, tuple[Any, torch.Tensor | None]],
     out: torch.Tensor,
@@ -206,9 +206,9 @@ def record_of(
         gemm,
         a=described["a"],
         b=described["b"],
-        out=_described(out),
-        before=None if before is None else _described(before),
-        bias=None if bias is None else _described(bias),
+        out=_describe_plain(out),
+        before=None if before is None else _describe_plain(before),
+        bias=None if bias is None else _describe_plain(bias),
     )
     header = Header(
         layer=layer,
@@ -234,7 +234,7 @@ def _operand(
 ) -> DumpedOperand:
     if not isinstance(memory, Stored):
         tensors[f"{name}.values"] = _plain(memory)
-        return dataclasses.replace(operand, values=_described(memory), rounding=None)
+        return dataclasses.replace(operand, values=_describe_plain(memory), rounding=None)
     direction, of_direction = _internals(memory, one_object=False)
     names = {key: f"{name}.{key}" for key in of_direction}
     amax = None if direction.amax is None else names[direction.amax]
@@ -245,15 +245,15 @@ def _operand(
     if high is None:
         return operand
     tensors[f"{name}.{HIGH_PRECISION}"] = _plain(high)
-    return dataclasses.replace(operand, high_precision=_described(high))
+    return dataclasses.replace(operand, high_precision=_describe_plain(high))
 
 
-def _described(tensor: torch.Tensor) -> Plain:
+def _describe_plain(tensor: torch.Tensor) -> Plain:
     return Plain(tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
 def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
-    gemm = a_dump(dump).header.gemm
+    gemm = require_dump(dump).header.gemm
     if gemm is None:
         raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
     operand = gemm.operands()[side]
@@ -273,7 +273,7 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
     Raises:
         DumpError: the dump has no quantized tensor, or not this direction; or ``dump`` is not a dump.
     """
-    what = a_dump(dump).header.quantized
+    what = require_dump(dump).header.quantized
     if what is None:
         raise DumpError(f"The dump of {dump.header.tensor or 'a tensor'!r} has no quantized tensor.")
     dtype = DTYPES[what.dtype] if dtype is None else dtype
@@ -292,7 +292,7 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
     return part.dequantized().to(dtype).reshape(what.shape).contiguous()
 
 
-def a_dump(given: Any) -> Dump:
+def require_dump(given: Any) -> Dump:
     if isinstance(given, Dump):
         return given
     raise DumpError(f"A dump is expected, not {given!r:.200}. Use a result of load(path) or save(tensor, path).")
@@ -314,7 +314,7 @@ def _plain(tensor: Any) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor)
 
 
-def _quantized(
+def _describe_quantized(
     quantized: Any, columnwise_from: Any, before: tuple[int, ...] | None
 ) -> tuple[Quantized, dict[str, torch.Tensor]]:
     class_name = type(quantized).__name__
@@ -339,7 +339,7 @@ def _quantized(
     shape = (directions.get(False) or directions[True]).shape
     if isinstance(quantized, torch.Tensor):
         shape = tuple(quantized.shape)
-    elif before is not None and leads_to(before, shape):
+    elif before is not None and is_merged_shape(before, shape):
         shape = before  # a storage with columnwise data only may have merged leading dimensions
     described = Quantized(
         class_name=class_name,
@@ -417,7 +417,7 @@ def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Te
     )
 
 
-def _decoded(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Tensor]]:
+def _decoded_tensors(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Tensor]]:
     if part.element_format.dtype is None:
         data = part.element_format.decode(unpacked(part.codes))
         shape = direction.shape

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from te_precision_callbacks.base.numerics.layouts import Stored, unpacked
-from te_precision_callbacks.dumps.contents import Dump, a_dump, dequantize
+from te_precision_callbacks.dumps.contents import Dump, require_dump, dequantize
 from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
-from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, dtype_name, leads_to
+from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, dtype_name, is_merged_shape
 
 _PIECE = 1 << 16
 """The number of elements read at once, in float64: small enough for a cache."""
@@ -103,14 +103,14 @@ def compare(a: Dump, b: Dump | None = None) -> DumpComparison:
         NothingToCompareError: the dumps have nothing in common.
         DumpError: an argument is not a dump.
     """
-    a = a_dump(a)
+    a = require_dump(a)
     if b is None:
-        result = _across(a, a)
+        result = _compare_with_quantized(a, a)
         missing = "high-precision tensor with a comparable quantized form in the dump"
     else:
-        result = _alike(a, a_dump(b))
+        result = _compare_parts(a, require_dump(b))
         if not result.differences:
-            across = [_across(a, b), _across(b, a)]
+            across = [_compare_with_quantized(a, b), _compare_with_quantized(b, a)]
             differences = tuple(difference for result in across for difference in result.differences)
             not_compared = tuple(text for result in across for text in result.not_compared)
             alone = () if differences else result.not_compared
@@ -122,7 +122,7 @@ def compare(a: Dump, b: Dump | None = None) -> DumpComparison:
     return result
 
 
-def _alike(a: Dump, b: Dump) -> DumpComparison:
+def _compare_parts(a: Dump, b: Dump) -> DumpComparison:
     differences: list[Difference] = []
     not_compared: list[str] = []
     for name in (HIGH_PRECISION, QUANTIZED):
@@ -142,12 +142,14 @@ def _alike(a: Dump, b: Dump) -> DumpComparison:
             numbers = [dequantize(dump, columnwise, dtype=torch.float32) for dump in (a, b)]
             internals = _internals(part, other) if _grid(part) == _grid(other) else None
             if internals is None:
-                not_compared.append(f"{name}: codes and scales, which are {_words(part)} in a and {_words(other)} in b")
-            differences.append(_difference(name, *_in_one_shape(*numbers), internals=internals))
+                not_compared.append(
+                    f"{name}: codes and scales, which are {_describe_layout(part)} in a and {_describe_layout(other)} in b"
+                )
+            differences.append(_difference(name, *_reshape_to_match(*numbers), internals=internals))
     return DumpComparison(a.header, b.header, tuple(differences), tuple(not_compared))
 
 
-def _across(high: Dump, quantized: Dump) -> DumpComparison:
+def _compare_with_quantized(high: Dump, quantized: Dump) -> DumpComparison:
     differences: list[Difference] = []
     not_compared: list[str] = []
     tensor = high.tensors.get(HIGH_PRECISION)
@@ -161,14 +163,14 @@ def _across(high: Dump, quantized: Dump) -> DumpComparison:
             not_compared.append(f"{name}: a Hadamard transform of the tensor")
         else:
             numbers = dequantize(quantized, columnwise, dtype=torch.float32)
-            differences.append(_difference(f"{HIGH_PRECISION} / {name}", *_in_one_shape(tensor, numbers)))
+            differences.append(_difference(f"{HIGH_PRECISION} / {name}", *_reshape_to_match(tensor, numbers)))
     return DumpComparison(high.header, quantized.header, tuple(differences), tuple(not_compared))
 
 
-def _in_one_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if leads_to(tuple(a.shape), tuple(b.shape)):
+def _reshape_to_match(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if is_merged_shape(tuple(a.shape), tuple(b.shape)):
         return a, b.reshape(a.shape)
-    if leads_to(tuple(b.shape), tuple(a.shape)):
+    if is_merged_shape(tuple(b.shape), tuple(a.shape)):
         return a.reshape(b.shape), b
     return a, b
 
@@ -221,7 +223,7 @@ def _grid(part: Stored) -> tuple[object, ...]:
     return (part.element_format.name, scale_format, part.transposed, part.block, part.matrix_shape)
 
 
-def _words(part: Stored) -> str:
+def _describe_layout(part: Stored) -> str:
     return f"{part.element_format.name} in blocks of {part.block[0]} x {part.block[1]}"
 
 

@@ -33,9 +33,9 @@ from te_precision_callbacks.base.numerics.nvfp4 import rotated
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import LogGemmErrorItem
-from te_precision_callbacks.dumps.contents import Dump, record_of
+from te_precision_callbacks.dumps.contents import Dump, create_record
 from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Plain
-from te_precision_callbacks.dumps.recording import Wanted
+from te_precision_callbacks.dumps.recording import DumpOptions
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.gemm_error.codes import check_codes, rules_of
@@ -62,7 +62,7 @@ from te_precision_callbacks.statistics.table import Of
 
 logger = logging.getLogger(__name__)
 
-_OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, Wanted)
+_OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, DumpOptions)
 
 _FORWARD_OPERAND: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
 """GEMM -> its operand A, which exists in high precision in the forward."""
@@ -407,7 +407,7 @@ class GemmRecords:
         self._operands = operands
         self._report = report
         self._notices = Notices()
-        self._selected = SelectedGemms(Wanted)
+        self._selected = SelectedGemms(DumpOptions)
         self.watch = self._selected.watch
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> None:
@@ -427,7 +427,7 @@ class GemmRecords:
         except Exception as error:
             self._report("recording the GEMM of", f"{event.layer} {event.gemm}", error)
 
-    def _record(self, event: GemmEvent, before: torch.Tensor | None, wanted: Wanted, iteration: int) -> None:
+    def _record(self, event: GemmEvent, before: torch.Tensor | None, wanted: DumpOptions, iteration: int) -> None:
         import nvdlfw_inspect.api as debug_api
 
         reason = why_not_seen(event, before)
@@ -471,7 +471,7 @@ class GemmRecords:
             capability=torch.cuda.get_device_capability(out.device) if on_gpu else None,
         )
         operands = {"a": (event.a.data, self._high(event, event.a)), "b": (event.b.data, self._high(event, event.b))}
-        return record_of(
+        return create_record(
             gemm,
             operands,
             out,

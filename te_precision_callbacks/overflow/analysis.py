@@ -100,9 +100,8 @@ class Reader:
             if scale is not None and not scale <= 1:  # the scaler reduces the scale, and skips the step
                 bad = find(loss_scaled=True)
         if bad is None:
-            self.history.extend(
-                frames_with_values(events[-self._options.max_frames :], values)
-            )  # an event has at least one frame
+            # An event has at least one frame.
+            self.history.extend(frames_with_values(events[-self._options.max_frames :], values))
             return None
         index, number = bad
         frames = [*self.history, *frames_with_values(events[: index + 1], values)]

@@ -27,7 +27,7 @@ import torch
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.layouts import Stored
-from te_precision_callbacks.dumps.contents import Dump, a_dump, operand_of
+from te_precision_callbacks.dumps.contents import Dump, require_dump, operand_of
 from te_precision_callbacks.dumps.dump_files import list_dumps, load
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, DumpedGemm, DumpedOperand, Header
@@ -156,7 +156,7 @@ def replay(dump: Dump) -> Replayed:
     Raises:
         DumpError: the dump is not a record of a GEMM.
     """
-    gemm = a_dump(dump).header.gemm
+    gemm = require_dump(dump).header.gemm
     if gemm is None:
         raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
     left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)

@@ -227,9 +227,7 @@ def _in_operator(outer: Context, event: TraceEvent) -> Context:
         now = "backward"
         if outer.of_pass != "backward":
             layer, gemm, unit = "", "", None
-    elif (
-        now == "backward" and event.has_node
-    ):  # operators of a backward have a node only if a checkpoint recomputes them
+    elif now == "backward" and event.has_node:  # in a backward, only recomputed operators have a node
         layer, gemm, now, unit = ("", "", "recompute", None)
     elif now == "" and event.has_node:
         now = "forward"

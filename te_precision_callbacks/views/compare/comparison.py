@@ -225,9 +225,8 @@ def compare(
     search = Search(first, other, others, lasting, collect)
     departures = list(search.run(paired))
     resized = layers_with_other_rows(a, b)
-    shares = (
-        ({}, {}) if resized else (precision_shares(a), precision_shares(b))
-    )  # published bounds are for equal batches
+    # Published bounds are for equal batches.
+    shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))
     if search.without_steps == len(paired):
         raise ComparisonError(
             f"{first.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(first)},"

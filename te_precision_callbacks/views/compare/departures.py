@@ -70,9 +70,8 @@ class Side:
         parts = []
         if wanted:
             table = self.run.values(wanted)
-            if (
-                self.run.thinned
-            ):  # downsampling keeps extremes, which must not be compared with all steps of the other side
+            # Downsampling keeps extremes, which must not be compared with all steps of the other side.
+            if self.run.thinned:
                 table = table.filter(pa.array(table["flags"].fill_null(0).to_numpy() & EXTREME == 0))
             place = np.full(max(wanted) + 1, -1, np.int64)
             place[wanted] = [number for number, series_number in enumerate(numbers) if series_number >= 0]
@@ -464,9 +463,7 @@ class Search:
             subject = subjects[series[begin]]
             ours, theirs, difference = (float(column[number]) for column in medians)
             scale = scale_of(subject.tensor, subject.statistic)
-            if (
-                scale is MAGNITUDE and ours < 0 and theirs < 0
-            ):  # of two negative values, the smaller magnitude is larger
+            if scale is MAGNITUDE and ours < 0 and theirs < 0:  # the smaller magnitude is the larger value
                 difference = -difference
             is_known = not math.isnan(spread[begin])
             departure = StatisticDeparture(
