@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from te_precision_callbacks.base.numerics.layouts import Stored, unpacked
-from te_precision_callbacks.dumps.contents import Dump, require_dump, dequantize
+from te_precision_callbacks.dumps.contents import Dump, dequantize, require_dump
 from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, dtype_name, is_merged_shape
 
@@ -143,7 +143,7 @@ def _compare_parts(a: Dump, b: Dump) -> DumpComparison:
             internals = _internals(part, other) if _grid(part) == _grid(other) else None
             if internals is None:
                 not_compared.append(
-                    f"{name}: codes and scales, which are {_describe_layout(part)} in a and {_describe_layout(other)} in b"
+                    f"{name}: codes and scales, which are {_layout_text(part)} in a and {_describe_layout(other)} in b"
                 )
             differences.append(_difference(name, *_reshape_to_match(*numbers), internals=internals))
     return DumpComparison(a.header, b.header, tuple(differences), tuple(not_compared))
@@ -223,7 +223,7 @@ def _grid(part: Stored) -> tuple[object, ...]:
     return (part.element_format.name, scale_format, part.transposed, part.block, part.matrix_shape)
 
 
-def _describe_layout(part: Stored) -> str:
+def _layout_text(part: Stored) -> str:
     return f"{part.element_format.name} in blocks of {part.block[0]} x {part.block[1]}"
 
 

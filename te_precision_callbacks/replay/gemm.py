@@ -27,7 +27,7 @@ import torch
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.layouts import Stored
-from te_precision_callbacks.dumps.contents import Dump, require_dump, operand_of
+from te_precision_callbacks.dumps.contents import Dump, operand_of, require_dump
 from te_precision_callbacks.dumps.dump_files import list_dumps, load
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, DumpedGemm, DumpedOperand, Header
