@@ -143,7 +143,7 @@ def _compare_parts(a: Dump, b: Dump) -> DumpComparison:
             internals = _internals(part, other) if _grid(part) == _grid(other) else None
             if internals is None:
                 not_compared.append(
-                    f"{name}: codes and scales, which are {_layout_text(part)} in a and {_describe_layout(other)} in b"
+                    f"{name}: codes and scales, which are {_layout_text(part)} in a and {_layout_text(other)} in b"
                 )
             differences.append(_difference(name, *_reshape_to_match(*numbers), internals=internals))
     return DumpComparison(a.header, b.header, tuple(differences), tuple(not_compared))
