@@ -15,7 +15,7 @@ from nvdlfw_inspect.registry import api_method
 from te_precision_callbacks.base.numerics.layouts import gemm_operand
 from te_precision_callbacks.config.checking import read_options
 from te_precision_callbacks.config.keys import LoggedTensor
-from te_precision_callbacks.config.levels import FeatureSchema, Nested, holding
+from te_precision_callbacks.config.levels import FeatureSchema, Nested, options_for
 from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
@@ -69,7 +69,7 @@ class Feature:
 
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> Sequence[object]:
         """The options for a call, one per item that names its tensor; empty if the feature does not act."""
-        return holding(options.targets, tensor, gemm)
+        return options_for(options.targets, tensor, gemm)
 
 
 class HighPrecisionFeature(Feature):

@@ -11,7 +11,7 @@ from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.dumping import Collected
-from te_precision_callbacks.config.levels import FeatureSchema, holding
+from te_precision_callbacks.config.levels import FeatureSchema, options_for
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.dumps.recording import DumpOptions
 from te_precision_callbacks.features.base import ScheduledFeature, keep_operand
@@ -43,10 +43,10 @@ class DumpTensors(ScheduledFeature):
         if not isinstance(options, schemas.DumpTensors):
             return []
         return [
-            *(DumpOptions.of(item, options) for item in holding(options.targets, tensor, gemm)),
+            *(DumpOptions.of(item, options) for item in options_for(options.targets, tensor, gemm)),
             *(
                 DumpOptions.of_gemm(target.options, options)
-                for target in options.of_gemms
+                for target in options.gemm_targets
                 if tensor in (None, *OPERANDS[target.options.gemm]) and gemm in (None, target.gemm)
             ),
         ]

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.config.problems import shortened, shown, suggestion
+from te_precision_callbacks.config.problems import shorten, shown, suggestion
 from te_precision_callbacks.reference import is_installed, target
 
 
@@ -123,7 +123,7 @@ def _module(made: object, spec: str) -> torch.nn.Module:
 
 def format_failure(what: str, error: BaseException) -> str:
     """Format an exception, with the last line of the user's code in its traceback."""
-    text, place = f"{what}: {type(error).__name__}: {shortened(str(error))}", _place(error)
+    text, place = f"{what}: {type(error).__name__}: {shorten(str(error))}", _place(error)
     return f"{text} ({place})." if place else f"{text}."
 
 

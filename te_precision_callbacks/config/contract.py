@@ -40,7 +40,7 @@ OnBroken = Literal["raise", "warn"]
 
 
 def _entries(data: Any) -> Mapping[Any, Any]:
-    """Conditions on shares by their key: the index in a list, or the products, with a number of percent."""
+    """Return conditions on shares by key: the index in a list, or the products of a percentage."""
     if not isinstance(data, Mapping):
         return dict(enumerate(data if isinstance(data, (list, tuple)) else [data]))
     numbers = {name: number for name, number in data.items() if type(number) in (int, float)}
@@ -48,7 +48,7 @@ def _entries(data: Any) -> Mapping[Any, Any]:
 
 
 def _known(words: Iterable[str], problem: str) -> PlainValidator:
-    """Accept some words; the problem has a placeholder for the value."""
+    """Validate that a value is one of some words; ``problem`` has a placeholder for the value."""
     known = list(words)
 
     def check(value: Any) -> str:
@@ -77,13 +77,13 @@ _Dtype = Annotated[str, _known(_DTYPES, "{} is no type")]
 
 
 class Contract(BaseModel):
-    """The requirements for a run. The description of a key continues "must be".
+    """The requirements for a run. Descriptions of keys continue "must be".
 
     Attributes:
-        share: conditions on shares of the multiply-adds, by their key or index.
+        share: conditions on shares of the multiply-adds, by key or index.
         layers: pattern of layer names -> the precision of all their GEMMs.
         state: subject -> dtype, as torch names it: ``float32``.
-        by_step: the number of steps until the contract must hold, and stay valid.
+        by_step: the number of steps after which the contract must hold.
         on_broken: by default the integration's keyword ``on_broken``.
     """
 
@@ -102,7 +102,7 @@ ContractSource = str | os.PathLike[str] | Mapping[str, Any] | Contract | None
 
 
 def read_contract(source: ContractSource) -> Contract | None:
-    """Read and check a contract; raises a ConfigError with all problems.
+    """Read and validate a contract; raises a ConfigError that lists all problems.
 
     Args:
         source: a condition on a share; the path of a YAML file (``.yaml``, ``.yml``) with the key

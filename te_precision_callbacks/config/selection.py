@@ -1,8 +1,8 @@
 """Layer selection: validates and applies the ``layers`` block of a section.
 
 Keys and precedence are nvidia-dlfw-inspect's (``config_manager.py`` 0.2.2): ``exact_layer_names``, else
-``layer_name_regex_pattern``, else ``layer_numbers`` and ``layer_types`` together. Unlike there, every selector is
-applied to the model's layers before the run, and cannot raise inside a forward pass.
+``layer_name_regex_pattern``, else ``layer_numbers`` and ``layer_types`` together. Here every selector is applied to the
+model's layers before the run, so it cannot raise in a forward.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from te_precision_callbacks.config.problems import (
     Where,
     nearest,
     raise_problems,
-    sharing,
     shown,
     suggestion,
+    with_common_part,
 )
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ _WITHOUT_END = LARGEST_NUMBER + 1
 
 
 class LayerIndex:
-    """The layers of a model, indexed for selectors. An alias that is another layer's name refers to that layer.
+    """The layers of a model, indexed for selectors. An alias that equals another layer's name refers to that layer.
 
     Args:
-        layers: in the order of the model; results are ascending indices.
-        upstream: the index in ``layer.upstream`` of the name to use. Lookups then follow nvidia-dlfw-inspect: a class
-            is not a type, and a layer has a number if its name has exactly one. None: our own names.
+        layers: in the order of the model; look-ups return ascending indices.
+        upstream: the index in ``layer.upstream`` of the name to use. Look-ups then follow nvidia-dlfw-inspect: a class
+            is not a type, and a layer has a number if its name contains exactly one. None: this project's names.
     """
 
     def __init__(self, layers: Sequence[Layer], *, upstream: int | None = None) -> None:
@@ -101,7 +101,7 @@ class LayerIndex:
         parts = dict.fromkeys(part for name in names for part in name.split("."))
         if key == TYPES:
             parts |= dict.fromkeys(kind for layer in self.layers for kind in layer.types)
-        return list(dict.fromkeys((*whole, *nearest(word, parts), *sharing(word, parts))))
+        return list(dict.fromkeys((*whole, *nearest(word, parts), *with_common_part(word, parts))))
 
     def is_class(self, word: str) -> bool:
         return any(word in types for types in self._types)
@@ -122,16 +122,16 @@ class LayerIndex:
         return [at for at in positions if word in self._types[at] or any(word in name for name in self._names[at])]
 
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
-        """Return the layers with a match in their name. Patterns with a negative look-around ignore aliases, which
-        could lack the excluded text.
+        """Return the layers whose name or alias matches. For patterns with a negative look-around aliases are ignored,
+        since they may lack the excluded text.
         """
         end = 1 if _NEGATIVE.search(pattern.pattern) else None
         return [at for at, names in enumerate(self._names) if any(map(pattern.search, names[:end]))]
 
 
-def by_upstreams_names(layers: Sequence[Layer]) -> list[LayerIndex]:
-    """Index the layers by nvidia-dlfw-inspect's names; second, by its names in the unwrapped model if they differ,
-    since scripts name a model before or after wrapping it.
+def index_by_upstream_names(layers: Sequence[Layer]) -> list[LayerIndex]:
+    """Index the layers by nvidia-dlfw-inspect's names; and by its names in the unwrapped model, if they differ, since
+    scripts may name the layers before or after wrapping a model.
     """
     return [
         LayerIndex(layers, upstream=which) for which in ((0, -1) if any(len(x.upstream) > 1 for x in layers) else (0,))
@@ -154,7 +154,7 @@ class LayerSelector:
 
     @classmethod
     def parse(cls, block: object, place: Where) -> LayerSelector:
-        """Validate a ``layers`` block, and warn about keys that another key disables."""
+        """Validate a ``layers`` block, and warn about keys that have no effect because of another key."""
         if not isinstance(block, Mapping):
             raise ConfigError(
                 f"{place()}: 'layers' must be a mapping with one of {_KEYS_IN_WORDS}, not {shown(block)}."
@@ -190,16 +190,14 @@ class LayerSelector:
         return next((index for index in indexes if self.select(index)), indexes[0])
 
     def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
-        """Return whether nvidia-dlfw-inspect's names select other layers. Layers that it cannot number are not
-        compared.
-        """
+        """Return whether nvidia-dlfw-inspect's names select other layers; layers without its numbers are ignored."""
         ours, theirs = set(self.select(index)), set(self.select(upstream))
         if self.exact_names is None and self.pattern is None and self.numbers is not None:
             ours &= set(upstream.numbered(0, LARGEST_NUMBER))
         return bool(theirs) and ours != theirs
 
     def idle_entries(self, index: LayerIndex) -> Iterator[tuple[str, int, str]]:
-        """Yield entries that match no layer or exceed the layers: key, index in its list, and the problem."""
+        """Yield entries that match no layer or exceed the layer numbers: key, index in its list, and the problem."""
         if self.exact_names is not None:
             for number, name in enumerate(self.exact_names):
                 if not index.named(name):
@@ -230,7 +228,7 @@ class LayerSelector:
 
 
 def _number_of(name: str) -> int | None:
-    """Return the first part of a name that is a number, else the first number in it not after fc or gemm_."""
+    """Return the first part of a name that is a number, else the first number that does not follow fc or gemm_."""
     numbers = [part for part in name.split(".") if part.isdecimal()] or _NUMBER.findall(name)
     return int(numbers[0]) if numbers and len(numbers[0]) <= 6 else None
 

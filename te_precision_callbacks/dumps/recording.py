@@ -31,9 +31,9 @@ from te_precision_callbacks.config.conditions import (
 )
 from te_precision_callbacks.config.dumping import (
     Collected,
+    collected_for,
     missing_statistic,
     no_detection,
-    read_by,
 )
 from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import Dump, create_dump, kind_is_known
@@ -285,7 +285,7 @@ class Recorder:
     def _statistic(
         self, condition: Threshold, watched: Watched, collected: Mapping[str, Collected]
     ) -> Collected | None:
-        statistic = read_by(condition, collected)
+        statistic = collected_for(condition, collected)
         if statistic is None:
             self._complain(condition, watched, missing_statistic(condition, collected, [watched.layer], watched.tensor))
             return None

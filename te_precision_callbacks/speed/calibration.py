@@ -137,7 +137,7 @@ def calibrate(
         raise CalibrationError(
             f"The table has times measured on {measured.device!r}; this is {name!r}. Choose another file."
         )
-    wanted = {key: make for key, make in _wanted(products, device).items() if key not in measured.times}
+    wanted = {key: make for key, make in _measurements(products, device).items() if key not in measured.times}
     for number, (key, make) in enumerate(wanted.items(), 1):
         if report is not None:
             report(key, number, len(wanted))
@@ -172,7 +172,9 @@ def _time_of(run: Callable[[], object], device: str) -> Time:
     return Time(median, statistics.stdev(samples) / median if median else 0.0)
 
 
-def _wanted(products: Iterable[tuple[Product, str]], device: str) -> dict[str, Callable[[], Callable[[], object]]]:
+def _measurements(
+    products: Iterable[tuple[Product, str]], device: str
+) -> dict[str, Callable[[], Callable[[], object]]]:
     wanted: dict[str, Callable[[], Callable[[], object]]] = {}
     low: dict[str, dict[str, tuple[Shape, str]]] = {}
     for product, recipe in products:

@@ -127,7 +127,7 @@ def gemm_ms(shape: Shape, recipe: str, device: Device) -> float:
         return 0.0
     kernel = HIGH
     if recipe:
-        kernel, shape = KERNEL_OF_RECIPE[recipe], padded(shape, recipe, device.capability)
+        kernel, shape = KERNEL_OF_RECIPE[recipe], pad_shape(shape, recipe, device.capability)
     peak, fitted = device.peak_tflops(kernel), device.fitted
     if peak is None:
         raise SpeedError(f"{device.title} has no {kernel} kernels.")
@@ -137,7 +137,7 @@ def gemm_ms(shape: Shape, recipe: str, device: Device) -> float:
     return max(shape.operations / (peak * 1e9 * fitted.kernel[kernel]), of_bytes, _LEAST_MS)
 
 
-def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
+def pad_shape(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
     # The table uses cuBLAS's terms: m are the columns of the result, n the rows.
     of = {"m": "n", "n": "m", "k": "k", "lda": "k", "ldb": "k"}
     sizes = shape._asdict()

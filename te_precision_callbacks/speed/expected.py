@@ -168,7 +168,7 @@ def with_recipes(products: Iterable[Product], recipes: Mapping[str, str] | str) 
     ]
 
 
-def timed(
+def time_products(
     products: Iterable[tuple[Product, str]], device: Device, *, table: Calibration | None = None
 ) -> list[ProductTime]:
     """Return the expected times of products, grouped by layer; raises SpeedError for a recipe that the device does not
@@ -225,7 +225,7 @@ def _time_of(
     device.check_recipe(recipe)
     if measured_high is not None and measured_low is not None and measured_casts is not None:
         low = measured_low.ms * count + measured_casts
-        interval = _around(high / low, _NORMAL * math.hypot(measured_high.spread, measured_low.spread))
+        interval = _interval_around(high / low, _NORMAL * math.hypot(measured_high.spread, measured_low.spread))
         return ProductTime(high, low, measured_casts, interval, "calibrated", product, recipe)
     kernels = gemm_ms(shape, recipe, device) * count
     high, low = model_ms * count, kernels + modeled_casts  # both sides from one source
@@ -278,10 +278,10 @@ def speedup_interval(
         for high_part, kernel, cast in parts
     )
     transfer = 0 if device.is_measured else scatter.transfer**2
-    return _around(high / low, scatter.quantile * math.sqrt(variance + 2 * scatter.run**2 + transfer))
+    return _interval_around(high / low, scatter.quantile * math.sqrt(variance + 2 * scatter.run**2 + transfer))
 
 
-def _around(speedup: float, width: float) -> Interval:
+def _interval_around(speedup: float, width: float) -> Interval:
     return speedup * math.exp(-width), speedup * math.exp(width)
 
 
@@ -305,7 +305,7 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
     if parts:
         interval = speedup_interval(high, low, parts.values(), device, measured=measured)
     elif in_low:
-        interval = _around(high / low, _NORMAL * math.sqrt(measured) / low)
+        interval = _interval_around(high / low, _NORMAL * math.sqrt(measured) / low)
     else:
         interval = (1.0, 1.0) if known else _UNKNOWN_INTERVAL
     source: Source = "calibrated" if in_low and not parts else "model"

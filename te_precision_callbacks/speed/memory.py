@@ -236,9 +236,9 @@ class _MemoryPlanner:
             self._parameters(module, layers, linears)
             recomputed = "LayerNormMLP" in class_names(module) and bool(module.checkpoint)
             for linear in linears:
-                self._codes_of(linear, recomputed=recomputed)
+                self._add_codes(linear, recomputed=recomputed)
             if self.trains:
-                self._saved(module, linears, recomputed=recomputed)
+                self._add_saved(module, linears, recomputed=recomputed)
         except UnknownMemoryError as error:
             del self.rows[before:]
             self.not_planned |= dict.fromkeys(layers, str(error))
@@ -292,7 +292,7 @@ class _MemoryPlanner:
         if parameter.requires_grad:
             self._add_high(layer, "gradient", high, "always")
 
-    def _codes_of(self, linear: _Linear, *, recomputed: bool) -> None:
+    def _add_codes(self, linear: _Linear, *, recomputed: bool) -> None:
         if not linear.quantizers:
             return
         if linear.recipe.delayed():
@@ -306,7 +306,7 @@ class _MemoryPlanner:
             codes = planned_bytes(linear.quantizers["gradient"], shape, columnwise=linear.trained)
             self._add(linear.layer, "gradient_codes", codes, 0, "in_backward")
 
-    def _saved(self, module: Any, linears: Sequence[_Linear], *, recomputed: bool) -> None:
+    def _add_saved(self, module: Any, linears: Sequence[_Linear], *, recomputed: bool) -> None:
         first, names = linears[0], class_names(module)
         if "LayerNormMLP" in names or "LayerNormLinear" in names:
             statistics = 0 if recomputed else _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2)
@@ -315,16 +315,16 @@ class _MemoryPlanner:
             return
         if "LayerNormMLP" in names:
             fc1, fc2 = linears
-            self._saved_operand(fc1, rowwise=True)
+            self._add_saved_operand(fc1, rowwise=True)
             self._add_high(fc2.layer, "saved_high", sum(fc1.rows) * fc1.shape[0] * fc1.itemsize)
             has_one_scale = bool(fc2.quantizers) and recipe_of(fc2.quantizers["activation"]) in ONE_SCALE
-            self._saved_operand(fc2, rowwise=True, columnwise=not has_one_scale)
+            self._add_saved_operand(fc2, rowwise=True, columnwise=not has_one_scale)
             return
         for linear in linears:
             original = getattr(module, "save_original_input", False) and linear.override is None
-            self._saved_operand(linear, original=bool(original))
+            self._add_saved_operand(linear, original=bool(original))
 
-    def _saved_operand(
+    def _add_saved_operand(
         self, linear: _Linear, *, original: bool = False, rowwise: bool = False, columnwise: bool = True
     ) -> None:
         if not linear.trained:

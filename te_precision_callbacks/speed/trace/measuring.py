@@ -291,7 +291,7 @@ def measure(trace: Trace) -> MeasuredStep:
             f"{trace.path} has no ranges of layers and of whole steps, so kernels cannot be assigned to layers. Record"
             ' the trace with profile=, such as profile="11-13", which adds them.'
         )
-    work, iterations = _in_iterations(all_work, spans)
+    work, iterations = _select_iterations(all_work, spans)
     if not work:
         raise TraceError(
             f"{trace.path} has no kernels and no operators. Profile a step of the training with the activities CPU and"
@@ -301,7 +301,7 @@ def measure(trace: Trace) -> MeasuredStep:
     wall = max(event.end for event in work) - min(event.begin for event in work)
     if not trace.kernels:
         wall = sum(spans[number][1] - spans[number][0] for number in iterations)
-    known = {event: _named(event) for event in work}
+    known = {event: _classify(event) for event in work}
     return MeasuredStep(
         device=(trace.device or "a GPU that the trace does not name") if trace.kernels else "CPU",
         on_device=bool(trace.kernels),
@@ -313,7 +313,7 @@ def measure(trace: Trace) -> MeasuredStep:
     )
 
 
-def _in_iterations(
+def _select_iterations(
     work: Sequence[TraceEvent], spans: Mapping[int, tuple[float, float]]
 ) -> tuple[Sequence[TraceEvent], tuple[int, ...]]:
     counted, iterations = [], set()
@@ -325,7 +325,7 @@ def _in_iterations(
     return counted, tuple(sorted(iterations))
 
 
-def _named(event: TraceEvent) -> NamedKernel:
+def _classify(event: TraceEvent) -> NamedKernel:
     if event.what == "operator":
         return kind_of_operator(event.name)
     operator = event.context.operator

@@ -190,11 +190,11 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
             elif kind == "unended":
                 unended.add(int(rest))
             elif kind:
-                event.context = _in_layer(outer, kind, *rest.split("|", 1))
+                event.context = _enter_layer_range(outer, kind, *rest.split("|", 1))
             elif _OF_OPTIMIZER.match(event.name):
                 event.context = Context(of_pass="optimizer", operator=outer.operator)
         elif event.what == "operator":
-            event.context = _in_operator(outer, event)
+            event.context = _enter_operator(outer, event)
             first_at.setdefault((event.lane, event.begin), event)
             if outer.operator is not None:
                 outer.operator.us -= event.end - event.begin
@@ -213,13 +213,13 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
     return {number: span for number, span in iterations.items() if number not in unended}
 
 
-def _in_layer(outer: Context, direction: str, gemm: str, layer: str) -> Context:
+def _enter_layer_range(outer: Context, direction: str, gemm: str, layer: str) -> Context:
     again = outer.of_pass in ("backward", "recompute")
     now: Pass = "backward" if direction == "backward" else "recompute" if again else "forward"
     return Context(layer, gemm, now, outer.unit if now == outer.of_pass else None, outer.operator)
 
 
-def _in_operator(outer: Context, event: TraceEvent) -> Context:
+def _enter_operator(outer: Context, event: TraceEvent) -> Context:
     layer, gemm, now, unit, _ = outer
     if event.name.startswith(_NODE):  # autograd's engine calls a node, also inside the backward of a checkpoint
         return Context(of_pass="backward", unit=event, operator=event)

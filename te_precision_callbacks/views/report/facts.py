@@ -20,7 +20,7 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.speed.devices import Device, DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import LayerRow, StepSpeed, estimate_step, layer_rows
-from te_precision_callbacks.speed.printing import in_short
+from te_precision_callbacks.speed.printing import summarize_speed
 from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 from te_precision_callbacks.views.report.subjects import layer_name
 
@@ -162,7 +162,7 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
         return {"summary": "The speed of this run is unknown", "device": None, "unknown": unknown}
     json = speed.as_json()
     return {
-        "summary": f"The matrix products of a step: {in_short(speed)}",
+        "summary": f"The matrix products of a step: {summarize_speed(speed)}",
         "device": speed.device.title,
         "unknown": "",
         "kinds": _kinds(speed),

@@ -30,7 +30,7 @@ from te_precision_callbacks.runs.recorded import Curve, it_has
 from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.devices import SpeedError
 from te_precision_callbacks.speed.estimate import estimate_step
-from te_precision_callbacks.speed.printing import in_short
+from te_precision_callbacks.speed.printing import summarize_speed
 from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
@@ -167,13 +167,13 @@ def read_view(
         worst={name: tuple(_worst_series(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),
         events=tuple(map(_shown_event, run.events_of_ranks()[-MOST_EVENTS:])),
-        notes=(*no_step_note(run), *run.notes, *not_measured_notes(run), *_first_steps_alone(groups, chosen)),
+        notes=(*no_step_note(run), *run.notes, *not_measured_notes(run), *_only_first_steps(groups, chosen)),
     )
 
 
 def _speed(run: RecordedRun) -> str:
     try:
-        return f"{in_short(estimate_step(step_of_run(run), device_of_run(run)))}; more: {_command(run, 'speed')}"
+        return f"{summarize_speed(estimate_step(step_of_run(run), device_of_run(run)))}; more: {_command(run, 'speed')}"
     except SpeedError:
         return ""
 
@@ -187,7 +187,7 @@ def short_names(*columns: pa.ChunkedArray) -> ShortNames:
     return ShortNames(visible(name) for column in columns for name in column.unique().to_pylist() if name)
 
 
-def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
+def _only_first_steps(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
     names = [name for name in chosen if not _worst_numbers(groups[name])]
     if names:
         yield f"{', '.join(names)}: all numbers so far are of delayed scaling's first step, which has no scale yet."
