@@ -43,11 +43,11 @@ def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str
             entries = [
                 (named if chosen is None else {**named, what: chosen}, inner)
                 for named, nested in entries
-                for chosen, inner in nested.chosen(what)
+                for chosen, inner in nested.choose(what)
                 if chosen in (None, name)
             ]
     return [
-        {key: value for key, value in {**nested.merged(), **named}.items() if key not in left_out}
+        {key: value for key, value in {**nested.merge(), **named}.items() if key not in left_out}
         for named, nested in entries
     ]
 

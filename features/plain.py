@@ -39,13 +39,13 @@ class PlainObservation(Observation):
 
         reduce = is_distributed(group)
         if reduce and self.is_due(iteration):  # from the config, so that all ranks agree
-            self._meet(group)
+            self._connect(group)
         self.take(iteration, receive, reduce=reduce)
         return logged
 
-    def _meet(self, group: dist.ProcessGroup | None) -> None:
+    def _connect(self, group: dist.ProcessGroup | None) -> None:
         if self._messages is None or self._messages.group is not group:
-            self._part()
+            self._disconnect()
             self._messages = Messages(group, "statistics")
             self.engine.reduce_over(self._messages)
             try:
@@ -53,7 +53,7 @@ class PlainObservation(Observation):
             except RanksLostError as error:
                 self.engine.on_failure("reducing", "statistics", error)
 
-    def _part(self) -> None:
+    def _disconnect(self) -> None:
         if self._messages is not None:
             self._messages.close()
 
@@ -62,5 +62,5 @@ class PlainObservation(Observation):
         self.recorder.flush()
 
     def end(self) -> None:
-        self._part()
+        self._disconnect()
         self.recorder.close()

@@ -47,7 +47,7 @@ _BATCH = _Expected(
 
 
 def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, str]:
-    """Build a model by a user's function; returns it with its device, ``meta`` or ``cpu``.
+    """Call a user's function that builds a model; returns the model and its device, ``meta`` or ``cpu``.
 
     Output of the function goes to stderr.
 

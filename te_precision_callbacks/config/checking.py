@@ -61,7 +61,7 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
             misspelt = () if "enabled" in written else nearest("enabled", map(str, written), most=1)
             written = {**{key: value for key, value in written.items() if key not in misspelt}, "enabled": True}
         written = _without_gemms(schema, name, written, place)
-        with problems.noted():
+        with problems.collecting():
             read[name] = ReadOptions(written, read_options(schema, name, written, place))
     problems.raise_any()
     return read

@@ -47,7 +47,7 @@ def _entries(data: Any) -> Mapping[Any, Any]:
     return {**data, **{name: f"{name} >= {number}%" for name, number in numbers.items()}}
 
 
-def _known(words: Iterable[str], problem: str) -> PlainValidator:
+def _one_of(words: Iterable[str], problem: str) -> PlainValidator:
     """Validate that a value is one of some words; ``problem`` has a placeholder for the value."""
     known = list(words)
 
@@ -70,10 +70,10 @@ def _pattern(pattern: Any) -> str:
 _SHORT = {"optimizer": "optimizer_state"}
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "int8", "int16")
 _Subject = Annotated[
-    str, _known((*_SHORT, *SUBJECTS), "nothing is called {}"), AfterValidator(lambda name: _SHORT.get(name, name))
+    str, _one_of((*_SHORT, *SUBJECTS), "nothing is called {}"), AfterValidator(lambda name: _SHORT.get(name, name))
 ]
-_Precision = Annotated[str, _known(PRECISIONS, "{} is no precision")]
-_Dtype = Annotated[str, _known(_DTYPES, "{} is no type")]
+_Precision = Annotated[str, _one_of(PRECISIONS, "{} is no precision")]
+_Dtype = Annotated[str, _one_of(_DTYPES, "{} is no type")]
 
 
 class Contract(BaseModel):

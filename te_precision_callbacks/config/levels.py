@@ -46,8 +46,8 @@ class Nested:
     """The options for a tensor or a GEMM, with the enclosing levels, outermost first; inner keys override outer ones.
 
         whole = Nested.of({"margin": 1, "gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 2}]})
-        ((gemm, of_gemm),) = whole.chosen("gemm")      # "fprop"
-        of_gemm.merged()["margin"]                      # 2
+        ((gemm, of_gemm),) = whole.choose("gemm")      # "fprop"
+        of_gemm.merge()["margin"]                      # 2
         of_gemm.path("margin")                          # ("gemms_struct", 0, "margin")
 
     Read from nvidia-dlfw-inspect 0.2.2, ``base.py``, and Transformer Engine 2.20.2, ``debug/features/api.py``.
@@ -67,7 +67,7 @@ class Nested:
         given = (path for path, level in reversed(self.levels) if key in level)
         return next(((*path, key) for path in given), self.here)
 
-    def merged(self) -> dict[str, Any]:
+    def merge(self) -> dict[str, Any]:
         effective: dict[str, Any] = {}
         for _, level in self.levels:
             outer = (
@@ -76,7 +76,7 @@ class Nested:
             effective = {**outer, **level}
         return effective
 
-    def chosen(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
+    def choose(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
         """Yield each name, with its options, from ``<what>s`` or ``<what>s_struct`` of the innermost level that has
         either key; a single None if no level has.
         """
@@ -115,7 +115,7 @@ class Level(BaseModel):
     def of(cls, nested: Nested, feature: Level, **named: str) -> Self:
         """Build the item for a tensor or GEMM from validated keys of all levels, and defaults of the feature."""
         own = {key: getattr(feature, key) for key in cls.model_fields if key in type(feature).model_fields}
-        given = {key: value for key, value in nested.merged().items() if key in cls.model_fields}
+        given = {key: value for key, value in nested.merge().items() if key in cls.model_fields}
         return cls.model_construct(**{**own, **given, **named})
 
     @classmethod
@@ -170,7 +170,7 @@ class FeatureSchema(Level):
     enabled: StrictBool = Field(description="Whether the feature acts.")
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_all(self) -> Self:
         self.check()
         return self
 
@@ -195,7 +195,7 @@ class FeatureSchema(Level):
         """Return each chosen tensor or GEMM with its options; a single None for a feature without this choice."""
         if f"{what}s" not in type(self).model_fields:
             return [(None, nested)]
-        choices = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
+        choices = [(name, inner) for name, inner in nested.choose(what) if name is not None]
         if not choices:
             example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
             raise Misfit(nested.here, f"has neither '{what}s' nor '{what}s_struct'. Write for example {example}.")

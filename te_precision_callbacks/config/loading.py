@@ -115,7 +115,7 @@ class Config:
         if allow_unmatched:
             drafted.missing.warn(logger)
         else:
-            with drafted.wrong.noted():
+            with drafted.wrong.collecting():
                 drafted.missing.raise_any()
         drafted.wrong.raise_any()
         return drafted.plan
@@ -166,7 +166,7 @@ def load_config(
     sections: list[Section] = []
     layer_names: LayerNames | None = None
     for key, body in data.items():
-        with problems.noted():
+        with problems.collecting():
             if key == LAYER_NAMES and not isinstance(body, Mapping):
                 if body not in get_args(LayerNames):
                     choices = " or ".join(map(repr, get_args(LayerNames)))
@@ -202,7 +202,7 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
     for key in misplaced:
         problems.add(f"{places(name, key)}: {key!r} selects layers and belongs below 'layers:', not beside 'enabled'.")
     if "layers" in body:
-        with problems.noted():
+        with problems.collecting():
             selector = LayerSelector.parse(body["layers"], place)
     elif not misplaced:
         problems.add(f"{places(name)}: the key 'layers' is missing.{meant_for('layers', body)}")
@@ -216,10 +216,10 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
         else:
             problems.add(f"{places(name, str(key))}: {shown(key)} must be a mapping of features, not {shown(value)}.")
     section = Section(name, True, selector, features, places)
-    with problems.noted():
+    with problems.collecting():
         resolve_features(section, known, others=others)
     if NAMESPACE in features:
-        with problems.noted():
+        with problems.collecting():
             read = read_features(features[NAMESPACE], functools.partial(section.place, NAMESPACE))
             effects = {feature: options.schema.effect() for feature, options in read.items()}
             section = replace(

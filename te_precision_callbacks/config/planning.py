@@ -123,7 +123,7 @@ def draft(
     problems = Problems()
     resolved: list[NamespacedFeatures] = []
     for section in sections:
-        with problems.noted():
+        with problems.collecting():
             resolved.append(resolve_features(section, registered))
     problems.raise_any()
     indexes = index_by_upstream_names(layers) if layer_names == "upstream" else [LayerIndex(layers)]
@@ -133,7 +133,7 @@ def draft(
     missing, idle = Problems(), Problems()
     for number, section in enumerate(sections if layers else ()):
         selected: Sequence[int] = ()
-        with problems.noted():
+        with problems.collecting():
             index = section.selector.choose(indexes)
             selected = section.selector.select(index)
             upstream = section.selector.choose(upstreams) if upstreams else None
@@ -145,7 +145,7 @@ def draft(
             for key, entry, problem in section.selector.idle_entries(index) if selected else ():
                 text = f"{section.selector.place(key, entry)}: {problem}"
                 names = section.selector.exact_names or ()
-                if key == EXACT and upstream is not None and upstream.named(names[entry]):
+                if key == EXACT and upstream is not None and upstream.by_name(names[entry]):
                     text += f" {_BY_UPSTREAM}, and this is one of them."
                 if key == EXACT:
                     missing.add(text + _AS_WARNING)
@@ -161,7 +161,7 @@ def draft(
         meeting = [sections[number] for number in numbers]
         if numbers not in merged:
             merged[numbers] = {}
-            with problems.noted():
+            with problems.collecting():
                 merged[numbers] = _merge(layer, meeting, [resolved[number] for number in numbers])
                 if len(meeting) > 1:
                     raise_problems(conflicts(meeting, f"the layer {layer.name!r}"))
@@ -198,7 +198,7 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
                     f"{section.place(*path)}: {shown(feature)} is given here twice, in two spellings. Keep one of them."
                 )
             else:
-                with problems.noted():
+                with problems.collecting():
                     resolved[namespace][feature] = _feature_options(section, path, options)
     problems.raise_any()
     return {

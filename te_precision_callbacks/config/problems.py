@@ -57,7 +57,7 @@ class Problems:
         self.texts.append(problem)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         try:
             yield
         except ConfigError as error:

@@ -109,13 +109,13 @@ class LayerIndex:
     def is_part(self, word: str) -> bool:
         return any(f".{word}." in f".{layer.name}." for layer in self.layers)
 
-    def named(self, name: str) -> Sequence[int]:
+    def by_name(self, name: str) -> Sequence[int]:
         return self._by_name.get(name, ())
 
-    def numbered(self, first: int, last: int) -> Sequence[int]:
+    def by_number(self, first: int, last: int) -> Sequence[int]:
         return [at for at, number in enumerate(self._numbers) if number is not None and first <= number <= last]
 
-    def of_type(self, word: str) -> Sequence[int]:
+    def by_type(self, word: str) -> Sequence[int]:
         positions = range(len(self.layers))
         if word == "all":
             return positions
@@ -169,7 +169,7 @@ class LayerSelector:
         parsed: dict[str, Any] = dict.fromkeys(SELECTOR_KEYS)
         for key, parse in ((EXACT, _strings), (PATTERN, _pattern), (NUMBERS, _numbers), (TYPES, _strings)):
             if key in block:
-                with problems.noted():
+                with problems.collecting():
                     parsed[key] = parse(key, block[key], place)
         problems.raise_any()
         _warn_of_idle_keys(block, place)
@@ -177,13 +177,13 @@ class LayerSelector:
 
     def select(self, index: LayerIndex) -> Sequence[int]:
         if self.exact_names is not None:
-            return sorted({position for name in self.exact_names for position in index.named(name)})
+            return sorted({position for name in self.exact_names for position in index.by_name(name)})
         if self.pattern is not None:
             return index.matching(self.pattern)
-        numbered = None if self.numbers is None else {p for span in self.numbers for p in index.numbered(*span)}
+        numbered = None if self.numbers is None else {p for span in self.numbers for p in index.by_number(*span)}
         if self.types is None:
             return sorted(numbered or ())
-        typed = {position for word in self.types for position in index.of_type(word)}
+        typed = {position for word in self.types for position in index.by_type(word)}
         return sorted(typed if numbered is None else typed & numbered)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
@@ -193,25 +193,25 @@ class LayerSelector:
         """Return whether nvidia-dlfw-inspect's names select other layers; layers without its numbers are ignored."""
         ours, theirs = set(self.select(index)), set(self.select(upstream))
         if self.exact_names is None and self.pattern is None and self.numbers is not None:
-            ours &= set(upstream.numbered(0, LARGEST_NUMBER))
+            ours &= set(upstream.by_number(0, LARGEST_NUMBER))
         return bool(theirs) and ours != theirs
 
     def idle_entries(self, index: LayerIndex) -> Iterator[tuple[str, int, str]]:
         """Yield entries that match no layer or exceed the layer numbers: key, index in its list, and the problem."""
         if self.exact_names is not None:
             for number, name in enumerate(self.exact_names):
-                if not index.named(name):
+                if not index.by_name(name):
                     meant = "".join(f" Did you mean {close!r}?" for close in index.near(name, EXACT)[:1])
                     yield EXACT, number, f"there is no layer {shown(name)}.{_as_type(name, EXACT, index) or meant}"
         elif self.pattern is None:
             for number, word in enumerate(self.types or ()):
-                if not index.of_type(word):
+                if not index.by_type(word):
                     close = ", ".join(map(shown, index.near(word, TYPES)[:5]))
                     hint = f" Similar: {close}." if close else ""
                     yield TYPES, number, f"no layer's name or class contains {shown(word)}.{hint}"
             for number, (first, last) in enumerate(self.numbers or ()):
                 beyond = last < _WITHOUT_END and index.numbers and last > index.numbers[-1]
-                if beyond or not index.numbered(first, last):
+                if beyond or not index.by_number(first, last):
                     yield NUMBERS, number, _no_number(first, last, index)
 
     def instead(self, index: LayerIndex) -> str:
@@ -242,7 +242,7 @@ def _as_type(word: str, key: str, index: LayerIndex) -> str:
     if key == TYPES or not (index.is_class(word) or (key == EXACT and index.is_part(word))):
         return ""
     what = "a class" if index.is_class(word) else "a part of the name"
-    layers = many(len(index.of_type(word)), "layer")
+    layers = many(len(index.by_type(word)), "layer")
     return f" {shown(word)} is {what} of {layers}. To select them, write {TYPES}: [{word}]."
 
 
@@ -250,7 +250,7 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
     if not index.numbers:
         return "no layer has a number in its name."
     what = f"no layer has a number from {first} to {last}"
-    if index.numbered(first, last):
+    if index.by_number(first, last):
         what = f"'{first}-{last}' goes beyond the layers"
     return f"{what}. The numbers go from {index.numbers[0]} to {index.numbers[-1]}."
 

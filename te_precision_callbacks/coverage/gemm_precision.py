@@ -157,7 +157,7 @@ class PrecisionHistory:
         ``seen`` are the GEMMs with seen operands; ``excluded``: the forward ran inside ``te.autocast(enabled=False)``.
         """
         flags = sum(1 << GEMMS.index(gemm) for gemm in seen) | (_EXCLUDED if excluded else 0)
-        before = self.now(layer)
+        before = self.last_facts(layer)
         after = tuple(facts.get(gemm, fact) for gemm, fact in zip(GEMMS, before, strict=True))
         after = self._facts.setdefault(after, after)
         self.changes += after != before
@@ -170,7 +170,7 @@ class PrecisionHistory:
         else:
             changes.append(_Change(iteration, after, flags))
 
-    def now(self, layer: str) -> LayerFacts:
+    def last_facts(self, layer: str) -> LayerFacts:
         changes = self._layers.get(layer)
         return changes[-1].facts if changes else _UNKNOWN
 
@@ -191,7 +191,7 @@ class PrecisionHistory:
         """
         return self._by_layer(lambda changes: ((span,) for span in _spans(changes[-MOST_SPANS:])))
 
-    def whole(self) -> Iterator[GemmPrecision]:
+    def whole_run(self) -> Iterator[GemmPrecision]:
 
         def by_gemm(changes: Sequence[_Change]) -> Iterator[Sequence[_Span]]:
             for _, spans in itertools.groupby(_spans(changes), key=lambda span: span.gemm):

@@ -95,7 +95,7 @@ _Find = Callable[[Sequence[Any], Any], Iterator[MatrixProduct]]
 
 
 def _matrices(a: int, b: int) -> _Find:
-    """``[..., n, k] @ [..., k, m]``, or a vector in place of either, given by two argument numbers."""
+    """``[..., n, k] @ [..., k, m]``, or a vector in place of either, arguments by two argument numbers."""
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
         left, right = arguments[a], arguments[b]
@@ -341,7 +341,7 @@ def causal_share(rows: int, columns: int, *, at_the_end: bool = False) -> float:
     return (triangle + others) / max(1, rows * columns)
 
 
-def attention_mask_share(given: Mapping[str, Any], rows: int, columns: int) -> float | None:
+def attention_mask_share(arguments: Mapping[str, Any], rows: int, columns: int) -> float | None:
     """The share that the mask of Transformer Engine's attention keeps; None for a custom mask, padding, a sliding
     window, or packed sequences. ``padding_causal`` is causal.
 
@@ -349,12 +349,12 @@ def attention_mask_share(given: Mapping[str, Any], rows: int, columns: int) -> f
     ``utils.check_set_window_size``.
 
     Args:
-        given: arguments of its forward: ``attn_mask_type``, ``window_size``, ``qkv_format`` or ``qkv_layout``.
+        arguments: arguments of its forward: ``attn_mask_type``, ``window_size``, ``qkv_format`` or ``qkv_layout``.
         rows, columns: the lengths of the queries and of the keys.
     """
-    if str(given.get("qkv_format") or given.get("qkv_layout") or "").startswith("t"):
+    if str(arguments.get("qkv_format") or arguments.get("qkv_layout") or "").startswith("t"):
         return None
-    mask, window = str(given.get("attn_mask_type")), given.get("window_size")
+    mask, window = str(arguments.get("attn_mask_type")), arguments.get("window_size")
     if window is not None and window[0] not in (None, -1):
         return None
     if mask == "no_mask":

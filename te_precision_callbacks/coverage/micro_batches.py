@@ -111,7 +111,7 @@ class _CallSearch:
     """The search for calls to count, among the calls with one form.
 
     Attributes:
-        is_new: whether no call has been counted yet, or the last counted call raised.
+        is_new: whether no call was counted, or the last one was useless: it raised, or its step had no backward.
         sought: kinds that occurred and were not counted.
         misses: the number of counted calls, since a kind was last added, that were not of a sought kind.
     """

@@ -260,7 +260,7 @@ class ModelWatch:
         if first:
             self._report("counting the matrix products of", "a step", error)
 
-    def before(self, arguments: Sequence[Any], *, sharded: bool, by_values: bool) -> None:
+    def before_operator(self, arguments: Sequence[Any], *, sharded: bool, by_values: bool) -> None:
         """Note that an operator starts.
 
         ``sharded``: an operator of a DTensor, which runs others on its shards. ``by_values``: the sizes of its result
@@ -272,7 +272,7 @@ class ModelWatch:
         if sharded:
             self.operators.nodes.enter_outer(arguments)
 
-    def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+    def after_operator(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         if not self._is_muted and not self._in_gemm_layer():
             self.operators.look(operator, arguments, result)
 
@@ -350,7 +350,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @outside_of_dynamo
     def _leave(self, name: str, arguments: Sequence[Any], result: Any) -> None:
         try:
-            self.watcher.after(name, arguments, result)
+            self.watcher.after_operator(name, arguments, result)
         except Exception as error:
             self.watcher.fail(error)
 
@@ -367,7 +367,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return NotImplemented if sharded else None  # DTensor infers shapes with a FakeTensor
             if self._only is None:
                 by_values = _has_data_dependent_shape(operator, arguments)
-                self.watcher.before(arguments, sharded=sharded, by_values=by_values)
+                self.watcher.before_operator(arguments, sharded=sharded, by_values=by_values)
         except Exception as error:
             self.watcher.fail(error)
             return None

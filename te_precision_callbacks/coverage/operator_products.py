@@ -97,8 +97,8 @@ class OperatorProducts:
             if is_backward:
                 self._state.note_reduced(operator, arguments)
             return
-        left = why_not_counted(operator, arguments)
-        if not left and not is_product(operator):
+        uncounted = why_not_counted(operator, arguments)
+        if not uncounted and not is_product(operator):
             if not is_backward or torch.is_grad_enabled():  # in a recomputed forward gradients are enabled
                 self._follow(operator, arguments, result)
             return
@@ -107,11 +107,11 @@ class OperatorProducts:
             self.note_data_dependent_sizes()
         if not is_backward:
             if not in_evaluation():
-                self._note_forward(operator, products, arguments, result, left=left)
+                self._note_forward(operator, products, arguments, result, uncounted=uncounted)
         elif is_computing_again():
-            self._note_forward(operator, products, arguments, result, left=left, again=True)
+            self._note_forward(operator, products, arguments, result, uncounted=uncounted, recomputed=True)
         else:
-            self._note_backward(operator, products, left=left)
+            self._note_backward(operator, products, uncounted=uncounted)
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and attention scores through the softmax."""
@@ -137,33 +137,33 @@ class OperatorProducts:
         arguments: Sequence[Any],
         result: Any,
         *,
-        left: str,
-        again: bool = False,
+        uncounted: str,
+        recomputed: bool = False,
     ) -> None:
         """Note products of a forward.
 
         Args:
-            left: the reason if the operator is not counted.
+            uncounted: the reason if the operator is not counted.
             recomputed: whether an activation checkpoint recomputes it: not counted, but its nodes may get a backward.
         """
         call = self.forward_call()
-        if call is None if again else call is not None and not call.is_counted:
+        if call is None if recomputed else call is not None and not call.is_counted:
             return  # its call is not counted, though its backward may run along with a counted call's
         inside = self._innermost_module()
         placed = [(product, self._seen_in(operator, product, inside)) for product in products]
-        if left and inside is not None:
+        if uncounted and inside is not None:
             family: Family = "functional"
             seen = SeenProduct(
-                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=f"{operator} {left}"
+                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=f"{operator} {uncounted}"
             )
             self.nodes.note(seen, arguments, result)
-            self.seen += [] if again else [seen]
+            self.seen += [] if recomputed else [seen]
         for product, seen_product in placed:
             if seen_product is None:
                 continue
             seen_product.call = call
             self.with_product.add(seen_product.layer)
-            if not again:
+            if not recomputed:
                 self.seen.append(seen_product)
             self.nodes.note(seen_product, arguments, result)
             if seen_product.weight is not None:
@@ -210,12 +210,12 @@ class OperatorProducts:
         operator: str,
         products: Iterable[MatrixProduct],
         *,
-        left: str,
+        uncounted: str,
     ) -> None:
         at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
         if not at_node:
             return  # the forward product was outside the model
-        if left:
+        if uncounted:
             of = at_node[0]
             self.seen.append(
                 SeenProduct(
@@ -227,7 +227,7 @@ class OperatorProducts:
                     of=of,
                     backward=True,
                     call=of.call,
-                    not_counted=f"{operator} {left}",
+                    not_counted=f"{operator} {uncounted}",
                 )
             )
         for product in products:

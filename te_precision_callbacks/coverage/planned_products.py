@@ -92,7 +92,7 @@ def plan_products(
         recipe: one of Transformer Engine's recipes; None for high precision.
         unconverted: layer -> why the trainer's conversion to Transformer Engine skipped it.
     """
-    return _ProductPlanner(model, modules, operations, acting, recipe, tokens, ran, unconverted or {}).planned()
+    return _ProductPlanner(model, modules, operations, acting, recipe, tokens, ran, unconverted or {}).plan()
 
 
 class _ProductPlanner:
@@ -124,7 +124,7 @@ class _ProductPlanner:
         self._facts: dict[str, HighPrecisionFacts] = {}
         self._trains = False
 
-    def planned(self) -> PlannedProducts:
+    def plan(self) -> PlannedProducts:
         roots = [root for _, root in named_roots(self._model) or ()]
         below = {id(module): module for root in roots for module in root.modules()}
         self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())

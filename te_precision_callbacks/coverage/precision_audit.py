@@ -173,11 +173,11 @@ class PrecisionAudit:
         return True
 
     def _last_fact(self, operand: LayerOperand) -> GemmFact | None:
-        return self._history.now(operand.layer)[GEMMS.index(operand.gemm)]
+        return self._history.last_facts(operand.layer)[GEMMS.index(operand.gemm)]
 
     def trained_in_fp8(self, layer: str) -> bool | None:
         """Return whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
-        fact = self.history.now(layer)[0]
+        fact = self.history.last_facts(layer)[0]
         formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
         return any(made.recipe for made in formats) if formats else None
 
@@ -241,7 +241,7 @@ def format_of(tensor: Any, *, columnwise: bool) -> str:
 def format_of_data(data: Any) -> str:
     if type(data) is torch.Tensor:  # the most frequent type, for which attribute look-ups are slow
         return dtype_name(data.dtype)
-    return _known(data) or _named(data)
+    return _known_format(data) or _unknown_format(data)
 
 
 def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise: bool) -> str:
@@ -252,7 +252,7 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise:
         return quantizer_format(own, high_precision, columnwise=columnwise)
     if quantizer is None or IDENTITY_QUANTIZER in names:
         return dtype_name(high_precision)
-    return _known(quantizer) or type(quantizer).__name__
+    return _known_format(quantizer) or type(quantizer).__name__
 
 
 def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[LayerOperand, Format]:
@@ -353,11 +353,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype, str(dtype))
 
 
-def _known(thing: Any) -> str | None:
-    if getattr(thing, "custom", False):
+def _known_format(tensor_or_quantizer: Any) -> str | None:
+    if getattr(tensor_or_quantizer, "custom", False):
         return None  # a user's own class, even a subclass of TE's, has another GEMM
-    kind: type = type(thing)
-    return _format_name(kind, fp8_dtype(thing))
+    kind: type = type(tensor_or_quantizer)
+    return _format_name(kind, fp8_dtype(tensor_or_quantizer))
 
 
 @functools.cache
@@ -366,7 +366,7 @@ def _format_name(kind: type, dtype: Any) -> str | None:
     return name if name in (None, "NVFP4") else f"{name} {fp8_format_of(dtype).name}"
 
 
-def _named(tensor: Any) -> str:
+def _unknown_format(tensor: Any) -> str:
     if type(tensor).__module__.partition(".")[0] == "torch":
         return dtype_name(tensor.dtype)
     if "QuantizedTensorStorage" not in class_names(tensor):

@@ -74,7 +74,7 @@ class SeenProduct:
     def is_of_backward(self) -> bool:
         return self.backward or self.gemm in ("dgrad", "wgrad")
 
-    def alone(self) -> list[SeenProduct]:
+    def detached(self) -> list[SeenProduct]:
         """The product without references to its step; packed sequences become a product each."""
         weight = None if self.weight is None else replace(self.weight, owner=None)
         made = replace(self, of=None, call=None, weight=weight, backward=self.is_of_backward, sequences=None)
@@ -169,7 +169,7 @@ class _CountedCalls(NamedTuple):
     def sizes(self) -> Counter[object]:
         return Counter((seen.layer, seen.gemm, seen.is_of_backward, seen.sizes) for seen in self.seen)
 
-    def in_step(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
+    def step_runs(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
         for seen in self.seen:
             counted = self.backwards if seen.is_of_backward else self.calls
             yield seen, (backwards if seen.is_of_backward else forwards) / max(counted, 1)
@@ -211,7 +211,7 @@ class CountedKinds:
         self._put(kind, seen, 1, 1, False)
 
     def _put(self, kind: Kind, products: Iterable[SeenProduct], calls: int, backwards: int, lacks: bool) -> None:
-        seen = [part for product in products for part in product.alone()]
+        seen = [part for product in products for part in product.detached()]
         self._counted[kind] = _CountedCalls(seen, calls, backwards, lacks)
         self.changes += 1
 
@@ -234,7 +234,7 @@ class CountedKinds:
                 alike = [counted]
                 lacking += backwards * counted.may_lack_backward
             for known in alike:
-                weighted += [(seen, times / len(alike) / steps) for seen, times in known.in_step(forwards, backwards)]
+                weighted += [(seen, times / len(alike) / steps) for seen, times in known.step_runs(forwards, backwards)]
             if isinstance(kind.form, str) and kind.form != OUTSIDE:
                 texts[kind.form] = None
         whole = sum(forwards for forwards, _ in parts.values())

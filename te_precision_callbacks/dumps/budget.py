@@ -35,7 +35,7 @@ class Limits:
 
 
 class Budget:
-    """Counts the files of a rank's folder, including earlier runs; the folder need not exist yet."""
+    """Counts the files in a rank's folder, including files of earlier runs; the folder need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -202,7 +202,7 @@ class Header:
     Attributes:
         tensor: "activation", "weight", "gradient", "output", "wgrad", "dgrad", or another name.
         iteration: the debug iteration; None without one.
-        micro_batch: the index of the dump among those of this tensor in the iteration.
+        micro_batch: the index of the dump among the dumps of this tensor in the iteration.
         rank: the rank of the process in the default process group.
         run: the id of the session's start on this rank, sorted by time; empty without a session.
         recipe: the quantization recipe, as text.

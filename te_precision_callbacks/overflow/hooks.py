@@ -88,7 +88,7 @@ def ignore_call(*args: Any) -> None:
 
 
 class ModelHooks:
-    """All hooks of a detector on a model. They close any earlier detector on one of its modules."""
+    """All hooks of a detector on a model. An earlier detector on one of its modules is closed."""
 
     def __init__(
         self,

@@ -236,7 +236,7 @@ class Batches:
             self.trains, self._number = True, -1
 
     def begins(self, *, is_root: bool, evaluation: bool) -> bool:
-        """Return whether an outermost forward begins the next batch; ``is_root``: of the model, not of a submodule."""
+        """Return whether an outermost forward, of the model or of a submodule, begins the next batch."""
         if evaluation and self.trains:
             self._evaluation += is_root
             return False

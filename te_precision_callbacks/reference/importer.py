@@ -89,12 +89,12 @@ class RewritingLoader(SourceFileLoader):
         return super().source_to_code(tree, path, **options)
 
     def get_data(self, path: str) -> bytes:
-        return super().get_data(self._own(path))
+        return super().get_data(self._rewritten_path(path))
 
     def set_data(self, path: str, data: Any, **options: Any) -> None:
-        super().set_data(self._own(path), data, **options)
+        super().set_data(self._rewritten_path(path), data, **options)
 
-    def _own(self, path: str) -> str:
+    def _rewritten_path(self, path: str) -> str:
         """The path of rewritten bytecode for a path of bytecode; paths of sources are unchanged."""
         device = "cpu" if self.cuda_on_cpu else "cuda"
         return f"{path.removesuffix('.pyc')}.{device}-{_rewriter()}.pyc" if path.endswith(".pyc") else path

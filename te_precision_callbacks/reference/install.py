@@ -70,7 +70,7 @@ def install(
         if always_in_children:
             inherited.install_in_children(pretend_cuda=before.pretend_cuda, capability=before.capability, always=True)
         return before
-    chosen = target.capability() if capability is None else target.checked(capability)
+    chosen = target.capability() if capability is None else target.validate(capability)
 
     _refuse_if_imported()
     version = compiled_extension.checked_version()

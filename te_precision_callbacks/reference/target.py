@@ -34,10 +34,10 @@ def choose(value: tuple[int, int] | None) -> None:
         InstallError: ``value`` is neither (9, 0) nor (10, 0).
     """
     global _chosen
-    _chosen = None if value is None else checked(value)
+    _chosen = None if value is None else validate(value)
 
 
-def checked(value: tuple[int, int]) -> tuple[int, int]:
+def validate(value: tuple[int, int]) -> tuple[int, int]:
     """Validate a capability and return it as a plain tuple of two ints.
 
     Raises:

@@ -39,7 +39,7 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
         if type(module).set_extra_state is not torch.nn.Module.set_extra_state and not any(delayed_states(module))
     }
     try:
-        saved = _saved(checkpoint, stateless.keys())
+        saved = _read_tensors(checkpoint, stateless.keys())
     except Exception as error:
         logger.warning(
             "The FP8 state of converted layers was not restored: %s cannot be read: %s."
@@ -68,7 +68,7 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
         logger.info("Restored the scales and amax histories of %d converted layers from %s.", restored, checkpoint)
 
 
-def _saved(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor]:
+def _read_tensors(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor]:
     keys = set(wanted)
     states: dict[str, torch.Tensor] = {}
     for path in _files(checkpoint):

@@ -23,7 +23,7 @@ def written(out: Any) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
             yield bool(columnwise), data, getattr(out, f"_{direction}_scale_inv")
 
 
-def padded(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def pad(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Pad a matrix with zero rows and columns, up to ``shape``."""
     rows, columns = scales.shape
     out = scales.new_zeros(tuple(shape))
@@ -69,7 +69,7 @@ def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool
     With ``along_columns``, a GEMM sums over the rows of ``scales`` (MXFP8's columnwise data), so their transpose is
     swizzled.
     """
-    out = padded(scales, shape)
+    out = pad(scales, shape)
     if not swizzled or not out.numel():
         return out
     return layouts.swizzled(out.t()).reshape(tuple(shape)) if along_columns else layouts.swizzled(out)

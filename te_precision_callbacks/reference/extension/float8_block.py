@@ -21,7 +21,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     is_noop,
     matrix_shape,
     overwrite,
-    padded,
+    pad,
     round_up,
     transposed_shape,
     written,
@@ -94,7 +94,7 @@ class Float8BlockCasting(Casting):
                 overwrite(data.view(matrix.shape[::-1]), codes.t())
             else:
                 overwrite(data, codes.view(data.shape))
-            overwrite(scales, padded(scale_inv if is_2d != columnwise else scale_inv.t(), scales.shape))
+            overwrite(scales, pad(scale_inv if is_2d != columnwise else scale_inv.t(), scales.shape))
 
 
 def _quantize_blocks(

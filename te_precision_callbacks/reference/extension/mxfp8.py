@@ -29,7 +29,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     is_noop,
     matrix_shape,
     overwrite,
-    padded,
+    pad,
     round_up,
     written,
 )
@@ -126,7 +126,7 @@ def mxfp8_scaling_compute_partial_amax(
     """
     weight = _scatter(input.float(), rows, cols, start_offset)
     for amax, block in ((amax_rowwise, (1, BLOCK)), (amax_colwise, (BLOCK, 1))):
-        amax.copy_(padded(block_amaxes(weight, block), amax.shape))
+        amax.copy_(pad(block_amaxes(weight, block), amax.shape))
 
 
 @torch.no_grad()

@@ -42,12 +42,12 @@ class Operand:
     @functools.cached_property
     def values(self) -> torch.Tensor:
         """float32, [rows, columns]: multiplied by the scales of blocks, but not by the scale of the tensor."""
-        return self.source.float() if self.part is None else _decoded(self.part, torch.float32)
+        return self.source.float() if self.part is None else _decode(self.part, torch.float32)
 
     @functools.cached_property
     def in_bfloat16(self) -> torch.Tensor:
         """:attr:`values` as bfloat16; use only if :attr:`is_exact_in_bfloat16`."""
-        return self.source if self.part is None else _decoded(self.part, torch.bfloat16)
+        return self.source if self.part is None else _decode(self.part, torch.bfloat16)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -136,7 +136,7 @@ def logical_shape(tensor: Any) -> tuple[int, ...]:
     return layouts.logical_shape(tensor) if is_quantized(tensor) else tuple(_plain(tensor).shape)
 
 
-def _decoded(part: Stored, dtype: torch.dtype) -> torch.Tensor:
+def _decode(part: Stored, dtype: torch.dtype) -> torch.Tensor:
     factors = None if part.mode == layouts.PER_TENSOR else part.block_scales()
     values = decoded(part.codes, part.element_format, factors, part.block, dtype)
     return values.t() if part.transposed else values

@@ -53,7 +53,7 @@ class LossCurves(NamedTuple):
 
 
 def loss_curves(a: Side, b: Side) -> LossCurves | None:
-    """The most likely loss among the metrics; preferably one that is lost, since a trainer may also log it filtered."""
+    """The most likely loss among the metrics; preferably a lost loss, since a trainer may also log it filtered."""
     losses = {subject.statistic: subject for subject in a.scalars if subject in b.scalars}
     names = [losses[name] for name in loss_first(losses) if is_loss(name)]
     names.sort(key=lambda name: not (is_loss_of_training(name.statistic) and any(_lost(side, name) for side in (a, b))))

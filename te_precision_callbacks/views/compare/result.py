@@ -135,7 +135,7 @@ class Parting:
     Attributes:
         layer, tensor: empty for a metric of the trainer, such as the loss.
         rank: the rank of local values; None for reduced ones.
-        since: the first iteration in which it may have begun; earlier than ``iteration`` if the steps before it have no
+        since: the first possible iteration of its beginning; earlier than ``iteration`` if the steps before it have no
             values.
         departures: the statistics that depart, the strongest first.
         origin: ``made here`` if no source of the tensor departed by as much before; else ``inherited``.

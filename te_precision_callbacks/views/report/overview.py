@@ -151,7 +151,7 @@ class Overview:
 
 
 def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
-    """Divide consecutive series into slices of at most ``most`` values; a longer series is a slice of its own."""
+    """Divide consecutive series into slices of at most ``most`` values; a longer series gets its own slice."""
     begin = total = 0
     for end, count in enumerate(counts.tolist()):
         if total + count > most and end > begin:

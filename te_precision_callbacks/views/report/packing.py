@@ -66,9 +66,9 @@ class PackedScale:
     def bytes(self, values: Floats, present: npt.NDArray[np.bool_]) -> Bytes:
         finite = present & np.isfinite(values)
         inner = finite & (values > 0) if self.kind == "log" else finite
-        low, high = self._place(np.array([self.low, self.high]))
+        low, high = self._transform(np.array([self.low, self.high]))
         width = high - low
-        place = self._place(np.where(inner, values, self.low))
+        place = self._transform(np.where(inner, values, self.low))
         level = np.rint((place - low) / width * (LEVELS - 1)) if width > 0 else np.zeros(values.shape)
         codes = np.where(inner, np.clip(level, 0, LEVELS - 1) + 1, 0)
         codes = np.where(finite & ~inner, ZERO, codes)
@@ -76,7 +76,7 @@ class PackedScale:
         codes = np.where(present & np.isposinf(values), INF, codes)
         return np.where(present & np.isneginf(values), MINUS_INF, codes).astype(np.uint8)
 
-    def _place(self, values: Floats) -> Floats:
+    def _transform(self, values: Floats) -> Floats:
         if self.kind == "log":
             return np.asarray(np.log(values))
         return values if self.kind == "linear" else np.asarray(np.arcsinh(values / self.bend))

@@ -40,13 +40,13 @@ class PageTemplate:
     """
 
     def __init__(self, scripts: Sequence[str]) -> None:
-        script = "".join(_part(f"{name}.js") for name in (*_SHARED, *scripts))
+        script = "".join(_read_script(f"{name}.js") for name in (*_SHARED, *scripts))
         self._filled = {
-            "STYLE": _part("page.css"),
+            "STYLE": _read_script("page.css"),
             "SCRIPT": f'"use strict";\n(() => {{\n{script}}})();\n',
             "PLOTLY": _plotly(),
         }
-        self._frame = _part("page.html")
+        self._frame = _read_script("page.html")
         self.size = len(self._frame) + sum(map(len, self._filled.values()))
 
     def fill(self, title: str, content: Mapping[str, Any], arrays: Sequence[str]) -> str:
@@ -132,5 +132,5 @@ def _plotly() -> str:
     return compress(get_plotlyjs().encode())
 
 
-def _part(name: str) -> str:
+def _read_script(name: str) -> str:
     return files("te_precision_callbacks.views.report").joinpath("page", name).read_text(encoding="utf-8")
