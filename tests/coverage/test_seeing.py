@@ -164,13 +164,13 @@ def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
 ) -> None:
     """Of their products there are events, and on the reference backend a layer has hundreds of operators."""
     looked: list[bool] = []
-    own = ModelWatch.before
+    own = ModelWatch.before_operator
 
     def before(products: ModelWatch, arguments: Any, **of_operator: bool) -> None:
         looked.append(products._in_gemm_layer())
         own(products, arguments, **of_operator)
 
-    monkeypatch.setattr(ModelWatch, "before", before)
+    monkeypatch.setattr(ModelWatch, "before_operator", before)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), te.LayerNormLinear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
     )
