@@ -86,7 +86,7 @@ def meta_device() -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Creates tensors on the meta device even if another device is given, as Transformer Engine's modules do."""
+    """Creates tensors on the meta device even if the caller requests another one, like Transformer Engine's modules."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None

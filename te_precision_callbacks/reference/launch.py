@@ -51,7 +51,7 @@ class Launch:
 
 
 def plan_launch(backend: Backend) -> Launch:
-    """Choose the Transformer Engine for a script.
+    """Choose the compiled Transformer Engine or the reference backend for a script.
 
     Raises:
         TransformerEngineVersionError: no Transformer Engine is installed, or the backend does not support its version.
