@@ -66,7 +66,7 @@ class DebugRefusal:
 
     @property
     def known(self) -> str:
-        return "before the first step" if self.of_module or self.of_effects else "in the forward that has it"
+        return "before the first step" if self.of_module or self.of_effects else "in the first affected forward"
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"
@@ -145,7 +145,7 @@ def is_captured() -> bool:
 
 CUDA_GRAPH = DebugRefusal(
     "CUDA graph",
-    "a replay runs no Python, so no feature is called, and updating a cached weight raises in debug mode",
+    "a replay runs no Python code, so no feature is called, and updating a cached weight raises in debug mode",
     "debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_",
     "CUDA Graphs are not supported with debug=True!",
     of_forward=lambda forward: is_captured(),
@@ -161,7 +161,7 @@ REFUSALS = (
     ),
     DebugRefusal(
         "single_grouped_weight or single_grouped_bias",
-        "the debug path takes each GEMM's own parameters, and raises if they are one tensor",
+        "the debug path needs separate parameters for each GEMM, and raises if they are one tensor",
         "pytorch.module.grouped_linear:GroupedLinear.forward",
         "TE debug features do not support single grouped parameters.",
         of_module=lambda module: any(
@@ -171,8 +171,8 @@ REFUSALS = (
     CUDA_GRAPH,
     DebugRefusal(
         "quantized_model_init",
-        "the weight exists only in quantized form, so a feature that replaces it, or runs fprop or dgrad in high"
-        " precision, raises",
+        "the weight exists only in quantized form: features that replace it, or run fprop or dgrad in high precision,"
+        " raise",
         "debug.pytorch.debug_quantization:DebugQuantizer.wrap_quantized_tensor",
         "Weight tensor with fp8 model parameters enabled cannot be",
         of_effects=_changes_quantized_weights,
@@ -180,8 +180,8 @@ REFUSALS = (
     ),
     DebugRefusal(
         "fp8_output or fp8_grad",
-        "a GEMM with a quantized result raises in debug mode; FP8 attention by fp8_dpa or fp8_mha and Userbuffers in"
-        " FP8 ask for one too",
+        "a GEMM with a quantized result raises in debug mode; FP8 attention (fp8_dpa, fp8_mha) and Userbuffers in FP8"
+        " need such results",
         "debug.pytorch.debug_quantization:DebugQuantizer.process_gemm_output",
         "Quantized output is not supported for debug=True.",
         of_forward=lambda forward: any(
@@ -190,8 +190,8 @@ REFUSALS = (
     ),
     DebugRefusal(
         "quantized input",
-        "an input from a layer with fp8_output or from FP8 attention reaches no feature, so a GEMM whose other operand"
-        " a feature changes fails",
+        "features do not get an input from a layer with fp8_output or from FP8 attention, so a GEMM fails if a feature"
+        " changes its other operand",
         "pytorch.module.linear:_linear_forward_impl",
         "            if isinstance(inputmat, QuantizedTensorStorage):\n"
         "                inputmat.update_usage(rowwise_usage=True)\n"
