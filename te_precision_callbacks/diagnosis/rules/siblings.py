@@ -159,10 +159,10 @@ class Sibling(Judge):
 def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
     """Return the deviation of each layer from similar layers, in powers of two; 0 for ordinary layers.
 
-    The median difference between neighbouring layers is the trend with depth. Differences far from it are jumps, and
+    The median difference between neighboring layers is the trend with depth. Differences far from it are jumps, which
     divide the layers into stretches. Stretches at the level of most layers are ordinary. If the tensor flows from layer
-    to layer, and only one jump, upwards, exists, the layers before it are ordinary instead; and the first layer after
-    a large jump up is measured against the stretch before it.
+    to layer, a single jump, upwards, makes the layers before it ordinary instead, and the first layer after a large
+    jump up is compared with the stretch before it.
 
     ``bits``: [layers], the logarithms to base 2, in execution order.
     """
