@@ -235,7 +235,7 @@ def _internals(a: Stored, b: Stored) -> Internals:
 
 
 def tensor_numbers(dump: Dump) -> list[dict[str, Any]]:
-    """Summarize each tensor of the dump. Extremes and mean are of finite elements, and nan if there are none. Packed FP4
+    """Summarize each tensor of the dump. Extremes and mean are of finite elements, and nan without any. Packed FP4
     codes and E8M0 scales are summarized as bytes.
     """
     return [_tensor(name, tensor) for name, tensor in sorted(dump.tensors.items())]
