@@ -1,10 +1,10 @@
-"""Sums of products as a tensor core computes them: the models of te_precision_callbacks.gemm_error.judging."""
+"""Sums of products as a tensor core computes them: the models of te_precision_callbacks.gemm_error.kernel_check."""
 
 from __future__ import annotations
 
 import torch
 
-from te_precision_callbacks.gemm_error.judging import Accumulator
+from te_precision_callbacks.gemm_error.kernel_check import Accumulator
 
 
 def accumulated(left: torch.Tensor, right: torch.Tensor, accumulator: Accumulator) -> torch.Tensor:

@@ -30,14 +30,14 @@ from te_precision_callbacks.base.numerics.recipes import round_blocks
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.config.keys import PROBES
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
-from te_precision_callbacks.gemm_error.judging import (
+from te_precision_callbacks.gemm_error.kernel_check import (
     FLOAT32,
     HOPPER_FAST,
     HOPPER_SPLIT,
     Accumulator,
     GemmCall,
-    Judged,
-    judged,
+    KernelCheck,
+    check_kernel,
     probes,
     product,
     seed_of,
@@ -111,11 +111,11 @@ def gemm_of(recipe: str, gemm: GemmName, seed: int, sizes: tuple[int, int, int] 
     return Gemm(left, right, *highs, out)
 
 
-def judge(gemm: Gemm, out: torch.Tensor, seed: int, accumulator: Accumulator = FLOAT32) -> Judged:
+def judge(gemm: Gemm, out: torch.Tensor, seed: int, accumulator: Accumulator = FLOAT32) -> KernelCheck:
     n, m = out.shape
     x, y = probes(m, PROBES, seed_of(seed, "x"), CPU), probes(n, PROBES, seed_of(seed, "y"), CPU)
     call = GemmCall(gemm.left.shape[1], out.dtype, x, y, accumulator)
-    return judged(thin(factor_of(out, columnwise=False), x, y), product(gemm.left, gemm.right, x, y), call)
+    return check_kernel(thin(factor_of(out, columnwise=False), x, y), product(gemm.left, gemm.right, x, y), call)
 
 
 def deviation(estimate: float, error: torch.Tensor) -> float:

@@ -1,16 +1,17 @@
 """The namespace API ``transformer_engine``: passes the calls of Transformer Engine's modules to features.
 
-It replaces Transformer Engine's own API, even if that folder of features is listed too, before or after this one. Read
-from Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.2.2 (``base.py``). The differences:
+It replaces Transformer Engine's API, even if Transformer Engine's folder of features is also listed, before or after
+this one. Read from Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.2.2 (``base.py``).
+Differences:
 
-- **Schedules.** A tensor is handed to the features that wanted it when they were asked last, and to no other feature.
-- **Answers.** A feature may answer with a plain bool: it is asked again in the next iteration.
-- **Arguments.** A feature gets the arguments that its method names, or all if it takes ``**kwargs``; arguments that
+- **Schedules.** A tensor is passed only to the features that requested it in the last query.
+- **Queries.** A feature may return a plain bool: it is queried again in the next iteration.
+- **Arguments.** A feature receives the arguments that its method names, or all with ``**kwargs``; arguments that
   Transformer Engine no longer passes (``out``, the ``gemm`` of ``inspect_tensor_postquantize``) are supplied.
-- **Errors.** Whatever goes wrong in a feature is a :class:`FeatureError` with the feature, the call and the layer; no
-  warning and no AttributeError inside a feature ends the process, and other features still get the tensor.
-- **Autocast.** A weight in float32 that a feature has quantized may be used under torch's autocast.
-- **Caches.** The memory kept for a call does not grow with the iterations.
+- **Errors.** An exception in a feature becomes a :class:`FeatureError` with the feature, the call and the layer.
+  Warnings and AttributeErrors in a feature do not end the process, and other features still receive the tensor.
+- **Autocast.** A float32 weight that a feature has quantized works under torch's autocast.
+- **Caches.** Memory for a call does not grow with the iterations.
 - **Statistics and dumps.** This folder's features measure and dump through the run's
   :class:`te_precision_callbacks.observation.Observation`: a session's, or the one in ``features/plain.py``.
 """
@@ -90,13 +91,13 @@ class _Call(NamedTuple):
     """A method of a feature, for one layer, tensor and GEMM.
 
     Attributes:
-        number: which entry of the feature's options the call is for.
-        options: the feature's options that hold here: typed for a feature of this project, a mapping for a user's own.
-        arguments: the arguments that the method takes; None if it takes everything.
+        position: the index among the feature's options that apply to the tensor and GEMM.
+        options: the options: typed for a feature of this project, a mapping for a custom feature.
+        arguments: the arguments that the method accepts; None if it accepts all.
     """
 
     feature: str
-    number: int
+    position: int
     name: str
     method: Callable[..., Any]
     options: Any
@@ -111,7 +112,7 @@ class _Call(NamedTuple):
             kind = "" if isinstance(error, FeatureError) else f"{type(error).__name__}: "
             raise self._error("failed in", layer, f"{kind}{error}") from error
 
-    def wrong(self, layer: str, returned: Any, expected: str) -> FeatureError:
+    def error_for(self, layer: str, returned: Any, expected: str) -> FeatureError:
         return self._error(f"returned {_describe(returned)} from", layer, f"expected {expected}.")
 
     def _error(self, did: str, layer: str, why: str) -> FeatureError:
@@ -139,8 +140,8 @@ class TransformerEngineAPI(UpstreamAPI):
         self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
         self._read: dict[int, tuple[Any, FeatureSchema | None]] = {}
-        # All layers call the methods of the same features.
-        self._taken = functools.cache(lambda method, passed: _taken(method, passed))
+        # All layers call methods of the same features.
+        self._accepted = functools.cache(lambda method, passed: _accepted_arguments(method, passed))
 
     def __getattr__(self, name: str) -> Any:
         if name not in _REQUIRED:
@@ -148,10 +149,10 @@ class TransformerEngineAPI(UpstreamAPI):
         return functools.partial(self.route_api, api_name=name)
 
     def route_api(self, layer_name: str, api_name: str, **arguments: Any) -> Any:
-        """Bring a call to the features of a layer.
+        """Pass a call to the features of a layer.
 
         Raises:
-            FeatureError: a feature failed, or answered with something other than the call expects.
+            FeatureError: a feature failed, or returned an invalid value.
         """
         for name in _REQUIRED[api_name]:
             if name not in arguments:
@@ -171,7 +172,7 @@ class TransformerEngineAPI(UpstreamAPI):
         key = (layer_name, api_name, tensor, gemm)
         calls = self._calls(key, frozenset(arguments))
         if api_name.endswith(_ENABLED):
-            return self._ask(calls, key, arguments)
+            return self._query(calls, key, arguments)
         if api_name == "modify_tensor":
             return self._modify(calls, key, arguments)
         try:
@@ -206,10 +207,10 @@ class TransformerEngineAPI(UpstreamAPI):
                 continue
             try:
                 matching = self._matching(name, options, tensor, gemm)
-                taken = self._taken(method, frozenset(passed))
+                taken = self._accepted(method, frozenset(passed))
             except Exception as error:
-                # The feature's fault: it fails when its turn comes, and the layer's other features do not. Only the
-                # text is kept, since a traceback would keep tensors.
+                # Raise when this feature is called, without affecting the layer's other features. Only the text is
+                # kept, since a traceback would keep tensors.
                 fail = functools.partial(_fail, f"{type(error).__name__}: {error}")
                 calls.append(_Call(name, 0, api_name, fail, {}, frozenset()))
                 continue
@@ -218,7 +219,9 @@ class TransformerEngineAPI(UpstreamAPI):
             calls.extend(_Call(name, number, api_name, method, entry, taken) for number, entry in enumerate(matching))
         return calls
 
-    def _ask(self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[bool, int | None]:
+    def _query(
+        self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]
+    ) -> tuple[bool, int | None]:
         layer, api_name, tensor, gemm = key
         vetoes = api_name == "fp8_gemm_enabled"
         if not calls:
@@ -227,23 +230,24 @@ class TransformerEngineAPI(UpstreamAPI):
         upcoming: list[int] = []
         for call in calls:
             answer = _answer(call, layer, arguments)
-            answers[call.feature, call.number] = answer[0]
+            answers[call.feature, call.position] = answer[0]
             if answer[1] is not None:
                 upcoming.append(answer[1])
             if vetoes and not answer[0]:
                 self.note_once(call.feature, key)
         self._answers[layer, api_name.removesuffix(_ENABLED), tensor, gemm] = answers
-        # Every feature must allow quantization; one that wants a tensor is enough.
+        # Quantization needs the permission of all features; a tensor, the request of any feature.
         decided = all(answers.values()) if vetoes else any(answers.values())
         return decided, min(upcoming, default=None)
 
     def _due(self, calls: Sequence[_Call], key: tuple[Any, ...]) -> Iterable[_Call]:
-        """The features that wanted this call in the last query, or all: a backward may come after the step of its
-        forward."""
+        """The features that requested this call in the last query; all features without a query, since a backward may
+        come after the step of its forward.
+        """
         answers = self._answers.get(key) or self._answers.get((*key[:3], None))
         if answers is None:
             return calls
-        return [call for call in calls if answers.get((call.feature, call.number), False)]
+        return [call for call in calls if answers.get((call.feature, call.position), False)]
 
     def _show(self, calls: Iterable[_Call], key: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
         layer = key[0]
@@ -252,9 +256,9 @@ class TransformerEngineAPI(UpstreamAPI):
             try:
                 returned = call(layer, arguments)
                 if returned is not None:
-                    raise call.wrong(layer, returned, "nothing")
+                    raise call.error_for(layer, returned, "nothing")
                 self.note_once(call.feature, key)
-            except FeatureError as error:  # the tensor's other features get it all the same
+            except FeatureError as error:  # other features still receive the tensor
                 failures.append(error)
         if failures:
             raise failures[0]
@@ -271,28 +275,28 @@ class TransformerEngineAPI(UpstreamAPI):
         self.note_once(call.feature, key)
         if arguments["out"] is not None:
             if returned is not None:
-                raise call.wrong(layer, returned, "None, after writing into 'out'")
+                raise call.error_for(layer, returned, "None, after writing into 'out'")
             return None
         if not isinstance(returned, torch.Tensor) and not hasattr(returned, "dequantize"):
-            raise call.wrong(layer, returned, "a tensor or a quantized tensor")
+            raise call.error_for(layer, returned, "a tensor or a quantized tensor")
         given = arguments["tensor"]
         if given is not None and returned.size() != given.size():
-            raise call.wrong(layer, returned, f"the shape of the tensor that it was given, {tuple(given.shape)}")
+            raise call.error_for(layer, returned, f"the shape of the tensor that it was given, {tuple(given.shape)}")
         if given is not None and tensor in RESULT.values() and returned.dtype != given.dtype:
-            raise call.wrong(layer, returned, f"a tensor of {given.dtype}, as the {tensor} that it was given")
+            raise call.error_for(layer, returned, f"a tensor of {given.dtype}, as the {tensor} that it was given")
         dtype = arguments["dtype"]
         if dtype is None or getattr(returned, "dtype", dtype) == dtype:
             return returned
         if not hasattr(returned, "to_dtype"):
-            raise call.wrong(layer, returned, f"a tensor of {dtype}")
-        # Quantized from a weight in float32, under torch's autocast: its dtype is only what it would dequantize to.
+            raise call.error_for(layer, returned, f"a tensor of {dtype}")
+        # Quantized from a float32 weight, under torch's autocast: only the nominal dtype changes.
         return returned.to_dtype(dtype)
 
     def _refuse_forbidden(self, call: _Call, key: tuple[Any, ...], made: Any) -> None:
-        """Refuse a quantized operand of a GEMM that another feature keeps in high precision.
+        """Refuse to quantize an operand of a GEMM that another feature keeps in high precision.
 
-        Transformer Engine does not query the other feature if this one replaces the tensor. With both replaced,
-        the other feature would have no effect; with one operand replaced, the GEMM could not run at all.
+        Transformer Engine does not query the other feature if a feature replaces the tensor. With both operands
+        replaced, the other feature would have no effect; with one operand replaced, the GEMM would fail.
         """
         layer, _, tensor, gemm = key
         if tensor in RESULT.values() or not is_quantized(made):
@@ -307,13 +311,13 @@ class TransformerEngineAPI(UpstreamAPI):
             )
 
     def note_once(self, feature: str, key: tuple[str, str, str | None, str | None]) -> None:
-        """Write a line into the log of events, the first time that a feature acts on a tensor or a GEMM."""
+        """Log the first time that a feature acts on a tensor or a GEMM."""
         acting = (feature, *key)
         if acting not in self._noted:
             self._noted.add(acting)
             layer, api_name, tensor, gemm = key
             what = ", ".join(name for name in (gemm, tensor) if name) if api_name in _OF_GEMMS else tensor
-            # nvidia-dlfw-inspect drops a message with the same arguments and the same calling line as an earlier one.
+            # nvidia-dlfw-inspect drops a message if its arguments and calling line equal those of an earlier message.
             debug_api.log_message(f"Feature={feature}, API={api_name}: {what}", layer, extra_cachable_args=acting)
 
     def set_features(self, features: Any) -> None:
@@ -324,7 +328,7 @@ class TransformerEngineAPI(UpstreamAPI):
         self._plain = plain = PlainObservation()
         self._is_planned = False
         self._observe(plain)
-        # Code that asks Transformer Engine's buffers for the statistics of a step gets those of the engine too.
+        # Code that reads a step's statistics from Transformer Engine's buffers also gets the engine's.
         STATS_BUFFERS.log_stats = self._log_statistics
 
     def begin(self, observation: Observation, *, reduce: bool) -> None:
@@ -339,7 +343,7 @@ class TransformerEngineAPI(UpstreamAPI):
                 feature.observation = observation
 
     def step(self) -> None:
-        """Log the statistics since the last step; all ranks must call this alike if statistics are reduced."""
+        """Log the statistics since the last step; a collective call if statistics are reduced."""
         if self._reduces:
             STATS_BUFFERS.log_stats()
         else:
@@ -354,13 +358,13 @@ class TransformerEngineAPI(UpstreamAPI):
             if is_distributed(group) and not self._is_planned:
                 self.plan(config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs)
                 self._is_planned = True
-            iteration = TEDebugState.get_iteration() - 1  # it counts before it calls
+            iteration = TEDebugState.get_iteration() - 1  # already incremented at this call
             logged = self._plain.log(iteration, group)
         by_name = {(m.layer, m.tensor, m.statistic, of): torch.tensor(m.value) for all_of, of in logged for m in all_of}
         return {**type(STATS_BUFFERS).log_stats(STATS_BUFFERS), **by_name}
 
     def log_local_buffers(self) -> None:
-        """Log what features have put into Transformer Engine's own buffers on this rank, without a collective."""
+        """Log statistics that features put into Transformer Engine's buffers on this rank, without a collective."""
         buffer: Any
         for buffer in STATS_BUFFERS.buffers.values():
             if buffer.modified[0]:
@@ -386,30 +390,30 @@ class TransformerEngineAPI(UpstreamAPI):
     def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
         for name, options in features.items():
             if isinstance(self.namespace_features.get(name), ScheduledFeature) and options.get("enabled", False):
-                schema = self._typed(name, options)
+                schema = self._read_schema(name, options)
                 if schema is not None:
                     yield schema
 
-    def _typed(self, name: str, options: Any) -> FeatureSchema | None:
-        """The options of one of this project's features, as the session has read them; otherwise read here, once.
+    def _read_schema(self, name: str, options: Any) -> FeatureSchema | None:
+        """The options of one of this project's features, as read by the session, or else read here once.
 
-        None if the options are wrong and the feature has reported that.
+        None if the options are invalid and the feature has reported it.
         """
         if isinstance(options, ReadOptions):
             return options.schema
-        if id(options) not in self._read:  # which is kept, so that nothing else gets its id
+        if id(options) not in self._read:  # stored with the options, to keep their id unique
             self._read[id(options)] = options, self.namespace_features[name].read(name, options)
         return self._read[id(options)][1]
 
     def _matching(self, name: str, options: Any, tensor: str | None, gemm: str | None) -> list[Any]:
-        """The options of a feature that hold for a call: typed for one of this project, mappings for a user's own."""
+        """The options of a feature for a call: typed for this project's features, mappings for custom features."""
         if not isinstance(options, Mapping) or "enabled" not in options:
             raise ValueError("the config has no 'enabled' for it")
         if not options["enabled"]:
             return []
         feature = self.namespace_features[name]
         if isinstance(feature, Feature):
-            schema = self._typed(name, options)
+            schema = self._read_schema(name, options)
             items: list[Any] = [] if schema is None else feature.options_for(schema, tensor, gemm)
             return items
         if hasattr(feature, "parse_config_and_api"):
@@ -443,7 +447,7 @@ def _answer(call: _Call, layer: str, arguments: Mapping[str, Any]) -> tuple[bool
     if type(answer) is bool:
         return answer, arguments["iteration"] + 1
     if not _is_answer(answer):
-        raise call.wrong(layer, answer, "a bool, or a tuple of a bool and the next iteration (None: never)")
+        raise call.error_for(layer, answer, "a bool, or a tuple of a bool and the next iteration (None: never)")
     decided: tuple[bool, int | None] = answer
     return decided
 
@@ -475,8 +479,8 @@ def _is_own_method(method: Any, api_name: str) -> bool:
     return getattr(method, "__func__", method) is not getattr(TEDefaultFeatures, api_name)
 
 
-def _taken(method: Any, passed: frozenset[str]) -> frozenset[str] | None:
-    """The arguments that a method takes, after the two that are passed by position; None where it takes everything.
+def _accepted_arguments(method: Any, passed: frozenset[str]) -> frozenset[str] | None:
+    """The arguments that a method accepts after the two positional ones; None if it accepts all.
 
     Raises:
         TypeError: the method requires an argument that the call does not have.

@@ -1,6 +1,6 @@
-"""The common base of this folder's features: their options for a tensor and a GEMM, and their statistics.
+"""Base classes of this folder's features: their options for a tensor and a GEMM, and their statistics.
 
-Nothing here is registered; nvidia-dlfw-inspect executes this file like every other file, without effect.
+No feature is registered here; nvidia-dlfw-inspect also executes this file, without effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nvdlfw_inspect.registry import api_method
 from te_precision_callbacks.base.numerics.layouts import gemm_operand
 from te_precision_callbacks.config.checking import read_options
 from te_precision_callbacks.config.keys import LoggedTensor
-from te_precision_callbacks.config.levels import FeatureSchema, Nested, holding
+from te_precision_callbacks.config.levels import FeatureSchema, Nested, options_for
 from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
@@ -30,9 +30,9 @@ Options = dict[str, Any]
 
 
 def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str | None) -> list[Options]:
-    """The options of a user's own feature that hold for a tensor and a GEMM, one for each entry that names them.
+    """The options of a custom feature for a tensor and a GEMM, one for each entry that names them.
 
-    Without ``tensors`` and ``tensors_struct`` the options hold for every tensor; the same applies to GEMMs.
+    Without ``tensors`` and ``tensors_struct`` the options apply to every tensor; likewise for GEMMs.
     """
     entries: list[tuple[Options, Nested]] = [({}, Nested.of(config))]
     calls: tuple[tuple[Literal["gemm", "tensor"], str | None], ...] = (("gemm", gemm), ("tensor", tensor))
@@ -43,34 +43,33 @@ def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str
             entries = [
                 (named if chosen is None else {**named, what: chosen}, inner)
                 for named, nested in entries
-                for chosen, inner in nested.chosen(what)
+                for chosen, inner in nested.choose(what)
                 if chosen in (None, name)
             ]
     return [
-        {key: value for key, value in {**nested.merged(), **named}.items() if key not in left_out}
+        {key: value for key, value in {**nested.merge(), **named}.items() if key not in left_out}
         for named, nested in entries
     ]
 
 
 class Feature:
-    """Base class of the features of this folder. The namespace API sets ``observation`` when nvidia-dlfw-inspect
-    starts."""
+    """Base class of this folder's features. The namespace API sets ``observation`` when nvidia-dlfw-inspect starts."""
 
     observation: Observation
 
     def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
-        """The options as in the config, if no session has read them; None if the feature does not act.
+        """Read options that no session has read; None if the feature does not act.
 
         Raises:
-            ConfigError: the schema of the feature, or of a class that it derives from, does not take the options.
+            ConfigError: the options are invalid in the schema of the feature, or of its base class.
         """
         schemas = map(schema_of, (name, *(base.__name__ for base in type(self).__mro__)))
         schema = next((schema for schema in schemas if schema is not None), FeatureSchema)
         return read_options(schema, name, options, lambda *keys: "The config")
 
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> Sequence[object]:
-        """The options that hold for a call, one per item that names its tensor; none if the feature does not act."""
-        return holding(options.targets, tensor, gemm)
+        """The options for a call, one per item that names its tensor; empty if the feature does not act."""
+        return options_for(options.targets, tensor, gemm)
 
 
 class HighPrecisionFeature(Feature):
@@ -95,10 +94,10 @@ def _steps(options: Any) -> Schedule:
 
 
 class ScheduledFeature(Feature):
-    """Base class of the features that look at tensors on a schedule.
+    """Base class of features that observe tensors on a schedule.
 
-    A session calls :meth:`due` and :meth:`look` itself where a layer runs its fused path. On the debug path, and
-    without a session, Transformer Engine's calls come to the same two.
+    If a layer runs its fused path, a session calls :meth:`due` and :meth:`look`. On the debug path, and without a
+    session, Transformer Engine's calls lead to the same methods.
     """
 
     def due(self, options: Any, iteration: int) -> tuple[bool, int | None]:
@@ -135,7 +134,7 @@ class ScheduledFeature(Feature):
 
 
 def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> None:
-    """Keep an operand in high precision until its GEMM has run. ``without`` is what happens without a session."""
+    """Keep an operand in high precision until its GEMM has run; ``without``: the effect of a missing session."""
     if engine.gemm_operands is None:
         if engine.notices.first(without):
             logger.warning(
@@ -155,7 +154,7 @@ class Watcher(NamedTuple):
 
 class StatisticsFeature(ScheduledFeature):
     def look(self, options: LoggedTensor[Any], watched: Watched) -> None:
-        """Note the statistics that are wanted. The engine measures the tensor once, after all features have looked."""
+        """Request statistics of a tensor from the engine, which measures it once for all features."""
         rowwise = gemm_operand(watched.rowwise, columnwise=False)
         columnwise = gemm_operand(watched.columnwise, columnwise=True)
         quantizer = getattr(watched.quantizer, "rowwise_quantizer", watched.quantizer)  # of a hybrid quantizer

@@ -11,9 +11,9 @@ from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.dumping import Collected
-from te_precision_callbacks.config.levels import FeatureSchema, holding
+from te_precision_callbacks.config.levels import FeatureSchema, options_for
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.dumps.recording import Wanted
+from te_precision_callbacks.dumps.recording import DumpOptions
 from te_precision_callbacks.features.base import ScheduledFeature, keep_operand
 from te_precision_callbacks.features.registration import namespace, own_feature
 from te_precision_callbacks.layers.gemm_events import Watched
@@ -25,13 +25,13 @@ logger = logging.getLogger("te_precision_callbacks.features")
 class DumpTensors(ScheduledFeature):
     """Writes activations, weights, outputs and all gradients to files: in high precision, quantized, and decoded.
 
-    It has the keys of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``) and of its pull request
-    2645 (``dump_quantized_internals``), and further keys in docs/features.md. The files are safetensors files, unlike
-    Transformer Engine's.
+    It accepts the keys of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``) and of its pull
+    request 2645 (``dump_quantized_internals``), and more (docs/features.md). Unlike Transformer Engine's, the files are
+    in the safetensors format.
     """
 
     def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
-        """The options; wrong options are reported and dump nothing, and training goes on."""
+        """Read the options; invalid options are reported and disable the feature, and training continues."""
         try:
             schema: FeatureSchema | None = super().read(name, options)
             return schema
@@ -39,30 +39,30 @@ class DumpTensors(ScheduledFeature):
             logger.error("%s Nothing is dumped with these options. Training continues.", error)
             return None
 
-    def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> list[Wanted]:
+    def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> list[DumpOptions]:
         if not isinstance(options, schemas.DumpTensors):
             return []
         return [
-            *(Wanted.of(item, options) for item in holding(options.targets, tensor, gemm)),
+            *(DumpOptions.of(item, options) for item in options_for(options.targets, tensor, gemm)),
             *(
-                Wanted.of_gemm(target.options, options)
-                for target in options.of_gemms
+                DumpOptions.of_gemm(target.options, options)
+                for target in options.gemm_targets
                 if tensor in (None, *OPERANDS[target.options.gemm]) and gemm in (None, target.gemm)
             ),
         ]
 
-    def due(self, options: Wanted, iteration: int) -> tuple[bool, int | None]:
-        """Return whether a dump is due, and the next due iteration; none is due without budget.
+    def due(self, options: DumpOptions, iteration: int) -> tuple[bool, int | None]:
+        """Return whether a dump is due, and the next due iteration; never due after the budget is exhausted.
 
-        With several ranks the schedule alone decides: an observed layer gathers its tensors with other collectives
-        than an unobserved layer, so a budget that is used up on one rank must not change the answer there.
+        With several ranks only the schedule decides: observed and unobserved layers run different collectives, so an
+        exhausted budget on one rank must not change the result there.
         """
         if self.observation.recorder.stopped(options.limits) and not is_distributed(None):
             return False, None
         due: tuple[bool, int | None] = super().due(options, iteration)
         return due
 
-    def look(self, options: Wanted, watched: Watched) -> None:
+    def look(self, options: DumpOptions, watched: Watched) -> None:
         if options.gemm:
             keep_operand(self.observation.engine, watched, "DumpTensors writes no GEMM")
             return

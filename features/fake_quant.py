@@ -41,16 +41,16 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """The rounded tensor, in ``dtype`` or the tensor's own dtype; None if it was written into ``out``."""
-        rounded = self._rounded(config, tensor, columnwise=gemm == COLUMNWISE[tensor_name])
+        """Return the rounded tensor, in ``dtype`` or the tensor's dtype; None if written to ``out``."""
+        rounded = self._round(config, tensor, columnwise=gemm == COLUMNWISE[tensor_name])
         if out is not None:
             out.copy_(rounded)
             return None
         return rounded if dtype is None else rounded.to(dtype)
 
-    def _rounded(self, config: Quantization, tensor: torch.Tensor, *, columnwise: bool) -> torch.Tensor:
+    def _round(self, config: Quantization, tensor: torch.Tensor, *, columnwise: bool) -> torch.Tensor:
         if not tensor.numel():
-            return tensor.clone()  # of an expert that got no token
+            return tensor.clone()  # an expert without tokens
         quant_format = str(config.quant_format)
         e5m2 = quant_format.endswith("E5M2")
         if quant_format.startswith("MX"):

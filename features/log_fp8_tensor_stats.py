@@ -1,4 +1,4 @@
-"""LogFp8TensorStats: statistics of quantized tensors, and of what other recipes would make of the tensors."""
+"""LogFp8TensorStats: statistics of quantized tensors, by the layer's recipe or a simulated recipe."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from te_precision_callbacks.features.registration import own_feature
 class LogFp8TensorStats(StatisticsFeature):
     """Logs statistics of the quantized activations, weights and gradients.
 
-    A statistic is ``[<recipe>_[<element format>_]]<name>[_columnwise]``. Without a recipe it describes the layer's own
-    quantization; with a recipe that the layer does not run, it describes what that recipe would give.
+    A statistic is ``[<recipe>_[<element format>_]]<name>[_columnwise]``. Without a recipe it is of the layer's own
+    quantization; a recipe that the layer does not run is simulated.
     """

@@ -1,4 +1,4 @@
-"""LogGemmError: the error at the output of GEMMs, and whether the format, the quantizer or the kernel makes it."""
+"""LogGemmError: the error at the output of GEMMs, and its cause: the format, the quantizer or the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from te_precision_callbacks.layers.gemm_events import Watched
 
 @own_feature()
 class LogGemmError(ScheduledFeature):
-    """Hands on the operands of GEMMs in high precision; a session measures the GEMMs behind them."""
+    """Keeps the operands of GEMMs in high precision; a session measures the GEMMs that read them."""
 
     def options_for(
         self, options: FeatureSchema, tensor: str | None, gemm: str | None

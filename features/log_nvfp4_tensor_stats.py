@@ -8,4 +8,4 @@ from te_precision_callbacks.features.registration import own_feature
 
 @own_feature()
 class LogNvfp4TensorStats(StatisticsFeature):
-    """Logs statistics of NVFP4 tensors as ``nvfp4_<name>``; for another recipe, of what NVFP4 would give."""
+    """Logs statistics of NVFP4 tensors as ``nvfp4_<name>``; NVFP4 is simulated under another recipe."""

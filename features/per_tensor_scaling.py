@@ -31,7 +31,7 @@ class PerTensorScaling(ModifyingFeature):
         default_quantizer: Any,
         out: Any = None,
     ) -> Any:
-        """The tensor in the FP8 format that the recipe chooses; None if it was written into ``out``.
+        """Return the tensor in the recipe's FP8 format; None if written to ``out``.
 
         Raises:
             FeatureError: the layer's recipe is not delayed scaling.
@@ -51,7 +51,7 @@ class PerTensorScaling(ModifyingFeature):
 
 
 def _quantizer(values: torch.Tensor, default: Any, margin: int) -> Any:
-    """Transformer Engine's current-scaling quantizer; with a margin, its delayed-scaling quantizer, given the scale."""
+    """Transformer Engine's current-scaling quantizer; with a margin, its delayed-scaling quantizer with that scale."""
     if margin == 0 or not values.numel():
         return Float8CurrentScalingQuantizer(default.dtype, device=values.device)
     amax = values.abs().amax().float().reshape(1)

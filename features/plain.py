@@ -1,4 +1,4 @@
-"""The run of a script that uses plain nvidia-dlfw-inspect, without a session."""
+"""Observation for scripts that use plain nvidia-dlfw-inspect, without a session."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from te_precision_callbacks.statistics.series import Measured, log_name
 
 
 class PlainObservation(Observation):
-    """Logs statistics through nvidia-dlfw-inspect's loggers. As in Transformer Engine a step ends when its files are on
-    the disk."""
+    """Logs statistics through nvidia-dlfw-inspect's loggers. As in Transformer Engine, files are written before a step
+    ends.
+    """
 
     def __init__(self) -> None:
         super().__init__(StatisticsEngine(), Recorder(Path(get_logger().root_log_dir)))
         self._messages: Messages | None = None
 
     def log(self, iteration: int, group: dist.ProcessGroup | None) -> list[tuple[Measured, int]]:
-        """Log the numbers since the last step, without histograms, and return them with their iteration.
+        """Log the statistics since the last step, without histograms, and return them with their iteration.
 
-        All ranks of ``group``, or all ranks, must call this alike.
+        All ranks of ``group``, by default all ranks, must call this.
         """
         logged: list[tuple[Measured, int]] = []
 
@@ -37,14 +38,14 @@ class PlainObservation(Observation):
                     MetricLogger.log_scalar(log_name(layer, tensor, statistic), value, iteration)
 
         reduce = is_distributed(group)
-        if reduce and self.is_due(iteration):  # by the config, and not by what this rank has run
-            self._meet(group)
+        if reduce and self.is_due(iteration):  # from the config, so that all ranks agree
+            self._connect(group)
         self.take(iteration, receive, reduce=reduce)
         return logged
 
-    def _meet(self, group: dist.ProcessGroup | None) -> None:
+    def _connect(self, group: dist.ProcessGroup | None) -> None:
         if self._messages is None or self._messages.group is not group:
-            self._part()
+            self._disconnect()
             self._messages = Messages(group, "statistics")
             self.engine.reduce_over(self._messages)
             try:
@@ -52,7 +53,7 @@ class PlainObservation(Observation):
             except RanksLostError as error:
                 self.engine.on_failure("reducing", "statistics", error)
 
-    def _part(self) -> None:
+    def _disconnect(self) -> None:
         if self._messages is not None:
             self._messages.close()
 
@@ -61,5 +62,5 @@ class PlainObservation(Observation):
         self.recorder.flush()
 
     def end(self) -> None:
-        self._part()
+        self._disconnect()
         self.recorder.close()

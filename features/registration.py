@@ -1,8 +1,8 @@
 """Registers features in nvidia-dlfw-inspect's namespace ``transformer_engine``.
 
 Read from nvidia-dlfw-inspect 0.2.2 (``registry.py``): the registry keeps the first feature of a name and the last
-namespace API, so the order of ``feature_dirs`` decides. Here the order does not matter: this project's features replace
-Transformer Engine's of the same name, and its namespace API stays even if Transformer Engine's is registered later.
+namespace API, so the order of ``feature_dirs`` matters. Here it does not: this project's features replace Transformer
+Engine's features of the same name, and its namespace API stays even if Transformer Engine's is registered later.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def namespace() -> Any:
 
 
 def register(feature: type) -> None:
-    """Register a user's own feature class; it wins over every feature of its name.
+    """Register a custom feature class; it takes precedence over every feature of the same name.
 
-    Call this before nvidia-dlfw-inspect is initialized. The registry's own decorator cannot register then: once
-    Transformer Engine's namespace API was imported, as the base class of a feature does, the decorator needs a logger
-    that exists only after the initialization.
+    Call this before nvidia-dlfw-inspect is initialized. The registry's decorator does not work then: once Transformer
+    Engine's namespace API is imported, for example by the base class of a feature, it needs a logger that is created by
+    the initialization.
     """
     _put(feature.__name__, feature())
 
 
 def own_feature(*names: str) -> Any:
-    """Class decorator that registers a feature of this project under its own name and under other spellings of it.
+    """Class decorator that registers a feature of this project under its name and other spellings.
 
-    A user's own feature of the same name, registered before, stays.
+    A custom feature of the same name that is already registered stays.
     """
 
     def decorate(feature: type) -> type:
         data = namespace()
         for name in (feature.__name__, *names):
-            # A class that came before any namespace API waits to be registered.
+            # A class registered before any namespace API is deferred.
             present = [waiting for waiting in data.deferred_features if waiting.__name__ == name]
             if name in data.features:
                 present.append(type(data.features[name]))
@@ -72,13 +72,13 @@ def _put(name: str, instance: Any) -> None:
         if name in registered:
             registered.remove(name)
     data.features[name] = instance
-    # A class that came before any namespace API waits to be registered: remove it.
+    # Also remove a class that was deferred because no namespace API existed.
     data.deferred_features[:] = [waiting for waiting in data.deferred_features if waiting.__name__ != name]
     Registry._register_feature_api(NAMESPACE, name)
 
 
 def is_upstream(kind: type) -> bool:
-    """Return whether a class comes from Transformer Engine's folder of features, in any way of execution."""
+    """Return whether a class comes from Transformer Engine's folder of features, imported or executed by path."""
     codes = [getattr(getattr(member, "__func__", member), "__code__", None) for member in vars(kind).values()]
     return any(code is not None and code.co_filename.startswith(_upstream_folders()) for code in codes)
 

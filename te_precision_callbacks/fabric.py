@@ -47,8 +47,8 @@ class PrecisionDebugFabricCallback:
     """Runs Transformer Engine's precision debugging in a training loop with Fabric.
 
     The session starts in ``fabric.setup(model, optimizer)``, on every process, and ends with the block of ``with
-    callback:``, :meth:`stop`, or the process. A step of the optimizer from ``fabric.setup`` ends a debug
-    iteration; of several optimizers, the first to step counts.
+    callback:``, :meth:`stop`, or the process. A step of the optimizer from ``fabric.setup`` ends a debug iteration; of
+    several optimizers, the first to step counts.
 
     Rank 0 logs statistics to all Fabric loggers at the debug iteration, with the names of
     :class:`te_precision_callbacks.lightning.PrecisionDebugCallback`. ``log_dir`` defaults to the folder of Fabric's
@@ -100,9 +100,9 @@ class PrecisionDebugFabricCallback:
     # ------------------------------------------------------------------ what Fabric calls
 
     def on_after_setup(self, fabric: Fabric, module: torch.nn.Module) -> None:
-        """Start the session with the model, or with all models set up since the start.
+        """Start the session with the model, or attach all models set up so far.
 
-        Fabric calls this at the end of ``setup``; after ``setup_module`` the script does, on every process.
+        Fabric calls this at the end of ``setup``; after ``setup_module`` the script must call it, on every process.
         """
         if not any(module is other for other in self._models):
             self._models.append(module)
@@ -189,10 +189,10 @@ class PrecisionDebugFabricCallback:
 
 
 def _log_dir_of(fabric: Fabric) -> Path:
-    """Rank 0's folder of the first logger with one; else the working directory, as in a plain session."""
+    """Rank 0's folder of the first logger that has a folder; else the working directory, as in a plain session."""
     folder = ""
     if fabric.is_global_zero:
         for receiver in fabric.loggers:
-            getattr(receiver, "experiment", None)  # a CSVLogger warns about others' files in its folder
+            getattr(receiver, "experiment", None)  # early, since a CSVLogger warns about files in its folder
             folder = folder or str(getattr(receiver, "log_dir", None) or getattr(receiver, "root_dir", None) or "")
     return Path(fabric.broadcast(folder) or ".")

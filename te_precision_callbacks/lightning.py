@@ -91,7 +91,7 @@ class PrecisionDebugCallback(Callback):
         self._restored_iteration: int | None = None
         self._last_global_step = 0
         self._step_of_batch: int | None = None
-        self._numbers = TrainerNumbers()
+        self._numbers = StepScalars()
         self._saving: BeforeCalls | None = None
         self._checkpoint = ""
 
@@ -100,8 +100,8 @@ class PrecisionDebugCallback(Callback):
         """Session of the current or last fit.
 
         Raises:
-            SessionError: this process has not fitted yet. With ``ddp_spawn`` and the like, sessions run in other
-                processes, with results in ``log_dir``.
+            SessionError: no fit has run in this process. With ``ddp_spawn`` and similar strategies, sessions run in
+                other processes, with results in ``log_dir``.
         """
         if self._session is None:
             raise SessionError(
@@ -111,8 +111,8 @@ class PrecisionDebugCallback(Callback):
         return self._session
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the session, and the model's methods that a trainer attaches to a callback: both belong to this process,
-        and a trainer that spawns others pickles the callback.
+        """Drop the session, and the model's methods that a trainer attaches to a callback, since a trainer that spawns
+        processes pickles the callback.
         """
         kept = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
         return {**kept, "_session": None, "_saving": None}
@@ -123,10 +123,10 @@ class PrecisionDebugCallback(Callback):
         """Start the session, before configure_model or a precision plugin builds modules."""
         if stage != "fit":
             return
-        self._stop(trainer, SessionError("Another fit started."))  # a callback cut its on_exception short
+        self._stop(trainer, SessionError("Another fit started."))  # another callback's on_exception raised
         self._restored_iteration = None
         self._step_of_batch = None
-        self._numbers = TrainerNumbers()
+        self._numbers = StepScalars()
         converts = isinstance(trainer.precision_plugin, TransformerEnginePrecision)
         expected = "Lightning's precision plugin is TransformerEnginePrecision" if converts else ""
         select = MetricSelection(self._options.prefix, self._options.log_filter)
@@ -134,7 +134,7 @@ class PrecisionDebugCallback(Callback):
         self._session.start(
             log_dir=Path(trainer.log_dir or trainer.default_root_dir),
             sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
-            stop_at_sigterm=False,  # the trainer catches it and calls on_exception
+            stop_at_sigterm=False,  # the trainer catches SIGTERM and calls on_exception
             front_door="lightning",
             eval_mode_counts=False,  # the trainer announces evaluations
         )
@@ -142,7 +142,7 @@ class PrecisionDebugCallback(Callback):
         self._saving = BeforeCalls(trainer, "save_checkpoint", self._before_saving)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Name the layers again, with layers of a precision plugin."""
+        """Attach the model again, with layers created by a precision plugin."""
         session = self.session
         if self._restored_iteration is not None:
             session.iteration = self._restored_iteration
@@ -151,7 +151,7 @@ class PrecisionDebugCallback(Callback):
             session.overflow.loss_scaled = scales_loss(trainer.precision_plugin)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take the step of a resumed fit: the trainer restores its counts only at the first batch."""
+        """Set the step of a resumed fit, since the trainer restores its counts only at the first batch."""
         if self.session.overflow is not None:
             self.session.overflow.begin_batch()
         first = self._step_of_batch is None
@@ -171,26 +171,26 @@ class PrecisionDebugCallback(Callback):
     # ------------------------------------------------------------------ step
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Note the learning rate before a scheduler changes it."""
+        """Record the learning rate before a scheduler changes it."""
         self._numbers.note_step(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Counted once however many optimizers stepped: global_step counts each of them.
+        # Counted once for any number of optimizers, while global_step counts the step of each.
         stepped = trainer.global_step != self._last_global_step
         self._last_global_step = trainer.global_step
         self._numbers.note(trainer, outputs)
         if stepped or self._step_on == "batch":
             self.session.log(self._numbers.take(trainer), self._step_of_batch)
             self.session.step(self._step_of_batch)
-            # The loggers have it already; Lightning's own callbacks, such as EarlyStopping, get it here.
+            # For Lightning's callbacks, such as EarlyStopping; the loggers already have it.
             name = overall_name(self._options.prefix, "findings")
             self._numbers.leave_out(name)
             pl_module.log(name, float(self.session._results.diagnosis.problems.total()), logger=False)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observe nothing in validation and sanity checks, whatever the module does there."""
+        """Pause observation during validation and sanity checks."""
         if self._session is not None:
             self._session.observing = False
 
@@ -198,7 +198,7 @@ class PrecisionDebugCallback(Callback):
         if self._session is not None:
             self._session.observing = True
             if not trainer.sanity_checking:
-                self._session.log(self._numbers.logged(trainer), self._step_of_batch)
+                self._session.log(self._numbers.new_metrics(trainer), self._step_of_batch)
 
     # ------------------------------------------------------------------ resume
 
@@ -216,9 +216,9 @@ class PrecisionDebugCallback(Callback):
         self._checkpoint = str(filepath)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the debug iteration from a checkpoint, and audit the resume.
+        """Restore the debug iteration from a checkpoint, and audit the resume.
 
-        An iteration counted in another way is ignored.
+        An iteration counted with a different ``step_on`` is ignored.
         """
         saved = {key: value for key, value in state_dict.items() if key != "iteration"}
         if self._session is not None and self._session.running:
@@ -233,7 +233,7 @@ class PrecisionDebugCallback(Callback):
         self._stop(trainer, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End the session: after an exception the trainer calls no teardown hook."""
+        """End the session, since the trainer does not call teardown hooks after an exception."""
         self._stop(trainer, exception)
 
     def _stop(self, trainer: Trainer, error: BaseException | None) -> None:
@@ -241,15 +241,15 @@ class PrecisionDebugCallback(Callback):
             self._saving.remove()
             self._saving = None
         if self._session is not None:
-            self._session.stop(error, self._step_of_batch)  # the trainer counts batches between two steps
+            self._session.stop(error, self._step_of_batch)  # the trainer also counts batches between two steps
 
 
 class HealthyCheckpoint(ModelCheckpoint):
     """A ``ModelCheckpoint`` that stops saving and deleting once the run has an error or a warning.
 
-    Checkpoints from before the finding stay, also with ``save_top_k`` and ``save_last``. A finding appears some steps
-    after its cause, so keep the last few: ``save_top_k=5, monitor="step", mode="max"``. It needs a
-    :class:`PrecisionDebugCallback` in the same trainer, and takes the arguments of ``ModelCheckpoint``.
+    Checkpoints from before the finding are kept, also with ``save_top_k`` and ``save_last``. A finding appears some
+    steps after its cause, so keep several checkpoints: ``save_top_k=5, monitor="step", mode="max"``. It needs a
+    :class:`PrecisionDebugCallback` in the same trainer, and accepts the arguments of ``ModelCheckpoint``.
 
     Example::
 
@@ -273,7 +273,7 @@ class HealthyCheckpoint(ModelCheckpoint):
             )
         super().setup(trainer, pl_module, stage)
 
-    # The methods through which ModelCheckpoint of Lightning 2.4 to 2.6 saves a checkpoint, and then deletes one.
+    # ModelCheckpoint of Lightning 2.4 to 2.6 saves a checkpoint, and deletes an old one, in these methods.
 
     def _save_topk_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
         if self._all_healthy(trainer):
@@ -284,7 +284,7 @@ class HealthyCheckpoint(ModelCheckpoint):
             super()._save_last_checkpoint(trainer, *arguments, **keywords)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """With ``save_on_exception=True``, save on an exception if this rank has no errors or warnings."""
+        """With ``save_on_exception=True``, save a checkpoint if this rank has no errors or warnings."""
         if not self._has_findings:
             super().on_exception(trainer, pl_module, exception)
 
@@ -297,8 +297,8 @@ class HealthyCheckpoint(ModelCheckpoint):
         return healthy
 
 
-class TrainerNumbers:
-    """A step's loss, learning rate and loss scale, and all that the module logs."""
+class StepScalars:
+    """Collects a step's loss, learning rate and loss scale, and the module's metrics."""
 
     def __init__(self) -> None:
         self._losses: list[torch.Tensor] = []
@@ -307,7 +307,7 @@ class TrainerNumbers:
         self._seen: dict[str, torch.Tensor] = {}
 
     def note(self, trainer: Trainer, outputs: Any) -> None:
-        """Note a batch's loss, already divided by the number of accumulated batches."""
+        """Add a batch's loss, already divided by the number of accumulated batches."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().float().reshape(()) * trainer.accumulate_grad_batches)
@@ -316,19 +316,19 @@ class TrainerNumbers:
         self._own.add(name)
 
     def note_step(self, trainer: Trainer) -> None:
-        """Of several optimizer steps in a batch, the first counts."""
+        """Record the settings of the first optimizer step in a batch; others are ignored."""
         self._of_step = self._of_step or _step_settings(trainer)
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the scalars of the step that ends; the module's metrics do not replace them."""
+        """Return the scalars of the ending step; they take precedence over the module's metrics."""
         loss = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
         own = {**loss, **(self._of_step or _step_settings(trainer))}
         self._losses, self._of_step = [], {}
         self._own |= own.keys()
-        return {**own, **self.logged(trainer)}
+        return {**own, **self.new_metrics(trainer)}
 
-    def logged(self, trainer: Trainer) -> dict[str, Any]:
-        """Return metrics logged since the last call: Lightning keeps older ones, in the same memory."""
+    def new_metrics(self, trainer: Trainer) -> dict[str, Any]:
+        """Return metrics logged since the last call; Lightning keeps older values in the same memory."""
         metrics = {name: value for name, value in trainer.callback_metrics.items() if name not in self._own}
         seen = {name: value.data_ptr() for name, value in self._seen.items()}
         new = {name: value for name, value in metrics.items() if value.data_ptr() != seen.get(name)}
@@ -340,7 +340,7 @@ def _step_settings(trainer: Trainer) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
     if rates:
-        # Schedulers fill a tensor in place.
+        # Schedulers update a tensor in place.
         settings["lr"] = rates[0].clone() if isinstance(rates[0], torch.Tensor) else rates[0]
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None and scaler.is_enabled():
@@ -349,7 +349,7 @@ def _step_settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def scales_loss(plugin: Any) -> bool:
-    """Return whether DeepSpeed scales the loss for float16. torch's GradScaler is recognized in use."""
+    """Return whether DeepSpeed scales the loss for float16. torch's GradScaler is detected when it scales."""
     return isinstance(plugin, (DeepSpeedPrecision, FabricDeepSpeed)) and plugin.precision.startswith("16")
 
 

@@ -39,11 +39,11 @@ class Observation:
         """Pass the statistics since the last call, if any, to ``receive``.
 
         Args:
-            iteration: the debug iteration that ends.
-            receive: gets the statistics and their iteration. The engine keeps them until it returns, since Ctrl-C may
-                come at any line.
-            reduce: whether to reduce them over ranks; all must then call this.
-            optimizer_steps: optimizer steps of this rank; negative if not counted.
+            iteration: the ending debug iteration.
+            receive: receives the statistics and their iteration. The engine keeps them until it returns, since Ctrl-C
+                may interrupt any line.
+            reduce: whether to reduce them over ranks; all ranks must then call this.
+            optimizer_steps: the number of optimizer steps of this rank; negative if not counted.
         """
         engine = self.engine
         reduce = reduce and self.is_due(iteration)

@@ -51,7 +51,7 @@ Records = bool | int | str
 
 
 def record_limit(records: object) -> int:
-    """Return the most bytes that a rank records, or 0 without records; raises OptionError."""
+    """Parse ``records=``: the maximum bytes that a rank records; 0 without records. Raises OptionError."""
     if isinstance(records, bool):
         return DEFAULT_LIMIT if records else 0
     word = records.strip().lower() if isinstance(records, str) else ""
@@ -101,7 +101,7 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
 
 
 class ProfileChoice(NamedTuple):
-    """The iterations to profile, both included, and whether each rank writes a trace, or rank 0 alone."""
+    """The first and last iteration to profile, and whether all ranks or only rank 0 write a trace."""
 
     first: int
     last: int
@@ -129,11 +129,11 @@ def read_profile(profile: object) -> ProfileChoice | None:
 
 
 def step_number(what: str, step: object) -> int:
-    """The number of a step as an int; it may be a whole number of numpy. ``what`` is the keyword, such as
+    """Convert the number of a step, which may be a numpy integer, to int. ``what``: the keyword, such as
     ``start_step=``.
 
     Raises:
-        OptionError: not a whole number, or negative.
+        OptionError: not an integer, or negative.
     """
     number = whole_number(step)
     if number is None or number < 0:
@@ -348,20 +348,20 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 def spelled_out(constructor: FunctionT) -> FunctionT:
     """Give an integration's ``__init__`` a signature that names every option instead of ``**keywords``.
 
-    LightningCLI with jsonargparse reads it. Annotations hold only types that a YAML file can spell: text for a path, a
-    list for a sequence. If one also holds ``os.PathLike``, jsonargparse 4.52 and later turns every mapping and list
-    into text, and a file's path into the file's content.
+    LightningCLI reads it by jsonargparse. Annotations contain only types that YAML can represent: str for a path, list
+    for a sequence. With ``os.PathLike`` in an annotation, jsonargparse 4.52 and later converts every mapping and list
+    to text, and the path of a file to its content.
     """
     own = inspect.signature(constructor)
     hints = get_type_hints(constructor)
     defaults = {entry.name: entry.default for entry in fields(SessionOptions)}
     parameters = [
-        entry.replace(annotation=_in_yaml(hints[name])) if name in hints else entry
+        entry.replace(annotation=_yaml_type(hints[name])) if name in hints else entry
         for name, entry in own.parameters.items()
         if entry.kind is not entry.VAR_KEYWORD
     ]
     parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_in_yaml(hint))
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_yaml_type(hint))
         for name, hint in _hints().items()
     ]
     constructor.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -371,14 +371,14 @@ def spelled_out(constructor: FunctionT) -> FunctionT:
 _ONLY_IN_PYTHON = (os.PathLike, Config, Contract, Callable)
 
 
-def _in_yaml(hint: Any) -> Any:
+def _yaml_type(hint: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        kept = [_in_yaml(entry) for entry in arguments if (get_origin(entry) or entry) not in _ONLY_IN_PYTHON]
+        kept = [_yaml_type(entry) for entry in arguments if (get_origin(entry) or entry) not in _ONLY_IN_PYTHON]
         return Union[tuple(kept)]  # noqa: UP007  # made at run time
     if origin in (Iterable, Sequence):
-        return list[_in_yaml(arguments[0])]  # type: ignore[misc]
-    # jsonargparse compares the annotations of a protocol's methods: a class without them is checked by from_keywords().
+        return list[_yaml_type(arguments[0])]  # type: ignore[misc]
+    # jsonargparse requires the annotations of a protocol's methods; from_keywords() checks classes without them.
     return Sink | Any if hint is Sink else hint
 
 

@@ -6,9 +6,9 @@ Usage::
     torchrun --nproc-per-node 8 -m te_precision_callbacks.watch --log-dir run train.py --epochs 3
     TE_PRECISION_WATCH=1 ./launch.sh
 
-The model is every outermost module called in training mode, with gradients, whose parameters an optimizer holds. A
-debug iteration ends when every optimizer of the model has stepped. The loss is the scalar on which ``backward()``
-starts. A session that the script starts, with any integration, replaces this one.
+A model is an outermost module that is called in training mode, with gradients, and that has parameters in an optimizer.
+A debug iteration ends when every optimizer of the model has stepped. The loss is the scalar that ``backward()`` is
+called on. A session that the script starts, with any integration, replaces this one.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _ADVICE = (
 class ScriptWatch:
     """Starts a session when the script's model is first called in training; steps it after its optimizers.
 
-    A failure of the watch is logged once, and ends the watch: the training continues. The options are keywords of
-    :class:`te_precision_callbacks.options.SessionOptions` with ``config``.
+    A failure of the watch is logged once and ends it; the training continues. The options are ``config`` and keywords
+    of :class:`te_precision_callbacks.options.SessionOptions`.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -76,8 +76,8 @@ class ScriptWatch:
         self._waiting: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._values: Any = WeakIdKeyDictionary()  # of losses: unscaled, or before their memory was freed
-        self._backwards, self._limit = 0, BACKWARDS  # since the last step, and before a warning
+        self._values: Any = WeakIdKeyDictionary()  # loss -> value, unscaled, or from before its memory was freed
+        self._backwards, self._limit = 0, BACKWARDS  # backwards since the last step, and the limit for a warning
         self._iterations, self._search_until = 0, SEARCHED_ITERATIONS
         self._has_stepped = False
         self._schedules: set[Any] = set()
@@ -105,7 +105,7 @@ class ScriptWatch:
             self._replace(torch.distributed, "destroy_process_group", self._before_group_ends)
         self._replace(os, "_exit", lambda status: self.stop(SystemExit(status) if status else None))
         self._replace(sys, "exit", self._before_exit)
-        # before a session's own, which reports an error
+        # Runs before the session's finalizer, which would report an error.
         self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=101)
 
     def _stop_at_exit(self) -> None:
@@ -117,7 +117,7 @@ class ScriptWatch:
         self._exit = None if status in (None, 0) else SystemExit(status)
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop the session and remove the hooks. Warn if a model was called and nothing was observed."""
+        """Stop the session and remove the hooks; warns if a model was called but not observed."""
         if self._has_called and not self._has_ended and os.getpid() == self._process:
             if not (self._backwards or self._has_attached):
                 logger.warning("The script ended without a backward pass, so no training was observed.")
@@ -133,7 +133,7 @@ class ScriptWatch:
         self._end(error)
 
     def _end(self, error: BaseException | None = None) -> None:
-        """Stop the session, if it runs. Optimizers' hooks stay, without effect: a running hook cannot be removed."""
+        """Stop the session, if it runs. Hooks of optimizers stay, without effect, since one may be running."""
         self._has_ended = True
         self._search.put_back()
         self._replaced.put_back()
@@ -149,12 +149,12 @@ class ScriptWatch:
             session.stop()
 
     def _before_group_ends(self, group: Any = None, *_: Any) -> None:
-        """Stop while ranks are known: later, each would act as the first, and print the verdict."""
+        """Stop before the process group is destroyed; later, every rank would act as rank 0 and print the verdict."""
         if group is None or group is torch.distributed.group.WORLD:
             self._end_training()
 
     def _guard(self, function: Any) -> Any:
-        """Report failures of the watch without raising; the session's errors, such as ConfigError, still raise."""
+        """Wrap a function to report failures of the watch; the session's errors, such as ConfigError, still raise."""
 
         @functools.wraps(function)
         def guarded(*args: Any, **keywords: Any) -> None:
@@ -211,10 +211,10 @@ class ScriptWatch:
         self._search.replace(torch.nn.Module, "__call__", call)
 
     def _consider(self, module: torch.nn.Module, name: str = "") -> None:
-        if torch._C._current_graph_task_id() != -1:  # a recomputation inside of a backward
+        if torch._C._current_graph_task_id() != -1:  # recomputation in a backward
             return
         if not any(module in model.modules() for model in self._models.values()):
-            trained = _trained(module)
+            trained = _trainable_ids(module)
             if not trained or self._is_replaced():
                 return
             self._called.add(type(module).__name__)
@@ -237,16 +237,16 @@ class ScriptWatch:
         from te_precision_callbacks.session import InspectSession
 
         gc.collect()
-        if not self._waiting:  # another training has ended, with its optimizers
+        if not self._waiting:  # an earlier training has ended
             self._end_training()
         self._has_attached = True
-        # The first model's layers keep their names when another one is found.
+        # The first model's layers keep their names when another model is found.
         self._models[name or (f"model{len(self._models)}" if self._models else "")] = model
         for optimizer in optimizers:
             self._others.discard(optimizer)
             self._waiting.setdefault(optimizer, True)
         if self.session is None:
-            self.session = InspectSession.from_options(_checked(self._options))
+            self.session = InspectSession.from_options(_check_options(self._options))
             self.session.start(front_door="watch", gives_way=True)
             self.session.follow(self)
         self.session.attach(dict(self._models))
@@ -254,10 +254,10 @@ class ScriptWatch:
     # ------------------------------------------------------------------ the step
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Wait for the optimizer in each iteration if it steps the model; else search for its model once more."""
+        """Wait for the optimizer in each iteration if it steps the model; else search for its model again."""
         if optimizer in self._waiting or optimizer in self._others:
             return
-        if any(not _trained(model).isdisjoint(held_ids(optimizer)) for model in self._models.values()):
+        if any(not _trainable_ids(model).isdisjoint(held_ids(optimizer)) for model in self._models.values()):
             self._waiting[optimizer] = True
             return
         self._others.add(optimizer)
@@ -269,8 +269,8 @@ class ScriptWatch:
         self._watch_schedules()
 
     def _watch_schedules(self) -> None:
-        """Attach a pipeline's stages before its schedule: within it, a stage waits for the forward of the one before,
-        so ranks that attach in their first forward would wait for each other.
+        """Attach a pipeline's stages before its schedule runs. In the schedule, a stage waits for the forward of the
+        previous stage, so ranks that attach in their first forward would deadlock.
         """
         megatron: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if megatron is not None and megatron not in self._schedules:
@@ -308,7 +308,7 @@ class ScriptWatch:
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         for other, is_waited_for in list(self._waiting.items()):
             if is_waited_for and not self._steps.get(other):
-                # Lightning and Accelerate wrap optimizers in others with the same parameters.
+                # Lightning and Accelerate wrap optimizers in optimizers with the same parameters.
                 self._waiting[other] = count < BEHIND and not set(held_ids(other)).issubset(held_ids(optimizer))
         if all(self._steps.get(other) for other, is_waited_for in self._waiting.items() if is_waited_for):
             self._steps.clear()
@@ -322,17 +322,17 @@ class ScriptWatch:
         self._has_stepped = False
 
     def _after_scaler_step(self, _result: Any, _scaler: Any, optimizer: Optimizer, *_: Any) -> None:
-        """Count a step skipped by a GradScaler because of inf or nan in gradients."""
+        """Count a step that a GradScaler skips because of inf or nan in gradients."""
         if not self._has_stepped:
             self._after_step(optimizer)
 
     # ------------------------------------------------------------------ the loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Called with the loss of each backward, for the session."""
+        """Placeholder that a session wraps; called with the loss of each backward."""
 
     def _before_backward(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a recomputation inside a backward
+        if torch._C._current_graph_task_id() != -1:  # recomputation within a backward
             return
         self._exit = None  # the script has caught it
         loss, gradient = tensors[0], gradients[0]
@@ -383,13 +383,13 @@ def name_of_stage(stage: Any) -> str:
 
 
 def _engine(before_backward: Any) -> Any:
-    """The autograd engine, reporting each backward; Megatron's pipeline schedules call it themselves."""
+    """Wrap the autograd engine to report each backward, for Megatron's pipeline schedules, which call it directly."""
 
     class Engine(type(Variable._execution_engine)):  # type: ignore[misc]
         def run_backward(
             self, tensors: Any, grad_tensors: Any, *args: Any, accumulate_grad: bool = False, **keywords: Any
         ) -> Any:
-            if accumulate_grad:  # else it is torch.autograd.grad()
+            if accumulate_grad:  # False for torch.autograd.grad()
                 before_backward(tensors, grad_tensors)
             return super().run_backward(tensors, grad_tensors, *args, accumulate_grad=accumulate_grad, **keywords)
 
@@ -397,21 +397,21 @@ def _engine(before_backward: Any) -> Any:
 
 
 def _is_freed(loss: torch.Tensor) -> bool:
-    """Return whether a pipeline schedule freed an output's memory; its graph still has the old shape."""
+    """Return whether a pipeline schedule freed an output's memory; its graph keeps the original shape."""
     if loss.grad_fn is None:
         return False
     metadata = getattr(loss.grad_fn, "_input_metadata", ())
     return loss.output_nr < len(metadata) and tuple(metadata[loss.output_nr].shape) != tuple(loss.shape)
 
 
-def _checked(options: Mapping[str, Any]) -> SessionOptions:
+def _check_options(options: Mapping[str, Any]) -> SessionOptions:
     from te_precision_callbacks.options import SessionOptions
 
     keywords = dict(options)
     return SessionOptions.from_keywords(keywords.pop("config", None), **keywords)
 
 
-def _trained(module: torch.nn.Module) -> set[int]:
+def _trainable_ids(module: torch.nn.Module) -> set[int]:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     masters = [getattr(parameter, "main_param", None) for parameter in trained]
     return {id(parameter) for parameter in (*trained, *masters) if parameter is not None}
@@ -421,7 +421,7 @@ def _trained(module: torch.nn.Module) -> set[int]:
 
 
 def read_options(config: str | None, log_dir: str | None, settings: Iterable[str]) -> dict[str, Any]:
-    """The checked options of the session from a command line; ``settings`` are ``name=value`` with a value in YAML.
+    """Parse the session's options from a command line; ``settings``: ``name=value`` with values in YAML.
 
     Raises:
         OptionError: an unknown keyword, or an invalid value.
@@ -438,7 +438,7 @@ def read_options(config: str | None, log_dir: str | None, settings: Iterable[str
             raise OptionError(f"--set takes NAME=VALUE with a value in YAML, such as on_finding=stop, not {setting!r}.")
     paths = {"config": config, "log_dir": log_dir}
     options |= {name: str(Path(path).absolute()) for name, path in paths.items() if path is not None}
-    _checked(options)
+    _check_options(options)
     return options
 
 

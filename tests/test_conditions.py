@@ -14,7 +14,7 @@ from te_precision_callbacks import PrecisionDebugCallback, PrecisionDebugTrainer
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.conditions import Condition, EventCondition, Threshold, parse_condition, parse_share
 from te_precision_callbacks.config.contract import Contract, read_contract
-from te_precision_callbacks.config.dumping import check_conditions, collected, read_by
+from te_precision_callbacks.config.dumping import check_conditions, collected, collected_for
 from te_precision_callbacks.config.fields import size_in_bytes
 from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.session import PrecisionContractError
@@ -244,7 +244,7 @@ def test_a_condition_names_a_statistic_as_in_stats(name: str, stats: list[str], 
     """The format of the elements is a part of the name."""
     options = {"enabled": True, "tensors": ["activation"], "stats": stats}
     features = [FEATURES["LogFp8TensorStats"].model_validate(options)]
-    statistic = read_by(parse_condition(f"{name} > 0"), collected(features, "activation"))
+    statistic = collected_for(parse_condition(f"{name} > 0"), collected(features, "activation"))
     assert (statistic and statistic.labels[0]) == label
 
 

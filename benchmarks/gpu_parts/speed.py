@@ -17,7 +17,7 @@ from te_precision_callbacks.base.vocabulary import RECIPES as FORMATS
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed import Shape, SpeedError, device_named, device_reported
 from te_precision_callbacks.speed.calibration import Calibration, calibrate
-from te_precision_callbacks.speed.expected import ProductTime, timed, with_recipes
+from te_precision_callbacks.speed.expected import ProductTime, time_products, with_recipes
 
 LARGE = (
     Shape(15872, 4096, 12288),
@@ -48,9 +48,9 @@ def check(settings: Settings, rows: Rows) -> None:
             continue
         with rows.of(recipe):
             products = with_recipes(_products_of_shapes(LARGE if settings.on_gpu else SMALL, recipe), recipe)
-            modeled = timed(products, device)
+            modeled = time_products(products, device)
             table = calibrate(products, device=settings.device.type, table=table)
-            measured = timed(products, device, table=table)
+            measured = time_products(products, device, table=table)
             _beside(rows, modeled, measured, settings.backend_note)
 
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrackerSink(LoggerSink):
-    """The sink that hands a step's metrics to each tracker, in one call, on the main process."""
+    """Sends a step's metrics to each tracker, in one call, on the main process."""
 
     def __init__(self, accelerator: Accelerator, select: MetricSelection) -> None:
         super().__init__(select)
@@ -49,7 +49,7 @@ class TrackerSink(LoggerSink):
             super().write(records)
 
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
-        """Log at the script's own step, as ``accelerator.log`` does, but under the names that each tracker takes."""
+        """Log at the script's step, like ``accelerator.log``, with names that each tracker accepts."""
         trackers = self._accelerator.trackers
         if not trackers:
             self._warn()
@@ -76,24 +76,21 @@ class TrackerSink(LoggerSink):
 
 
 class LoggedNumbers:
-    """Listens to ``accelerator.log``, until it is removed.
+    """Listens to ``accelerator.log`` until :attr:`remove` is called.
 
     Args:
         accelerator: the accelerator; its attribute ``log`` is replaced.
-        take: a method that gets the logged values and the step; its object is not kept alive.
-
-    Attributes:
-        remove: stops listening.
+        receive: a method that receives the logged values and the step, by weak reference.
     """
 
-    def __init__(self, accelerator: Accelerator, take: Callable[[Mapping[str, Any], int | None], None]) -> None:
-        self._take = weakref.WeakMethod(take)
+    def __init__(self, accelerator: Accelerator, receive: Callable[[Mapping[str, Any], int | None], None]) -> None:
+        self._receive = weakref.WeakMethod(receive)
         self.remove = BeforeCalls(accelerator, "log", self._note).remove
 
     def _note(self, values: Any, step: Any = None, *rest: Any, **keywords: Any) -> None:
-        take = self._take()
-        if take is not None and isinstance(values, Mapping):
-            take(values, step if isinstance(step, int) else None)
+        receive = self._receive()
+        if receive is not None and isinstance(values, Mapping):
+            receive(values, step if isinstance(step, int) else None)
 
 
 def _log_histograms(tracker: Any, histograms: Mapping[str, Sequence[float]], step: int) -> None:
@@ -112,8 +109,8 @@ STATE_FILE = "te_precision_debugger.json"
 class PrecisionDebugger:
     """Runs Transformer Engine's precision debugging in a training loop with Accelerate.
 
-    Make the debugger after ``accelerator.prepare``, on every process. As a context manager it observes until the end of
-    the block; otherwise call :meth:`start` and :meth:`stop`.
+    Create the debugger after ``accelerator.prepare``, on every process. As a context manager it observes until the end
+    of the block; otherwise call :meth:`start` and :meth:`stop`.
 
     Logged on the main process, in one ``accelerator.log`` call per step, to every tracker:
 
@@ -127,8 +124,8 @@ class PrecisionDebugger:
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     ``accelerator.save_state`` saves the debug iteration, and on each process the fingerprint of the low-precision state
-    for the audit of a resume, in separate files; ``load_state`` restores them, also before :meth:`start` and after
-    :meth:`stop`. Checkpoints with and without these files load with and without a debugger.
+    for the audit of a resume, in separate files. ``load_state`` restores them, also before :meth:`start` and after
+    :meth:`stop`. The files are optional: checkpoints load with and without them, and with and without a debugger.
 
     Modules in eval mode and forwards without gradients are not observed; features that change precision act there as in
     training. After an exception the statistics since the last step are written, without a collective.
@@ -180,23 +177,25 @@ class PrecisionDebugger:
 
     @property
     def session(self) -> InspectSession:
-        """The session; available also before :meth:`start` and after :meth:`stop`."""
+        """The session; also available before :meth:`start` and after :meth:`stop`."""
         return self._session
 
     @property
     def unconverted(self) -> dict[str, str]:
-        """The layers that Accelerate did not convert to Transformer Engine and that run without FP8: name -> why. Known
-        from :meth:`start` on; empty if Accelerate converts nothing."""
+        """Layer that Accelerate did not convert to Transformer Engine, and that runs without FP8 -> the reason.
+
+        Available after :meth:`start`; empty if Accelerate does not convert layers.
+        """
         return dict(self._session.unconverted)
 
     # ------------------------------------------------------------------ start, step, stop
 
     def start(self) -> Self:
-        """Begin to observe, on every process.
+        """Start observing; call this on every process.
 
         Raises:
             ConfigError: a section matches no layer, or another problem that needs the model; on all processes.
-            SessionError: the debugger, or another session, is running already.
+            SessionError: the debugger, or another session, is already running.
             TransformerEngineUnavailableError: Transformer Engine cannot be imported.
         """
         session = self._session
@@ -214,7 +213,7 @@ class PrecisionDebugger:
                 front_door="accelerate",
             )
             self._logged = LoggedNumbers(self._accelerator, self._session.log)
-            self._take_up_iteration()
+            self._restore_iteration()
             if self._checkpoint is not None:
                 session.load_fingerprint(self._checkpoint)
                 self._checkpoint = None
@@ -237,12 +236,12 @@ class PrecisionDebugger:
                 steps.
 
         Returns:
-            The records of the iteration; None if it has none, or has not ended.
+            The records of the iteration; None without records, or if it has not ended.
 
         Raises:
-            OptionError: ``step`` is not a count.
-            SessionError: the debugger was not started. A stopped debugger does nothing, and warns once; with
-                ``strict=True`` it raises.
+            OptionError: ``step`` is not a nonnegative integer.
+            SessionError: the debugger was not started, or with ``strict=True`` was stopped; otherwise a stopped
+                debugger warns once.
             ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last check.
         """
         if step is not None:
@@ -284,21 +283,20 @@ class PrecisionDebugger:
     # ------------------------------------------------------------------ checkpoints
 
     def _hook_checkpoints(self) -> None:
-        """Take part in ``save_state`` and ``load_state`` as long as the debugger lives, also after :meth:`stop`.
+        """Hook into ``save_state`` and ``load_state`` during the debugger's lifetime, also after :meth:`stop`.
 
-        ``register_for_checkpointing`` is not used: with it a checkpoint loads only if the same number of objects is
-        registered, so a checkpoint saved without the debugger could not be loaded with it, nor the other way round.
+        ``register_for_checkpointing`` is not used: it requires the same number of registered objects to load a
+        checkpoint, so checkpoints saved without the debugger would not load with it, and vice versa.
         """
         hooks = (
             (self._accelerator.register_save_state_pre_hook, weakref.WeakMethod(self._save)),
             (self._accelerator.register_load_state_pre_hook, weakref.WeakMethod(self._load)),
         )
-        for register, method in hooks:  # the accelerator does not keep the debugger, its session and the model alive
+        for register, method in hooks:  # by weak reference, to keep the debugger and the model collectable
             weakref.finalize(self, register(functools.partial(_call_with_folder, method)).remove)
 
     def _save(self, folder: Path) -> None:
-        """Write the fingerprint on each process, and the iteration where Accelerate writes the model, so a process that
-        has one of them also has the other."""
+        """Write the fingerprint on each process, and the iteration on processes where Accelerate writes the model."""
         self._session.save_fingerprint(folder)
         accelerator = self._accelerator
         iteration = self._session.iteration if self._session.running else self._next_iteration
@@ -321,7 +319,7 @@ class PrecisionDebugger:
     def _load(self, folder: Path) -> None:
         """Continue at the iteration of a checkpoint, and audit the resume.
 
-        An iteration that was counted in another way is ignored.
+        An iteration that was counted with a different ``step_on`` is ignored.
         """
         if self._session.running:
             self._session.load_fingerprint(folder)
@@ -358,7 +356,7 @@ class PrecisionDebugger:
 
     # ------------------------------------------------------------------ inside
 
-    def _take_up_iteration(self) -> None:
+    def _restore_iteration(self) -> None:
         if self._next_iteration is not None:
             self._session.iteration = self._next_iteration
             return
@@ -390,14 +388,14 @@ def _call_with_folder(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
 
 def scales_loss(accelerator: Accelerator) -> bool:
     """Return whether DeepSpeed or Megatron-LM scales the loss for float16: an inf in a gradient then lowers the scale,
-    and is not an error. (torch's GradScaler is recognized when it scales.)
+    and is not an error. torch's GradScaler is detected when it scales.
     """
     of_others = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     return of_others and accelerator.mixed_precision == "fp16"
 
 
 def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Refuse a model that was not prepared: Accelerate would replace its layers later, or never."""
+    """Refuse an unprepared model, since Accelerate would replace its layers later, or never."""
     prepared = {id(module) for known in accelerator._models for module in known.modules()}
     if prepared.isdisjoint(map(id, model.modules())):
         other = "" if not accelerator._models else ", but another one"
@@ -410,5 +408,5 @@ def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
 def _has_stepped(optimizer: Any) -> bool:
     state = getattr(optimizer, "state", None)
     entries = [entry for entry in state.values() if entry] if isinstance(state, Mapping) else []
-    # Most count their steps; some, such as Adagrad, have a state from the beginning, at step 0.
+    # Most optimizers count steps in their state; some, such as Adagrad, create the state at step 0.
     return any(not isinstance(entry, Mapping) or float(entry.get("step", 1)) > 0 for entry in entries)

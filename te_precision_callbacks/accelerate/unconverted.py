@@ -1,4 +1,4 @@
-"""Accelerate's conversion of a model to layers of Transformer Engine, and the layers left out, with the reasons."""
+"""Accelerate's conversion of a model to layers of Transformer Engine, and the skipped layers, with reasons."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 def convert_to_te(model: ModuleT) -> ModuleT:
     """Convert a model in place, as ``accelerator.prepare`` does with FP8, and return it.
 
-    A run in BF16 then has the same layers as a run in FP8, so that ``te-precision compare`` has the statistics of both.
-    Call this before ``accelerator.prepare`` or ``transformers.Trainer``, and before the optimizer is made: the
+    A run in BF16 then has the same layers as a run in FP8, so ``te-precision compare`` can compare their statistics.
+    Call this before ``accelerator.prepare`` or ``transformers.Trainer``, and before creating the optimizer: the
     parameters of converted layers are new, require gradients, and are no longer tied.
 
     Raises:
@@ -38,15 +38,15 @@ def convert_to_te(model: ModuleT) -> ModuleT:
         raise OptionError(f"convert_to_te(model): the model must be a torch.nn.Module, not a {type(model).__name__}.")
     places = {parameter.device for parameter in model.parameters()}
     gathered = transformer_engine.GatheredParameters
-    # It asks an Accelerator's state whether DeepSpeed has split the weights, and making that state would meet the other
-    # ranks. Read from Accelerate 1.10 to 1.15, utils/transformer_engine.py.
+    # It queries an Accelerator's state for DeepSpeed's sharding of weights, and creating that state would initialize
+    # torch.distributed. Read from Accelerate 1.10 to 1.15, utils/transformer_engine.py.
     if not is_initialized():
         transformer_engine.GatheredParameters = lambda *_, **__: contextlib.nullcontext()
     try:
         with torch.no_grad():
             transformer_engine.convert_model(model)
             if len(places) == 1:
-                model.to(next(iter(places)))  # Transformer Engine makes its layers on the GPU
+                model.to(next(iter(places)))  # Transformer Engine creates layers on the GPU
     finally:
         transformer_engine.GatheredParameters = gathered
     return model
@@ -70,14 +70,14 @@ def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str
     """
     if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
         return {}
-    unconverted, text = unconverted_in_words(model)
+    unconverted, text = describe_unconverted(model)
     if text and accelerator.is_main_process:
         logger.warning("%s", text)
     return unconverted
 
 
-def unconverted_in_words(model: Model) -> tuple[dict[str, str], str]:
-    """The result of :func:`unconverted_layers`, and the same in words with its share; no words for no layers."""
+def describe_unconverted(model: Model) -> tuple[dict[str, str], str]:
+    """Return the result of :func:`unconverted_layers`, and its description, which is empty without such layers."""
     left_out = _find(model)
     layers = {layer: unconverted.why for layer, unconverted in left_out.items()}
     if not left_out:
@@ -100,14 +100,14 @@ def unconverted_layers(model: Model) -> dict[str, str]:
     """List the layers of a prepared model, or of a list of them, that Accelerate did not convert: name -> reason.
 
     These are ``torch.nn.Linear``, and other classes with a weight that multiplies the input: ``Conv1D`` of
-    transformers' GPT-2, routers and experts of its mixtures, ``torch.nn.MultiheadAttention``. A weight counts if it has
-    two dimensions and "weight" in its name, or three dimensions, one of them for the experts, in a module that is not
-    an embedding, convolution or norm. The name is the module's path, or the path of a parameter that is not called
+    transformers' GPT-2, routers and experts of its MoE models, ``torch.nn.MultiheadAttention``. A weight counts if it
+    has two dimensions and "weight" in its name, or three dimensions, one of them for the experts, in a module that is
+    not an embedding, convolution or norm. The name is the module's path, or the path of a parameter that is not called
     ``weight``.
 
     In a container, Accelerate's ``convert_model`` stops at the first ``torch.nn.Linear`` with a dimension that is not a
     multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15, ``utils/transformer_engine.py``.
-    In a run without FP8 that is the reason for all layers.
+    In a run without FP8, the reason is always the missing ``mixed_precision='fp8'``.
     """
     precision = AcceleratorState().mixed_precision if is_initialized() else "fp8"
     converts_with = f"Accelerate converts layers with mixed_precision='fp8', not {precision!r}"
@@ -123,7 +123,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
         other = "no layer of this model is converted; pass the model that accelerator.prepare() with FP8 returned"
 
     def visit(module: torch.nn.Module, path: str, why: str | None) -> str | None:
-        """Visit the modules below; return the reason if the rest of the container was skipped."""
+        """Visit a module and its children; returns the reason if Accelerate skips the rest of the container."""
         if isinstance(module, torch.nn.Linear):
             indivisible = [size for size in (module.in_features, module.out_features) if size % _CONVERTED_MULTIPLE]
             elements = module.in_features * module.out_features
@@ -139,7 +139,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
                 layers[path] = _Unconverted(f"{size}: {numbers} {are} of {_CONVERTED_MULTIPLE}", elements)
                 return f"skipped, because the conversion stopped at {path}"
             return why
-        for name, shape in _multiplied(module):
+        for name, shape in _multiplied_parameters(module):
             size = " x ".join(map(str, shape[-2:]))
             what = type(module).__name__ if len(shape) == 2 else f"{type(module).__name__}, {shape[0]} experts"
             parts = [part for part in (path, "" if name == "weight" else name) if part]
@@ -159,14 +159,14 @@ def _find(model: Model) -> dict[str, _Unconverted]:
     return layers
 
 
-def _multiplied(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _multiplied_parameters(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Return name and shape of the module's own parameters that multiply its input, if it is not a Linear."""
     if is_of_transformer_engine(module) or isinstance(module, _ConvNd):
         return
     if any("Embedding" in base.__name__ or "Norm" in base.__name__ for base in type(module).__mro__):
         return
     for name, parameter in module.named_parameters(recurse=False):
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed keeps a part in each process
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed keeps a shard in each process
         matrix = parameter.is_floating_point() and "bias" not in name and min(shape, default=0) > 1
         if matrix and (len(shape) == 3 or (len(shape) == 2 and "weight" in name)):
             yield name, shape
@@ -184,7 +184,7 @@ def _converted_elements(model: Model) -> int:
 
 
 def expects_low_precision(accelerator: Accelerator) -> str:
-    """Return the setting that turns on low precision in an accelerator; empty if there is none."""
+    """Return the setting that enables low precision in an accelerator; empty without one."""
     if accelerator.mixed_precision == "fp8":
         return "Accelerate's mixed_precision is 'fp8'"
     names = [name for name in os.environ if name.startswith("ACCELERATE_FP8_")]
@@ -196,10 +196,10 @@ def is_of_transformer_engine(module: torch.nn.Module) -> bool:
 
 
 def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    """Each model of one or several, with the prefix of the names in it.
+    """Return each model, with the prefix of its names, from a model, a list or a mapping.
 
     Raises:
-        OptionError: ``model`` is neither a model nor several.
+        OptionError: ``model`` is none of these.
     """
     if roots := named_roots(model):
         return roots

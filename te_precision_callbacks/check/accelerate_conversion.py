@@ -20,7 +20,7 @@ _RECIPES = (_DELAYED, "mxfp8", "none")
 
 
 class ConversionError(PrecisionDebugError, RuntimeError):
-    """A trainer's conversion of a model to Transformer Engine fails."""
+    """A trainer's conversion of a model to Transformer Engine failed."""
 
 
 class Conversion(str, enum.Enum):
@@ -28,15 +28,15 @@ class Conversion(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Converted:
-    """The result of a conversion: the layers that were left out, with the reason, and warnings."""
+class ConversionResult:
+    """The result of a conversion: skipped layer -> the reason; and warnings."""
 
     left_out: Mapping[str, str]
     notes: tuple[str, ...]
 
 
 def recipe_of_accelerate(name: str) -> tuple[str, tuple[str, ...]]:
-    """The recipe of Accelerate for a value of ``--recipe``, and a note if Accelerate does not have it."""
+    """Return Accelerate's recipe for a value of ``--recipe``, and a note if Accelerate does not support it."""
     if name in (_AUTO, *_RECIPES):
         return (_DELAYED if name == _AUTO else name), ()
     return name, (
@@ -53,12 +53,17 @@ _FREEZE_AGAIN = (
 )
 
 
-def _what_was_lost(
+def _describe_lost_effects(
     model: torch.nn.Module,
     frozen: Mapping[str, Callable[[], torch.nn.Parameter | None]],
     names_of_parameters: Iterable[list[str]],
 ) -> Iterator[str]:
-    """Describe the effects that a conversion has undone, given the frozen parameters before it and their names."""
+    """Describe freezing and tying that a conversion has undone.
+
+    Args:
+        frozen: name -> a weak reference to the parameter that was frozen before the conversion.
+        names_of_parameters: the names of each tied parameter before the conversion.
+    """
     now = dict(model.named_parameters(remove_duplicate=False))
     thawed = [
         name for name, before in frozen.items() if name in now and now[name].requires_grad and now[name] is not before()
@@ -74,15 +79,15 @@ def _what_was_lost(
         yield f"Accelerate's conversion untied {pairs}: each has its own copy of the weights. {_FREEZE_AGAIN}"
 
 
-def convert_by_accelerate(model: torch.nn.Module) -> Converted:
+def convert_by_accelerate(model: torch.nn.Module) -> ConversionResult:
     """Convert a model in place.
 
     Raises:
         MissingExtraError: Accelerate is not installed.
-        ConversionError: Accelerate cannot convert the model; on the meta device that may be the device's fault.
+        ConversionError: Accelerate cannot convert the model, possibly because it is on the meta device.
     """
-    from te_precision_callbacks.accelerate.unconverted import convert_to_te, unconverted_in_words
-    from te_precision_callbacks.check.factory import failed, meta_device
+    from te_precision_callbacks.accelerate.unconverted import convert_to_te, describe_unconverted
+    from te_precision_callbacks.check.factory import format_failure, meta_device
     from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 
     notes = []
@@ -103,10 +108,10 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
             convert_to_te(model)
     except Exception as error:
         raise ConversionError(
-            failed("Accelerate's conversion of the model failed", error)
+            format_failure("Accelerate's conversion of the model failed", error)
             + " accelerator.prepare() fails in the same way: change the layer, or train without Accelerate's FP8."
         ) from error
-    left_out, text = unconverted_in_words(model)
+    left_out, text = describe_unconverted(model)
     notes += [text] if text else []
-    notes += _what_was_lost(model, frozen, names.values())
-    return Converted(left_out, tuple(notes))
+    notes += _describe_lost_effects(model, frozen, names.values())
+    return ConversionResult(left_out, tuple(notes))

@@ -11,13 +11,13 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
 from te_precision_callbacks.check.dry_run import dry_run
-from te_precision_callbacks.check.factory import AUTO, NONE, recipe_named
+from te_precision_callbacks.check.factory import AUTO, NONE, recipe_by_name
 from te_precision_callbacks.check.findings import (
     PlanFinding,
     find_recipe_problems,
     find_shape_problems,
-    listed,
-    not_sized,
+    join_names,
+    unsized_finding,
     unsized_shares,
 )
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
@@ -54,7 +54,10 @@ from te_precision_callbacks.speed.memory import Memory, plan_memory
 
 
 class ActingFeature(NamedTuple):
-    """A feature that acts on a layer, on some tensors or GEMMs (empty for all), in steps such as ``every step``."""
+    """A feature that acts on a layer.
+
+    ``on``: the tensors or GEMMs; empty for all. ``steps``: text, such as ``every step``.
+    """
 
     feature: str
     section: str
@@ -71,17 +74,17 @@ class CheckedModel:
 
     Attributes:
         coverage: the planned matrix products of a step, with ``runs="planned"``.
-        recipe: its name; empty for none.
-        tokens: the tokens of a step on this rank; without them, multiply-adds are for one token, or for the batch.
+        recipe: its name; empty without a recipe.
+        tokens: the tokens of a step on this rank; if None, multiply-adds are for the batch, or else for one token.
         layers: the number of layers of Transformer Engine that a config can select.
         features: layer -> the features that act on it.
         findings: problems.
         notes: possible mistakes that are not errors.
-        not_counted: modules with a weight and without a planned product.
-        not_reached: with a batch, what the forward does not call.
+        not_counted: modules with a weight but without a planned product.
+        not_reached: with a batch, layers and modules that the forward does not call.
         memory: the planned memory, if requested.
         attention: without a batch, the modules of attention, which are not planned.
-        spans: steps with another set of GEMMs in high precision -> their products.
+        spans: steps with a different set of GEMMs in high precision -> their products.
     """
 
     coverage: Coverage
@@ -112,28 +115,28 @@ def check_model(
     allow_unmatched: bool = False,
     memory: bool = False,
 ) -> CheckedModel:
-    """Plan a training step of a model, without running it. Nothing of the model changes.
+    """Plan a training step of a model, without running it or changing it.
 
-    With a batch, forward and backward are called once for the sizes of all products, on the model's device; layers of
-    Transformer Engine quantize nothing in it. On ``meta`` nothing is computed.
+    With a batch, forward and backward are called once, on the model's device, for the sizes of all products. Layers of
+    Transformer Engine do not quantize in this dry run. On ``meta`` nothing is computed.
 
     Args:
         model: on any device, also on ``meta``.
         recipe: ``auto``, Transformer Engine's default recipe for the GPU; ``none``; one of
             :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; or one of Transformer Engine's recipe objects.
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
-        batch: the arguments of the model's forward, instead of ``tokens``: a tensor, a mapping of keywords, or a tuple
-            of positional arguments. Tensors are copied to the model's device.
+        batch: the arguments of the model's forward, instead of ``tokens``: a tensor, a mapping of keyword arguments, or
+            a tuple of positional arguments. Tensors are copied to the model's device.
         require: a contract, as for an integration. A clause that is broken, or cannot be checked, is a finding.
         observe: the path of observed layers, as for an integration.
         unconverted: for a model converted by Accelerate, the skipped layers with reasons, from
             ``te_precision_callbacks.accelerate.unconverted_layers(model)``.
-        allow_unmatched: a section that matches no layer is a note and not a finding.
+        allow_unmatched: a section that matches no layer is a note, not a finding.
         memory: whether to plan memory too; ``tokens`` then refers to one forward.
 
     Raises:
         ConfigError: ``require`` is not a contract, or has a pattern that matches no layer.
-        RecipeError: there is no such recipe, or the GPU does not support it.
+        RecipeError: the recipe is unknown, or the GPU does not support it.
         OptionError: ``tokens`` is not positive, or given with a batch; ``observe`` is not a valid path.
         BatchError: the forward or backward fails with ``batch``.
     """
@@ -144,7 +147,7 @@ def check_model(
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     check_value("observe", observe)
-    made = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    made = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     contract = read_contract(require)
     checked = _Check(
         model,
@@ -157,7 +160,7 @@ def check_model(
         is_wanted=recipe != NONE,
         allow_unmatched=allow_unmatched,
         memory=memory,
-    ).checked()
+    ).check()
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
@@ -201,7 +204,7 @@ class _Check:
         self._findings: list[PlanFinding] = []
         self._notes: list[str] = []
 
-    def checked(self) -> CheckedModel:
+    def check(self) -> CheckedModel:
         plan = self._plan()
         acting = {
             entry.layer.name: [self._sections[name] for name in entry.sections]
@@ -234,7 +237,7 @@ class _Check:
                 " instead of the number of tokens."
             )
         if products.not_counted:
-            self._findings.append(not_sized(products.not_counted))
+            self._findings.append(unsized_finding(products.not_counted))
         if self._is_wanted and not any(product.is_low for product in products.coverage):
             is_there = any(product.family in ("te", "te_ops") for product in products.coverage)
             why = "see the reasons in the plan" if is_there else "the model has no Transformer Engine layer"
@@ -298,12 +301,15 @@ class _Check:
         mixed = [layer for layer in partly if low[layer]]
         if not mixed:
             return planned
-        note = f"The plan ignores the features that keep some GEMMs of these layers in high precision: {listed(mixed)}."
+        note = (
+            "The plan ignores the features that keep some GEMMs of these layers in high precision:"
+            f" {join_names(mixed)}."
+        )
         return replace(planned, notes=(*planned.notes, note))
 
     def _apply_rules(self, coverage: Coverage) -> None:
-        facts = Facts.of_plan(coverage, recipe_text(self._recipe), ignored_arguments([self._recipe]))
-        for finding in Diagnosis().know(facts, 0):
+        facts = Facts.from_plan(coverage, recipe_text(self._recipe), ignored_arguments([self._recipe]))
+        for finding in Diagnosis().set_facts(facts, 0):
             text = f"{finding.subject}: {finding.seen}. {finding.remedy} ({finding.rule})."
             if finding.severity == "note":
                 self._notes.append(text)
@@ -333,12 +339,12 @@ class _Check:
             self._findings += [PlanFinding("config", text) for text in error.problems]
         refused = RefusedLayers(strict=False)
         effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
-        plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_own_path(drafted.plan))
+        plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_fused_path(drafted.plan))
         kept = {entry.layer.name for entry in plan.layers}
         left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
         for why, names in by_key((refused.why(name), name) for name in left).items():
             text = (
-                f"No feature can act on {listed(names)}, because Transformer Engine's debug path does not support"
+                f"No feature can act on {join_names(names)}, because Transformer Engine's debug path does not support"
                 f" them: {why}."
             )
             self._findings.append(PlanFinding("refused", text, tuple(names)))
@@ -356,7 +362,7 @@ class _Check:
             )
         return text
 
-    def _on_own_path(self, plan: Plan) -> list[int]:
+    def _on_fused_path(self, plan: Plan) -> list[int]:
         try:
             fused, not_fused = choose(self._observe, self._modules, plan)
         except ConfigError as error:

@@ -29,7 +29,7 @@ from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import gathered_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import RECIPES, Observe
-from te_precision_callbacks.check.accelerate_conversion import Conversion, Converted
+from te_precision_callbacks.check.accelerate_conversion import Conversion, ConversionResult
 from te_precision_callbacks.speed.command import Calibrate, DeviceName, TableFile, speed_of_step
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def check_command(
         raise typer.BadParameter(
             "give either --tokens or --batch: a batch already sets the tokens of each layer", param_hint="--tokens"
         )
-    loaded, warnings = _loaded(config, as_json=as_json)
+    loaded, warnings = _load(config, as_json=as_json)
     if model is None:
         from te_precision_callbacks.config.loading import notes_of
 
@@ -176,9 +176,9 @@ def check_command(
 
     target = None if device is None else device_named(device)
     if target is not None and recipe is not None and recipe in RECIPES:
-        target.check_recipe(recipe)  # which says what to do for this device
+        target.check_recipe(recipe)  # its error names a recipe for this device
     with gathered_warnings() as more, without_collections():
-        checked, made_on, converted = _checked(
+        checked, made_on, converted = _check(
             model,
             recipe or _AUTO,
             convert,
@@ -207,11 +207,11 @@ def check_command(
         raise typer.Exit(1)
 
 
-def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
+def _load(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
     from te_precision_callbacks.config import ConfigError, load_config
 
     if not Path(path).expanduser().is_file():
-        load_config(path)  # whose error is one of use
+        load_config(path)  # raises the error for a missing file
     try:
         with gathered_warnings() as warnings:
             return load_config(path), warnings
@@ -227,7 +227,7 @@ def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
         raise typer.Exit(1) from None
 
 
-def _checked(
+def _check(
     spec: str,
     recipe: str,
     convert: Conversion | None,
@@ -237,11 +237,11 @@ def _checked(
     observe: str,
     require: str | None,
     **keywords: Any,
-) -> tuple[CheckedModel, str, Converted | None]:
+) -> tuple[CheckedModel, str, ConversionResult | None]:
     from te_precision_callbacks import reference
     from te_precision_callbacks.reference import target
 
-    emulated = None  # the environment may have chosen one
+    emulated = None  # from the environment variable, if set
     if capability is not None and not (reference.is_installed() or os.environ.get(target.ENVIRONMENT_VARIABLE)):
         emulated = max((other for other in target.ALLOWED if other <= capability), default=target.DEFAULT)
     reference.install_where_needed(emulated)
@@ -250,14 +250,14 @@ def _checked(
     warn_unless_supported()
     from te_precision_callbacks.check.accelerate_conversion import recipe_of_accelerate
     from te_precision_callbacks.check.checked_model import check_model
-    from te_precision_callbacks.check.factory import build_batch, recipe_named
+    from te_precision_callbacks.check.factory import build_batch, recipe_by_name
     from te_precision_callbacks.config.contract import read_contract
     from te_precision_callbacks.options import check_value
 
     notes: tuple[str, ...] = ()
     if convert is not None:
         recipe, notes = recipe_of_accelerate(recipe)
-    recipe_named(recipe)  # a wrong name is reported before a model is made
+    recipe_by_name(recipe)  # reports an unknown name before building a model
     with named_as({"observe": "--observe", "require": "--require"}):
         check_value("observe", observe)
         contract = read_contract(require)
@@ -269,14 +269,14 @@ def _checked(
         require=contract,
         **keywords,
     )
-    checked, device, converted = _planned(spec, convert, check)
+    checked, device, converted = _plan_model(spec, convert, check)
     conversion_notes = () if converted is None else converted.notes
     return replace(checked, notes=(*conversion_notes, *notes, *checked.notes)), device, converted
 
 
-def _planned(
+def _plan_model(
     spec: str, convert: Conversion | None, check: Callable[..., CheckedModel], *, on_meta: bool = True
-) -> tuple[CheckedModel, str, Converted | None]:
+) -> tuple[CheckedModel, str, ConversionResult | None]:
     from te_precision_callbacks.check.accelerate_conversion import ConversionError, convert_by_accelerate
     from te_precision_callbacks.check.dry_run import NotOnMetaError
     from te_precision_callbacks.check.factory import build_model
@@ -288,7 +288,7 @@ def _planned(
     except (ConversionError, NotOnMetaError):
         if device != "meta":
             raise
-        return _planned(spec, convert, check, on_meta=False)  # which shows whether it is the meta device's fault
+        return _plan_model(spec, convert, check, on_meta=False)  # the meta device may be the cause
     return checked, device, converted
 
 

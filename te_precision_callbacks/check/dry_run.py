@@ -1,10 +1,10 @@
-"""Calls a model's forward and backward once, only for the sizes of its matrix products.
+"""Dry run: calls a model's forward and backward once, only for the sizes of its matrix products.
 
-A model on the meta device runs there, where tensors have shapes and no values. Nothing of the model changes.
+A model on the meta device runs there, where tensors have shapes but no values. The model is not changed.
 
-While the forwards of Transformer Engine's modules are replaced, these classes report their GEMMs and attention, with
-their backward, and quantize nothing. On the meta device a result has the right shape. On any other device the module
-computes it in high precision, in which GEMMs accept any shape. Read from Transformer Engine 2.20.2: the forwards of
+Stand-ins replace the forwards of Transformer Engine's modules. They report GEMMs and attention, with their backward,
+and do not quantize. On the meta device, results only have the right shape. On other devices, modules compute in high
+precision, which supports all shapes. Read from Transformer Engine 2.20.2: the forwards of
 ``pytorch/module/{linear,layernorm_linear,layernorm_mlp,grouped_linear}.py`` and of ``DotProductAttention``.
 """
 
@@ -21,9 +21,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
-from te_precision_callbacks.check.findings import listed
-from te_precision_callbacks.coverage.matrix_products import causal_share, share_left
+from te_precision_callbacks.check.factory import BatchError, format_failure, meta_device, require_batch
+from te_precision_callbacks.check.findings import join_names
+from te_precision_callbacks.coverage.matrix_products import attention_mask_share, causal_share
 from te_precision_callbacks.coverage.micro_batches import leaves
 from te_precision_callbacks.coverage.planned_products import Ran, gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
@@ -39,17 +39,17 @@ _NAMED = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 
 
 class NotOnMetaError(BatchError):
-    """A forward failed on the meta device, which may be the device's fault."""
+    """A forward failed, possibly because it ran on the meta device."""
 
 
 def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: Any) -> Ran:
-    """Call a model with a batch, inside of ``te.autocast`` with a recipe, and run the backward of its loss.
+    """Call a model with a batch, inside ``te.autocast`` with a recipe, and run the backward of its loss.
 
-    The loss is the ``loss`` of the result, or the sum of everything in it that needs a gradient.
+    The loss is ``loss`` of the result, or the sum of all tensors in it that need a gradient.
 
     Raises:
-        BatchError: the model is not one module, the batch has another type, or the forward or backward raises.
-        NotOnMetaError: the same on the meta device.
+        BatchError: the model is not a single module, the batch has the wrong type, or the forward or backward raises.
+        NotOnMetaError: the forward or backward raises on the meta device.
     """
     import transformer_engine.pytorch as te
 
@@ -58,17 +58,17 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
         raise BatchError("A batch needs a single model. Plan several models one by one, or by tokens.")
     if operations := [layer for operation in named_operations(model) for layer in operation.layers]:
         raise BatchError(
-            f"A batch cannot size operations of te.ops ({listed(operations)}), because they do not run in a plan."
+            f"A batch cannot size operations of te.ops ({join_names(operations)}), because they do not run in a plan."
             " Give --tokens (tokens= in Python) instead."
         )
     place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     on_meta = place.type == "meta"
     failures: list[Exception] = []
     products = ModelProducts(lambda doing, what, error: failures.append(error), lambda: False, lambda: False)
-    arguments, keywords = _arguments(_moved(batch, place))
+    arguments, keywords = _arguments(_move_to(batch, place))
     in_backward = False
     try:
-        with _left_as_it_is(model), meta_device() if on_meta else contextlib.nullcontext():
+        with _preserve_state(model), meta_device() if on_meta else contextlib.nullcontext():
             products.watch_model(model, module_names(model), ())
             with stand_ins(modules, products) as ran, _Masks(products):
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -85,9 +85,9 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     except Exception as error:
         of = "backward" if in_backward else "forward"
         kind = NotOnMetaError if on_meta and not isinstance(error, TypeError) else BatchError
-        given = _described(batch)
+        given = _describe(batch)
         raise kind(
-            failed(f"The model's {of} failed with the batch ({given})", error)
+            format_failure(f"The model's {of} failed with the batch ({given})", error)
             + " Return the arguments of a training step, or give --tokens (tokens= in Python) instead of a batch."
         ) from error
     finally:
@@ -98,7 +98,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
 
 
 class _Masks(TorchFunctionMode):
-    """Notes the masks of torch's attention, which has no operator on the meta device."""
+    """Notes the masks of torch's attention, which is not a single operator on the meta device."""
 
     def __init__(self, products: ModelProducts) -> None:
         super().__init__()
@@ -125,13 +125,13 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
-def _moved(value: Any, place: torch.device) -> Any:
+def _move_to(value: Any, place: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to(place).requires_grad_(value.requires_grad)
     if isinstance(value, Mapping):
-        return {name: _moved(part, place) for name, part in value.items()}
+        return {name: _move_to(part, place) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [_moved(part, place) for part in value]
+        parts = [_move_to(part, place) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
@@ -143,18 +143,18 @@ def _outputs(result: Any) -> list[torch.Tensor]:
     return [tensor for tensor in leaves(result) if tensor.requires_grad]
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={_described(part)}" for name, part in value.items())
+        return ", ".join(f"{name}={_describe(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_described, value))
+        return ", ".join(map(_describe, value))
     return type(value).__name__
 
 
 @contextlib.contextmanager
-def _left_as_it_is(model: Model) -> Iterator[None]:
+def _preserve_state(model: Model) -> Iterator[None]:
     roots = [root for _, root in named_roots(model) or ()]
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     buffers = [(buffer, buffer.clone()) for root in roots for buffer in root.buffers() if not buffer.is_meta]
@@ -227,7 +227,7 @@ class _StandIns:
                 f"{type(module).__name__} with sequence_parallel=True cannot be planned with a batch"
             )
         columns = layer_features(module)[0][0]
-        if not inp.dim() or inp.shape[-1] != columns:  # which the meta device would accept
+        if not inp.dim() or inp.shape[-1] != columns:  # the meta device would accept it
             name = layers[0] if layers else type(module).__name__
             raise TypeError(
                 f"{name!r} takes an input with last dimension {columns}, not an input of shape {list(inp.shape)}"
@@ -268,7 +268,7 @@ class _StandIns:
         if _counts():
             self.ran.left_out.update(left_out)
             for layer, gemms in of_layer.items():
-                self.ran.recipes.setdefault(layer, recipe_now())
+                self.ran.recipes.setdefault(layer, current_recipe())
                 self.ran.tokens.setdefault(layer, []).append(tokens[layer])
                 self._products.see_gemm(layer, "fprop", gemms["fprop"])
 
@@ -300,7 +300,7 @@ class _StandIns:
         result = self._own(query, call_own, lambda: query.new_empty(*query.shape[:-2], heads * size))
         sizes = AttentionSizes.of(query, key, value, form)
         masked = {name: getattr(module, name) if given[name] is None else given[name] for name in _OF_MASK}
-        share = share_left({**masked, "qkv_format": form}, sizes.rows, sizes.columns)
+        share = attention_mask_share({**masked, "qkv_format": form}, sizes.rows, sizes.columns)
         if _counts():
             self._products.see_attention(layer, sizes, *forward, kernel, mask_share=share)
 
@@ -311,7 +311,7 @@ class _StandIns:
 
 
 def _counts() -> bool:
-    """Return whether a forward is one of training, and not recomputed by an activation checkpoint."""
+    """Return whether a forward belongs to training, and is not recomputed by an activation checkpoint."""
     return not in_backward() and not in_evaluation()
 
 
@@ -358,7 +358,7 @@ class _WithBackward(torch.autograd.Function):
 # ---------------------------------------------------------------------- recipes and attention
 
 
-def recipe_now() -> Any:
+def current_recipe() -> Any:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
@@ -377,10 +377,8 @@ def _operands(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _attention_formats(dtype: torch.dtype, *, in_high: bool) -> tuple[str, _Formats, _Formats]:
-    """The kernel of attention, and the formats of the operands of ``qk`` and ``pv`` in the forward and in the
-    backward.
-    """
-    recipe, high = recipe_now(), dtype_name(dtype)
+    """Return the kernel of attention, and the formats of the operands of ``qk`` and ``pv`` in forward and backward."""
+    recipe, high = current_recipe(), dtype_name(dtype)
     same: _Formats = (high, high), (high, high)
     if recipe is None or not recipe.fp8_dpa:
         return ANY_KERNEL, same, same

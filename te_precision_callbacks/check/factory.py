@@ -1,7 +1,6 @@
-"""Builds a model or a batch from ``package.module:function``, and Transformer Engine's recipes by name; a model without
-memory for its weights, if possible.
+"""Builds a model or a batch from ``package.module:function``, and Transformer Engine's recipes by name.
 
-The function takes no arguments. It is called on the meta device first, and on the CPU if it raises there.
+The function takes no arguments. A model is built on the meta device, without memory for weights, or else on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.config.problems import shortened, shown, suggestion
+from te_precision_callbacks.config.problems import shorten, shown, suggestion
 from te_precision_callbacks.reference import is_installed, target
 
 
@@ -32,7 +31,7 @@ class BatchError(PrecisionDebugError):
     """The function of ``--batch`` does not exist, fails, or does not return arguments for a model's forward."""
 
 
-class _Wanted(NamedTuple):
+class _Expected(NamedTuple):
     returns: str
     error: type[PrecisionDebugError]
 
@@ -41,31 +40,32 @@ class _Wanted(NamedTuple):
         return f"Give package.module:function, a function without arguments that returns {self.returns}."
 
 
-_MODEL = _Wanted("a torch.nn.Module", ModelFactoryError)
-_BATCH = _Wanted(
+_MODEL = _Expected("a torch.nn.Module", ModelFactoryError)
+_BATCH = _Expected(
     "a tensor, a mapping of keywords, or a tuple of positional arguments for the model's forward", BatchError
 )
 
 
 def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, str]:
-    """Return the model that a function makes, and its device, ``meta`` or ``cpu``. Output of the function goes to
-    stderr.
+    """Call a user's function that builds a model; returns the model and its device, ``meta`` or ``cpu``.
+
+    Output of the function goes to stderr.
 
     Raises:
         ModelFactoryError: the function does not exist, needs arguments or a GPU, raises, or does not return a module.
     """
-    with _as_from_here():
-        factory = _called(functools.partial(pkgutil.resolve_name, spec), spec, _MODEL)
+    with _like_a_script():
+        factory = _call(functools.partial(pkgutil.resolve_name, spec), spec, _MODEL)
         if on_meta:
-            # Many models cannot be made there: the CPU shows whether it is the function's own mistake.
+            # Many models cannot be built on meta; a mistake in the function raises again on the CPU.
             with contextlib.suppress(Exception, SystemExit), meta_device():
                 return _module(factory(), spec), "meta"
-        return _module(_called(factory, spec, _MODEL), spec), "cpu"
+        return _module(_call(factory, spec, _MODEL), spec), "cpu"
 
 
 def build_batch(spec: str) -> Any:
-    with _as_from_here():
-        made = _called(_called(functools.partial(pkgutil.resolve_name, spec), spec, _BATCH), spec, _BATCH)
+    with _like_a_script():
+        made = _call(_call(functools.partial(pkgutil.resolve_name, spec), spec, _BATCH), spec, _BATCH)
     require_batch(made, f"{shown(spec)} has returned ")
     return made
 
@@ -86,7 +86,7 @@ def meta_device() -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Makes tensors on the meta device even if another device is given, as Transformer Engine does."""
+    """Creates tensors on the meta device even if the caller requests another one, like Transformer Engine's modules."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
@@ -98,7 +98,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _as_from_here() -> Iterator[None]:
+def _like_a_script() -> Iterator[None]:
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
@@ -108,11 +108,11 @@ def _as_from_here() -> Iterator[None]:
         sys.path[:] = before
 
 
-def _called(function: Callable[[], Any], spec: str, wanted: _Wanted) -> Any:
+def _call(function: Callable[[], Any], spec: str, expected: _Expected) -> Any:
     try:
         return function()
     except (Exception, SystemExit) as error:
-        raise wanted.error(f"{failed(f'{shown(spec)} failed', error)} {wanted.spelling}") from error
+        raise expected.error(f"{format_failure(f'{shown(spec)} failed', error)} {expected.spelling}") from error
 
 
 def _module(made: object, spec: str) -> torch.nn.Module:
@@ -121,9 +121,9 @@ def _module(made: object, spec: str) -> torch.nn.Module:
     raise ModelFactoryError(f"{shown(spec)} has returned {shown(made)}. {_MODEL.spelling}")
 
 
-def failed(what: str, error: BaseException) -> str:
-    """A message with the exception, and the line of the user's own code that raised it."""
-    text, place = f"{what}: {type(error).__name__}: {shortened(str(error))}", _place(error)
+def format_failure(what: str, error: BaseException) -> str:
+    """Format an exception, with the last line of the user's code in its traceback."""
+    text, place = f"{what}: {type(error).__name__}: {shorten(str(error))}", _place(error)
     return f"{text} ({place})." if place else f"{text}."
 
 
@@ -140,18 +140,19 @@ CHOICES = (AUTO, NONE, *RECIPES)
 
 
 class RecipeError(PrecisionDebugError, ValueError):
-    """A recipe that does not exist, or that the GPU does not support."""
+    """A recipe is unknown, or the GPU does not support it."""
 
 
-def recipe_named(name: str) -> Any:
-    """A recipe with Transformer Engine's defaults, which environment variables such as NVTE_BACKWARD_OVERRIDE change.
+def recipe_by_name(name: str) -> Any:
+    """Create a recipe with Transformer Engine's defaults, including environment variables such as
+    NVTE_BACKWARD_OVERRIDE.
 
     Args:
         name: ``auto``, Transformer Engine's default for the GPU; ``none``, for None; or one of RECIPES.
 
     Raises:
-        RecipeError: there is no such recipe, Transformer Engine refuses it on this GPU, or an environment variable has
-            an invalid value.
+        RecipeError: the recipe is unknown, Transformer Engine refuses it on this GPU, or an environment variable is
+            invalid.
     """
     if name not in CHOICES:
         raise RecipeError(f"There is no recipe {name!r}.{suggestion(name, CHOICES)}")
@@ -162,12 +163,12 @@ def recipe_named(name: str) -> Any:
 
     try:
         made = quantization.get_default_fp8_recipe() if name == AUTO else getattr(recipes, RECIPES[name].recipe_class)()
-    except (AssertionError, ValueError) as error:  # of pydantic, if that is installed
+    except (AssertionError, ValueError) as error:  # pydantic's ValidationError, if it is installed
         details = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
         raise RecipeError(f"Transformer Engine cannot run the recipe {name!r}: {details}") from error
     try:
         quantization.check_recipe_support(made)
-        supported, why = quantization.check_nvfp4_support() if made.nvfp4() else (True, "")  # which that leaves out
+        supported, why = quantization.check_nvfp4_support() if made.nvfp4() else (True, "")  # not part of that check
     except RuntimeError as error:
         supported, why = False, str(error)
     if not supported:

@@ -40,8 +40,8 @@ class PlanFinding:
         kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers that
             no feature can act on; ``recipe``, a recipe that does not fit; ``shape``, unsupported sizes of a GEMM;
             ``high_precision``, nothing runs in low precision; ``rule``, a finding of a rule; ``not_sized``, modules
-            that need a batch; ``contract``, a contract that the plan breaks or cannot show.
-        text: the message, with the layers' names in short.
+            that need a batch; ``contract``, a contract that the plan breaks or cannot check.
+        text: the message, with abbreviated names of layers.
         layers: the affected layers.
     """
 
@@ -60,7 +60,7 @@ def find_recipe_problems(recipe: Any, acting: Mapping[str, Sequence[Section]]) -
         if effect.needs_recipe not in ("", own)
     )
     for (place, feature, needed), names in by_key(needing).items():
-        text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails with {own or 'none'}."
+        text = f"{place}: {feature} on {join_names(names)} needs the recipe {needed}, and fails with {own or 'none'}."
         yield PlanFinding("recipe", text, tuple(names))
 
 
@@ -73,11 +73,11 @@ def find_shape_problems(
     tokens: int | None = None,
     tokens_of: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[PlanFinding]:
-    """Sizes and dtypes that GEMMs in low precision do not support.
+    """Find sizes and dtypes that GEMMs in low precision do not support.
 
     Args:
-        tokens: the tokens of a step; None skips checks of tokens. They are also skipped for a layer that shares the
-            tokens with others, since a router decides its share.
+        tokens: the tokens of a step; None skips checks of tokens. They are also skipped for experts, since a router
+            decides their share of the tokens.
         tokens_of: layer -> the tokens of each of its calls, instead of ``tokens``.
     """
     from transformer_engine.pytorch.utils import get_device_compute_capability
@@ -93,26 +93,26 @@ def find_shape_problems(
         gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer, ()))
         counts = [tokens] if tokens_of is None else tokens_of.get(layer, ())
         texts = tuple(
-            dict.fromkeys(text for count in counts for text in _refused(name, capability, facts, count, gemms))
+            dict.fromkeys(text for count in counts for text in _list_refusals(name, capability, facts, count, gemms))
         )
         if texts:
             refused.append((texts, layer))
         if name == "nvfp4" and "wgrad" in gemms and facts.dtype != torch.bfloat16:
             by_hadamard.append(layer)
     for texts, names in by_key(refused).items():
-        yield PlanFinding("shape", f"{listed(names)}: {'; '.join(texts)}.", tuple(names))
+        yield PlanFinding("shape", f"{join_names(names)}: {'; '.join(texts)}.", tuple(names))
     if by_hadamard and not recipe.disable_rht:
         # common/hadamard_transform/*.cu of Transformer Engine 2.20.2
         text = (
-            f"NVFP4's random Hadamard transform needs bfloat16, but the weights of {listed(by_hadamard)} have another"
-            " dtype. Convert them to bfloat16, or set disable_rht=True in the recipe."
+            f"NVFP4's random Hadamard transform needs bfloat16, but the weights of {join_names(by_hadamard)} have"
+            " another dtype. Convert them to bfloat16, or set disable_rht=True in the recipe."
         )
         yield PlanFinding("recipe", text, tuple(by_hadamard))
 
 
-def not_sized(modules: Sequence[str]) -> PlanFinding:
+def unsized_finding(modules: Sequence[str]) -> PlanFinding:
     text = (
-        f"The matrix products of {listed(modules)} have unknown sizes, so the shares do not include them. Give"
+        f"The matrix products of {join_names(modules)} have unknown sizes, so the shares do not include them. Give"
         " --batch (batch= in Python)."
     )
     return PlanFinding("not_sized", text, tuple(modules))
@@ -121,15 +121,18 @@ def not_sized(modules: Sequence[str]) -> PlanFinding:
 def unsized_shares(
     contract: Contract, coverage: Coverage, not_counted: Sequence[str], attention: Sequence[str]
 ) -> tuple[list[PlanFinding], Contract]:
-    """The shares of a contract that the plan cannot show, as findings, and the contract without them. Modules of
-    attention, which are not planned, have no fprop, dgrad and wgrad.
+    """Return findings for the shares of a contract that the plan cannot check, and the contract without them.
+
+    ``attention``: modules that are not planned; they affect only shares that are not of fprop, dgrad or wgrad.
     """
     findings: list[PlanFinding] = []
     checkable: list[Share] = []
     for share in contract.share.values():
         left = [*not_counted, *(attention if share.part not in GEMMS else ())]
         texts = (
-            [f"the products of {listed(left)} have unknown sizes without --batch (batch= in Python)"] if left else []
+            [f"the products of {join_names(left)} have unknown sizes without --batch (batch= in Python)"]
+            if left
+            else []
         )
         texts += [f"not counted: {text}" for text in list_uncounted(coverage)]
         if texts:
@@ -170,7 +173,7 @@ def _layers(modules: Sequence[NamedModule], operations: Sequence[NamedOperation]
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _refused(
+def _list_refusals(
     recipe: str, capability: tuple[int, int], layer: _LayerFacts, tokens: int | None, gemms: tuple[GemmName, ...]
 ) -> tuple[str, ...]:
     sizes = {
@@ -186,5 +189,5 @@ def _refused(
     return tuple(map(str, refused))
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     return ", ".join(folded(names, most=_MOST_NAMED))

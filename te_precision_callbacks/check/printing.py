@@ -12,10 +12,10 @@ from rich.text import Text
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
-from te_precision_callbacks.check.accelerate_conversion import Converted
+from te_precision_callbacks.check.accelerate_conversion import ConversionResult
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
 from te_precision_callbacks.coverage.coverage import Product, Reason, percent
-from te_precision_callbacks.coverage.gemm_precision import in_short
+from te_precision_callbacks.coverage.gemm_precision import format_operands
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.memory import show as show_memory
 
@@ -30,9 +30,9 @@ class PlannedLayers:
     """Layers with the same plan.
 
     Attributes:
-        gemms: GEMM, ``lookup``, ``qk``, ``pv`` or ``other`` -> its product in the first of the layers. The last three
-            are followed by ``backward`` for products of the backward.
-        macs: the multiply-adds of all of them in a step.
+        gemms: GEMM, ``lookup``, ``qk``, ``pv`` or ``other`` -> its product in the first layer. ``backward`` is appended
+            to the last three for products of the backward.
+        macs: the multiply-adds of all layers in a step.
     """
 
     layers: tuple[str, ...]
@@ -46,7 +46,7 @@ class PlannedLayers:
 
     @property
     def why(self) -> str:
-        """The reasons for high precision, except features. A reason that does not hold for all GEMMs names them."""
+        """The reasons for high precision, except features; with the GEMMs, unless a reason holds for all."""
         by_reason: dict[str, list[str]] = {}
         for gemm, product in self.gemms.items():
             if product.reason not in (None, Reason.SECTION):
@@ -84,7 +84,7 @@ def _order(product: Product) -> int:
 
 
 def show(
-    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: Converted | None = None
+    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
 ) -> None:
     by = "" if converted is None else ", converted by Accelerate"
     terminal.show_text(
@@ -144,7 +144,7 @@ def _cells(row: PlannedLayers, whole: int) -> list[Text]:
 
 
 def _formats(row: PlannedLayers, gemm: GemmName) -> str:
-    """The formats of a GEMM. The column ``fprop`` also has products without a weight; ``dgrad``, their backward."""
+    """The formats of a GEMM. Products without a weight are in the column ``fprop``, their backward in ``dgrad``."""
     if gemm in row.gemms or gemm == "wgrad":
         return _text(row.gemms[gemm]) if gemm in row.gemms else ""
     behind = " backward" if gemm == "dgrad" else ""
@@ -155,11 +155,11 @@ def _formats(row: PlannedLayers, gemm: GemmName) -> str:
 
 
 def _text(product: Product) -> str:
-    return f"not run: {product.not_run}" if product.not_run else in_short(product.operands)
+    return f"not run: {product.not_run}" if product.not_run else format_operands(product.operands)
 
 
 def as_json(
-    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: Converted | None = None
+    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
 ) -> dict[str, Any]:
     coverage = checked.coverage
     return {

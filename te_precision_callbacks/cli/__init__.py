@@ -134,8 +134,8 @@ app.command("doctor")(doctor_command)
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` names; an exception of this package becomes a message and exit code 2, and so
-    does output that cannot be written.
+    """Run the command in ``sys.argv``. Exceptions of this package and write errors of the output become a message and
+    exit code 2.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
@@ -145,9 +145,9 @@ def main() -> None:
         if error.filename is not None:
             raise
         typer.echo(f"te-precision: the output cannot be written: {error}", err=True)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would flush again at exit
         raise SystemExit(2) from None
     except PrecisionDebugError as error:
-        lines = map(terminal.visible, str(error).split("\n"))  # messages quote names from files
+        lines = map(terminal.visible, str(error).split("\n"))  # messages may contain names from files
         typer.echo("te-precision: " + "\n".join(lines), err=True)
         raise SystemExit(2) from None

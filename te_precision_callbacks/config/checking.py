@@ -43,11 +43,11 @@ class ReadOptions(dict[str, Any]):
 def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOptions]:
     """Validate the enabled features of a section that have a schema.
 
-    Custom features and features that are not enabled are ignored. Without a valid ``enabled``, which is reported
-    elsewhere, the other keys are validated all the same.
+    Custom features and disabled features are ignored. If ``enabled`` is invalid, which is reported elsewhere, the other
+    keys are still validated.
 
     Raises:
-        ConfigError: all problems.
+        ConfigError: lists all problems.
     """
     read: dict[str, ReadOptions] = {}
     problems = Problems()
@@ -61,7 +61,7 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
             misspelt = () if "enabled" in written else nearest("enabled", map(str, written), most=1)
             written = {**{key: value for key, value in written.items() if key not in misspelt}, "enabled": True}
         written = _without_gemms(schema, name, written, place)
-        with problems.noted():
+        with problems.collecting():
             read[name] = ReadOptions(written, read_options(schema, name, written, place))
     problems.raise_any()
     return read
@@ -70,10 +70,10 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
 def _without_gemms(
     schema: type[FeatureSchema], feature: str, written: Mapping[str, Any], place: Where
 ) -> Mapping[str, Any]:
-    """Return the options without GEMMs in a list of tensors.
+    """Remove GEMMs from lists of tensors.
 
-    Transformer Engine silently never calls a feature for such a tensor; working configs list ``fprop`` next to
-    ``dgrad`` and ``wgrad``, which are both GEMMs and tensors.
+    Transformer Engine silently ignores them; existing configs list ``fprop`` next to ``dgrad`` and ``wgrad``, which are
+    both GEMMs and tensors.
     """
     listed = written.get("tensors")
     if not issubclass(schema, ObservingFeatureSchema) or not isinstance(listed, list):
@@ -106,7 +106,7 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
 def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: Any) -> str:
     kind, value, cause = details["type"], details["input"], details.get("ctx", {}).get("error")
     keys: KeyPath = (*details["loc"], *(cause.keys if isinstance(cause, Misfit) else ()))
-    if kind == "invalid_key":  # not a text: in `loc` the key looks like the index of a list entry
+    if kind == "invalid_key":  # a key that is not a str; in `loc` it looks like a list index
         keys = (*keys[:-1], str(value))
     where = place(feature, *keys)
     if kind in ("extra_forbidden", "invalid_key"):
@@ -137,7 +137,7 @@ def _elsewhere(schema: type[FeatureSchema], feature: str, keys: KeyPath) -> str:
     others = [path for path, level in by_path.items() if key in level.model_fields]
     own = by_path[_level(keys[:-1])].model_fields
     takers = [name for name, other in FEATURES.items() if key in other.model_fields]
-    if takers and not others:  # a key of another feature is no slip of the pen
+    if takers and not others:  # a key of another feature is not a typo
         return f" Its keys are: {', '.join(sorted(own))}. {key!r} is a key of {', '.join(takers)}."
     near = suggestion(str(key), own, known_as="Its keys are")
     if not others:

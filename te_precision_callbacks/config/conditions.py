@@ -1,6 +1,6 @@
 """Conditions on statistics of a tensor, such as ``underflows% > 5``, and on shares of multiply-adds.
 
-A condition names a statistic as the log does, without layer and tensor. A condition on a share, such as
+A condition names a statistic as in the log, without layer and tensor. A condition on a share, such as
 ``fp8 wgrad >= 90%``, names a precision, and optionally a part of the products.
 """
 
@@ -109,7 +109,7 @@ _SHARE_FORM = "Write a condition such as 'fp8 >= 95%', or 'fp8 wgrad >= 90%' for
 
 
 def parse_share(entry: object) -> Share:
-    """Parse a condition of a contract; the text of a ValueError continues a sentence that starts with the key."""
+    """Parse a condition of a contract; the message of a ValueError continues a sentence that starts with the key."""
     match = _SHARE.fullmatch(entry.strip()) if isinstance(entry, str) else None
     if match is None:
         raise ValueError(f"has {entry!r}. {_SHARE_FORM}")
@@ -128,7 +128,7 @@ def parse_share(entry: object) -> Share:
 
 
 def parse_condition(entry: object) -> Condition:
-    """Parse a condition of a config; the text of a ValueError continues a sentence that starts with the key."""
+    """Parse a condition of a config; the message of a ValueError continues a sentence that starts with the key."""
     if entry in (NONFINITE, ACTIVATION_OVERFLOW):
         return EventCondition(entry)
     match = _COMPARISON.fullmatch(entry.strip()) if isinstance(entry, str) else None

@@ -40,15 +40,15 @@ OnBroken = Literal["raise", "warn"]
 
 
 def _entries(data: Any) -> Mapping[Any, Any]:
-    """Conditions on shares by their key: the index in a list, or the products, with a number of percent."""
+    """Return conditions on shares by key: the index in a list, or the products of a percentage."""
     if not isinstance(data, Mapping):
         return dict(enumerate(data if isinstance(data, (list, tuple)) else [data]))
     numbers = {name: number for name, number in data.items() if type(number) in (int, float)}
     return {**data, **{name: f"{name} >= {number}%" for name, number in numbers.items()}}
 
 
-def _known(words: Iterable[str], problem: str) -> PlainValidator:
-    """Accept some words; the problem has a placeholder for the value."""
+def _one_of(words: Iterable[str], problem: str) -> PlainValidator:
+    """Validate that a value is one of some words; ``problem`` has a placeholder for the value."""
     known = list(words)
 
     def check(value: Any) -> str:
@@ -70,20 +70,20 @@ def _pattern(pattern: Any) -> str:
 _SHORT = {"optimizer": "optimizer_state"}
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "int8", "int16")
 _Subject = Annotated[
-    str, _known((*_SHORT, *SUBJECTS), "there is no subject {}"), AfterValidator(lambda name: _SHORT.get(name, name))
+    str, _one_of((*_SHORT, *SUBJECTS), "there is no subject {}"), AfterValidator(lambda name: _SHORT.get(name, name))
 ]
-_Precision = Annotated[str, _known(PRECISIONS, "{} is not a precision")]
-_Dtype = Annotated[str, _known(_DTYPES, "{} is not a dtype")]
+_Precision = Annotated[str, _one_of(PRECISIONS, "{} is not a precision")]
+_Dtype = Annotated[str, _one_of(_DTYPES, "{} is not a dtype")]
 
 
 class Contract(BaseModel):
-    """The requirements for a run. The description of a key continues "must be".
+    """The requirements for a run. Descriptions of keys continue "must be".
 
     Attributes:
-        share: conditions on shares of the multiply-adds, by their key or index.
+        share: conditions on shares of the multiply-adds, by key or index.
         layers: pattern of layer names -> the precision of all their GEMMs.
         state: subject -> dtype, as torch names it: ``float32``.
-        by_step: the number of steps until the contract must hold, and stay valid.
+        by_step: the number of steps after which the contract must hold.
         on_broken: by default the integration's keyword ``on_broken``.
     """
 
@@ -102,7 +102,7 @@ ContractSource = str | os.PathLike[str] | Mapping[str, Any] | Contract | None
 
 
 def read_contract(source: ContractSource) -> Contract | None:
-    """Read and check a contract; raises a ConfigError with all problems.
+    """Read and validate a contract; raises a ConfigError that lists all problems.
 
     Args:
         source: a condition on a share; the path of a YAML file (``.yaml``, ``.yml``) with the key

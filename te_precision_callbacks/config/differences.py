@@ -17,7 +17,7 @@ FlatConfig = Mapping[str, str]
 
 
 def flat_config(sections: Sequence[Section], features: Sequence[NamespacedFeatures]) -> FlatConfig:
-    """Flatten enabled sections, with registered names of features, to texts that are equal in every process."""
+    """Flatten enabled sections, with registered names of features, to text that is the same in every process."""
     flat: dict[str, str] = {}
     for section, resolved in zip(sections, features, strict=True):
         selector = section.selector
@@ -51,7 +51,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
         yield from _flat(f"{path}.{key}", inner)
 
 
-def require_alike(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
+def require_equal(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
     """Require equal configs and first iterations on all ranks. Otherwise all ranks raise a ConfigError or a
     SessionError.
     """
@@ -59,7 +59,7 @@ def require_alike(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
     hashes = {number for number, _ in of_rank.values()}
     if len(hashes) > 1:
         configs = ranks.pool([tuple(config.items())], "texts of configs", tuple[tuple[str, Any], ...])
-        if len(configs) < 2:  # a rank was lost meanwhile
+        if len(configs) < 2:  # a rank was lost in the meantime
             return
         names = {number: f"config {nth}" for nth, number in enumerate(dict.fromkeys(n for n, _ in of_rank.values()), 1)}
         raise ConfigError(

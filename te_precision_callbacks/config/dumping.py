@@ -12,7 +12,7 @@ from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condition, EventCondition, Threshold
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import LoggedTensor
-from te_precision_callbacks.config.levels import FeatureSchema, Target, holding
+from te_precision_callbacks.config.levels import FeatureSchema, Target, options_for
 from te_precision_callbacks.config.problems import ConfigError, KeyPath, suggestion
 from te_precision_callbacks.config.schemas import (
     DumpTensors,
@@ -59,7 +59,7 @@ def _never_holds(
 ) -> str:
     if isinstance(condition, EventCondition):
         return no_detection() if condition is EventCondition.ACTIVATION_OVERFLOW and not detects_overflow else ""
-    statistic = read_by(condition, known)
+    statistic = collected_for(condition, known)
     if statistic is None:
         return missing_statistic(condition, known, layers, str(target.tensor))
     dumped = target.options.schedule
@@ -124,8 +124,8 @@ class Collected:
     """A collected statistic of a tensor.
 
     Attributes:
-        labels: its names in the log. In a layer without a recipe, a statistic of the layer's own recipe gets a recipe's
-            name as a prefix.
+        labels: its possible names in the log. In a layer without a recipe, a statistic of the layer's own recipe is
+            logged with the name of a simulated recipe as a prefix.
     """
 
     request: Request
@@ -135,7 +135,7 @@ class Collected:
 
 def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Collected]:
     asked: dict[str, tuple[Request, list[Schedule]]] = {}
-    for options in (options for feature in features for options in holding(feature.targets, tensor, None)):
+    for options in (options for feature in features for options in options_for(feature.targets, tensor, None)):
         if isinstance(options, LoggedTensor):
             for request in options.requests:
                 asked.setdefault(request.label, (request, []))[1].append(options.schedule)
@@ -146,17 +146,17 @@ def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Colle
             for label in GEMM_STATISTICS:
                 asked.setdefault(label, (Request(label, STATISTICS[label]), []))[1].append(item.schedule)
     return {
-        label: Collected(request, (label, *_under_recipes(request, asked)), tuple(schedules))
+        label: Collected(request, (label, *_recipe_labels(request, asked)), tuple(schedules))
         for label, (request, schedules) in asked.items()
     }
 
 
-def _under_recipes(request: Request, asked: Iterable[str]) -> Iterable[str]:
-    """Return the labels of a request in a layer without a recipe, except separately requested ones."""
+def _recipe_labels(request: Request, asked: Iterable[str]) -> Iterable[str]:
+    """Return the labels of a request in a layer without a recipe, except labels that are requested separately."""
     labels = [request.under(recipe).label for recipe in RECIPES if request.recipe == OWN_RECIPE]
     return [label for label in labels if label not in asked]
 
 
-def read_by(condition: Threshold, known: Mapping[str, Collected]) -> Collected | None:
+def collected_for(condition: Threshold, known: Mapping[str, Collected]) -> Collected | None:
     matching = (statistic for statistic in known.values() if condition.reads(statistic.request))
     return known.get(condition.statistic.label) or next(matching, None)

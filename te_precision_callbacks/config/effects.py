@@ -1,7 +1,7 @@
 """Effects of features on the GEMMs of a layer, and conflicts between features.
 
-A GEMM multiplies two quantized tensors, or two in high precision. So features that quantize a tensor of a GEMM conflict
-with features that run it in high precision. A tensor has one value, so only one feature can replace it.
+Both operands of a GEMM are quantized, or both are in high precision. So features that quantize an operand conflict with
+features that run the GEMM in high precision. Only one feature can replace a tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Effect:
         quantizes: whether replacements are quantized.
         high_precision: GEMMs that run in high precision.
         needs_recipe: the required recipe of the layer, if any.
-        schedules: GEMM and tensor -> the steps when the feature acts, an empty name for all. Empty: every step.
+        schedules: GEMM and tensor (empty for all) -> the steps when the feature acts. An empty mapping: every step.
     """
 
     modifies: tuple[Pair, ...] = ()
@@ -62,14 +62,14 @@ class Effect:
             return self
         return replace(
             self,
-            modifies=tuple(pair for pair in self.modifies if _in_any(self.steps(*pair), iteration)),
-            high_precision=tuple(gemm for gemm in self.high_precision if _in_any(self.steps(gemm), iteration)),
+            modifies=tuple(pair for pair in self.modifies if _is_in_any(self.steps(*pair), iteration)),
+            high_precision=tuple(gemm for gemm in self.high_precision if _is_in_any(self.steps(gemm), iteration)),
             schedules={},
         )
 
 
 def spans_of(effects: Iterable[Effect]) -> dict[str, int]:
-    """Return spans of steps with the same effects, as text -> a step of the span.
+    """Find spans of steps with the same effects: text of the span -> a step in it.
 
     The span with the fewest changes comes first; equal spans are merged.
     """
@@ -88,11 +88,11 @@ def spans_of(effects: Iterable[Effect]) -> dict[str, int]:
     return {str(Schedule(intervals=tuple(intervals))): intervals[0][0] for _, intervals in spans}
 
 
-def _in_any(schedules: Iterable[Schedule], iteration: int) -> bool:
+def _is_in_any(schedules: Iterable[Schedule], iteration: int) -> bool:
     return any(schedule.at(iteration)[0] for schedule in schedules)
 
 
-def _meet(some: Iterable[Schedule], others: Sequence[Schedule]) -> bool:
+def _meets(some: Iterable[Schedule], others: Sequence[Schedule]) -> bool:
     return any(first.meets(other) for first in some for other in others)
 
 
@@ -114,7 +114,7 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
         for owner, other, others in acting[:number]:
             here, there = section.place(NAMESPACE, feature), owner.place(NAMESPACE, other)
             shared = (pair for pair in effect.modifies if pair in others.modifies)
-            both = next((pair for pair in shared if _meet(effect.steps(*pair), others.steps(*pair))), None)
+            both = next((pair for pair in shared if _meets(effect.steps(*pair), others.steps(*pair))), None)
             if both is not None:
                 gemm, tensor = both
                 yield (
@@ -123,7 +123,7 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
                     " two different layers or steps."
                 )
                 continue
-            disputed = _both_ways(effect, others)
+            disputed = _find_conflict(effect, others)
             if disputed is not None:
                 verb, opposite = ("quantizes tensors of", "runs that GEMM in high precision")
                 if not effect.quantizes:
@@ -135,11 +135,11 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
                 )
 
 
-def _both_ways(first: Effect, other: Effect) -> str | None:
+def _find_conflict(first: Effect, other: Effect) -> str | None:
     """Return a GEMM that one feature runs in high precision while the other quantizes its tensors."""
     for quantizing, forbidding in ((first, other), (other, first)):
         if quantizing.quantizes:
             for gemm, tensor in quantizing.modifies:
-                if gemm in forbidding.high_precision and _meet(quantizing.steps(gemm, tensor), forbidding.steps(gemm)):
+                if gemm in forbidding.high_precision and _meets(quantizing.steps(gemm, tensor), forbidding.steps(gemm)):
                     return gemm
     return None

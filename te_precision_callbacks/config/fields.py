@@ -1,6 +1,6 @@
 """Types of config values for the schemas, with descriptions.
 
-Texts of validation errors continue a sentence that starts with the key: "has the pair [5, 2], which ends before it
+Messages of validation errors continue a sentence that starts with the key: "has the pair [5, 2], which ends before it
 starts."
 """
 
@@ -30,7 +30,7 @@ from te_precision_callbacks.config.conditions import (
     Condition,
     parse_condition,
 )
-from te_precision_callbacks.config.problems import nearest, shortened, shown, suggestion
+from te_precision_callbacks.config.problems import nearest, shorten, shown, suggestion
 from te_precision_callbacks.statistics.names import (
     OWN_RECIPE,
     Request,
@@ -54,12 +54,12 @@ def size_in_bytes(size: object) -> int:
     """Parse a size: a number of bytes, or a text with a unit (kB, MB, GB, TB; KiB, MiB, GiB, TiB).
 
     Raises:
-        ValueError: not a size, or below one byte; the text continues a sentence that starts with the key.
+        ValueError: not a size, or below one byte; the message continues a sentence that starts with the key.
     """
     is_size = (type(size) is int and size > 0) or (isinstance(size, str) and re.match(SIZE_PATTERN, size))
     try:
         count = int(_BYTES.validate_python(size)) if is_size else 0
-    except ValueError:  # more digits than a float has
+    except ValueError:  # too many digits
         count = LARGEST_SIZE + 1
     if count < 1:
         raise ValueError(
@@ -81,8 +81,8 @@ class Words:
     text: str
 
 
-def _listed(value: Any) -> Any:
-    """Convert a bare name to a list; upstream would compare letters or parts of the name."""
+def _as_list(value: Any) -> Any:
+    """Convert a bare name to a list; upstream would match single letters or substrings of the name."""
     if isinstance(value, str):
         return [value]
     return list(value) if isinstance(value, tuple) else value
@@ -91,12 +91,12 @@ def _listed(value: Any) -> Any:
 ListOf = Annotated[
     list[T],
     Strict(),
-    BeforeValidator(_listed),
+    BeforeValidator(_as_list),
     Field(min_length=1),
 ]
 
 
-def _refused(
+def _error_for(
     entry: object,
     error: UnknownStatisticError,
     names: Sequence[str],
@@ -104,7 +104,7 @@ def _refused(
     *,
     other_feature: str = "",
 ) -> ValueError:
-    reason = shortened(str(error).removeprefix(f"{entry!r}: "))
+    reason = shorten(str(error).removeprefix(f"{entry!r}: "))
     if other_feature:
         return ValueError(f"has {shown(entry)}: {reason}. Move it to {other_feature}.")
     if isinstance(entry, Mapping):
@@ -120,7 +120,7 @@ def _tensor_statistic(entry: Any) -> Request:
     except UnknownStatisticError as error:
         known = (*TENSOR_STATISTICS, BLOCKWISE)
         other = "LogFp8TensorStats" if is_quantized_name(entry) else ""
-        raise _refused(entry, error, known, known, other_feature=other) from error
+        raise _error_for(entry, error, known, known, other_feature=other) from error
 
 
 def _quantized_statistic(entry: Any, *, default_recipe: str = OWN_RECIPE) -> Request:
@@ -129,7 +129,7 @@ def _quantized_statistic(entry: Any, *, default_recipe: str = OWN_RECIPE) -> Req
     except UnknownStatisticError as error:
         recipes = (default_recipe,) if default_recipe else RECIPES
         other = "LogTensorStats" if isinstance(entry, str) and entry in TENSOR_STATISTICS else ""
-        raise _refused(entry, error, quantized_names(recipes), QUANTIZED_STATISTICS, other_feature=other) from error
+        raise _error_for(entry, error, quantized_names(recipes), QUANTIZED_STATISTICS, other_feature=other) from error
 
 
 def _nvfp4_statistic(entry: Any) -> Request:
@@ -192,7 +192,7 @@ def _intervals(pairs: list[Any]) -> list[Any]:
 Intervals = Annotated[
     list[Any],
     Strict(),
-    BeforeValidator(_listed),
+    BeforeValidator(_as_list),
     Field(min_length=1),
     AfterValidator(_intervals),
     Words("a list of [start, end] pairs of steps"),
@@ -216,7 +216,7 @@ def item_of(field: FieldInfo) -> type[BaseModel] | None:
 def words(field: FieldInfo) -> str:
     kind, metadata = _plain(field.annotation)
     metadata = [*field.metadata, *metadata]
-    description = _said(metadata)
+    description = _find_words(metadata)
     if description is not None:
         return description.text
     if get_origin(kind) is list:
@@ -235,11 +235,11 @@ def _entries(field: FieldInfo, entry: Any) -> str:
     if item is not None:
         required = next(key for key, of_item in item.model_fields.items() if of_item.is_required())
         return f"mappings with {required!r}"
-    description = _said(_plain(entry)[1])
+    description = _find_words(_plain(entry)[1])
     return description.text if description is not None else ", ".join(names(field))
 
 
-def _said(metadata: Sequence[Any]) -> Words | None:
+def _find_words(metadata: Sequence[Any]) -> Words | None:
     return next((entry for entry in metadata if isinstance(entry, Words)), None)
 
 

@@ -1,4 +1,4 @@
-"""Keys that features and the items of their lists share.
+"""Keys shared by features and the items of their lists.
 
 A feature's key applies to all its tensors, an item's key to one tensor.
 """

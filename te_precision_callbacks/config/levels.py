@@ -31,9 +31,7 @@ HeldT_co = TypeVar("HeldT_co", bound="Level", covariant=True)
 
 
 class Misfit(ValueError):
-    """Keys that contradict each other, or an incomplete choice. The text continues a sentence that starts with the
-    key.
-    """
+    """Contradicting keys, or an incomplete choice. The message continues a sentence that starts with the key."""
 
     def __init__(self, keys: KeyPath, text: str) -> None:
         super().__init__(text)
@@ -48,8 +46,8 @@ class Nested:
     """The options for a tensor or a GEMM, with the enclosing levels, outermost first; inner keys override outer ones.
 
         whole = Nested.of({"margin": 1, "gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 2}]})
-        ((gemm, of_gemm),) = whole.chosen("gemm")      # "fprop"
-        of_gemm.merged()["margin"]                      # 2
+        ((gemm, of_gemm),) = whole.choose("gemm")      # "fprop"
+        of_gemm.merge()["margin"]                      # 2
         of_gemm.path("margin")                          # ("gemms_struct", 0, "margin")
 
     Read from nvidia-dlfw-inspect 0.2.2, ``base.py``, and Transformer Engine 2.20.2, ``debug/features/api.py``.
@@ -69,7 +67,7 @@ class Nested:
         given = (path for path, level in reversed(self.levels) if key in level)
         return next(((*path, key) for path in given), self.here)
 
-    def merged(self) -> dict[str, Any]:
+    def merge(self) -> dict[str, Any]:
         effective: dict[str, Any] = {}
         for _, level in self.levels:
             outer = (
@@ -78,9 +76,9 @@ class Nested:
             effective = {**outer, **level}
         return effective
 
-    def chosen(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
-        """Yield each name in ``<what>s`` or the items of ``<what>s_struct``, of the innermost level with either; else
-        one None.
+    def choose(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
+        """Yield each name, with its options, from ``<what>s`` or ``<what>s_struct`` of the innermost level that has
+        either key; a single None if no level has.
         """
         for path, level in reversed(self.levels):
             names, items = level.get(f"{what}s"), level.get(f"{what}s_struct")
@@ -117,7 +115,7 @@ class Level(BaseModel):
     def of(cls, nested: Nested, feature: Level, **named: str) -> Self:
         """Build the item for a tensor or GEMM from validated keys of all levels, and defaults of the feature."""
         own = {key: getattr(feature, key) for key in cls.model_fields if key in type(feature).model_fields}
-        given = {key: value for key, value in nested.merged().items() if key in cls.model_fields}
+        given = {key: value for key, value in nested.merge().items() if key in cls.model_fields}
         return cls.model_construct(**{**own, **given, **named})
 
     @classmethod
@@ -141,7 +139,7 @@ def _given(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Target(Generic[HeldT_co]):
-    """The options for a tensor and a GEMM, None for all: an item of the feature's list, completed by enclosing keys."""
+    """The options for a tensor and a GEMM (None for all): an item of the feature's list, with enclosing keys."""
 
     tensor: str | None
     gemm: str | None
@@ -149,8 +147,8 @@ class Target(Generic[HeldT_co]):
     nested: Nested
 
 
-def holding(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: str | None) -> list[HeldT_co]:
-    """Return the options for a call with a tensor and a GEMM, if any; one per target of the tensor."""
+def options_for(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: str | None) -> list[HeldT_co]:
+    """Return the options for a call, one per target of its tensor; without a tensor, only the first."""
     options = [
         target.options
         for target in targets
@@ -172,7 +170,7 @@ class FeatureSchema(Level):
     enabled: StrictBool = Field(description="Whether the feature acts.")
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_all(self) -> Self:
         self.check()
         return self
 
@@ -186,7 +184,7 @@ class FeatureSchema(Level):
 
     @cached_property
     def targets(self) -> tuple[Target[Any], ...]:
-        """One for each chosen tensor of each chosen GEMM; one for all if the feature chooses neither."""
+        """A target for each chosen tensor of each chosen GEMM; a single target if the feature chooses neither."""
         return tuple(
             self.target(gemm, tensor, nested)
             for gemm, outer in self.choices("gemm", self.nested)
@@ -194,10 +192,10 @@ class FeatureSchema(Level):
         )
 
     def choices(self, what: Literal["tensor", "gemm"], nested: Nested) -> Iterable[tuple[str | None, Nested]]:
-        """Return each chosen tensor or GEMM with its keys; one None for a feature without the choice."""
+        """Return each chosen tensor or GEMM with its options; a single None for a feature without this choice."""
         if f"{what}s" not in type(self).model_fields:
             return [(None, nested)]
-        choices = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
+        choices = [(name, inner) for name, inner in nested.choose(what) if name is not None]
         if not choices:
             example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
             raise Misfit(nested.here, f"has neither '{what}s' nor '{what}s_struct'. Write for example {example}.")
@@ -214,7 +212,7 @@ class FeatureSchema(Level):
         return Effect()
 
     def schedules(self) -> dict[Pair, Schedule]:
-        """Map GEMM and tensor of each target to its steps, an empty name for all; empty if all act always."""
+        """Map GEMM and tensor of each target (empty for all) to its steps; empty if all act in every step."""
         by_target = {
             (target.gemm or "", target.tensor or ""): getattr(target.options, "schedule", EVERY_STEP)
             for target in self.targets
@@ -252,7 +250,7 @@ class OneGemm(Level):
 
 
 class ObservingFeatureSchema(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[NameT, TensorItemT]):
-    """A feature that looks at tensors and changes none."""
+    """A feature that observes tensors without changing them."""
 
 
 class ModifyingFeatureSchema(

@@ -65,7 +65,7 @@ class Config:
     """A loaded config.
 
     Attributes:
-        sections: all sections in the order of the file, also disabled ones.
+        sections: all sections in the order of the file, including disabled sections.
         source: the file, if any.
         layer_names: the names that selectors use, if configured.
         content: the original config.
@@ -99,15 +99,15 @@ class Config:
     ) -> Plan:
         """Plan which features act on each layer.
 
-        List entries of types or numbers that match no layer only cause a warning: a config may serve several models.
+        Types or numbers in a list that match no layer only cause a warning, since a config may serve several models.
 
         Args:
             registered: the existing features.
             allow_unmatched: warn about sections and names that match no layer, instead of raising.
-            layer_names: the names that selectors use; by default their paths.
+            layer_names: the names that selectors use; by default paths.
 
         Raises:
-            ConfigError: all problems: unknown features, selectors without a match, conflicts between sections or
+            ConfigError: lists all problems: unknown features, selectors without a match, conflicts between sections or
                 features.
         """
         drafted = draft(self.enabled_sections, layers, registered, layer_names=layer_names or self.layer_names)
@@ -115,7 +115,7 @@ class Config:
         if allow_unmatched:
             drafted.missing.warn(logger)
         else:
-            with drafted.wrong.noted():
+            with drafted.wrong.collecting():
                 drafted.missing.raise_any()
         drafted.wrong.raise_any()
         return drafted.plan
@@ -136,10 +136,10 @@ def load_config(
         source: the path of a YAML file, a mapping, a loaded config (returned unchanged), or None for
             :data:`DEFAULT_CONFIG`.
         features: custom features, as classes.
-        feature_dirs: folders of custom features; unknown names are then checked at the start of a session.
+        feature_dirs: folders of custom features; unknown names of features are then checked at the start of a session.
 
     Raises:
-        ConfigError: the config cannot be read or is invalid. One error reports all problems of the sections.
+        ConfigError: the config cannot be read or is invalid; lists all problems of the sections.
     """
     if isinstance(source, Config):
         return source
@@ -151,7 +151,7 @@ def load_config(
         data, places = source, Places("the config mapping")
     elif not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"A config must be a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
-    elif source == "":  # to a Path it is the current folder
+    elif source == "":  # Path("") would be the current folder
         raise ConfigError("The config's path is empty. Give the path of a YAML file, a mapping, or None.")
     else:
         path = Path(source).expanduser()
@@ -166,7 +166,7 @@ def load_config(
     sections: list[Section] = []
     layer_names: LayerNames | None = None
     for key, body in data.items():
-        with problems.noted():
+        with problems.collecting():
             if key == LAYER_NAMES and not isinstance(body, Mapping):
                 if body not in get_args(LayerNames):
                     choices = " or ".join(map(repr, get_args(LayerNames)))
@@ -202,7 +202,7 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
     for key in misplaced:
         problems.add(f"{places(name, key)}: {key!r} selects layers and belongs below 'layers:', not next to 'enabled'.")
     if "layers" in body:
-        with problems.noted():
+        with problems.collecting():
             selector = LayerSelector.parse(body["layers"], place)
     elif not misplaced:
         problems.add(f"{places(name)}: the key 'layers' is missing.{meant_for('layers', body)}")
@@ -216,10 +216,10 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
         else:
             problems.add(f"{places(name, str(key))}: {shown(key)} must be a mapping of features, not {shown(value)}.")
     section = Section(name, True, selector, features, places)
-    with problems.noted():
+    with problems.collecting():
         resolve_features(section, known, others=others)
     if NAMESPACE in features:
-        with problems.noted():
+        with problems.collecting():
             read = read_features(features[NAMESPACE], functools.partial(section.place, NAMESPACE))
             effects = {feature: options.schema.effect() for feature, options in read.items()}
             section = replace(

@@ -1,7 +1,7 @@
 """Planning: which features act on which layers.
 
-nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward: a selector that matches no layer is silent, and
-two sections that select one layer end the run. Here sections are merged per layer before the run, and
+nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward: it silently ignores a selector that matches no
+layer, and two sections that select the same layer end the run. Here sections are merged per layer before the run, and
 nvidia-dlfw-inspect receives exact layer names.
 """
 
@@ -16,12 +16,12 @@ from te_precision_callbacks.base.counts import by_key, some_of
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect, conflicts
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, raise_problems, shown, suggestion
-from te_precision_callbacks.config.schemas import is_of_upstreams_tests
+from te_precision_callbacks.config.schemas import is_upstream_test
 from te_precision_callbacks.config.selection import (
     EXACT,
     LayerIndex,
     LayerSelector,
-    by_upstreams_names,
+    index_by_upstream_names,
 )
 from te_precision_callbacks.config.yaml_text import Places
 
@@ -43,8 +43,8 @@ class Section:
     """A section of a config: layers, and the features that act on them.
 
     Attributes:
-        enabled: whether it acts; the rest of a disabled section is not validated.
-        features: the features by namespace (``transformer_engine``), or by name for those of nvidia-dlfw-inspect.
+        enabled: whether it acts; other keys of a disabled section are not validated.
+        features: the features by namespace (``transformer_engine``), or by name for nvidia-dlfw-inspect's features.
         effects: the effect of each enabled feature of Transformer Engine.
     """
 
@@ -78,7 +78,7 @@ class Plan:
     def as_inspect_config(self) -> dict[str, Any]:
         """Convert to a config of nvidia-dlfw-inspect: one section for each set of layers with the same features.
 
-        The layers are one anchored pattern of exact names, so a layer is never in two sections.
+        The layers are selected by one anchored pattern of exact names, so a layer is never in two sections.
         """
         config: dict[str, Any] = {}
         for sections, entries in by_key((entry.sections, entry) for entry in self.layers).items():
@@ -99,10 +99,10 @@ class Draft:
     """A plan with its problems.
 
     Attributes:
-        plan: layers with conflicts have no features.
+        plan: layers with conflicts have no features in it.
         wrong: conflicts, and invalid selectors.
         missing: sections that select no layer, and names that no layer has.
-        idle: selector entries without effect while others select layers.
+        idle: selector entries without effect, if other entries of the section select layers.
     """
 
     plan: Plan
@@ -121,17 +121,17 @@ def draft(
     problems = Problems()
     resolved: list[NamespacedFeatures] = []
     for section in sections:
-        with problems.noted():
+        with problems.collecting():
             resolved.append(resolve_features(section, registered))
     problems.raise_any()
-    indexes = by_upstreams_names(layers) if layer_names == "upstream" else [LayerIndex(layers)]
-    upstreams = by_upstreams_names(layers) if layer_names is None else []
+    indexes = index_by_upstream_names(layers) if layer_names == "upstream" else [LayerIndex(layers)]
+    upstreams = index_by_upstream_names(layers) if layer_names is None else []
     hit: list[list[int]] = [[] for _ in layers]
     unmatched: list[Section] = []
     missing, idle = Problems(), Problems()
     for number, section in enumerate(sections if layers else ()):
         selected: Sequence[int] = ()
-        with problems.noted():
+        with problems.collecting():
             index = section.selector.choose(indexes)
             selected = section.selector.select(index)
             upstream = section.selector.choose(upstreams) if upstreams else None
@@ -143,7 +143,7 @@ def draft(
             for key, entry, problem in section.selector.idle_entries(index) if selected else ():
                 text = f"{section.selector.place(key, entry)}: {problem}"
                 names = section.selector.exact_names or ()
-                if key == EXACT and upstream is not None and upstream.named(names[entry]):
+                if key == EXACT and upstream is not None and upstream.by_name(names[entry]):
                     text += f" {_BY_UPSTREAM}, such as this name."
                 if key == EXACT:
                     missing.add(text + _AS_WARNING)
@@ -159,7 +159,7 @@ def draft(
         meeting = [sections[number] for number in numbers]
         if numbers not in merged:
             merged[numbers] = {}
-            with problems.noted():
+            with problems.collecting():
                 merged[numbers] = _merge(layer, meeting, [resolved[number] for number in numbers])
                 if len(meeting) > 1:
                     raise_problems(conflicts(meeting, f"the layer {layer.name!r}"))
@@ -170,10 +170,10 @@ def draft(
 def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:
     """Return the enabled features of a section by namespace, under their registered names.
 
-    Case does not matter: Transformer Engine's documentation writes ``DisableFp8Gemm`` for ``DisableFP8GEMM``.
+    Names are case-insensitive: Transformer Engine's documentation writes ``DisableFp8Gemm`` for ``DisableFP8GEMM``.
 
     Args:
-        others: whether more features than the registered ones may exist; unknown ones are then ignored.
+        others: whether features may exist that are not registered yet; unknown features are then ignored.
 
     Raises:
         ConfigError: unknown feature or namespace, or a feature without ``enabled``.
@@ -194,7 +194,7 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
             elif feature in resolved.setdefault(namespace, {}):
                 problems.add(f"{section.place(*path)}: {shown(feature)} is given twice, in two spellings. Keep one.")
             else:
-                with problems.noted():
+                with problems.collecting():
                     resolved[namespace][feature] = _feature_options(section, path, options)
     problems.raise_any()
     return {
@@ -213,7 +213,7 @@ def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, 
         if _registered_name(name, registered[other]) is not None:
             return f"{place}: {shown(name)} is a feature of {other!r}; indent it below '{other}:'."
     what = f"there is no feature {shown(name)} in {namespace!r}"
-    known = [feature for feature in registered.get(namespace, ()) if not is_of_upstreams_tests(feature)]
+    known = [feature for feature in registered.get(namespace, ()) if not is_upstream_test(feature)]
     if namespace == BASE:
         what = f"{shown(name)} is neither a namespace ({', '.join(others)}) nor a feature of nvidia-dlfw-inspect itself"
         known = [*others, *known]

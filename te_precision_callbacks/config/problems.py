@@ -30,7 +30,7 @@ class ConfigError(PrecisionDebugError, ValueError):
     """An invalid config. The message names file and line, key, value, and remedy."""
 
     def __init__(self, *problems: str) -> None:
-        super().__init__(*(shortened(problem, _LONGEST_PROBLEM) for problem in problems))
+        super().__init__(*(shorten(problem, _LONGEST_PROBLEM) for problem in problems))
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ class ConfigError(PrecisionDebugError, ValueError):
         return "\n".join([*lines, f"- ... and {more} more"] if more > 0 else lines)
 
 
-def shortened(text: str, most: int = 500) -> str:
+def shorten(text: str, most: int = 500) -> str:
     return text if len(text) <= most else f"{text[: most - most // 4]} ... {text[-(most // 4) :]}"
 
 
@@ -57,7 +57,7 @@ class Problems:
         self.texts.append(problem)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         try:
             yield
         except ConfigError as error:
@@ -109,7 +109,7 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
 
 
 def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Return entries of ``known`` that are similar to ``word``, contain it as a part, or mean the same; best first."""
+    """Return entries of ``known`` that are similar to ``word``, contain it, or are synonyms; best first."""
     by_folded = {candidate.casefold(): candidate for candidate in known}
     folded = word[:_LONGEST_WORD].casefold()
     if folded in _MEANT:
@@ -119,8 +119,8 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
     return [by_folded[match] for match in dict.fromkeys((*having, *close))][:most]
 
 
-def sharing(word: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Return entries of ``known`` that have a part in common with ``word``, such as qkv."""
+def with_common_part(word: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """Return entries of ``known`` that share a part, such as qkv, with ``word``."""
     parts = _parts(word[:_LONGEST_WORD].casefold())
     return [candidate for candidate in known if parts & _parts(candidate.casefold())][:most]
 
@@ -137,7 +137,7 @@ def meant_for(key: str, present: Iterable[object]) -> str:
 
 
 def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
-    """Return ``" Did you mean ...?"`` if a known word is similar, else a list of known words."""
+    """Return ``" Did you mean ...?"`` if a known word is similar, else a sentence that lists known words."""
     known = list(known)
     close = nearest(word, known)
     if close:

@@ -348,7 +348,7 @@ dump_what_is_not_finite:
         return tuple(self.target(None, tensor, nested) for tensor, nested in self.choices("tensor", self.nested))
 
     @cached_property
-    def of_gemms(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
+    def gemm_targets(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
         if not self.gemms and not self.gemms_struct:
             return ()
         chosen = (self.target(gemm, None, nested) for gemm, nested in self.choices("gemm", self.nested))
@@ -356,7 +356,7 @@ dump_what_is_not_finite:
 
     @property
     def every_target(self) -> tuple[Target[Level], ...]:
-        return (*self.targets, *self.of_gemms)
+        return (*self.targets, *self.gemm_targets)
 
 
 FEATURES: Mapping[str, type[FeatureSchema]] = {
@@ -383,16 +383,16 @@ def schema_of(feature: str) -> type[FeatureSchema] | None:
 
 
 def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
-    """Map namespaces to the features that a session will find; custom ones are in ``transformer_engine``."""
+    """Map namespaces to the features that a session will find; custom features are in ``transformer_engine``."""
     known: dict[str, dict[str, None]] = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {}}
-    registry = sys.modules.get("nvdlfw_inspect.registry")  # with the features that the script has registered
+    registry = sys.modules.get("nvdlfw_inspect.registry")  # includes features that the script has registered
     for namespace, data in registry.Registry.data.items() if registry is not None else ():
         names = (*data.features, *(waiting.__name__ for waiting in data.deferred_features))
         known.setdefault(namespace, {}).update(dict.fromkeys(names))
-    # nvidia-dlfw-inspect's own LogTensorStats: no layer of Transformer Engine calls it.
+    # nvidia-dlfw-inspect's own LogTensorStats is not called by layers of Transformer Engine.
     known[BASE] = {feature: None for feature in known[BASE] if feature not in known[NAMESPACE]}
     return {namespace: tuple(features) for namespace, features in known.items()}
 
 
-def is_of_upstreams_tests(name: str) -> bool:
+def is_upstream_test(name: str) -> bool:
     return name.startswith("Test")

@@ -1,8 +1,8 @@
 """Layer selection: validates and applies the ``layers`` block of a section.
 
 Keys and precedence are nvidia-dlfw-inspect's (``config_manager.py`` 0.2.2): ``exact_layer_names``, else
-``layer_name_regex_pattern``, else ``layer_numbers`` and ``layer_types`` together. Unlike there, every selector is
-applied to the model's layers before the run, and cannot raise inside a forward pass.
+``layer_name_regex_pattern``, else ``layer_numbers`` and ``layer_types`` together. Here every selector is applied to the
+model's layers before the run, so it cannot raise in a forward.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from te_precision_callbacks.config.problems import (
     Where,
     nearest,
     raise_problems,
-    sharing,
     shown,
     suggestion,
+    with_common_part,
 )
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ _WITHOUT_END = LARGEST_NUMBER + 1
 
 
 class LayerIndex:
-    """The layers of a model, indexed for selectors. An alias that is another layer's name refers to that layer.
+    """The layers of a model, indexed for selectors. An alias that equals another layer's name refers to that layer.
 
     Args:
-        layers: in the order of the model; results are ascending indices.
-        upstream: the index in ``layer.upstream`` of the name to use. Lookups then follow nvidia-dlfw-inspect: a class
-            is not a type, and a layer has a number if its name has exactly one. None: our own names.
+        layers: in the order of the model; look-ups return ascending indices.
+        upstream: the index in ``layer.upstream`` of the name to use. Look-ups then follow nvidia-dlfw-inspect: a class
+            is not a type, and a layer has a number if its name contains exactly one. None: this project's names.
     """
 
     def __init__(self, layers: Sequence[Layer], *, upstream: int | None = None) -> None:
@@ -101,7 +101,7 @@ class LayerIndex:
         parts = dict.fromkeys(part for name in names for part in name.split("."))
         if key == TYPES:
             parts |= dict.fromkeys(kind for layer in self.layers for kind in layer.types)
-        return list(dict.fromkeys((*whole, *nearest(word, parts), *sharing(word, parts))))
+        return list(dict.fromkeys((*whole, *nearest(word, parts), *with_common_part(word, parts))))
 
     def is_class(self, word: str) -> bool:
         return any(word in types for types in self._types)
@@ -109,29 +109,29 @@ class LayerIndex:
     def is_part(self, word: str) -> bool:
         return any(f".{word}." in f".{layer.name}." for layer in self.layers)
 
-    def named(self, name: str) -> Sequence[int]:
+    def by_name(self, name: str) -> Sequence[int]:
         return self._by_name.get(name, ())
 
-    def numbered(self, first: int, last: int) -> Sequence[int]:
+    def by_number(self, first: int, last: int) -> Sequence[int]:
         return [at for at, number in enumerate(self._numbers) if number is not None and first <= number <= last]
 
-    def of_type(self, word: str) -> Sequence[int]:
+    def by_type(self, word: str) -> Sequence[int]:
         positions = range(len(self.layers))
         if word == "all":
             return positions
         return [at for at in positions if word in self._types[at] or any(word in name for name in self._names[at])]
 
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
-        """Return the layers with a match in their name. Patterns with a negative look-around ignore aliases, which
-        could lack the excluded text.
+        """Return the layers whose name or alias matches. For patterns with a negative look-around aliases are ignored,
+        since they may lack the excluded text.
         """
         end = 1 if _NEGATIVE.search(pattern.pattern) else None
         return [at for at, names in enumerate(self._names) if any(map(pattern.search, names[:end]))]
 
 
-def by_upstreams_names(layers: Sequence[Layer]) -> list[LayerIndex]:
-    """Index the layers by nvidia-dlfw-inspect's names; second, by its names in the unwrapped model if they differ,
-    since scripts name a model before or after wrapping it.
+def index_by_upstream_names(layers: Sequence[Layer]) -> list[LayerIndex]:
+    """Index the layers by nvidia-dlfw-inspect's names; and by its names in the unwrapped model, if they differ, since
+    scripts may name the layers before or after wrapping a model.
     """
     return [
         LayerIndex(layers, upstream=which) for which in ((0, -1) if any(len(x.upstream) > 1 for x in layers) else (0,))
@@ -154,7 +154,7 @@ class LayerSelector:
 
     @classmethod
     def parse(cls, block: object, place: Where) -> LayerSelector:
-        """Validate a ``layers`` block, and warn about keys that another key disables."""
+        """Validate a ``layers`` block, and warn about keys that have no effect because of another key."""
         if not isinstance(block, Mapping):
             raise ConfigError(
                 f"{place()}: 'layers' must be a mapping with one of {_KEYS_IN_WORDS}, not {shown(block)}."
@@ -169,7 +169,7 @@ class LayerSelector:
         parsed: dict[str, Any] = dict.fromkeys(SELECTOR_KEYS)
         for key, parse in ((EXACT, _strings), (PATTERN, _pattern), (NUMBERS, _numbers), (TYPES, _strings)):
             if key in block:
-                with problems.noted():
+                with problems.collecting():
                     parsed[key] = parse(key, block[key], place)
         problems.raise_any()
         _warn_of_idle_keys(block, place)
@@ -177,43 +177,41 @@ class LayerSelector:
 
     def select(self, index: LayerIndex) -> Sequence[int]:
         if self.exact_names is not None:
-            return sorted({position for name in self.exact_names for position in index.named(name)})
+            return sorted({position for name in self.exact_names for position in index.by_name(name)})
         if self.pattern is not None:
             return index.matching(self.pattern)
-        numbered = None if self.numbers is None else {p for span in self.numbers for p in index.numbered(*span)}
+        numbered = None if self.numbers is None else {p for span in self.numbers for p in index.by_number(*span)}
         if self.types is None:
             return sorted(numbered or ())
-        typed = {position for word in self.types for position in index.of_type(word)}
+        typed = {position for word in self.types for position in index.by_type(word)}
         return sorted(typed if numbered is None else typed & numbered)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
         return next((index for index in indexes if self.select(index)), indexes[0])
 
     def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
-        """Return whether nvidia-dlfw-inspect's names select other layers. Layers that it cannot number are not
-        compared.
-        """
+        """Return whether nvidia-dlfw-inspect's names select other layers; layers without its numbers are ignored."""
         ours, theirs = set(self.select(index)), set(self.select(upstream))
         if self.exact_names is None and self.pattern is None and self.numbers is not None:
-            ours &= set(upstream.numbered(0, LARGEST_NUMBER))
+            ours &= set(upstream.by_number(0, LARGEST_NUMBER))
         return bool(theirs) and ours != theirs
 
     def idle_entries(self, index: LayerIndex) -> Iterator[tuple[str, int, str]]:
-        """Yield entries that match no layer or exceed the layers: key, index in its list, and the problem."""
+        """Yield entries that match no layer or exceed the layer numbers: key, index in its list, and the problem."""
         if self.exact_names is not None:
             for number, name in enumerate(self.exact_names):
-                if not index.named(name):
+                if not index.by_name(name):
                     meant = "".join(f" Did you mean {close!r}?" for close in index.near(name, EXACT)[:1])
                     yield EXACT, number, f"there is no layer {shown(name)}.{_as_type(name, EXACT, index) or meant}"
         elif self.pattern is None:
             for number, word in enumerate(self.types or ()):
-                if not index.of_type(word):
+                if not index.by_type(word):
                     close = ", ".join(map(shown, index.near(word, TYPES)[:5]))
                     hint = f" Similar: {close}." if close else ""
                     yield TYPES, number, f"no layer's name or class contains {shown(word)}.{hint}"
             for number, (first, last) in enumerate(self.numbers or ()):
                 beyond = last < _WITHOUT_END and index.numbers and last > index.numbers[-1]
-                if beyond or not index.numbered(first, last):
+                if beyond or not index.by_number(first, last):
                     yield NUMBERS, number, _no_number(first, last, index)
 
     def instead(self, index: LayerIndex) -> str:
@@ -230,7 +228,7 @@ class LayerSelector:
 
 
 def _number_of(name: str) -> int | None:
-    """Return the first part of a name that is a number, else the first number in it not after fc or gemm_."""
+    """Return the first part of a name that is a number, else the first number that does not follow fc or gemm_."""
     numbers = [part for part in name.split(".") if part.isdecimal()] or _NUMBER.findall(name)
     return int(numbers[0]) if numbers and len(numbers[0]) <= 6 else None
 
@@ -244,7 +242,7 @@ def _as_type(word: str, key: str, index: LayerIndex) -> str:
     if key == TYPES or not (index.is_class(word) or (key == EXACT and index.is_part(word))):
         return ""
     what = "a class" if index.is_class(word) else "a part of the name"
-    layers = many(len(index.of_type(word)), "layer")
+    layers = many(len(index.by_type(word)), "layer")
     return f" {shown(word)} is {what} of {layers}. To select them, write {TYPES}: [{word}]."
 
 
@@ -252,7 +250,7 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
     if not index.numbers:
         return "no layer has a number in its name."
     what = f"no layer has a number from {first} to {last}"
-    if index.numbered(first, last):
+    if index.by_number(first, last):
         what = f"'{first}-{last}' exceeds the layer numbers"
     return f"{what}. The numbers go from {index.numbers[0]} to {index.numbers[-1]}."
 

@@ -1,8 +1,8 @@
 """The steps of a config's features: ``early_steps=``, and features that never acted.
 
-Early steps are more collection steps at the start of a run. They cannot be a key of configs, which stay valid for
-Transformer Engine, whose ``freq`` is one number. Steps count from the start of the training, so a resumed run collects
-in the same steps as an uninterrupted one.
+Early steps are additional collection steps at the start of a run. They are not a key of configs, because configs must
+stay valid for Transformer Engine. Steps count from the start of the training, so a resumed run collects in the same
+steps as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ default config continues with every 100th step, at a cost below 2 % of a trainin
 
 
 def read_early_steps(early_steps: object, config: Config) -> tuple[int, ...]:
-    """Return the early steps in increasing order. None: :data:`EARLY_STEPS` with the default config, no steps with
-    another.
+    """Return the early steps in increasing order. None: :data:`EARLY_STEPS` with the default config, else no steps.
 
     Raises:
         OptionError: the option is invalid.
@@ -48,7 +47,7 @@ def read_early_steps(early_steps: object, config: Config) -> tuple[int, ...]:
 
 
 def with_early_steps(config: Config, steps: Sequence[int]) -> Config:
-    """Add steps to the schedules of all statistics, within their first and last step, but not to DumpTensors."""
+    """Add steps to the schedules of all statistics, between their first and last step, but not to DumpTensors."""
     if not steps:
         return config
     return replace(config, sections=tuple(_with_early_steps(section, steps) for section in config.sections))
@@ -77,7 +76,7 @@ def _with_early_steps(section: Section, steps: Sequence[int]) -> Section:
 
 
 def describe_never_due(config: Config, last: int) -> str:
-    """Return a warning about features that begin after the ``last`` step of a run; empty without any."""
+    """Return a warning about features that begin after the ``last`` step of a run; empty without such features."""
     never_due: dict[str, None] = {}
     for section, feature, target in _all_targets(config):
         schedule = getattr(target.options, "schedule", EVERY_STEP)
@@ -95,7 +94,7 @@ def describe_never_due(config: Config, last: int) -> str:
 
 
 def why_gemm_error_not_due(config: Config, begin: int, last: int) -> str:
-    """Return why LogGemmError was not due from the first to the last step so far; empty if it was, or is not
+    """Return the reason if LogGemmError was never due from step ``begin`` to ``last``; empty if it was due, or is not
     configured.
     """
     items = [target.options for *_, target in _all_targets(config)]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, nearest, shortened, shown
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, nearest, shorten, shown
 
 MOST_BYTES = 4 * 1024 * 1024
 
@@ -22,7 +22,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is thirt
 
 
 class Mark(NamedTuple):
-    """The beginning of a key or list entry in a file, from 1; the first entry of a line has no column."""
+    """The position of a key or list entry in a file, from 1; the first entry of a line has no column."""
 
     line: int
     column: int | None = None
@@ -37,7 +37,7 @@ class Places:
     marks: Mapping[KeyPath, Mark] = field(default_factory=dict)
 
     def __call__(self, section: str, *keys: str | int) -> str:
-        """Format the place of a key, or of the nearest key above: ``a.yaml, line 7 (section 'stats')``."""
+        """Format the position of a key, or of the nearest enclosing key: ``a.yaml, line 7 (section 'stats')``."""
         path = (section, *keys)
         mark = next((self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks), None)
         where = f"{self.name}, {mark}" if mark else self.name
@@ -45,7 +45,7 @@ class Places:
 
 
 def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any, Places]:
-    """Read a YAML file, with the places of its keys. ``problems`` receives duplicate keys.
+    """Read a YAML file, with the positions of its keys. Duplicate keys are added to ``problems``.
 
     Raises:
         ConfigError: the file is missing, unreadable or too large, or is not YAML.
@@ -63,7 +63,7 @@ def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any
         finally:
             loader.dispose()
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # 2026-02-30, 5,000 digits, a loop
-        reason = shortened(" ".join(str(error).replace('"<unicode string>", ', "").split()))
+        reason = shorten(" ".join(str(error).replace('"<unicode string>", ', "").split()))
         raise ConfigError(f"The {what} file {shown(str(path))} is not valid YAML: {reason}") from error
 
 
@@ -75,7 +75,7 @@ def _text_of(path: Path, what: str) -> str:
     except FileNotFoundError:
         folder = path.absolute().parent
         present = {entry.stem: shown(entry.name) for entry in folder.glob("*.y*ml")}
-        close = " or ".join(present[stem] for stem in nearest(path.stem, present))  # an ending is no similarity
+        close = " or ".join(present[stem] for stem in nearest(path.stem, present))  # a common suffix does not count
         raise ConfigError(
             f"The {what} file {shown(str(path))} does not exist (looked in {shown(str(folder))})."
             + (f" Did you mean {close}?" if close else "")
@@ -83,7 +83,7 @@ def _text_of(path: Path, what: str) -> str:
     except IsADirectoryError:
         raise ConfigError(f"The {what} {shown(str(path))} is a folder. Give the path of a YAML file.") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"The {what} file {shown(str(path))} cannot be read: {shortened(str(error))}.") from error
+        raise ConfigError(f"The {what} file {shown(str(path))} cannot be read: {shorten(str(error))}.") from error
     if text is None:
         raise ConfigError(
             f"The {what} file {shown(str(path))} has more than {MOST_BYTES:,} bytes. Is it the right one?"

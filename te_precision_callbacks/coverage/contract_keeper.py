@@ -35,7 +35,7 @@ _MOST_OFFENDERS = 5
 _MOST_INCOMPLETE = 16
 """The most steps with uncounted calls that are checked again at the end of the run."""
 
-ASKING = 10
+CHECK_INTERVAL = 10
 """Interval, in steps, of the cross-rank check for changes, if no statistics are collected."""
 
 
@@ -50,8 +50,8 @@ class PrecisionContractError(PrecisionDebugError, RuntimeError):
 class ContractKeeper:
     """Checks a run's contract, with the same result on all ranks that reduce together.
 
-    A change on any rank travels with the statistics of a step; without them the check waits for a step of the contract,
-    or for the next multiple of :data:`ASKING`.
+    Ranks announce changes of precision with the statistics of a step. Without statistics they exchange them in the
+    first checked step, and in multiples of :data:`CHECK_INTERVAL`.
     """
 
     def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
@@ -74,16 +74,17 @@ class ContractKeeper:
     def end_step(
         self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
     ) -> str | None:
-        """Check the contract at its step, and after a change of precision on any rank. Returns the message of a broken
-        contract, or an empty string; None if the check was not due or not possible. Raises PrecisionContractError on
-        all ranks.
+        """Check the contract in its first step, and after a change of precision on any rank.
+
+        Returns the message of a broken contract, or an empty string; None if the check was not due or not possible.
+        Raises PrecisionContractError on all ranks.
         """
         first = iteration if self._first is None else self._first
-        asks = iteration == first or (iteration > first and iteration % ASKING == 0)
+        asks = iteration == first or (iteration > first and iteration % CHECK_INTERVAL == 0)
         if not ranks.several:
             ranks.put_note(note=iteration >= first and self._checked != changes)
         noted = ranks.noted(asks=asks)
-        # What was found after the numbers of a step were sent travels with the next ones; that step is checked then.
+        # A change detected after the step's statistics were sent is announced in the next step, for this step's check.
         changed_at, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
         if not noted:
             return None
@@ -96,10 +97,10 @@ class ContractKeeper:
         if ranks.several and not ranks.are_together:
             return None
         if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
-            self._checked = -1  # there is nothing but forwards yet: a later step is checked
+            self._checked = -1  # only forwards have run so far: check a later step
             return None
         if coverage.is_incomplete and not _is_broken_for_certain(self._contract, coverage):
-            self._checked = -1  # what was not counted may be in the next steps
+            self._checked = -1  # the next steps may count what this step could not
             if len(self._incomplete) < _MOST_INCOMPLETE:
                 self._incomplete[changed_at if ranks.several else iteration] = None
             return None
@@ -123,7 +124,7 @@ class ContractKeeper:
         why_not: str,
         raises: bool,
     ) -> str | None:
-        """Check the steps that were not checked yet, on each rank alone.
+        """Check the remaining steps, on each rank separately.
 
         Args:
             coverage_at: returns this rank's products in a step.
@@ -132,7 +133,7 @@ class ContractKeeper:
             raises: False if another exception ends the run.
         """
         raises = raises and self._on_broken == "raise"
-        for step in self._incomplete:  # later steps may have shown what these ran
+        for step in self._incomplete:  # later steps may have counted the calls that were missing
             step_coverage = coverage_at(step)
             broken = [] if step_coverage.is_incomplete else broken_clauses(self._contract, step_coverage)
             self._unchecked = left_out(self._contract, step_coverage) or self._unchecked
@@ -272,7 +273,7 @@ EntryT = TypeVar("EntryT", bound=Hashable)
 
 @dataclass(frozen=True)
 class _Entry:
-    """A product as ranks send it. Entries with different sizes are equal."""
+    """A product as exchanged between ranks. Sizes do not count in comparisons of entries."""
 
     layer: str
     gemm: str
@@ -285,9 +286,12 @@ class _Entry:
     product: Product = field(compare=False)
 
 
-def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: bool = False) -> list[Product]:
-    """The products of all ranks, each with the sizes of its first rank. All ranks must call it, with an equal ``kind``.
-    With ``of_one``, products get the mean multiply-adds of a rank, not their sum.
+def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, mean: bool = False) -> list[Product]:
+    """Merge the products of all ranks, with sizes from the first rank that has the product. A collective call.
+
+    Args:
+        kind: the name of the message; equal on all ranks.
+        mean: whether products get the mean multiply-adds of the ranks that have them, instead of the sum.
     """
     macs: dict[_Entry, int] = {}
     for product in own:
@@ -303,9 +307,9 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: 
             product,
         )
         macs[entry] = macs.get(entry, 0) + product.macs
-    added = _added({entry: (count, 1) for entry, count in macs.items()}, ranks, kind, _Entry)
+    added = _sum_over_ranks({entry: (count, 1) for entry, count in macs.items()}, ranks, kind, _Entry)
     return [
-        replace(entry.product, macs=round(total / max(count, 1)) if of_one else total)
+        replace(entry.product, macs=round(total / max(count, 1)) if mean else total)
         for entry, (total, count) in added.items()
     ]
 
@@ -315,11 +319,13 @@ def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[Stat
     for row in own:
         tensors, size = sizes.get((row.subject, row.dtype), (0, 0))
         sizes[row.subject, row.dtype] = tensors + row.tensors, size + row.bytes
-    added = _added(sizes, ranks, kind, tuple[str, str])
+    added = _sum_over_ranks(sizes, ranks, kind, tuple[str, str])
     return tuple(StateRow(*key, tensors=tensors, bytes=size) for key, (tensors, size) in added.items())
 
 
-def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: Any) -> dict[EntryT, tuple[int, int]]:
+def _sum_over_ranks(
+    own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: Any
+) -> dict[EntryT, tuple[int, int]]:
     entries = ranks.pool(own, kind, of)
     pairs = [own.get(entry, (0, 0)) for entry in entries]
     added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53

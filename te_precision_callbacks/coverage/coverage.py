@@ -73,7 +73,7 @@ class Product:
             layers, ``attention`` for the two products of attention, ``lookup`` for embeddings; else ``functional``.
         gemm: ``fprop``, ``dgrad`` and ``wgrad`` of a product with a weight; ``qk`` and ``pv`` of attention; ``lookup``;
             ``other`` for a product without a weight.
-        backward: whether it belongs to the backward, in which ``qk``, ``pv`` and ``other`` are two products each.
+        backward: whether it belongs to the backward; ``qk``, ``pv`` and ``other`` are two products each there.
         n, m, k: the result has n rows of m elements, each a sum of k products; of the largest call in the step.
         batch: the number of products of a call.
         calls: the calls in a step, over its micro-batches, without recomputation by activation checkpoints.
@@ -85,7 +85,7 @@ class Product:
         reason: the reason for high precision; None in low precision, and if it does not run.
         reason_ref: the details: the section with its file and line, the dimension, the variable.
         mask_share: for attention, the share of the multiply-adds that its mask keeps, such as (S + 1) / (2 S) of a
-            causal mask over S tokens; 1 without a mask, None if unknown. ``macs`` includes all of them.
+            causal mask over S tokens; 1 without a mask, None if unknown. ``macs`` ignores the mask.
     """
 
     layer: str
@@ -167,8 +167,8 @@ class StateRow:
     Attributes:
         subject: one of :data:`te_precision_callbacks.base.vocabulary.SUBJECTS`.
         dtype: as torch names it, ``float32``, or the format of quantized parameters, ``FP8 E4M3``.
-        tensors: their number; for ``reduce``, in a step.
-        bytes: of all of them; for ``reduce``, of the reduced buffers.
+        tensors: the number of tensors; for ``reduce``, in a step.
+        bytes: their total size; for ``reduce``, of the reduced buffers.
     """
 
     subject: str
@@ -184,7 +184,7 @@ class Coverage(tuple[Product, ...]):
 
     Attributes:
         state: the dtypes of the state of the model and its optimizers, after the first step.
-        steps: the steps with these products, if other steps had others, such as ``steps 4 to 19``; else empty.
+        steps: the steps with these products, such as ``steps 4 to 19``; empty if all steps have them.
     """
 
     state: tuple[StateRow, ...]

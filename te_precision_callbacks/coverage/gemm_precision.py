@@ -1,6 +1,6 @@
 """The observed precision of each GEMM of a run, by iteration.
 
-A run may change precision in every step, so a change of a layer refers to facts that layers share.
+A run may change precision in every step; to save memory, changes share equal facts across layers.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class GemmPrecision:
     excluded: bool = False
 
 
-def in_short(operands: Mapping[str, str]) -> str:
-    """``FP8 E5M2 * E4M3``; one format if both operands have it; in brackets the formats of a changed operand."""
-    return _formats_in_short(tuple(operands.values()))
+def format_operands(operands: Mapping[str, str]) -> str:
+    """Format both operands, as ``FP8 E5M2 * E4M3``; equal formats once, an operand with several ones in brackets."""
+    return _format_formats(tuple(operands.values()))
 
 
 @functools.cache
-def _formats_in_short(formats: tuple[str, ...]) -> str:
+def _format_formats(formats: tuple[str, ...]) -> str:
     if len(set(formats)) == 1:
         return formats[0]
     if any("->" in text for text in formats):
@@ -157,7 +157,7 @@ class PrecisionHistory:
         ``seen`` are the GEMMs with seen operands; ``excluded``: the forward ran inside ``te.autocast(enabled=False)``.
         """
         flags = sum(1 << GEMMS.index(gemm) for gemm in seen) | (_EXCLUDED if excluded else 0)
-        before = self.now(layer)
+        before = self.last_facts(layer)
         after = tuple(facts.get(gemm, fact) for gemm, fact in zip(GEMMS, before, strict=True))
         after = self._facts.setdefault(after, after)
         self.changes += after != before
@@ -170,7 +170,7 @@ class PrecisionHistory:
         else:
             changes.append(_Change(iteration, after, flags))
 
-    def now(self, layer: str) -> LayerFacts:
+    def last_facts(self, layer: str) -> LayerFacts:
         changes = self._layers.get(layer)
         return changes[-1].facts if changes else _UNKNOWN
 
@@ -191,7 +191,7 @@ class PrecisionHistory:
         """
         return self._by_layer(lambda changes: ((span,) for span in _spans(changes[-MOST_SPANS:])))
 
-    def whole(self) -> Iterator[GemmPrecision]:
+    def whole_run(self) -> Iterator[GemmPrecision]:
 
         def by_gemm(changes: Sequence[_Change]) -> Iterator[Sequence[_Span]]:
             for _, spans in itertools.groupby(_spans(changes), key=lambda span: span.gemm):
@@ -200,14 +200,12 @@ class PrecisionHistory:
         return self._by_layer(by_gemm)
 
     def _by_layer(self, grouped: Callable[[Sequence[_Change]], Iterable[Sequence[_Span]]]) -> Iterator[GemmPrecision]:
-        """Yield an entry for each group of spans. Most of thousands of layers have the same changes, which are grouped
-        once.
-        """
+        """Yield an entry for each group of spans. Layers with the same changes, often thousands, are grouped once."""
         known: dict[object, list[_Fields]] = {}
         for layer, changes in self._layers.items():
             key = tuple((since, id(facts), flags) for since, facts, flags in changes)
             if key not in known:
-                known[key] = [_merged(spans) for spans in grouped(changes)]
+                known[key] = [_merge_spans(spans) for spans in grouped(changes)]
             for fields in known[key]:
                 yield GemmPrecision(layer, *fields)
 
@@ -228,13 +226,13 @@ def _spans(changes: Sequence[_Change]) -> Iterator[_Span]:
 _Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bool]
 
 
-def _merged(spans: Sequence[_Span]) -> _Fields:
+def _merge_spans(spans: Sequence[_Span]) -> _Fields:
     """Merge the facts about one GEMM: all of its formats, or else its last reason for not running."""
     seen: dict[GemmFact, bool] = {}
     for span in spans:
         seen[span.fact] = seen.get(span.fact, False) or span.seen
     ran = [fact for fact in seen if fact.operands]
-    operands, recipe = _joined(ran)
+    operands, recipe = _join_facts(ran)
     reasons = [span.fact.not_run for span in spans if span.fact.is_left_out] or [NO_BACKWARD]
     is_seen = bool(ran) and all(seen[fact] for fact in ran)
     not_run = "" if ran else reasons[-1]
@@ -242,14 +240,16 @@ def _merged(spans: Sequence[_Span]) -> _Fields:
     return spans[0].gemm, operands, is_seen, not_run, spans[0].since, spans[-1].until, recipe, excluded
 
 
-def _joined(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:
+def _join_facts(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:
     """The formats of each operand, and the recipes, joined by arrows in the order of their first iteration."""
     formats: dict[str, dict[Format, None]] = {}
     for tensor, made_formats in (operand for fact in facts for operand in fact.operands):
         formats.setdefault(tensor, {}).update(dict.fromkeys(made_formats))
-    texts = {tensor: _arrow(made.text for made in made_formats) for tensor, made_formats in formats.items()}
-    return texts, _arrow(made.recipe or HIGH_PRECISION for made_formats in formats.values() for made in made_formats)
+    texts = {tensor: _join_with_arrows(made.text for made in made_formats) for tensor, made_formats in formats.items()}
+    return texts, _join_with_arrows(
+        made.recipe or HIGH_PRECISION for made_formats in formats.values() for made in made_formats
+    )
 
 
-def _arrow(texts: Iterable[str]) -> str:
+def _join_with_arrows(texts: Iterable[str]) -> str:
     return " -> ".join(dict.fromkeys(texts))

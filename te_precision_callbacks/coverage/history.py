@@ -28,7 +28,7 @@ _OF_TE = ("te", "te_ops")
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeepingFeature:
     feature: str
     schedules: tuple[Schedule, ...]
 
@@ -43,18 +43,19 @@ class HighPrecisionFacts:
         recomputed_outside: whether a checkpoint recomputed its forward outside of its autocast.
     """
 
-    kept: Mapping[str, tuple[Kept, ...]]
+    kept: Mapping[str, tuple[KeepingFeature, ...]]
     backward_override: str = ""
     recomputed_outside: bool = False
 
 
 @dataclass
-class Counted:
+class CountedSteps:
     """The products of consecutive steps with equal calls, and the facts about layers.
 
     Attributes:
-        since, until: the first and the last of these steps; None while it is open.
-        parts: the calls of a step by kind; for differing steps, their sum over ``steps``.
+        since, until: the first and the last step; ``until`` is None while the span is open.
+        parts: kind -> the number of calls and backwards in a step; if steps differ, in all ``steps`` together.
+        steps: the number of steps that ``parts`` sums up.
     """
 
     since: int
@@ -86,10 +87,10 @@ class Counted:
 
 class CoverageHistory:
     def __init__(self) -> None:
-        self._counted: list[Counted] = []
+        self._counted: list[CountedSteps] = []
         self._met: set[tuple[int, frozenset[tuple[Kind, tuple[int, int]]]]] = set()
         self._kinds_changes = 0
-        self.of_other_ranks: tuple[Product, ...] = ()
+        self.other_ranks_products: tuple[Product, ...] = ()
         self.changes = 0
 
     def put(
@@ -98,15 +99,17 @@ class CoverageHistory:
         step: CountedStep,
         facts: Callable[[], Mapping[str, HighPrecisionFacts]],
     ) -> None:
-        """Record the calls of a step, which hold until a step differs. A step without a backward, such as a skipped
-        batch, counts as the step before it; before the first backward, as the step after it.
+        """Record the calls of a step, which are valid until a step differs.
+
+        A step without a backward, such as a skipped batch, is treated like the step before it; before the first
+        backward, like the step after it.
         """
         self._counted = [counted for counted in self._counted if counted.since < iteration]
         last = self._counted[-1] if self._counted else None
-        now = Counted(iteration, step.kinds, step.parts, {}, step.state or (), 1)
+        now = CountedSteps(iteration, step.kinds, step.parts, {}, step.state or (), 1)
         if step.kinds.changes != self._kinds_changes and last is not None and last.kinds is step.kinds:
             self._kinds_changes = step.kinds.changes
-            self.changes += 1  # earlier steps may have had calls of the kind that is counted now
+            self.changes += 1  # earlier steps may have had calls of the newly counted kind
             last.layers = facts()
         if last is not None and last.kinds is step.kinds:
             if not now.has_backward and last.has_backward:
@@ -118,7 +121,7 @@ class CoverageHistory:
                 return
             elif len(self._counted) >= MOST_SPANS:
                 last.add(step.parts)
-                self.changes += not last.steps & (last.steps - 1)  # seldom: what was recorded is written anew
+                self.changes += not last.steps & (last.steps - 1)  # at powers of two: a change rewrites the record
                 return
             else:
                 now.state = last.state
@@ -131,20 +134,20 @@ class CoverageHistory:
         self._met.add(met)
         self._kinds_changes = step.kinds.changes
 
-    def put_of_ranks(self, products: Iterable[Product]) -> None:
+    def put_other_ranks(self, products: Iterable[Product]) -> None:
         own = {product.layer for counted in self._counted for product in counted.products}
-        self.of_other_ranks = tuple(product for product in products if product.layer not in own)
+        self.other_ranks_products = tuple(product for product in products if product.layer not in own)
 
-    def spans(self) -> list[Counted]:
+    def spans(self) -> list[CountedSteps]:
         for counted, following in itertools.pairwise(self._counted):
             counted.until = following.since - 1
         return list(self._counted)
 
     def by_span(self, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[ProductSpan]:
-        """Each product, once for each span of steps without a change of it.
+        """Yield each product once for each span of steps without a change of it.
 
-        ``precision`` is ``PrecisionAudit.spans``; ``unconverted`` has layers that a trainer left without Transformer
-        Engine.
+        ``precision`` is ``PrecisionAudit.spans``; ``unconverted``: layer -> why the trainer's conversion to Transformer
+        Engine skipped it.
         """
         spans: dict[tuple[str, str], list[GemmPrecision]] = defaultdict(list)
         for entry in precision:
@@ -153,24 +156,24 @@ class CoverageHistory:
             known = {(product.layer, product.gemm) for product in counted.products}
             for order, product in enumerate(counted.products):
                 entries = spans.get((product.layer, product.gemm), []) if product.family in _OF_TE else []
-                yield from _in_spans(product, order, counted, entries, unconverted)
+                yield from _split_by_precision(product, order, counted, entries, unconverted)
             for (layer, gemm), entries in spans.items():
                 last = entries[-1]
                 if (layer, gemm) not in known and last.not_run:
                     left_out = Product.left_out(layer, "te", last.gemm, last.not_run)
                     yield ProductSpan(left_out, len(counted.products), last, last.since, last.until)
-        for order, product in enumerate(self.of_other_ranks):
+        for order, product in enumerate(self.other_ranks_products):
             yield ProductSpan(product, order, None, 0, None)
 
     def at(
         self, iteration: int, last: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]
     ) -> Coverage:
-        """The products of an iteration that has run, given the last one and the precision of GEMMs in it."""
+        """The products of an iteration; ``last`` is the run's last iteration, ``precision`` is as of ``iteration``."""
         if not self._counted:
             return NOTHING
         number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         counted = self._counted[number]
-        products = in_precision(counted.products, counted.layers, list(precision), unconverted)
+        products = apply_precision(counted.products, counted.layers, list(precision), unconverted)
         return Coverage(products, state=counted.state, steps=self._steps(number, last))
 
     def _steps(self, number: int, last: int) -> str:
@@ -182,30 +185,32 @@ class CoverageHistory:
         return f"the mean of {steps}" if self._counted[number].steps > 1 else steps
 
 
-def _in_spans(
+def _split_by_precision(
     product: Product,
     order: int,
-    counted: Counted,
+    counted: CountedSteps,
     entries: Sequence[GemmPrecision],
     unconverted: Mapping[str, str],
 ) -> Iterator[ProductSpan]:
     facts = counted.layers.get(product.layer)
     if not entries:
-        yield ProductSpan(_in_precision(product, None, facts, unconverted), order, None, counted.since, counted.until)
+        yield ProductSpan(
+            _apply_precision(product, None, facts, unconverted), order, None, counted.since, counted.until
+        )
     for place, entry in enumerate(entries):
         since, until = entry.since, entry.until
         if not place and since <= counted.since + 1:
-            since = counted.since  # the first step, of which a GEMM's precision may be known a step later
-        elif not place:  # the first of more changes than are kept: before them the precision is not known
+            since = counted.since  # in the first step, the precision may become known one step late
+        elif not place:  # older changes were dropped, so the precision before this one is unknown
             before = since - 1 if counted.until is None else min(since - 1, counted.until)
             yield ProductSpan(replace(product, operands={}), order, None, counted.since, before)
         ends = [end for end in (until, counted.until) if end is not None]
         since, until = max(since, counted.since), min(ends, default=None)
         if until is None or until >= since:
-            yield ProductSpan(_in_precision(product, entry, facts, unconverted), order, entry, since, until)
+            yield ProductSpan(_apply_precision(product, entry, facts, unconverted), order, entry, since, until)
 
 
-def in_precision(
+def apply_precision(
     products: Iterable[Product],
     layers: Mapping[str, HighPrecisionFacts],
     precision: Sequence[GemmPrecision],
@@ -214,13 +219,13 @@ def in_precision(
     entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
     for product in products:
         entry = entries.pop((product.layer, product.gemm), None) if product.family in _OF_TE else None
-        yield _in_precision(product, entry, layers.get(product.layer), unconverted)
+        yield _apply_precision(product, entry, layers.get(product.layer), unconverted)
     for entry in entries.values():
         if entry.not_run:
             yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)
 
 
-def _in_precision(
+def _apply_precision(
     product: Product,
     entry: GemmPrecision | None,
     facts: HighPrecisionFacts | None,
@@ -261,13 +266,13 @@ def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Rea
     return Reason.UNKNOWN, ""
 
 
-def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[Kept, ...]]:
-    kept: dict[str, tuple[Kept, ...]] = {}
+def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[KeepingFeature, ...]]:
+    kept: dict[str, tuple[KeepingFeature, ...]] = {}
     for section in sections:
         for feature, effect in section.effects.items():
             replaced = () if effect.quantizes else tuple(gemm for gemm, _ in effect.modifies)
             for gemm in dict.fromkeys((*effect.high_precision, *replaced)):
                 steps = f", {effect.format_steps(gemm)}" if effect.schedules else ""
-                keeping = Kept(f"{feature} in {section.place()}{steps}", effect.steps(gemm))
+                keeping = KeepingFeature(f"{feature} in {section.place()}{steps}", effect.steps(gemm))
                 kept[gemm] = (*kept.get(gemm, ()), keeping)
     return kept

@@ -1,8 +1,9 @@
 """Marks on the memory of tensors, and on autograd nodes.
 
-All views of a tensor share a mark, which ends with the memory. ``torch.autograd.graph.Node.metadata`` keeps the
-products of the forward whose gradients a node computes, since autograd numbers nodes by thread, and a backward may run
-in another one. In the forward's thread the number finds the node, which autograd makes before it calls the kernel.
+All views of a tensor share a mark, which is dropped with the memory. The products of a forward are stored in the
+``torch.autograd.graph.Node.metadata`` of the node that computes their gradients. Autograd creates that node before it
+calls the kernel, so a sequence number identifies it; sequence numbers are per thread, and a backward may run in another
+thread, so only the forward uses them.
 
 Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_nr``.
 """
@@ -28,7 +29,7 @@ _NOTHING = object()
 _FURTHEST = 8
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.waiting: dict[int, list[Any]] = {}
         self.results: list[torch.Tensor] = []
@@ -37,10 +38,10 @@ class _OfThread(threading.local):
 
 class NodesOfProducts:
     def __init__(self) -> None:
-        self._here = _OfThread()
+        self._here = _ThreadState()
 
     def enter_outer(self, arguments: Iterable[Any]) -> None:
-        """Note the beginning of an operator of a DTensor, which runs others on its shards."""
+        """Note the start of an operator on DTensors, which runs operators on the local shards."""
         self._here.outer = made_in_thread() - 1 if _has_node(arguments) else -1
 
     def note(self, seen: object, arguments: Iterable[Any], result: Any) -> None:
@@ -51,18 +52,21 @@ class NodesOfProducts:
             self._here.results = list(tensors_in([result]))
 
     def note_running(self, seen: object) -> None:
-        """Note a product with the running autograd Functions. The outermost one has gradients."""
+        """Note a product with the running autograd Functions. The outermost Function computes its gradients."""
         for function in filter(None, running_functions()):
             function.metadata.setdefault(_PRODUCTS, []).append(seen)  # type: ignore[attr-defined]
 
     def bind(self, values: Iterable[Any]) -> None:
-        """Find the nodes of products among tensors: called before each operator, and after a forward."""
+        """Attach noted products to their nodes in the graph of some tensors.
+
+        Called before each operator, and after a forward.
+        """
         here = self._here
         if not here.waiting:
             return
         with torch._C.DisableTorchFunctionSubclass():
             nodes: list[Any] = [tensor.grad_fn for tensor in (*here.results, *tensors_in(values))]
-        for _ in range(_FURTHEST):  # a DTensor's result may have become a plain tensor, through more nodes
+        for _ in range(_FURTHEST):  # converting a DTensor to a plain tensor adds nodes
             nodes = list(dict.fromkeys(filter(None, nodes)))
             for node in nodes:
                 number = node._sequence_nr()
@@ -80,7 +84,7 @@ def products_of_node(node: Any) -> list[Any]:
 
 
 def mark_call(results: Iterable[Any], mark: object) -> bool:
-    """Store a mark with the last nodes of a forward; returns False if there are none."""
+    """Mark the autograd nodes of a forward's results; returns False if there are none."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(results) if tensor.grad_fn is not None]
     for node in nodes:
         node.metadata.setdefault(_CALL, mark)
@@ -88,7 +92,7 @@ def mark_call(results: Iterable[Any], mark: object) -> bool:
 
 
 def marks_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[Any]]]:
-    """Yield the marks of calls, and the products, that a backward from these tensors or edges reaches first."""
+    """Yield the nearest marks and products on each path of a backward from these tensors or edges."""
     nodes = [getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots]
     known = set(nodes)
     while nodes:
@@ -106,7 +110,7 @@ def marks_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[A
 
 
 def _has_node(arguments: Iterable[Any]) -> bool:
-    # Without gradients the node is that of a Function: it is known, but for one whose forward has no context.
+    # Without gradients the node is the running Function's, which is known unless its forward has no context.
     if not torch.is_grad_enabled() and next(running_functions(), _NOTHING) is not None:
         return False
     return any(tensor.requires_grad for tensor in tensors_in(arguments))
@@ -116,7 +120,7 @@ MarkT = TypeVar("MarkT")
 
 
 class Marks(Generic[MarkT]):
-    """Marks on the storages of tensors. Keeps no memory alive, and never mistakes new memory for old."""
+    """Marks on the storages of tensors, by weak reference, so that reused addresses are not confused."""
 
     def __init__(self) -> None:
         self._marks: dict[int, tuple[StorageWeakRef, MarkT]] = {}
@@ -125,7 +129,7 @@ class Marks(Generic[MarkT]):
         storage = _storage(tensor)
         if storage is not None:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._marks[storage._cdata] = reference, mark  # as long as there is one, no other storage has the number
+            self._marks[storage._cdata] = reference, mark  # unique while the weak reference is alive
 
     def get(self, tensor: torch.Tensor) -> MarkT | None:
         storage = _storage(tensor)
@@ -160,15 +164,14 @@ class WeightMarks:
         for place, weights in by_place.items():
             weights.sort(key=lambda weight: isinstance(weight.owner, torch.nn.Embedding))
             by_storage.setdefault(place[0], []).append(weights[0])
-        self._by_place, self._by_storage = by_place, by_storage  # at once: another thread may look for one
+        self._by_place, self._by_storage = by_place, by_storage  # in one assignment: another thread may be searching
 
     def find(
         self, tensor: torch.Tensor, inside: tuple[str, torch.nn.Module] | None = None, *, embedding: bool = False
     ) -> Weight | None:
-        """Find the parameter that a tensor is, views, or is a cast copy of.
+        """Find the parameter behind a tensor, which may be the parameter, a view of it, or a cast copy.
 
-        A module in ``inside`` is preferred if several share the parameter; ``embedding``: prefer an embedding, which
-        multiplies nothing.
+        If several modules share the parameter, ``inside`` is preferred; with ``embedding``, an embedding.
         """
         place = _place(tensor)
         if place is None:

@@ -1,7 +1,7 @@
 """The matrix products that an operator of torch computes, and their sizes.
 
-The full mathematical size counts: a causal mask is noted and removes no multiply-add, and recomputation in a fused
-backward of attention counts once. Operators of torch 2.13 (``aten/src/ATen/native/native_functions.yaml``,
+Multiply-adds are counted at full size: a causal mask does not reduce them, and products that a fused backward of
+attention recomputes are not counted again. Operators of torch 2.13 (``aten/src/ATen/native/native_functions.yaml``,
 ``torch/nn/attention``, ``torch/_higher_order_ops/flex_attention.py``), flash-attn 2.8, and flash-attn 3 for Hopper
 (``flash_attn_interface.py``).
 """
@@ -40,8 +40,8 @@ class MatrixProduct(NamedTuple):
 
     Attributes:
         a, b: the operands.
-        sequences: the packed sequences; ``n``, ``m`` and ``k`` are then the sizes of all as one.
-        mask_share: as ``Product.mask_share``, if the operator shows it.
+        sequences: the packed sequences; ``n``, ``m`` and ``k`` are then the sizes of the packed tensors.
+        mask_share: as ``Product.mask_share``; None if the arguments do not show it.
     """
 
     a: torch.Tensor
@@ -95,7 +95,7 @@ _Find = Callable[[Sequence[Any], Any], Iterator[MatrixProduct]]
 
 
 def _matrices(a: int, b: int) -> _Find:
-    """``[..., n, k] @ [..., k, m]``, or a vector in place of either, given by two argument numbers."""
+    """``[..., n, k] @ [..., k, m]``, or a vector in place of either, arguments by two argument numbers."""
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
         left, right = arguments[a], arguments[b]
@@ -107,7 +107,7 @@ def _matrices(a: int, b: int) -> _Find:
 
 
 def _grouped(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    """A matrix for each group where an operand has three dimensions; one with two is cut into groups."""
+    """Grouped GEMM: a 3-D operand has a matrix for each group; a 2-D operand is split into groups."""
     left, right = arguments[:2]
     groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
     yield MatrixProduct(left, right, left.shape[-2], right.shape[-1], left.shape[-1], groups)
@@ -116,7 +116,7 @@ def _grouped(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
 def _convolution(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     activation, weight = arguments[:2]
     transposed, groups = arguments[6], arguments[8]
-    yield _convolved(activation, weight, weight, activation if transposed else result, groups)
+    yield _convolution_product(activation, weight, weight, activation if transposed else result, groups)
 
 
 def _convolution_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
@@ -124,16 +124,16 @@ def _convolution_backward(arguments: Sequence[Any], result: Any) -> Iterator[Mat
     transposed, groups, (has_dgrad, has_wgrad, _) = arguments[7], arguments[9], arguments[10]
     moved = activation if transposed else gradient
     if has_dgrad:
-        yield _convolved(gradient, weight, weight, moved, groups)._replace(role="dgrad")
+        yield _convolution_product(gradient, weight, weight, moved, groups)._replace(role="dgrad")
     if has_wgrad:
-        yield _convolved(gradient, activation, weight, moved, groups)._replace(role="wgrad")
+        yield _convolution_product(gradient, activation, weight, moved, groups)._replace(role="wgrad")
 
 
-def _convolved(
+def _convolution_product(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, moved: torch.Tensor, groups: int
 ) -> MatrixProduct:
-    """A convolution as products with its weight, one for each place in ``moved``: [batch, channels, places, ...]. A
-    gradient has as many multiply-adds as its forward.
+    """A convolution as products with its weight, one for each position in ``moved``: [batch, channels, positions, ...].
+    Each gradient has as many multiply-adds as the forward.
     """
     places = moved.numel() // moved.shape[1]
     return MatrixProduct(a, b, places, weight.shape[0] // groups, weight[0].numel(), groups, "fprop")
@@ -176,14 +176,18 @@ def _attention(
             tensors = arguments[0], query, key, value
             yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, lengths)
         else:
-            share = None if causal is None else _share_left(arguments, rows, columns, causal, mask, window)
-            yield _packed(MatrixProduct(query, key, rows, columns, size, batch, "qk", None, share), lengths, _N, _M)
-            yield _packed(MatrixProduct(query, value, rows, size_v, columns, batch, "pv", None, share), lengths, _N, _K)
+            share = None if causal is None else _mask_share(arguments, rows, columns, causal, mask, window)
+            yield _with_sequences(
+                MatrixProduct(query, key, rows, columns, size, batch, "qk", None, share), lengths, _N, _M
+            )
+            yield _with_sequences(
+                MatrixProduct(query, value, rows, size_v, columns, batch, "pv", None, share), lengths, _N, _K
+            )
 
     return find
 
 
-def _share_left(
+def _mask_share(
     arguments: Sequence[Any], rows: int, columns: int, causal: int, mask: int | None, window: int | None
 ) -> float | None:
     left, right = arguments[window : window + 2] if window and len(arguments) > window + 1 else (None, None)
@@ -214,7 +218,7 @@ def _warn_of_capture() -> None:
     )
 
 
-def _packed(product: MatrixProduct, lengths: _Lengths, rows: int, columns: int) -> MatrixProduct:
+def _with_sequences(product: MatrixProduct, lengths: _Lengths, rows: int, columns: int) -> MatrixProduct:
     if lengths is None:
         return product
     sequences = []
@@ -236,10 +240,10 @@ def _gradients_of_attention(
     lengths: _Lengths = None,
 ) -> Iterator[MatrixProduct]:
     gradient, query, key, value = tensors
-    yield _packed(MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv"), lengths, _N, _M)
-    yield _packed(MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv"), lengths, _K, _N)
-    yield _packed(MatrixProduct(gradient, key, rows, size, columns, batch, "qk"), lengths, _N, _K)
-    yield _packed(MatrixProduct(gradient, query, columns, size, rows, batch, "qk"), lengths, _K, _N)
+    yield _with_sequences(MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv"), lengths, _N, _M)
+    yield _with_sequences(MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv"), lengths, _K, _N)
+    yield _with_sequences(MatrixProduct(gradient, key, rows, size, columns, batch, "qk"), lengths, _N, _K)
+    yield _with_sequences(MatrixProduct(gradient, query, columns, size, rows, batch, "qk"), lengths, _K, _N)
 
 
 def _flex_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
@@ -336,7 +340,7 @@ def causal_share(rows: int, columns: int, *, at_the_end: bool = False) -> float:
     return (triangle + others) / max(1, rows * columns)
 
 
-def share_left(given: Mapping[str, Any], rows: int, columns: int) -> float | None:
+def attention_mask_share(arguments: Mapping[str, Any], rows: int, columns: int) -> float | None:
     """The share that the mask of Transformer Engine's attention keeps; None for a custom mask, padding, a sliding
     window, or packed sequences. ``padding_causal`` is causal.
 
@@ -344,12 +348,12 @@ def share_left(given: Mapping[str, Any], rows: int, columns: int) -> float | Non
     ``utils.check_set_window_size``.
 
     Args:
-        given: arguments of its forward: ``attn_mask_type``, ``window_size``, ``qkv_format`` or ``qkv_layout``.
+        arguments: arguments of its forward: ``attn_mask_type``, ``window_size``, ``qkv_format`` or ``qkv_layout``.
         rows, columns: the lengths of the queries and of the keys.
     """
-    if str(given.get("qkv_format") or given.get("qkv_layout") or "").startswith("t"):
+    if str(arguments.get("qkv_format") or arguments.get("qkv_layout") or "").startswith("t"):
         return None
-    mask, window = str(given.get("attn_mask_type")), given.get("window_size")
+    mask, window = str(arguments.get("attn_mask_type")), arguments.get("window_size")
     if window is not None and window[0] not in (None, -1):
         return None
     if mask == "no_mask":

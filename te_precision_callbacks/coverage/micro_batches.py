@@ -1,7 +1,7 @@
-"""The calls of a model, and their kinds: calls with equal evidence run equal products, so one of each kind is counted.
+"""Groups the calls of a model into kinds: calls of one kind run equal products, so only one of them is counted.
 
-The evidence is cheap, so every call leaves it: the shapes, dtypes and flags of the input, the modules that the call
-reaches with the shapes of their inputs, and the number of nodes that it adds to the autograd graph.
+The kind is cheap to compute for every call: from the shapes, dtypes and flags of the input, the called modules with the
+shapes of their inputs, and the number of nodes added to the autograd graph.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _DEEPEST = 8
 MOST_COUNTED = 32
 """The most calls that are counted after the first step."""
 
-_MOST_IN_VAIN = 6
+_MOST_MISSES = 6
 """The number of counted calls that turn out to be of a known kind before a search ends."""
 
-_ENOUGH_ALIKE = 2
+_ENOUGH_EQUAL = 2
 """The number of calls with other integers in the input and equal products that show that integers decide nothing."""
 
 NOT_CALLED = (
@@ -37,12 +37,12 @@ OUTSIDE = "outside"
 
 
 class Kind(NamedTuple):
-    """The evidence of a call.
+    """The kind of a call.
 
     Attributes:
-        form: a hash of the model, its mode, its frozen parameters, and everything in the input that decides sizes.
-        path: a hash of the modules that the call reaches, with the shapes of their inputs.
-        nodes: the number of autograd nodes, without those of Transformer Engine, which depend on the precision.
+        form: a hash of the model, its mode, its frozen parameters, and everything in the input that affects sizes.
+        path: a hash of the called modules, with the shapes of their inputs.
+        nodes: the number of autograd nodes, except Transformer Engine's, which depend on the precision.
     """
 
     form: int | str
@@ -60,12 +60,12 @@ class ModelCall:
     """A call of a model, with its backward.
 
     Attributes:
-        forwards: the number of calls of the step that this counted one represents.
+        forwards: the number of calls in the step that this counted call represents.
         has_backward: whether its backward has begun.
-        goes_by_values: whether sizes in it depend on the values of tensors.
-        is_known: whether its backward can be recognized.
-        graph: lives as long as its graph; None during the forward.
-        behind: the calls that produced its inputs.
+        has_data_dependent_sizes: whether sizes in it depend on the values of tensors.
+        is_marked: whether its backward can be recognized.
+        graph: a reference that dies with the call's autograd graph; None during the forward.
+        producers: the calls that produced its inputs.
     """
 
     form: int | str
@@ -75,10 +75,10 @@ class ModelCall:
     forwards: int = 1
     has_backward: bool = False
     has_ended: bool = False
-    goes_by_values: bool = False
-    is_known: bool = False
+    has_data_dependent_sizes: bool = False
+    is_marked: bool = False
     graph: weakref.ref[_Mark] | None = None
-    behind: Sequence[ModelCall] = ()
+    producers: Sequence[ModelCall] = ()
 
     @property
     def kind(self) -> Kind:
@@ -87,10 +87,10 @@ class ModelCall:
     @property
     def may_have_backward(self) -> bool:
         """Return whether its backward has run, or cannot be recognized."""
-        return self.has_backward or not self.is_known
+        return self.has_backward or not self.is_marked
 
     @property
-    def is_thrown_away(self) -> bool:
+    def is_discarded(self) -> bool:
         return not self.may_have_backward and self.graph is not None and self.graph() is None
 
     def reach(self, number: int, values: Iterable[Any]) -> None:
@@ -108,32 +108,32 @@ class _RunningCall(threading.local):
 
 
 class _CallSearch:
-    """The search for calls to count, for one form.
+    """The search for calls to count, among the calls with one form.
 
     Attributes:
-        is_new: whether no call has been counted, or the last one proved nothing.
-        sought: kinds that were met and not counted.
-        in_vain: the number of calls counted since that were of a known kind.
+        is_new: whether no call was counted, or the last one was useless: it raised, or its step had no backward.
+        sought: kinds that occurred and were not counted.
+        misses: the number of counted calls, since a kind was last added, that were not of a sought kind.
     """
 
     def __init__(self) -> None:
         self.is_new = True
         self.sought: set[Kind] = set()
-        self.in_vain = 0
+        self.misses = 0
         self.last: ModelCall | None = None
-        self.by_values = False
+        self.is_data_dependent = False
 
     @property
     def is_wanted(self) -> bool:
-        return self.is_new or (bool(self.sought) and self.in_vain < _MOST_IN_VAIN)
+        return self.is_new or (bool(self.sought) and self.misses < _MOST_MISSES)
 
     def seek(self, kind: Kind) -> None:
         if kind not in self.sought and len(self.sought) < MOST_COUNTED:
             self.sought.add(kind)
-            self.in_vain = 0
+            self.misses = 0
 
     def find(self, kind: Kind) -> None:
-        self.in_vain += kind not in self.sought
+        self.misses += kind not in self.sought
         self.sought.discard(kind)
 
 
@@ -153,12 +153,12 @@ class ModelCalls:
     def __init__(self) -> None:
         self.is_first = True
         self.has_graphs = False
-        self.here_in_thread = _RunningCall()
+        self.thread_call = _RunningCall()
         self.outside = ModelCall(OUTSIDE, True)
         self._forms: dict[int | str, _CallSearch] = {OUTSIDE: _CallSearch()}
         self._forms[OUTSIDE].is_new = False
-        self._base: dict[int | str, int] = {}  # form -> the same without the integers in the input
-        self._alike: dict[int, int] = {}  # such a base -> how often other integers had equal products
+        self._base: dict[int | str, int] = {}  # form -> the form without the integers in the input
+        self._equal_counts: dict[int, int] = {}  # base -> how often other integers gave equal products
         self._known: set[Kind] = set()
         self._lack_backward: set[Kind] = set()
         self._all: list[ModelCall] = []
@@ -167,43 +167,48 @@ class ModelCalls:
         self._parameters: dict[int, list[torch.nn.Parameter]] = {}
 
     @property
-    def here(self) -> ModelCall | None:
-        return self.here_in_thread.call
+    def current(self) -> ModelCall | None:
+        return self.thread_call.call
 
     def begin(
-        self, root: torch.nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any], *, by_numbers: bool = True
+        self,
+        root: torch.nn.Module,
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+        *,
+        integers_count: bool = True,
     ) -> ModelCall:
         """Begin a call of a model in this thread.
 
         Args:
-            by_numbers: whether integers in the arguments may decide sizes.
+            integers_count: whether integers in the arguments may affect sizes.
         """
         if id(root) not in self._parameters:
             self._parameters[id(root)] = list(root.parameters())
         flags = hash(tuple([parameter.requires_grad for parameter in self._parameters[id(root)]]))
         numbers: list[int] = []
         try:
-            given: Hashable = _form(arguments, numbers), _form(keywords, numbers)
+            inputs: Hashable = _form(arguments, numbers), _form(keywords, numbers)
         except _UnknownFormError:
-            given = None
-        form = base = hash((id(root), root.training, flags, given))
-        if by_numbers and numbers and self._alike.get(base, 0) < _ENOUGH_ALIKE:
+            inputs = None
+        form = base = hash((id(root), root.training, flags, inputs))
+        if integers_count and numbers and self._equal_counts.get(base, 0) < _ENOUGH_EQUAL:
             form = hash((base, tuple(numbers)))
             self._base[form] = base
         search = self._forms.setdefault(form, _CallSearch())
-        again = search.by_values or (search.last is not None and search.last.is_thrown_away)
+        again = search.is_data_dependent or (search.last is not None and search.last.is_discarded)
         wanted = (self.is_first and again) or (search.is_wanted and (self.is_first or self._left > 0))
-        call = ModelCall(form, wanted, behind=list(_calls_in(leaves([arguments, keywords]))))
+        call = ModelCall(form, wanted, producers=list(_calls_in(leaves([arguments, keywords]))))
         if call.is_counted:
             self._left -= not self.is_first
             search.is_new, search.last = False, call
         call.nodes = -made_in_thread()
-        self.here_in_thread.call = call
+        self.thread_call.call = call
         return call
 
     def leave(self) -> None:
-        """End the call of this thread, also after an exception. A call that raised represents no other."""
-        call, self.here_in_thread.call = self.here_in_thread.call, None
+        """End the call of this thread, also after an exception. A call that raised does not represent others."""
+        call, self.thread_call.call = self.thread_call.call, None
         if call is not None and call.is_counted and not call.has_ended:
             self._forms[call.form].is_new = True
 
@@ -213,10 +218,10 @@ class ModelCalls:
             call.path = call.nodes = 0
         call.has_ended = True
         mark = _Mark(call)
-        call.is_known = mark_call(leaves(results), mark)
+        call.is_marked = mark_call(leaves(results), mark)
         call.graph = weakref.ref(mark)
         self._all.append(call)
-        self._forms[call.form].by_values |= call.goes_by_values
+        self._forms[call.form].is_data_dependent |= call.has_data_dependent_sizes
         self._look_up(call)
 
     def _look_up(self, call: ModelCall) -> bool:
@@ -231,8 +236,8 @@ class ModelCalls:
         return False
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
-        here = self.here  # a backward inside of a call, as in a training step that optimizes by itself
-        waiting = list(_calls_in(roots)) if here is None else [here]
+        current = self.current  # a backward inside a call, as with manual optimization in a training step
+        waiting = list(_calls_in(roots)) if current is None else [current]
         known = set(map(id, waiting))
         counted: ModelCall | None = None
         while waiting:
@@ -241,16 +246,16 @@ class ModelCalls:
             call.has_backward = True
             if not call.is_counted and call.has_ended and call.kind in self._lack_backward:
                 self._forms[call.form].seek(call.kind)
-            waiting += [other for other in call.behind if id(other) not in known]
-            known.update(map(id, call.behind))
+            waiting += [other for other in call.producers if id(other) not in known]
+            known.update(map(id, call.producers))
         return counted
 
     @property
-    def has_wishes(self) -> bool:
+    def should_count(self) -> bool:
         return self._left > 0 and any(form.is_wanted for form in self._forms.values())
 
     def end_step(self) -> list[ModelCall]:
-        """Return the calls of the step; each counted one has the number of calls that it represents."""
+        """Return the calls of the step; ``forwards`` of counted calls is then complete."""
         counted: dict[Kind, ModelCall] = {}
         calls, self._all = self._all, []
         for call in calls:
@@ -289,9 +294,9 @@ class ModelCalls:
         base = self._base.get(kind.form)
         return base is not None and base == self._base.get(other.form) and kind != other and kind[1:] == other[1:]
 
-    def note_alike(self, kind: Kind, *, alike: bool) -> None:
+    def note_equal(self, kind: Kind, *, equal: bool) -> None:
         base = self._base[kind.form]
-        self._alike[base] = self._alike.get(base, 0) + (1 if alike else -MOST_COUNTED)
+        self._equal_counts[base] = self._equal_counts.get(base, 0) + (1 if equal else -MOST_COUNTED)
 
 
 def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
@@ -306,7 +311,7 @@ class _UnknownFormError(Exception):
 
 
 def _form(value: Any, numbers: list[int], depth: int = 0) -> Hashable:
-    """Return everything in an argument that decides products; integers in it are appended to ``numbers``."""
+    """Return everything in an argument that affects products, except integers, which are appended to ``numbers``."""
     if depth > _DEEPEST:
         raise _UnknownFormError
     if isinstance(value, torch.Tensor):

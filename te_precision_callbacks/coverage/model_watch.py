@@ -1,7 +1,7 @@
 """Watches the calls of a model and their backwards. In counted calls a dispatch mode sees torch's operators.
 
-One call of each kind is counted, and represents the others, also in later steps. The mode changes no number, runs each
-operator exactly once, and passes exceptions through.
+One call of each kind is counted, and represents the others, also in later steps. The mode does not change results, runs
+each operator exactly once, and propagates exceptions.
 
 Read from torch 2.13: ``Module._compiled_call_impl``, which replaces a module's call; ``torch.autograd.
 _engine_run_backward``, which uses the modes of the calling thread in its own threads; ``TorchDispatchMode.
@@ -44,9 +44,9 @@ class ModelWatch:
     """Watches the calls of a model, and the operators of torch in counted ones, until :meth:`close`.
 
     Args:
-        is_paused: whether the integration evaluates.
-        in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, which have events.
-        count: called before a counted call in a step without one, to have the GEMMs of layers seen.
+        is_paused: returns whether the integration evaluates.
+        in_gemm_layer: returns whether a layer of Transformer Engine is running GEMMs, which the tap counts.
+        count: called before the first counted call of a step, to enable the tap.
 
     Attributes:
         failure: the reason why counting stopped; empty without a failure.
@@ -62,7 +62,7 @@ class ModelWatch:
     ) -> None:
         self.active = self.counting = False
         self.failure = ""
-        self.state = KeptState(report, lambda: self.operators.call_now())
+        self.state = KeptState(report, lambda: self.operators.current_call())
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
         self.ran: dict[int, set[TrainingForward]] = {}
@@ -86,17 +86,17 @@ class ModelWatch:
         for root in roots:
             for number, module in enumerate(root.modules()):
                 if id(module) not in whole and _may_multiply(module):
-                    self._follow_part(number, module)
-            self._surround_calls(root)
+                    self._wrap_module(number, module)
+            self._wrap_root(root)
         engine: Any = torch.autograd
-        self._replaced.replace(engine, "_engine_run_backward", self._around_backward(engine._engine_run_backward))
+        self._replaced.replace(engine, "_engine_run_backward", self._wrap_backward(engine._engine_run_backward))
 
     def end_step(self) -> None:
         if self.counting:
             self.operators = OperatorProducts(self._modules, self.state, self.calls)
         if self.counting and not self.calls.is_first:
             self.state.close()
-        self.counting = self.active and not self.failure and self.calls.has_wishes
+        self.counting = self.active and not self.failure and self.calls.should_count
         self.calls.begin_step(counts_outside=self.counting)
 
     def take_ran(self) -> dict[int, set[TrainingForward]] | None:
@@ -119,10 +119,10 @@ class ModelWatch:
         finally:
             self._is_muted = False
 
-    def _follow_part(self, number: int, module: Any) -> None:
+    def _wrap_module(self, number: int, module: Any) -> None:
         own = module._compiled_call_impl
         upstream, noting = own or module._call_impl, self._own_call(module)
-        here = self.calls.here_in_thread
+        here = self.calls.thread_call
         is_te = hasattr(module, "fp8_meta")
         attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and is_te else None
 
@@ -153,7 +153,7 @@ class ModelWatch:
         self._replaced.replace(module, "_compiled_call_impl", part)
 
     def _own_call(self, module: Any) -> Callable[..., Any]:
-        """The call of a module; of one of Transformer Engine it notes each forward in training mode."""
+        """The original call of a module; for Transformer Engine's modules it also notes forwards in training mode."""
         upstream: Callable[..., Any] = module._compiled_call_impl or module._call_impl
         if not hasattr(module, "fp8_meta"):
             return upstream
@@ -171,33 +171,33 @@ class ModelWatch:
         if module.training and (with_gradients or not _in_evaluation()):
             self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
 
-    def _surround_calls(self, root: Any) -> None:
+    def _wrap_root(self, root: Any) -> None:
         own = root._compiled_call_impl
-        around = CallOfOneModule(self._around_call(root, self._own_call(root), is_forward=True))
+        around = CallOfOneModule(self._wrap_call(root, self._own_call(root), is_forward=True))
         setattr(around, SURROUNDS, own)
         self._replaced.replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
-            step = self._around_call(root, root.training_step, is_forward=False)
+            step = self._wrap_call(root, root.training_step, is_forward=False)
             self._replaced.replace(root, "training_step", TrainingStepOfOneModule(step, root))
 
-    def _around_call(self, root: Any, upstream: Callable[..., Any], *, is_forward: bool) -> Callable[..., Any]:
+    def _wrap_call(self, root: Any, upstream: Callable[..., Any], *, is_forward: bool) -> Callable[..., Any]:
 
         @functools.wraps(upstream)
         def around(*arguments: Any, **keywords: Any) -> Any:
             if not self.is_watching() or not torch.is_grad_enabled() or in_backward():
                 return upstream(*arguments, **keywords)
             calls = self.calls
-            outer = calls.here
+            outer = calls.current
             call = None
             if outer is None:
-                call = self._guarded(lambda: calls.begin(root, arguments, keywords, by_numbers=is_forward))
+                call = self._run_guarded(lambda: calls.begin(root, arguments, keywords, integers_count=is_forward))
             if call is not None and call.is_counted and not self.counting:
                 self.counting = True
-                self._guarded(self._count)
+                self._run_guarded(self._count)
             try:
-                with self._looking() if call is not None and call.is_counted else nullcontext():
+                with self._counting_operators() if call is not None and call.is_counted else nullcontext():
                     result = upstream(*arguments, **keywords)
-                self._guarded(lambda: self._end_call(call, result))
+                self._run_guarded(lambda: self._end_call(call, result))
             finally:
                 if outer is None:
                     calls.leave()
@@ -212,34 +212,34 @@ class ModelWatch:
                 self.operators.nodes.bind(leaves(result))
             self.calls.end(call, result)
 
-    def _around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(upstream)
         def around(roots: Any, *arguments: Any, **keywords: Any) -> Any:
             if not self.is_watching():
                 return upstream(roots, *arguments, **keywords)
-            if in_backward():  # a backward inside of another one is looked at as that one is
-                self._guarded(lambda: self.operators.nodes.bind(roots))
+            if in_backward():  # a nested backward: the outer one decides whether it is counted
+                self._run_guarded(lambda: self.operators.nodes.bind(roots))
                 return upstream(roots, *arguments, **keywords)
-            looking = self._guarded(lambda: self._looking_at_backward(roots))
+            looking = self._run_guarded(lambda: self._watch_backward(roots))
             with looking or nullcontext():
                 return upstream(roots, *arguments, **keywords)
 
         return around
 
-    def _looking_at_backward(self, roots: Iterable[Any]) -> AbstractContextManager[Any]:
+    def _watch_backward(self, roots: Iterable[Any]) -> AbstractContextManager[Any]:
         self.operators.nodes.bind(roots)
         call = self.calls.begin_backward(roots)
         if call is not None and call.is_counted:
-            return nullcontext() if is_seen_by(self) else self._looking(call)
+            return nullcontext() if is_seen_by(self) else self._counting_operators(call)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.calls.is_first and distributed and not self.state.reduced:
             return SeeingMode(self, only=REDUCING)
         return self.operators.in_backward_of(call) if self.counting else nullcontext()
 
     @contextmanager
-    def _looking(self, backward_of: ModelCall | None = None) -> Iterator[None]:
-        self._guarded(lambda: self.operators.weights.read(self._modules.values()))
+    def _counting_operators(self, backward_of: ModelCall | None = None) -> Iterator[None]:
+        self._run_guarded(lambda: self.operators.weights.read(self._modules.values()))
         with self.operators.in_backward_of(backward_of), SeeingMode(self):
             yield
 
@@ -247,7 +247,7 @@ class ModelWatch:
         return self.active and not self.failure and not self._is_paused()
 
     @outside_of_dynamo
-    def _guarded(self, do: Callable[[], ResultT]) -> ResultT | None:
+    def _run_guarded(self, do: Callable[[], ResultT]) -> ResultT | None:
         """Run a function and keep its failure from training; skipped after a failure."""
         try:
             return None if self.failure else do()
@@ -260,19 +260,19 @@ class ModelWatch:
         if first:
             self._report("counting the matrix products of", "a step", error)
 
-    def before(self, arguments: Sequence[Any], *, sharded: bool, by_values: bool) -> None:
+    def before_operator(self, arguments: Sequence[Any], *, sharded: bool, by_values: bool) -> None:
         """Note that an operator starts.
 
         ``sharded``: an operator of a DTensor, which runs others on its shards. ``by_values``: the sizes of its result
         depend on the values of its operands.
         """
         if by_values:
-            self.operators.note_sizes_by_values()
+            self.operators.note_data_dependent_sizes()
         self.operators.nodes.bind(arguments)
         if sharded:
             self.operators.nodes.enter_outer(arguments)
 
-    def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+    def after_operator(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         if not self._is_muted and not self._in_gemm_layer():
             self.operators.look(operator, arguments, result)
 
@@ -292,7 +292,7 @@ class CallOfOneModule:
 
 
 class TrainingStepOfOneModule(CallOfOneModule):
-    """The ``training_step`` of one module; a copy of the module gets the one of its class."""
+    """The ``training_step`` of one module; a copy of the module gets its class's own method."""
 
     def __init__(self, call: Callable[..., Any], module: Any) -> None:
         super().__init__(call)
@@ -308,14 +308,14 @@ _in_evaluation = outside_of_dynamo(in_evaluation)
 
 
 def _attends_in_fp8() -> bool:
-    """Return whether Transformer Engine's attention runs in FP8 here, if a kernel exists (TE 2.20.2)."""
+    """Return whether Transformer Engine's attention would run in FP8 here, given a kernel for it (TE 2.20.2)."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
 
     return bool(manager.is_fp8_enabled() and getattr(manager.get_fp8_recipe(), "fp8_dpa", False))
 
 
 def _may_multiply(module: torch.nn.Module) -> bool:
-    """Return whether a module may affect products: all but torch's own without parameters and children."""
+    """Return whether a module may affect products: any except torch's own without parameters and children."""
     is_torchs = type(module).__module__.startswith("torch.nn.modules.")
     return not is_torchs or bool(module._parameters or module._modules)
 
@@ -341,7 +341,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         name = self._enter(operator, types, arguments)
         if name is NotImplemented:
-            return NotImplemented  # a DTensor's runs operators on its shards, which are reported
+            return NotImplemented  # DTensor then runs the operator on its shards, which are reported
         result = operator(*arguments, **(keywords or {}))
         if name is not None:
             self._leave(name, arguments, result)
@@ -350,13 +350,13 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @outside_of_dynamo
     def _leave(self, name: str, arguments: Sequence[Any], result: Any) -> None:
         try:
-            self.watcher.after(name, arguments, result)
+            self.watcher.after_operator(name, arguments, result)
         except Exception as error:
             self.watcher.fail(error)
 
     @outside_of_dynamo
     def _enter(self, operator: Any, types: Iterable[type], arguments: Sequence[Any]) -> Any:
-        """The name of an operator to report; None if it only runs, NotImplemented if others do its work."""
+        """The name of an operator to report; None to run it unreported, NotImplemented to leave it to a subclass."""
         if not self.watcher.is_watching():
             return None
         try:
@@ -364,10 +364,10 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sharded = "DTensor" in kinds
             name = NotImplemented if sharded else _name_of(operator)
             if "FakeTensor" in kinds or (self._only is not None and name not in self._only):
-                return NotImplemented if sharded else None  # by a FakeTensor, a DTensor learns the shape of a result
+                return NotImplemented if sharded else None  # DTensor infers shapes with a FakeTensor
             if self._only is None:
-                by_values = _goes_by_values(operator, arguments)
-                self.watcher.before(arguments, sharded=sharded, by_values=by_values)
+                by_values = _has_data_dependent_shape(operator, arguments)
+                self.watcher.before_operator(arguments, sharded=sharded, by_values=by_values)
         except Exception as error:
             self.watcher.fail(error)
             return None
@@ -384,7 +384,7 @@ modes_are_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def hide_operators() -> Iterator[None]:
     """Report no operator of this thread, unless the script has entered a mode later."""
     if isinstance(_get_current_dispatch_mode(), SeeingMode):
         with _pop_mode_temporarily():
@@ -393,7 +393,7 @@ def unseen() -> Iterator[None]:
         yield
 
 
-def _goes_by_values(operator: Any, arguments: Sequence[Any]) -> bool:
+def _has_data_dependent_shape(operator: Any, arguments: Sequence[Any]) -> bool:
     if torch.Tag.dynamic_output_shape not in getattr(operator, "tags", ()):
         return False
     if operator is not torch.ops.aten.index.Tensor:

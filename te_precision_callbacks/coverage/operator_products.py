@@ -1,7 +1,7 @@
-"""Products of torch's operators in a step, each with its module and weight; and the dtypes of what a model keeps.
+"""Products of torch's operators in a step, each with its module and weight; and the dtypes of a model's state.
 
-A product of a forward belongs to the innermost running module; one of a backward, to the forward of its autograd node.
-Where a node has many, as in a compiled model, the operands decide.
+A product in a forward belongs to the innermost running module. A product in a backward belongs to the forward product
+of its autograd node; if a node has several, as in a compiled model, the operands decide.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _WITH_WEIGHT = (torch.nn.Linear, torch.nn.Bilinear, torch.nn.modules.conv._ConvN
 
 
 class OperatorProducts:
-    """Finds the place of each product.
+    """Assigns each product to a module and a weight.
 
     Attributes:
-        seen: the products in their order.
-        with_product: the layers with a product in their present forward.
+        seen: the products in execution order.
+        with_product: the layers that have run a product in their current forward.
     """
 
     def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState, calls: ModelCalls) -> None:
@@ -76,18 +76,18 @@ class OperatorProducts:
         finally:
             self._backward_of = None
 
-    def note_sizes_by_values(self) -> None:
-        call = self.call_now()
+    def note_data_dependent_sizes(self) -> None:
+        call = self.current_call()
         if call is not None:
-            call.goes_by_values = True
+            call.has_data_dependent_sizes = True
 
-    def call_now(self) -> ModelCall | None:
-        return self.call_of_forward() or self._backward_of
+    def current_call(self) -> ModelCall | None:
+        return self.forward_call() or self._backward_of
 
-    def call_of_forward(self) -> ModelCall | None:
+    def forward_call(self) -> ModelCall | None:
         """The model call of the forward that runs in this thread, also of a forward recomputed in a backward."""
         if not in_backward():
-            return self.calls.here
+            return self.calls.current
         at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
         return at_node[0].call if at_node else None
 
@@ -97,24 +97,24 @@ class OperatorProducts:
             if is_backward:
                 self._state.note_reduced(operator, arguments)
             return
-        left = why_not_counted(operator, arguments)
-        if not left and not is_product(operator):
-            if not is_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
+        uncounted = why_not_counted(operator, arguments)
+        if not uncounted and not is_product(operator):
+            if not is_backward or torch.is_grad_enabled():  # in a recomputed forward gradients are enabled
                 self._follow(operator, arguments, result)
             return
         products = products_of(operator, arguments, result)
         if any(product.sequences is not None for product in products):
-            self.note_sizes_by_values()
+            self.note_data_dependent_sizes()
         if not is_backward:
             if not in_evaluation():
-                self._note_forward(operator, products, arguments, result, left=left)
+                self._note_forward(operator, products, arguments, result, uncounted=uncounted)
         elif is_computing_again():
-            self._note_forward(operator, products, arguments, result, left=left, again=True)
+            self._note_forward(operator, products, arguments, result, uncounted=uncounted, recomputed=True)
         else:
-            self._note_backward(operator, products, left=left)
+            self._note_backward(operator, products, uncounted=uncounted)
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """Follow weights through casts, and scores of attention to their softmax and further."""
+        """Follow weights through casts, and attention scores through the softmax."""
         results = list(tensors_in([result]))
         for tensor in tensors_in(arguments):
             if operator == "aten::_to_copy":
@@ -137,33 +137,33 @@ class OperatorProducts:
         arguments: Sequence[Any],
         result: Any,
         *,
-        left: str,
-        again: bool = False,
+        uncounted: str,
+        recomputed: bool = False,
     ) -> None:
         """Note products of a forward.
 
         Args:
-            left: the reason if the operator is not counted.
-            again: whether an activation checkpoint recomputes it: not counted, but the backward may have its nodes.
+            uncounted: the reason if the operator is not counted.
+            recomputed: whether an activation checkpoint recomputes it: not counted, but its nodes may get a backward.
         """
-        call = self.call_of_forward()
-        if call is None if again else call is not None and not call.is_counted:
-            return  # of a call that is not counted, whose backward may run with that of a counted one
+        call = self.forward_call()
+        if call is None if recomputed else call is not None and not call.is_counted:
+            return  # its call is not counted, though its backward may run along with a counted call's
         inside = self._innermost_module()
         placed = [(product, self._seen_in(operator, product, inside)) for product in products]
-        if left and inside is not None:
+        if uncounted and inside is not None:
             family: Family = "functional"
             seen = SeenProduct(
-                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=f"{operator} {left}"
+                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=f"{operator} {uncounted}"
             )
             self.nodes.note(seen, arguments, result)
-            self.seen += [] if again else [seen]
+            self.seen += [] if recomputed else [seen]
         for product, seen_product in placed:
             if seen_product is None:
                 continue
             seen_product.call = call
             self.with_product.add(seen_product.layer)
-            if not again:
+            if not recomputed:
                 self.seen.append(seen_product)
             self.nodes.note(seen_product, arguments, result)
             if seen_product.weight is not None:
@@ -210,12 +210,12 @@ class OperatorProducts:
         operator: str,
         products: Iterable[MatrixProduct],
         *,
-        left: str,
+        uncounted: str,
     ) -> None:
         at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
         if not at_node:
-            return  # of a product outside of the model
-        if left:
+            return  # the forward product was outside the model
+        if uncounted:
             of = at_node[0]
             self.seen.append(
                 SeenProduct(
@@ -227,11 +227,11 @@ class OperatorProducts:
                     of=of,
                     backward=True,
                     call=of.call,
-                    not_counted=f"{operator} {left}",
+                    not_counted=f"{operator} {uncounted}",
                 )
             )
         for product in products:
-            of = self._meant(product, at_node)
+            of = self._find_forward_product(product, at_node)
             role: Role = product.role
             if of.weight is not None and not role:
                 role = self._role_in_backward(product, of, of.weight)
@@ -260,9 +260,9 @@ class OperatorProducts:
         rows, columns, *_ = of.sizes
         return "dgrad" if product.k == columns and product.k != rows else "wgrad"
 
-    def _meant(self, product: MatrixProduct, at_node: Sequence[SeenProduct]) -> SeenProduct:
-        """The forward product of a backward product: for a node with several, by its role in attention, by weight or
-        activation, or else the first one of fitting sizes that lacks gradients.
+    def _find_forward_product(self, product: MatrixProduct, at_node: Sequence[SeenProduct]) -> SeenProduct:
+        """The forward product of a backward product. If the node has several: by role in attention, weight or
+        activation, else the first product with matching sizes that still lacks gradients.
         """
         alike = [seen for seen in at_node if product.role in ("qk", "pv") and seen.role == product.role] or at_node
         if len(alike) == 1:
@@ -281,7 +281,7 @@ class OperatorProducts:
         return alike[0]
 
     def _innermost_module(self) -> tuple[str, torch.nn.Module] | None:
-        """The innermost running module of the model with its path; None while a constant is made."""
+        """The innermost running module of the model with its path; None while a constant is created."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name not in _OF_CONSTANTS:
             if frame.f_code.co_varnames[:1] == ("self",):
@@ -313,10 +313,10 @@ class KeptState:
     """Collects the dtypes of a model and its optimizers after the optimizers' step."""
 
     def __init__(
-        self, report: Callable[[str, str, Exception], None], call_now: Callable[[], ModelCall | None] = lambda: None
+        self, report: Callable[[str, str, Exception], None], current_call: Callable[[], ModelCall | None] = lambda: None
     ) -> None:
         self._report = report
-        self._call_now = call_now
+        self._call_now = current_call
         self.close()
 
     def close(self) -> None:
@@ -330,8 +330,9 @@ class KeptState:
         self._parameters = tuple(dict.fromkeys(parameter for root in roots for parameter in root.parameters()))
 
     def note_reduced(self, operator: str, arguments: Sequence[Any]) -> None:
-        """Count the input of one of :data:`REDUCING` in a backward, if it holds gradients of parameters, which autograd
-        nodes that accumulate them reduce. Tensor-parallel layers reduce in other nodes.
+        """Count the input of a reducing operator (:data:`REDUCING`) in a backward if it holds gradients of parameters.
+
+        These are reduced in the autograd nodes that accumulate them; tensor-parallel layers reduce in other nodes.
         """
         node = torch._C._current_autograd_node()
         if node is None or node.name() in _NODES_OF_PARAMETERS:

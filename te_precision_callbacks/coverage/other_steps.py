@@ -1,4 +1,4 @@
-"""Steps with another precision than the last one, for example because a section acts only in some steps.
+"""Steps with a precision unlike the last step's, for example because a section acts only in some steps.
 
 for steps in other_steps(history.by_span(audit.spans(), {})):
     print(steps)                          # In steps 1 to 2 and 4: FP8 in 66.7 % of the multiply-adds (...)
@@ -29,8 +29,12 @@ _Span = tuple[int, int | None]
 
 
 class ProductSpan(NamedTuple):
-    """A product over the steps that leave it unchanged: its place in its step, the precision of its GEMM (None if
-    unknown by layer), the first and the last iteration (None while it holds).
+    """A product over a span of steps without a change of it.
+
+    Attributes:
+        order: its place in the step.
+        precision: of its GEMM; None if unknown for the layer.
+        since, until: the first and the last iteration; ``until`` is None while the span is open.
     """
 
     product: Product
@@ -42,7 +46,7 @@ class ProductSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class OtherSteps:
-    """Steps with another precision than the last one. ``str()`` is a line."""
+    """Steps with a precision unlike the last step's. ``str()`` is a line."""
 
     intervals: Sequence[tuple[int, int]]
     coverage: Coverage
@@ -53,21 +57,22 @@ class OtherSteps:
         return f"{Schedule(intervals=shown)}{f' and {left} more spans' if left > 0 else ''}"
 
     def __str__(self) -> str:
-        # A feature that acts in just these steps need not name them again.
+        # A reason that names the same steps need not repeat them.
         return f"In {self.steps}: {str(self.coverage).replace(f', {self.steps})', ')')}"
 
 
 def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
-    """The steps with other products in low precision than the last step, with one entry for equal steps. Left out are
-    steps with an unknown precision, and steps with the summary of the last one.
+    """Group the steps that have other products in low precision than the last step.
+
+    Steps with unknown precision are left out, as are steps with the same summary as the last step.
     """
     spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
     for span in products:
         product = span.product
-        if product.macs or product.runs == "uncounted":  # what a line names
+        if product.macs or product.runs == "uncounted":  # others do not appear in the summary
             key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
             spans.setdefault(key, (product, []))[1].append((span.since, span.until))
-    alike: dict[tuple[_Span, ...], int] = {}  # of the products of thousands of layers they are few
+    alike: dict[tuple[_Span, ...], int] = {}  # few, even with thousands of layers
     held = [(product, alike.setdefault(tuple(held_in), len(alike))) for product, held_in in spans.values()]
     unknown = {number for product, number in held if product.macs and not product.precision}
     changed = {since for intervals in alike for since, _ in intervals}
@@ -100,7 +105,7 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     return [steps for steps in others if str(steps.coverage) != in_last]
 
 
-def in_lines(others: Sequence[OtherSteps]) -> list[str]:
+def format_other_steps(others: Sequence[OtherSteps]) -> list[str]:
     more = len(others) - _MOST_LINES
     return [*map(str, others[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]
 
@@ -119,9 +124,9 @@ def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Map
 
 def other_steps_of_run(run: RecordedRun) -> list[str]:
     if run.gemms["until"].null_count == run.gemms.num_rows:
-        return []  # as of most runs, of which thousands of products need not be gone through
+        return []  # the usual case, without a loop over thousands of products
     products = recorded_products(run.gemms, run.operands)
-    return in_lines(
+    return format_other_steps(
         other_steps(
             ProductSpan(product, row["order"] or 0, None, row["since"] or 0, row["until"]) for row, product in products
         )

@@ -1,9 +1,9 @@
 """Plans the matrix products of a training step from a model's modules. Nothing runs; the model may be on ``meta``.
 
-Formats are those of the quantizers that Transformer Engine makes for the recipe, changed by features of the config.
+Formats come from the quantizers that Transformer Engine creates for the recipe, changed by features of the config.
 Assumptions: each layer of Transformer Engine runs in ``te.autocast``, and its input needs a gradient; high precision is
-the dtype of the layer's weight; each token passes each layer once; experts share the tokens equally. Attention is not
-planned by tokens. For a step that was called, only formats are planned.
+the dtype of the layer's weight; each token passes each layer once; experts share the tokens equally. Without a dry run,
+attention is not planned. After a dry run (:class:`Ran`), only formats are planned.
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.
 reset_recipe_state``, which make a layer's quantizers.
@@ -22,7 +22,7 @@ from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import Coverage, Family, Product, Reason
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_BACKWARD, Format, GemmPrecision
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION as NO_RECIPE
-from te_precision_callbacks.coverage.history import HighPrecisionFacts, in_precision, kept_by_sections
+from te_precision_callbacks.coverage.history import HighPrecisionFacts, apply_precision, kept_by_sections
 from te_precision_callbacks.coverage.precision_audit import (
     MODIFIED,
     LayerGemm,
@@ -42,13 +42,13 @@ NOT_REACHED = "the forward does not reach it"
 
 @dataclass
 class Ran:
-    """A step that was called for its sizes.
+    """The sizes of a step, from a dry run.
 
     Attributes:
         products: without the formats of Transformer Engine's layers.
         recipes: layer of Transformer Engine -> the recipe of its first call; None for high precision.
-        tokens: layer -> the rows of its input, for each call.
-        left_out: the GEMMs that the backward skips, and why.
+        tokens: layer -> the rows of its input in each call.
+        left_out: GEMM that the backward skips -> the reason.
     """
 
     products: tuple[Product, ...] = ()
@@ -62,10 +62,10 @@ class PlannedProducts:
     """The planned matrix products of a model.
 
     Attributes:
-        coverage: in the order of the module tree, or of a called step.
-        not_counted: the paths of modules with a matrix and of an unknown class.
-        not_reached: the paths of modules with a matrix, and the layers, that were not called.
-        attention: the paths of outer attention modules, whose products are not planned.
+        coverage: in the order of the module tree, or of the dry run.
+        not_counted: the paths of modules with a matrix and an unknown class.
+        not_reached: the layers, and the paths of other modules with a matrix, that the dry run did not call.
+        attention: the paths of outer attention modules; their products are not planned.
     """
 
     coverage: Coverage
@@ -85,14 +85,14 @@ def plan_products(
     ran: Ran | None = None,
     unconverted: Mapping[str, str] | None = None,
 ) -> PlannedProducts:
-    """Plan the products of a training step: of ``tokens`` on this rank, or of a step that ran.
+    """Plan the products of a training step with ``tokens`` on this rank, or of a dry run.
 
     Args:
         acting: layer -> the sections of the config that act on it.
         recipe: one of Transformer Engine's recipes; None for high precision.
-        unconverted: layers that a trainer's conversion left without Transformer Engine, and why.
+        unconverted: layer -> why the trainer's conversion to Transformer Engine skipped it.
     """
-    return _ProductPlanner(model, modules, operations, acting, recipe, tokens, ran, unconverted or {}).planned()
+    return _ProductPlanner(model, modules, operations, acting, recipe, tokens, ran, unconverted or {}).plan()
 
 
 class _ProductPlanner:
@@ -124,7 +124,7 @@ class _ProductPlanner:
         self._facts: dict[str, HighPrecisionFacts] = {}
         self._trains = False
 
-    def planned(self) -> PlannedProducts:
+    def plan(self) -> PlannedProducts:
         roots = [root for _, root in named_roots(self._model) or ()]
         below = {id(module): module for root in roots for module in root.modules()}
         self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
@@ -144,7 +144,7 @@ class _ProductPlanner:
             if self._ran is not None:
                 others |= dict.fromkeys(layer for layer in layers if layer not in self._reached)
             counted.update(map(id, module.parameters(recurse=False)))
-        # A te.ops.Linear holds the weight of an operation in it, too.
+        # A te.ops.Linear also holds the weight of the operation inside it.
         left = tuple(
             name
             for name, module_or_none in others.items()
@@ -153,7 +153,7 @@ class _ProductPlanner:
         )
         if self._ran is not None:
             return PlannedProducts(Coverage(self._products_of(self._ran)), not_reached=left)
-        products = in_precision(self._products, self._facts, self._precision, self._unconverted)
+        products = apply_precision(self._products, self._facts, self._precision, self._unconverted)
         return PlannedProducts(Coverage(products), not_counted=left, attention=_attention(names, below))
 
     def _plan_te(self, key: int, module: torch.nn.Module) -> Sequence[str]:
@@ -168,7 +168,7 @@ class _ProductPlanner:
 
     def _products_of(self, ran: Ran) -> list[Product]:
         seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
-        products = list(in_precision(seen, self._facts, self._precision, self._unconverted))
+        products = list(apply_precision(seen, self._facts, self._precision, self._unconverted))
         have = {(product.layer, product.gemm) for product in products}
         for layer, family, gemm in ((planned.layer, planned.family, planned.gemm) for planned in self._products):
             if (layer, gemm) not in have:

@@ -1,7 +1,7 @@
 """Records the observed precision of each GEMM.
 
-In steps that observe a layer the audit has the types of the two tensors passed to the GEMM (``tap.py``); in other steps
-the formats of the layer's quantizers after the step. A GEMM that a backward skips has a reason in ``not_run`` instead.
+In steps that observe a layer, formats are read from the two tensors passed to the GEMM (``tap.py``); in other steps,
+from the layer's quantizers after the step. A GEMM that a backward skips has a reason in ``not_run`` instead.
 
 The classes of storages and quantizers were read from Transformer Engine 2.20.2 (``pytorch/tensor``). An unknown class
 appears by its name.
@@ -72,8 +72,8 @@ class _Notes:
     Attributes:
         formats: operand -> format -> whether it was seen, not derived from quantizers.
         expected: the GEMMs that the forward announced.
-        left_out: the GEMMs that the backward skips, and why.
-        had_backward: without one, as for a skipped batch, an expected GEMM proves nothing.
+        left_out: GEMM that the backward skips -> the reason.
+        had_backward: without a backward, as for a skipped batch, an expected GEMM may be missing.
     """
 
     formats: dict[LayerOperand, dict[Format, bool]] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class PrecisionAudit:
             return
         self._end()
         if self._iteration is not None and iteration < self._iteration:
-            self._in_history.clear()  # the history is cut there
+            self._in_history.clear()  # the history is truncated at this iteration
         self._iteration, self._had_backward = iteration, False
 
     def leave(self, iteration: int) -> None:
@@ -153,7 +153,7 @@ class PrecisionAudit:
         return self._history
 
     def _write(self) -> None:
-        """Copy the notes of this iteration, which may go on, to the history. Notes rarely change between iterations."""
+        """Copy the notes of this iteration, which may continue, to the history; cheap, since they rarely change."""
         if self._iteration is None or not self._now:
             return
         self._history.ran(self._iteration)
@@ -167,22 +167,22 @@ class PrecisionAudit:
     def holds(self, formats: Mapping[LayerOperand, Format]) -> bool:
         """Return whether the last iteration had these formats. GEMMs that a backward skips do not count."""
         for operand, made in formats.items():
-            fact = self._now_of(operand)
+            fact = self._last_fact(operand)
             if fact is None or not (fact.is_left_out or made in dict(fact.operands).get(operand.tensor, ())):
                 return False
         return True
 
-    def _now_of(self, operand: LayerOperand) -> GemmFact | None:
-        return self._history.now(operand.layer)[GEMMS.index(operand.gemm)]
+    def _last_fact(self, operand: LayerOperand) -> GemmFact | None:
+        return self._history.last_facts(operand.layer)[GEMMS.index(operand.gemm)]
 
     def trained_in_fp8(self, layer: str) -> bool | None:
         """Return whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
-        fact = self.history.now(layer)[0]
+        fact = self.history.last_facts(layer)[0]
         formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
         return any(made.recipe for made in formats) if formats else None
 
-    def of_gemms_that_run(self, formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
-        facts = {operand: self._now_of(operand) for operand in formats}
+    def select_running(self, formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
+        facts = {operand: self._last_fact(operand) for operand in formats}
         return {operand: formats[operand] for operand, fact in facts.items() if fact is None or not fact.is_left_out}
 
     def plan(self, formats: Mapping[LayerOperand, Format], *, excluded: bool = False) -> None:
@@ -208,7 +208,7 @@ class PrecisionAudit:
             return
         self._had_backward |= event.gemm != "fprop"
         notes = self._now[event.layer]
-        if event.gemm == "fprop" and not (event.recipe or in_backward()) and _in_a_region():
+        if event.gemm == "fprop" and not (event.recipe or in_backward()) and _is_in_autocast():
             notes.excluded = True
         for operand in event.operands:
             text = format_of_data(operand.data)
@@ -216,7 +216,7 @@ class PrecisionAudit:
             notes.put(LayerOperand(event.layer, event.gemm, operand.tensor), Format(text, event.recipe), seen=True)
 
 
-def _in_a_region() -> bool:
+def _is_in_autocast() -> bool:
     """Return whether the script is in ``te.autocast``, enabled or not (TE 2.20.2, ``pytorch/quantization.py``)."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -239,25 +239,25 @@ def format_of(tensor: Any, *, columnwise: bool) -> str:
 
 
 def format_of_data(data: Any) -> str:
-    if type(data) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
+    if type(data) is torch.Tensor:  # the most frequent type, for which attribute look-ups are slow
         return dtype_name(data.dtype)
-    return _known(data) or _named(data)
+    return _known_format(data) or _unknown_format(data)
 
 
 def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise: bool) -> str:
-    """The format that a quantizer makes; ``high_precision`` is the dtype of a tensor that is not quantized."""
+    """The format that a quantizer produces; ``high_precision`` is the dtype of a tensor that is not quantized."""
     names = class_names(quantizer)
     if HYBRID_QUANTIZER in names:
         own = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
         return quantizer_format(own, high_precision, columnwise=columnwise)
     if quantizer is None or IDENTITY_QUANTIZER in names:
         return dtype_name(high_precision)
-    return _known(quantizer) or type(quantizer).__name__
+    return _known_format(quantizer) or type(quantizer).__name__
 
 
 def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[LayerOperand, Format]:
-    """The formats of a module's GEMMs without features, by the state after its last forward; ``fp8``: its quantizers
-    act.
+    """The formats of a module's GEMMs without features, by its state after the last forward; ``fp8``: whether that
+    forward quantized.
     """
     override = backward_override(module) if fp8 else None
     recipe = recipe_in_force(module, fp8=fp8)
@@ -271,8 +271,8 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
 
 
 def quantizers_of_layers(forward: Sequence[Any], backward: Sequence[Any], layers: int) -> Iterator[Mapping[str, Any]]:
-    # Of each set of GEMMs input, weight and output, and the gradients of output and input; as FP8FwdTensorIdx and
-    # FP8BwdTensorIdx have it (pytorch/constants.py), and GroupedLinear's offsets.
+    # The order for each layer: input, weight, output; then gradients of output and input, as in FP8FwdTensorIdx and
+    # FP8BwdTensorIdx (pytorch/constants.py) and in GroupedLinear's offsets.
     for number in range(layers):
         if not forward:
             yield {}
@@ -294,8 +294,7 @@ def formats_of_layer(
 ) -> dict[LayerOperand, Format]:
     """The formats of a layer's GEMMs without features.
 
-    ``quantizers`` maps tensors to their quantizers, without tensors in high precision, whose dtype is
-    ``high_precision``.
+    ``quantizers`` has no entry for a tensor in high precision; its dtype is ``high_precision``.
     """
     formats: dict[LayerOperand, Format] = {}
     for gemm, tensors in OPERANDS.items():
@@ -306,17 +305,17 @@ def formats_of_layer(
     return formats
 
 
-def of_fprop(formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
+def select_fprop(formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
     return {operand: made for operand, made in formats.items() if operand.gemm == "fprop"}
 
 
 def gemms_left_out(
     module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool
 ) -> dict[LayerGemm, str]:
-    """The GEMMs that the backward of a forward with gradients skips, and why.
+    """Map each GEMM that the backward skips, after a forward with gradients, to the reason.
 
     Read from Transformer Engine 2.20.2 (``pytorch/module``): Linear and GroupedLinear compute dgrad if the input needs
-    it; LayerNormLinear and LayerNormMLP do in every backward, for the norm and for fc1.
+    a gradient; LayerNormLinear and LayerNormMLP always compute it, for the norm and for fc1.
     """
     if not input_needs_gradient and not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
         return {LayerGemm(layer, gemm): NO_GRADIENT for layer in layers for gemm in GEMMS[1:]}
@@ -333,7 +332,7 @@ def gemms_left_out(
 def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
     if "LayerNormMLP" in class_names(module):
         return [not module.fc1_weight.requires_grad, not module.fc2_weight.requires_grad]
-    # A weight in several parameters is one to its GEMM; of GroupedLinear the first weight decides for all.
+    # A weight split into several parameters has one GEMM; in GroupedLinear the first weight decides for all.
     names = getattr(module, "weight_names", ["weight0"])
     return [not any(getattr(module, name).requires_grad for name in names)] * len(layers)
 
@@ -354,11 +353,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype, str(dtype))
 
 
-def _known(thing: Any) -> str | None:
-    if getattr(thing, "custom", False):
-        return None  # a user's own, whatever it derives from: it has another GEMM
-    kind: type = type(thing)
-    return _format_name(kind, fp8_dtype(thing))
+def _known_format(tensor_or_quantizer: Any) -> str | None:
+    if getattr(tensor_or_quantizer, "custom", False):
+        return None  # a user's own class, even a subclass of TE's, has another GEMM
+    kind: type = type(tensor_or_quantizer)
+    return _format_name(kind, fp8_dtype(tensor_or_quantizer))
 
 
 @functools.cache
@@ -367,12 +366,12 @@ def _format_name(kind: type, dtype: Any) -> str | None:
     return name if name in (None, "NVFP4") else f"{name} {fp8_format_of(dtype).name}"
 
 
-def _named(tensor: Any) -> str:
+def _unknown_format(tensor: Any) -> str:
     if type(tensor).__module__.partition(".")[0] == "torch":
         return dtype_name(tensor.dtype)
     if "QuantizedTensorStorage" not in class_names(tensor):
         return dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
     if getattr(tensor, "custom", False):
         return type(tensor).__name__
-    # Transformer Engine hands its GEMM the decoded tensor.
+    # Transformer Engine passes the decoded tensor to the GEMM.
     return f"{dtype_name(tensor.dequantize().dtype)} (of {type(tensor).__name__})"

@@ -49,9 +49,9 @@ class SeenProduct:
     Attributes:
         layer: the path of its module, with the name of the weight unless it is ``weight``.
         role: its purpose, if known; ``wgrad`` and ``dgrad`` only if the forward has a weight.
-        kind: the kernel or class, for a reason.
-        of: the product of the forward, for a backward by torch.
-        gradients: the number of its products in the backward, except dgrad.
+        kind: the kernel or class, as named in a reason.
+        of: for a product of a backward by torch, the forward product.
+        gradients: the number of its products that have run in the backward, except dgrad.
         not_counted: the operator and the reason if it is not counted.
     """
 
@@ -74,8 +74,8 @@ class SeenProduct:
     def is_of_backward(self) -> bool:
         return self.backward or self.gemm in ("dgrad", "wgrad")
 
-    def alone(self) -> list[SeenProduct]:
-        """The product without references to its step; one for each of packed sequences."""
+    def detached(self) -> list[SeenProduct]:
+        """The product without references to its step; packed sequences become a product each."""
         weight = None if self.weight is None else replace(self.weight, owner=None)
         made = replace(self, of=None, call=None, weight=weight, backward=self.is_of_backward, sequences=None)
         made.role = self.role if self.gemm == "other" else self.gemm
@@ -109,14 +109,14 @@ def kind_of(module: torch.nn.Module) -> str:
     return f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
 
 
-def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
-    """The products of a step, each with the sum of its calls, given products and their numbers of runs."""
+def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
+    """Sum the calls of a step by product, given each call's product and how often it ran."""
     by_name: dict[tuple[str, ProductName, bool], list[tuple[SeenProduct, float]]] = {}
     for call, times in seen:
         by_name.setdefault((call.layer, call.gemm, call.is_of_backward), []).append((call, times))
     has_backward = any(backward for _, _, backward in by_name)
     for (layer, gemm, backward), calls in by_name.items():
-        # The sizes are those of the largest call: another one may have no rows, as that of an expert without tokens.
+        # Sizes come from the largest call: others may have no rows, as for an expert without tokens.
         first = max((call for call, _ in calls), key=lambda call: math.prod(call.sizes))
         n, m, k, batch = first.sizes
         names = _OF_BACKWARD if backward and gemm not in OPERANDS else OPERAND_NAMES[gemm]
@@ -157,8 +157,8 @@ def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
     return left / whole if whole else None
 
 
-class _Counted(NamedTuple):
-    """The counted calls of a kind: one, or several if sizes depend on the values of tensors."""
+class _CountedCalls(NamedTuple):
+    """The counted calls of a kind: one call, or several if sizes depend on the values of tensors."""
 
     seen: Sequence[SeenProduct]
     calls: int
@@ -169,7 +169,7 @@ class _Counted(NamedTuple):
     def sizes(self) -> Counter[object]:
         return Counter((seen.layer, seen.gemm, seen.is_of_backward, seen.sizes) for seen in self.seen)
 
-    def in_step(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
+    def step_runs(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
         for seen in self.seen:
             counted = self.backwards if seen.is_of_backward else self.calls
             yield seen, (backwards if seen.is_of_backward else forwards) / max(counted, 1)
@@ -179,7 +179,7 @@ class CountedKinds:
     def __init__(self, root: str) -> None:
         self.changes = 0
         self._root = root
-        self._counted: dict[Kind, _Counted] = {}
+        self._counted: dict[Kind, _CountedCalls] = {}
 
     def put(
         self,
@@ -190,11 +190,12 @@ class CountedKinds:
         """Keep the products of counted calls of a kind.
 
         Returns:
-            Whether a new kind has the products of a known kind with other integers in the input; None without one.
+            Whether a new kind has the same products as the known kind that differs from it only in integers of the
+            input; None without such a kind.
         """
         before = self._counted.get(kind)
         calls = [(call, seen) for call, seen in counted if call.may_have_backward] or counted[:1]
-        if any(call.goes_by_values for call, _ in counted):
+        if any(call.has_data_dependent_sizes for call, _ in counted):
             calls = counted
         backwards = sum(call.may_have_backward for call, _ in calls)
         if before is not None and (before.backwards or not backwards):
@@ -210,8 +211,8 @@ class CountedKinds:
         self._put(kind, seen, 1, 1, False)
 
     def _put(self, kind: Kind, products: Iterable[SeenProduct], calls: int, backwards: int, lacks: bool) -> None:
-        seen = [part for product in products for part in product.alone()]
-        self._counted[kind] = _Counted(seen, calls, backwards, lacks)
+        seen = [part for product in products for part in product.detached()]
+        self._counted[kind] = _CountedCalls(seen, calls, backwards, lacks)
         self.changes += 1
 
     def has_backward(self, kind: Kind) -> bool | None:
@@ -219,7 +220,7 @@ class CountedKinds:
         return None if counted is None else any(seen.is_of_backward for seen in counted.seen)
 
     def products(self, parts: Parts, steps: int = 1) -> tuple[Product, ...]:
-        """The products of a step with these calls, or their mean over several steps. Uncounted ones come last."""
+        """The products of a step with these calls, or their mean over several steps; uncounted products last."""
         weighted: list[tuple[SeenProduct, float]] = []
         unknown = lacking = 0
         texts: dict[str, None] = {}
@@ -233,7 +234,7 @@ class CountedKinds:
                 alike = [counted]
                 lacking += backwards * counted.may_lack_backward
             for known in alike:
-                weighted += [(seen, times / len(alike) / steps) for seen, times in known.in_step(forwards, backwards)]
+                weighted += [(seen, times / len(alike) / steps) for seen, times in known.step_runs(forwards, backwards)]
             if isinstance(kind.form, str) and kind.form != OUTSIDE:
                 texts[kind.form] = None
         whole = sum(forwards for forwards, _ in parts.values())
@@ -253,7 +254,7 @@ class CountedKinds:
             if seen.not_counted:
                 left.setdefault((seen.layer, seen.not_counted, seen.backward), seen)
         return (
-            *summed((seen, times) for seen, times in weighted if not seen.not_counted and times),
+            *sum_products((seen, times) for seen, times in weighted if not seen.not_counted and times),
             *(Product.uncounted(layer, seen.family, what, backward=back) for (layer, what, back), seen in left.items()),
             *(Product.uncounted(self._root, "functional", what) for what in texts),
         )

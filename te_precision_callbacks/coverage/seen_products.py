@@ -11,7 +11,7 @@ import torch
 
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.coverage import Family
-from te_precision_callbacks.coverage.matrix_products import Role, share_left
+from te_precision_callbacks.coverage.matrix_products import Role, attention_mask_share
 from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
 from te_precision_callbacks.coverage.model_watch import ModelWatch, is_seen_by
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
@@ -28,8 +28,8 @@ class ModelProducts(ModelWatch):
 
     Attributes:
         attentions: id of a module of Transformer Engine's attention -> its path.
-        recomputed_outside: the layers that a reentrant checkpoint of torch recomputed without the recipe of their first
-            forward, since it does not restore autocast.
+        recomputed_outside: the layers that a reentrant checkpoint of torch, which does not restore autocast, recomputed
+            without the recipe of their first forward.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class ModelProducts(ModelWatch):
             if calls.outside.is_counted:
                 counted[outside] = [(calls.outside, by_call.get(None, []))]
         for kind, products in counted.items():
-            alike = self._kinds.put(kind, products, calls.differ_in_integers)
-            if alike is not None:
-                calls.note_alike(kind, alike=alike)
+            has_equal_products = self._kinds.put(kind, products, calls.differ_in_integers)
+            if has_equal_products is not None:
+                calls.note_equal(kind, equal=has_equal_products)
         return parts
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -133,12 +133,12 @@ class ModelProducts(ModelWatch):
         if self.failure:
             return None
         if event.gemm == "fprop" or _CALL not in event.kept:
-            event.kept[_CALL] = self.operators.call_now()
+            event.kept[_CALL] = self.operators.current_call()
         call: ModelCall | None = event.kept[_CALL]
         return call
 
     def _note_recomputed(self, event: GemmEvent) -> None:
-        """Compare the two forwards of reentrant checkpoints, and pass the call of the first to the second."""
+        """Compare the recipes of both forwards of a reentrant checkpoint, and keep the model call for the second."""
         if event.kind is ForwardKind.SILENT and not in_backward():
             if event.recipe:
                 self._first_in_recipe.add(event.layer)
@@ -148,7 +148,7 @@ class ModelProducts(ModelWatch):
             self.recomputed_outside.add(event.layer)
 
     def _note_running(self, layer: str) -> None:
-        call = self.operators.call_of_forward()
+        call = self.operators.forward_call()
         seen = SeenProduct(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=call)
         self.operators.nodes.note_running(seen)
 
@@ -176,14 +176,14 @@ class ModelProducts(ModelWatch):
 
     def note_attention(self, event: AttentionEvent) -> None:
         self.operators.with_product.add(event.layer)
-        call = self.operators.call_now()
+        call = self.operators.current_call()
         if not self.counting or event.kind is not ForwardKind.OBSERVED or (call is not None and not call.is_counted):
             return
         query, key, value = (format_of(tensor, columnwise=False) for tensor in (event.query, event.key, event.value))
         if event.backward:
             gradient = format_of(event.gradient, columnwise=False)
             scores = format_made_by(event.scores, gradient)
-            share = share_left(event.arguments, event.sizes.rows, event.sizes.columns)
+            share = attention_mask_share(event.arguments, event.sizes.rows, event.sizes.columns)
             self.see_attention(
                 event.layer,
                 event.sizes,
@@ -201,14 +201,14 @@ class ModelProducts(ModelWatch):
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
         if not self.counting or not is_seen_by(self):
             return
-        call = self.operators.call_of_forward()
-        if kind is ForwardKind.SILENT and not in_backward():  # computed again in the backward of a checkpoint
+        call = self.operators.forward_call()
+        if kind is ForwardKind.SILENT and not in_backward():  # a checkpoint recomputes it in the backward
             self._note_running(layer)
         if kind is not ForwardKind.OBSERVED or (call is None and in_backward()):
             return
         tensors = given["query_layer"], given["key_layer"], given["value_layer"]
         sizes = AttentionSizes.of(*tensors, given["qkv_format"])
-        share = share_left(given, sizes.rows, sizes.columns)
+        share = attention_mask_share(given, sizes.rows, sizes.columns)
         if layer in self.operators.with_product:
             for seen in itertools.takewhile(lambda seen: seen.layer == layer, reversed(self.operators.seen)):
                 seen.mask_share = share
@@ -239,7 +239,7 @@ class ModelProducts(ModelWatch):
             ("pv", pv, (rows, size_v, columns, batch)),
         )
         for role, formats, forward_sizes in products:
-            for _ in range(2 if backward else 1):  # a gradient for each of two operands, with as many multiply-adds
+            for _ in range(2 if backward else 1):  # a gradient for each operand, with equal multiply-adds
                 self.operators.seen.append(
                     SeenProduct(
                         layer,
@@ -256,7 +256,7 @@ class ModelProducts(ModelWatch):
 
     def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
         """Note layers of Transformer Engine that ran without a GEMM event; ``what`` names the kernel and the reason."""
-        call = self.operators.call_now()
+        call = self.operators.current_call()
         if self.counting and (call is None or call.is_counted):
             for layer in layers:
                 family: Family = "te_ops" if layer in self._operations else "te"
@@ -268,5 +268,5 @@ class ModelProducts(ModelWatch):
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:
-    """The format of an inner tensor of attention by its quantizer; without one, as in MXFP8, an operand's format."""
+    """The format that a quantizer gives an inner tensor of attention; ``otherwise`` without one, as in MXFP8."""
     return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)

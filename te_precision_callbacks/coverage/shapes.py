@@ -1,7 +1,7 @@
 """Adds the layer to an exception of Transformer Engine; for an unsupported shape also the GEMM and the dimension.
 
-The frames of the traceback show the layer, so a healthy run records nothing. Read from Transformer Engine 2.20.2: the
-forwards and backwards of ``pytorch/module/*.py`` (``self``, ``inp``, ``m_splits``, ``ctx``, ``bwd_args``,
+The layer is read from the frames of the traceback, so healthy runs have no cost. Local variables of Transformer Engine
+2.20.2: the forwards and backwards of ``pytorch/module/*.py`` (``self``, ``inp``, ``m_splits``, ``ctx``, ``bwd_args``,
 ``grad_output``, ``grad_outputs``), and ``layout`` of ``pytorch/cpp_extensions/gemm.py``.
 """
 
@@ -73,7 +73,7 @@ def _add_note(error: BaseException, text: str, *, was_shown: bool) -> None:
         error.add_note(text)
 
 
-def _layer_of(error: Exception, place: _Failed | None, others: Mapping[int, str]) -> str:
+def _layer_of(error: Exception, place: _FailedLayer | None, others: Mapping[int, str]) -> str:
     if place is not None:
         where, name, kind = "backward" if place.in_backward else "forward", place.named.name, place.named.module
     else:
@@ -91,7 +91,7 @@ _FORWARDS = ("forward", "_call_impl")
 
 
 @dataclass
-class _Failed:
+class _FailedLayer:
     named: NamedModule
     in_backward: bool
     rows: int | None = None
@@ -99,7 +99,7 @@ class _Failed:
     gemm: GemmName | None = None
 
 
-def _explanation(place: _Failed) -> str | None:
+def _explanation(place: _FailedLayer) -> str | None:
     module: Any = place.named.module
     if not module.fp8:
         return None
@@ -141,14 +141,14 @@ def _describe_refusal(layer: str, first: Refusal, refused: Sequence[Refusal]) ->
     )
 
 
-def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Failed | None:
+def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _FailedLayer | None:
     by_module = {id(named.module): named for named in modules}
-    # The objects in a backward that belong to one module alone.
+    # Parameters and quantizers belong to a single module, so they identify it in a backward.
     by_part = {id(part): named for named in modules for part in named.module.parameters(recurse=False)}
     for named in modules:
         quantizers: Any = named.module.quantizers
         by_part |= {id(part): named for parts in quantizers.values() for part in parts or ()}
-    place: _Failed | None = None
+    place: _FailedLayer | None = None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         if not frame.f_globals.get("__name__", "").startswith("transformer_engine.pytorch."):
@@ -156,18 +156,18 @@ def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Fail
         local = frame.f_locals
         layer = by_module.get(id(local.get("self")))
         if layer is not None and (place is not None or frame.f_code.co_name == "forward"):
-            place = _Failed(layer, in_backward=False)
+            place = _FailedLayer(layer, in_backward=False)
         elif "ctx" in local or "bwd_args" in local:
-            owner = next((by_part[key] for key in map(id, _held(local)) if key in by_part), None)
+            owner = next((by_part[key] for key in map(id, _local_objects(local)) if key in by_part), None)
             if frame.f_code.co_name in ("backward", "_linear_backward_impl") and owner is not None:
                 same = place is not None and place.named is owner and place.in_backward
-                place = place if same else _Failed(owner, in_backward=True)
+                place = place if same else _FailedLayer(owner, in_backward=True)
         if place is not None:
             _read_sizes(place, local)
     return place
 
 
-def _read_sizes(place: _Failed, local: Mapping[str, Any]) -> None:
+def _read_sizes(place: _FailedLayer, local: Mapping[str, Any]) -> None:
     for name in ("grad_output", "grad_outputs") if place.in_backward else ("inp",):
         value: Any = local.get(name)
         tensor = value[0] if isinstance(value, tuple) and value else value
@@ -179,8 +179,8 @@ def _read_sizes(place: _Failed, local: Mapping[str, Any]) -> None:
     place.gemm = GEMM_OF_LAYOUT.get(str(local.get("layout")), place.gemm)
 
 
-def _held(local: Mapping[str, Any]) -> Iterator[Any]:
-    """The objects in the local variables of a backward, also in lists and in its context."""
+def _local_objects(local: Mapping[str, Any]) -> Iterator[Any]:
+    """The objects in the local variables of a backward, also inside lists and its context."""
     contexts = (vars(local[name]) for name in ("ctx", "bwd_args") if hasattr(local.get(name), "__dict__"))
     for values in (local, *contexts):
         for value in list(values.values()):
@@ -189,7 +189,7 @@ def _held(local: Mapping[str, Any]) -> Iterator[Any]:
                 yield getattr(part, "parent_quantizer", None)  # of a quantizer of the debug path
 
 
-def _sizes(place: _Failed) -> list[tuple[int, int, int]]:
+def _sizes(place: _FailedLayer) -> list[tuple[int, int, int]]:
     """Tokens, in_features and out_features of each layer of a module; 0 tokens if unknown."""
     module: Any = place.named.module
     rows, features = place.rows or 0, layer_features(module)
@@ -199,7 +199,7 @@ def _sizes(place: _Failed) -> list[tuple[int, int, int]]:
     if hasattr(module, "fc1_weight"):
         tokens = rows * (module.tp_size if module.sequence_parallel else 1)
         return [(tokens, *sizes) for sizes in features]
-    # With sequence parallelism the side that is not split over features is split over tokens.
+    # With sequence parallelism, the operand that is not split over features is split over tokens.
     split = module.sequence_parallel and module.parallel_mode == ("row" if place.in_backward else "column")
     return [(rows * (module.tp_size if split else 1), *features[0])]
 

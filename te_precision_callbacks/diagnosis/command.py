@@ -130,7 +130,7 @@ def _explain(rule: Rule) -> None:
 
 
 def _show_limits(run: RecordedRun) -> None:
-    """Print what limits the verdict: that the run is a text log, and what cannot be read of it."""
+    """Print what limits the verdict: a run read from a text log, and unreadable parts."""
     if run.missing_contents:
         terminal.show_text(f"{run.path} has no records. {run.missing_contents} Rules that need them are not checked.")
         terminal.show_text("")
@@ -159,7 +159,7 @@ def _span(finding: Finding) -> str:
     return f"step {finding.since}" if finding.since == finding.until else f"steps {finding.since} to {finding.until}"
 
 
-def _good(finding: Finding) -> str:
+def _format_last_good(finding: Finding) -> str:
     if finding.last_good is None:
         return "no earlier step without the problem is known"
     if finding.checkpoint is None:
@@ -177,7 +177,7 @@ def _show_finding(finding: Finding) -> None:
     since = ""
     if finding.since is not None:
         where = f" {finding.where}" if finding.where else ""
-        since = f"{_span(finding)}{where}; {_good(finding)}"
+        since = f"{_span(finding)}{where}; {_format_last_good(finding)}"
     layers = ", ".join(folded(finding.layers, most=_MOST_LAYERS)) if len(finding.layers) > 1 else ""
     for name, text in (
         ("caused by", finding.caused_by),

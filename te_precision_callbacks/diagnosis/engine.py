@@ -29,35 +29,35 @@ _Key = tuple[str, str, str]
 
 
 class Diagnosis:
-    """Checks a run by the rules. ``know``, ``step``, ``scalars`` and ``event`` return the findings that are new, or
-    worse than before.
+    """Checks a run by the rules. ``set_facts``, ``step``, ``scalars`` and ``event`` return new findings, and findings
+    that became more severe.
 
-    ``has_run``: whether anything of a training step is known; if not, that is why rules are not checked.
+    ``has_run``: whether a training step has run; without one, no rule is checked.
     """
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
         self._judges: list[tuple[Rule, Judge]] = [(rule, rule.judge()) for rule in rules]
         self._places = {rule.id: place for place, (rule, _) in enumerate(self._judges)}
         self._findings: dict[_Key, Finding] = {}
-        self._placed: dict[_Key, tuple[int, int]] = {}  # iteration and rule, by which findings are in order
+        self._sort_keys: dict[_Key, tuple[int, int]] = {}  # iteration and rule, by which findings are in order
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self.has_run = False
-        self._checkpoints: dict[str, int] = {}  # the file, or the iteration where it is not known -> the iteration
+        self._checkpoints: dict[str, int] = {}  # file, or the iteration if the file is unknown -> iteration
         self._rank: int | None = None
-        self._own_steps: set[int] = set()
+        self._local_steps: set[int] = set()
         self._collected = 0
 
-    def know(self, facts: Facts, iteration: int) -> list[Finding]:
+    def set_facts(self, facts: Facts, iteration: int) -> list[Finding]:
         self._facts, self.has_run = facts, self.has_run or facts.has_run
-        return self._judge(iteration, lambda judge: judge.facts(facts), of_facts=True)
+        return self._judge(iteration, lambda judge: judge.facts(facts), is_fact=True)
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
         self.has_run = True
         self._collected += 1
         if numbers.rank is not None:
             self._rank = numbers.rank
-            self._own_steps.add(numbers.iteration)
+            self._local_steps.add(numbers.iteration)
         return self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts), numbers.rank)
 
     def scalars(self, iteration: int, values: Mapping[str, float], rank: int | None = None) -> list[Finding]:
@@ -68,23 +68,23 @@ class Diagnosis:
 
     def add_sighting(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
         if rule in self._places:
-            self._keep(self._judges[self._places[rule]], sighting, iteration, rank)
+            self._record(self._judges[self._places[rule]], sighting, iteration, rank)
 
     def adopt(self, finding: Finding) -> None:
-        """Take a finding that another rank has found in its own numbers."""
+        """Add a finding of another rank in its local values, unless this rank has it."""
         key = finding.rule, finding.tensor, ""
         if key not in self._findings:
             self._findings[key] = finding
-            self._placed[key] = (finding.since or 0, self._places[finding.rule])
+            self._sort_keys[key] = (finding.since or 0, self._places[finding.rule])
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
-        """Note that a checkpoint has the state before an iteration; a file replaces an earlier checkpoint there."""
+        """Note a checkpoint of the state before an iteration; it replaces an earlier checkpoint in the same file."""
         self._checkpoints = {place: saved for place, saved in self._checkpoints.items() if not _is_deleted(place)}
         self._checkpoints[file or str(iteration)] = iteration
 
     @property
     def problems(self) -> Counter[str]:
-        """Rule -> the number of its errors and warnings so far; without the work of a verdict, for each step."""
+        """Rule -> the number of its errors and warnings so far; cheaper than ``verdict``, for every step."""
         return Counter(finding.rule for finding in self._findings.values() if finding.severity != "note")
 
     @property
@@ -100,9 +100,9 @@ class Diagnosis:
                 why = self._why_not(rule, judge)
                 collect = "" if why else rule.collect
                 not_judged.append(NotJudged(rule.id, why or f"needs {rule.needs}", collect, rule.essential))
-        # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
-        in_order = (self._findings[key] for key in sorted(self._findings, key=self._placed.__getitem__))
-        findings = self._ordered(map(self._with_checkpoint, in_order))
+        # Trainers log before or after a step, so the order of calls differs between live and recorded runs.
+        in_order = (self._findings[key] for key in sorted(self._findings, key=self._sort_keys.__getitem__))
+        findings = self._sort_by_cause(map(self._with_checkpoint, in_order))
         return Verdict(
             tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank, not_observed=self._not_observed
         )
@@ -139,10 +139,8 @@ class Diagnosis:
         # The first collection step lacks the statistics of scales and of FP8.
         return "only one collection step has run" if self._collected == 1 else ""
 
-    def with_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
-        """The verdict on all ranks: what several of them have alike is one finding. ``others`` have checked one other
-        rank each.
-        """
+    def merge_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
+        """Return the verdict on all ranks; equal findings are merged. ``others``: one for each other rank."""
         own, judged = self.verdict, {rule for other in others for rule in other.verdict.judged}
         merged: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
         for diagnosis in (self, *others):
@@ -151,16 +149,16 @@ class Diagnosis:
                 if finding.ranks and of_all is not None and set(finding.layers) <= set(of_all[1].layers):
                     continue
                 if finding.ranks and of_all is None and finding.last_good is None:
-                    # The last good step of the numbers that are of all ranks together.
+                    # The last good step of the reduced values.
                     judge = next(judge for rule, judge in self._judges if rule.id == finding.rule)
-                    steps = [step for step in judge.steps if step not in self._own_steps]
+                    steps = [step for step in judge.steps if step not in self._local_steps]
                     finding = dataclasses.replace(finding, last_good=_last_good(finding.since, steps))
-                own_place = diagnosis._placed[key][0], self._places[finding.rule]
+                own_place = diagnosis._sort_keys[key][0], self._places[finding.rule]
                 place, known = merged.get((key, bool(finding.ranks)), (own_place, None))
-                together = finding if known is None else _together(known, finding)
-                merged[key, bool(finding.ranks)] = min(place, own_place), together
+                merged_finding = finding if known is None else _merge_findings(known, finding)
+                merged[key, bool(finding.ranks)] = min(place, own_place), merged_finding
         in_order = (finding for _, finding in sorted(merged.values(), key=lambda entry: entry[0]))
-        findings = self._ordered(map(self._with_checkpoint, in_order))
+        findings = self._sort_by_cause(map(self._with_checkpoint, in_order))
         return dataclasses.replace(
             own,
             findings=tuple(findings),
@@ -169,7 +167,7 @@ class Diagnosis:
             rank=None,
         )
 
-    def _ordered(self, findings: Iterable[Finding]) -> list[Finding]:
+    def _sort_by_cause(self, findings: Iterable[Finding]) -> list[Finding]:
         return root_causes_first(findings, {rule.id: rule.consequence_of for rule, _ in self._judges})
 
     def _with_checkpoint(self, finding: Finding) -> Finding:
@@ -187,7 +185,7 @@ class Diagnosis:
         look: Callable[[Judge], Iterable[Sighting]],
         rank: int | None = None,
         *,
-        of_facts: bool = False,
+        is_fact: bool = False,
     ) -> list[Finding]:
         changed: dict[_Key, Finding] = {}
         for rule, judge in self._judges:
@@ -195,37 +193,39 @@ class Diagnosis:
                 continue
             try:
                 sightings = list(look(judge))
-            except Exception as error:  # a rule must not end a training; the verdict says that it was not judged
+            except Exception as error:  # a rule must not end a training; the verdict reports it as not checked
                 self._failed[rule.id] = f"the rule failed in step {iteration}: {type(error).__name__}: {error}"
                 continue
             for sighting in sightings:
-                # Facts are gathered later than they begin, and at other times in a run than in its record.
-                since = sighting.since if of_facts else None
-                key, finding, is_news = self._keep((rule, judge), sighting, iteration if since is None else since, rank)
-                if is_news:
+                # Facts are collected after they begin, and at different times in live and recorded runs.
+                since = sighting.since if is_fact else None
+                key, finding, is_new = self._record(
+                    (rule, judge), sighting, iteration if since is None else since, rank
+                )
+                if is_new:
                     changed[key] = self._with_checkpoint(finding)
         return worst_first(changed.values())
 
-    def _keep(
+    def _record(
         self, of: tuple[Rule, Judge], sighting: Sighting, iteration: int, rank: int | None
     ) -> tuple[_Key, Finding, bool]:
         rule, judge = of
         key = (rule.id, sighting.tensor, sighting.key)
         known = self._findings.get(key)
-        finding, is_news = self._noted(rule, sighting, known, iteration, judge.steps)
+        finding, is_new = self._update_finding(rule, sighting, known, iteration, judge.steps)
         if known is None and rank is not None:
             finding = dataclasses.replace(finding, ranks=(rank,))
         self._findings[key] = finding
-        self._placed.setdefault(key, (iteration, self._places[rule.id]))
-        return key, finding, is_news
+        self._sort_keys.setdefault(key, (iteration, self._places[rule.id]))
+        return key, finding, is_new
 
-    def _noted(
+    def _update_finding(
         self, rule: Rule, sighting: Sighting, known: Finding | None, iteration: int, judged: Iterable[int]
     ) -> tuple[Finding, bool]:
         severity = sighting.severity or rule.severity
         until = None if sighting.since is None else iteration
         if known is None:
-            layers = tuple(self._facts.in_order(sighting.layers, sighting.tensor))
+            layers = tuple(self._facts.sort_by_execution(sighting.layers, sighting.tensor))
             return (
                 Finding(
                     rule=rule.id,
@@ -253,9 +253,9 @@ class Diagnosis:
         seen, seen_at = (sighting.seen, until) if worse else (known.seen, known.seen_at)
         patch = sighting.patch if worse else known.patch
         severity = severity if worse else known.severity
-        layers = (*known.layers, *self._facts.in_order(more, sighting.tensor))
+        layers = (*known.layers, *self._facts.sort_by_execution(more, sighting.tensor))
         if worse and sighting.layers:
-            leading = self._facts.in_order(sighting.layers, sighting.tensor)
+            leading = self._facts.sort_by_execution(sighting.layers, sighting.tensor)
             layers = (*leading, *(layer for layer in layers if layer not in leading))
         known = dataclasses.replace(known, layers=layers, until=until, severity=severity)
         return dataclasses.replace(known, seen=seen, seen_at=seen_at, patch=patch), worse
@@ -271,8 +271,8 @@ def _is_deleted(file: str) -> bool:
     return path.is_absolute() and path.parent.is_dir() and not path.exists()
 
 
-def _together(known: Finding, other: Finding) -> Finding:
-    """Merge the findings of two ranks: since the earlier first step, with the text of the more severe one."""
+def _merge_findings(known: Finding, other: Finding) -> Finding:
+    """Merge the findings of two ranks: the earlier first step, and the text of the more severe finding."""
     first, second = sorted((known, other), key=lambda finding: -1 if finding.since is None else finding.since)
     lead, more = sorted((first, second), key=lambda finding: SEVERITIES.index(finding.severity))
     return dataclasses.replace(
@@ -307,7 +307,7 @@ class PrecisionFindingError(PrecisionDebugError, RuntimeError):
 def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
     """Return a function that selects the findings that stop the training; raises OptionError."""
     if callable(on_finding) or on_finding == "warn":
-        return lambda finding: False  # what a function returns is not known before
+        return lambda finding: False  # a function decides only when it is called
     word, _, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
     names = [name.strip() for name in chosen.split(",") if name.strip()]
     known = [*SEVERITIES, *(rule.id for rule in RULES)]

@@ -1,7 +1,7 @@
 """The facts about a run that rules use: its layers, their precision, and why a product is not in low precision.
 
-They are made from the rows of the record's tables (:mod:`te_precision_callbacks.runs.tables`), which a live run has
-too, so a live run and a recorded one are checked alike.
+They are built from rows of the record's tables (:mod:`te_precision_callbacks.runs.tables`). A live run has the same
+rows, so live and recorded runs are checked alike.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class LayerFacts:
         forward, backward: the places in the order of execution; None if it has not run.
         formats: tensor -> its format as an operand, such as ``FP8 E4M3``; without unknown ones.
         recipe: empty without one.
-        weight_dtype: the types of its weights; empty if unknown.
+        weight_dtype: the dtypes of its weights; empty if unknown.
         shape: m and k of its forward product (outputs and inputs); empty if unknown.
-        reasons: GEMM -> the name of the reason why it is not in low precision, and details.
+        reasons: GEMM in high precision -> the name of the reason, and details.
         low: the GEMMs in low precision.
         never: GEMM -> why it did not run.
         rows: n of its forward product, the rows of its input in a call; 0 if unknown.
-        since: the first iteration in which its forward product runs as now.
+        since: the first iteration with the present precision of its forward product.
         refused: why it, or some of its forwards, are not observed; empty if they are.
         is_quantized_only: whether its weights exist in quantized form only (``te.quantized_model_init``).
     """
@@ -91,7 +91,7 @@ class Settings:
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None if unknown.
         float16: whether a layer has products in float16.
         ranks: the number of ranks that reduce their statistics together.
-        alike: whether these have the same layers.
+        alike: whether these ranks have the same layers.
         ignored: arguments of recipes without effect, rows of
             :func:`~te_precision_callbacks.instrumentation.recipe_arguments.ignored_arguments`.
         amaxes: the ranks over which amaxes are reduced, rows of
@@ -192,11 +192,11 @@ class Facts:
     def from_tables(
         cls, tables: Mapping[str, Iterable[Row]], iteration: int, settings: Settings | None = None
     ) -> Facts:
-        layers, gemms, operands = (_at(tables[name], iteration) for name in OF_SPANS)
+        layers, gemms, operands = (_rows_at(tables[name], iteration) for name in OF_SPANS)
         return cls.from_rows(layers, gemms, operands, tables["states"], settings)
 
     @classmethod
-    def of_plan(cls, products: Iterable[Product], recipe: str, ignored: Sequence[Row]) -> Facts:
+    def from_plan(cls, products: Iterable[Product], recipe: str, ignored: Sequence[Row]) -> Facts:
         gemms: list[Row] = []
         operands: list[Row] = []
         for product in products:
@@ -209,23 +209,23 @@ class Facts:
                 ]
         return cls.from_rows((), gemms, operands, settings=Settings(ignored=ignored))
 
-    def once(self, what: str, tensor: str, layers: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
-        """Cache a value derived from the facts for a tensor of some layers; layer numbers do not change in a run."""
+    def cached(self, what: str, tensor: str, layers: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
+        """Cache a value derived from the facts for a tensor of some layers; layer indices do not change in a run."""
         key = (what, tensor, layers.tobytes())
         if key not in self._kept:
             self._kept[key] = make()
         kept: ResultT = self._kept[key]
         return kept
 
-    def place(self, layer: str, tensor: str) -> tuple[int, int]:
+    def order_key(self, layer: str, tensor: str) -> tuple[int, int]:
         """A key that orders the tensors of a step by execution: the forward's first, then the backward's."""
         known = self.layers.get(layer)
         backward = tensor in _BACKWARD
         place = None if known is None else known.backward if backward else known.forward
         return int(backward), _UNSEEN + self._places.get(layer, _UNSEEN) if place is None else place
 
-    def in_order(self, layers: Iterable[str], tensor: str) -> list[str]:
-        return sorted(layers, key=lambda layer: self.place(layer, tensor))
+    def sort_by_execution(self, layers: Iterable[str], tensor: str) -> list[str]:
+        return sorted(layers, key=lambda layer: self.order_key(layer, tensor))
 
     def format_of(self, layer: str, tensor: str) -> str:
         known = self.layers.get(layer)
@@ -271,6 +271,6 @@ class Facts:
         return form if known is None else f"{form}|{known.module_class}|{known.shape}"
 
 
-def _at(rows: Iterable[Row], iteration: int) -> list[Row]:
+def _rows_at(rows: Iterable[Row], iteration: int) -> list[Row]:
     begun = (row for row in rows if (row["since"] or 0) <= iteration)
     return [row for row in begun if row.get("until") is None or iteration <= row["until"]]

@@ -37,14 +37,14 @@ class Finding:
         severity: ``error``: the run is broken. ``warning``: it loses accuracy, or trains something else than intended.
             ``note``: healthy runs have it too.
         title: the problem that the rule looks for.
-        layers: the layers, in execution order. All but the first may have inherited the problem. Empty for the model.
-        tensor: the tensor; may be empty.
+        layers: the layers, in execution order; all but the first may have inherited the problem. Empty for the model.
+        tensor: may be empty.
         statistic: the statistic that shows it, as in records; may be empty.
         since: the first debug iteration with the problem; None for a problem from the start.
-        until: the last one.
+        until: the last debug iteration with the problem.
         last_good: the last checked iteration without the problem before ``since``; None without one.
         checkpoint: the iteration of the last checkpoint that is not later than ``last_good``; None without one.
-        seen: a description with the values of one of the layers in the step ``seen_at``.
+        seen: a description with values, of one layer in the step ``seen_at``.
         why: why it matters.
         remedy: the remedy.
         patch: a section for the config that applies the remedy, in YAML; may be empty.
@@ -54,7 +54,7 @@ class Finding:
             from the start.
         ranks: the ranks with the problem in their local values, first the rank of ``seen``; empty for reduced values,
             or with one rank.
-        caused_by: rule and subject of a finding that can explain this one; empty for a root cause.
+        caused_by: rule and subject of a finding that can explain it; empty for a root cause.
     """
 
     rule: str
@@ -141,9 +141,9 @@ class NotJudged(NamedTuple):
     """A rule that could not be checked.
 
     Attributes:
-        why: why not.
-        collect: what to collect so that it can be; empty if that is not the reason.
-        essential: whether the run gets no all-clear without it.
+        why: the reason.
+        collect: the options that collect missing data; empty for another reason.
+        essential: whether an all-clear requires the rule.
     """
 
     rule: str
@@ -159,8 +159,8 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Order findings so that each follows a finding that can explain it; otherwise most severe first.
 
-    The explanation is the earliest finding of a rule that can cause it, and that began no later: after the last step
-    without it. A note explains only notes. ``causes``: rule -> the rules that can cause its findings.
+    The explanation is the earliest finding of a rule in ``causes`` (rule -> the rules that can cause its findings) that
+    began no later. The beginning may be any step after ``last_good``. A note explains only notes.
     """
     ordered = sorted(findings, key=_first_step)
     cause_of = [
@@ -204,8 +204,8 @@ class Verdict(Sequence[Finding]):
         judged: the ids of the rules that were checked.
         not_judged: the rules that apply to the run, and were not checked.
         is_partial: whether a part of the run cannot be read.
-        rank: the rank, one of several, that has checked only its local values, as with ``reduce=False`` in a running
-            training; None for a verdict on all ranks.
+        rank: the rank that has checked only its local values, as with ``reduce=False`` during training; None for a
+            verdict on all ranks.
         not_observed: the layers that are not observed, with the reasons, and other data that do not exist; empty if
             everything is observed.
     """
@@ -235,8 +235,9 @@ class Verdict(Sequence[Finding]):
 
     @property
     def state(self) -> State:
-        """``problems found``: there are errors or warnings. ``no problems found``: all rules that an all-clear needs
-        were checked. Else ``not enough checked``."""
+        """``problems found`` with errors or warnings; ``no problems found`` if all essential rules were checked;
+        otherwise ``not enough checked``.
+        """
         if self.wrong:
             return "problems found"
         lacking = self.is_partial or not self.judged or any(rule.essential for rule in self.not_judged)
@@ -294,7 +295,7 @@ class Verdict(Sequence[Finding]):
         return f"<{type(self).__name__}: {self}>"
 
     def as_json(self) -> dict[str, Any]:
-        """The verdict as JSON values, at the top of what ``diagnose``, ``show`` and ``report`` print with ``--json``.
+        """The verdict as JSON values, for the top level of ``diagnose --json`` and ``show --json``.
 
         ``verdict`` is the text, ``judged`` the number of rules that were checked, and ``judged_rules`` has their ids.
         """

@@ -1,4 +1,4 @@
-"""Findings that somebody has acknowledged: a file that ``te-precision diagnose --known`` reads.
+"""Acknowledged findings, in a file for ``te-precision diagnose --known``.
 
 # the router's gradients are small on purpose
 sibling model.layers.*.router
@@ -34,7 +34,7 @@ class KnownLine(NamedTuple):
 
 
 def leave_out(known: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, int, list[tuple[int, str]]]:
-    """A verdict without known findings, how many it lacks, and the lines that leave out nothing: number and text."""
+    """Return a verdict without known findings, their count, and the unused lines: number and text."""
     left, used = [], set()
     for finding in verdict:
         names = finding.layers or ("",)
@@ -86,16 +86,16 @@ _BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
 
 
 def _matcher(layers: str) -> Callable[[str], bool]:
-    patterns = {pattern for text in _COMMA.split(layers) for pattern in _expanded(text.strip())}
+    patterns = {pattern for text in _COMMA.split(layers) for pattern in _expand_ranges(text.strip())}
     globs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
     return lambda name: name == layers or name in patterns or any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _expanded(text: str) -> list[str]:
+def _expand_ranges(text: str) -> list[str]:
     braces = _BRACES.search(text)
     if braces is None:
         return [text] if text else []
     bounds = (part.partition("-") for part in braces[1].split(","))
     numbers = [number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)]
-    ends = _expanded(text[braces.end() :]) or [""]
+    ends = _expand_ranges(text[braces.end() :]) or [""]
     return [f"{text[: braces.start()]}{number}{end}" for number in numbers for end in ends]

@@ -1,6 +1,6 @@
-"""The numbers of a step, by tensor and statistic: what rules look at.
+"""The values of a step by tensor and statistic, as rules read them.
 
-A step is two arrays, series and values. Steps with the same series, which most are, are split by the same indices.
+A step is two arrays, series and values. Most steps have the same series, and reuse the indices that split them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
 class Column(NamedTuple):
-    """A statistic of a tensor in a step: the numbers of its layers, the same in all steps, int64, and their values,
-    float64.
-    """
+    """A statistic of a tensor in a step: layer indices, int64, the same in all steps; and values, float64."""
 
     family: Family
     layers: Places
@@ -32,7 +30,7 @@ class Column(NamedTuple):
 
     def at(self, layers: Places, missing: float) -> Values:
         """[layers]: the values of some layers; ``missing`` for layers without one."""
-        if np.array_equal(layers, self.layers):  # as for most statistics of one tensor
+        if np.array_equal(layers, self.layers):  # the usual case for statistics of one tensor
             return self.values
         known = dict(zip(self.layers.tolist(), self.values.tolist(), strict=True))
         return np.array([known.get(layer, missing) for layer in layers.tolist()])
@@ -45,8 +43,8 @@ class Column(NamedTuple):
         return bits
 
 
-def grown(table: npt.NDArray[ScalarT], layers: Places, fill: object) -> npt.NDArray[ScalarT]:
-    """Return a table with a row for each layer, [layers, ...]; rows that are new have the values ``fill``."""
+def extend_rows(table: npt.NDArray[ScalarT], layers: Places, fill: object) -> npt.NDArray[ScalarT]:
+    """Extend a table, [layers, ...], to a row for each layer; new rows have the values ``fill``."""
     missing = int(layers.max(initial=-1)) + 1 - len(table)
     if missing <= 0:
         return table
@@ -67,14 +65,14 @@ class StepNumbers:
     def names_of(self, column: Column) -> list[str]:
         return [self.names[layer] for layer in column.layers.tolist()]
 
-    def all(self, statistic: str, tensors: Iterable[str] = (), facts: Facts | None = None) -> Iterator[Column]:
+    def columns(self, statistic: str, tensors: Iterable[str] = (), facts: Facts | None = None) -> Iterator[Column]:
         """The columns of a statistic of tensors, or of their quantized data.
 
-        A statistic of a named recipe counts only for layers with this recipe, and a statistic of quantization only for
-        tensors of products in low precision: for others it is hypothetical.
+        Hypothetical values are left out: statistics of a recipe that the layer does not run, and statistics of
+        quantization of tensors that no product reads in low precision.
 
         Args:
-            statistic: its plain name, as in docs/statistics.md, or a user's own name.
+            statistic: its name without a recipe, as in docs/statistics.md, or the name of a custom statistic.
             tensors: by default all.
             facts: the recipe of each layer; None leaves out statistics of named recipes.
         """
@@ -113,21 +111,21 @@ class StepNumbers:
             holds = (recipe in (OWN_RECIPE, facts.recipe_of(name)) and facts.quantizes(name, tensor) for name in names)
             return np.array(list(holds), bool)
 
-        own = facts.once(f"quantized by {recipe}", tensor, column.layers, make)
+        own = facts.cached(f"quantized by {recipe}", tensor, column.layers, make)
         if own.all():
             yield column
         elif own.any():
             yield Column(column.family, column.layers[own], column.values[own])
 
-    def unbroken(self, column: Column) -> Column:
-        """Replace values of tensors with inf or nan by nan: statistics leave these elements out."""
-        lost = self.one("nonfinite_num", column.family.tensor)
+    def mask_nonfinite(self, column: Column) -> Column:
+        """Replace values of tensors that contain inf or nan by nan, since statistics ignore these elements."""
+        lost = self.column("nonfinite_num", column.family.tensor)
         if lost is None:
             return column
         return column._replace(values=np.where(lost.at(column.layers, 0.0) > 0, np.nan, column.values))
 
-    def one(self, statistic: str, tensor: str, facts: Facts | None = None) -> Column | None:
-        return next(self.all(statistic, (tensor,), facts), None)
+    def column(self, statistic: str, tensor: str, facts: Facts | None = None) -> Column | None:
+        return next(self.columns(statistic, (tensor,), facts), None)
 
 
 class Splitter:
@@ -149,8 +147,8 @@ class Splitter:
         unscaled: frozenset[str] = frozenset(),
         rank: int | None = None,
     ) -> StepNumbers:
-        """Return the values of a step, without statistics of quantization of layers in their first step of delayed
-        scaling.
+        """Return the values of a step, without statistics of delayed scaling of ``unscaled`` layers, which are in their
+        first step.
         """
         if not np.array_equal(series, self._last):
             self._split_by(series)
@@ -165,7 +163,7 @@ class Splitter:
         return StepNumbers(iteration, self.names, columns, rank)
 
     def _split_by(self, series: npt.NDArray[np.int32]) -> None:
-        self._know(int(series.max(initial=-1)) + 1)
+        self._add_series(int(series.max(initial=-1)) + 1)
         families = self._family_of[series]
         order = np.argsort(families, kind="stable")
         begins = np.flatnonzero(np.diff(families[order], prepend=-1))
@@ -177,7 +175,7 @@ class Splitter:
         ]
         self._last = series.copy()
 
-    def _know(self, count: int) -> None:
+    def _add_series(self, count: int) -> None:
         new = [self._series_of(number) for number in range(len(self._layer_of), count)]
         if not new:
             return

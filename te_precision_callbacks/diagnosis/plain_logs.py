@@ -1,6 +1,6 @@
 """Prepares logs of plain nvidia-dlfw-inspect for the rules.
 
-Such a log has four decimals, names no recipe, and has the codes of MXFP8's scales in place of the scales.
+Such a log has four decimals, does not name recipes, and has the E8M0 codes of MXFP8's scales instead of the scales.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PlainLog(NamedTuple):
     """Facts derived from the values of a log.
 
     Attributes:
-        gemms, operands: rows of the tables of facts, of layers with delayed or current scaling.
-        codes: the series with codes of E8M0.
+        gemms, operands: rows of the tables of facts, for layers with delayed or current scaling.
+        codes: the series with E8M0 codes.
         magnitudes: the series where 0 means below the last decimal; empty in a log with all digits.
     """
 
@@ -89,7 +89,7 @@ def _facts(
     for (layer, _), (recipe, _) in of_columns.items():
         if recipe and recipes.get(layer) != "fp8_delayed_scaling":
             recipes[layer] = recipe
-    # The log does not show whether a layer without a gradient has a weight to train.
+    # The log does not show whether a layer without a gradient has a trainable weight.
     row = {"gemm": "wgrad", "family": "", "runs": "never", "not_run": "not in the log", "calls": 1, **span}
     operands: list[Row] = [
         {"layer": layer, "tensor": tensor, "format": "NVFP4" if recipes[layer] == "nvfp4" else text, **span}

@@ -1,4 +1,4 @@
-"""Diagnosis of a recorded run: its steps go through the engine that checks a live run."""
+"""Diagnosis of a recorded run, with the same engine as for a live run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _IDS_ON_NUMBERS = frozenset(rule.id for rule in _ON_NUMBERS)
 def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
     """Check a recorded run, or the path of a log folder or of an nvidia-dlfw-inspect log, by the rules.
 
-    Reduced values are checked together with the local values of the first rank, as the run itself has checked them;
-    then the local values of each other rank, so that only one rank's values are in memory.
+    As in a live run, reduced values are checked together with the local values of the first rank. The local values of
+    other ranks follow one rank at a time, to limit memory.
 
     Raises:
         RunError: the path has no readable run.
@@ -52,14 +52,14 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
         for rank in sorted(ranks - {None, first}, key=lambda rank: rank or 0)
         if rank is not None
     ]
-    return dataclasses.replace(own.with_ranks(others), is_partial=bool(run.unread))
+    return dataclasses.replace(own.merge_ranks(others), is_partial=bool(run.unread))
 
 
 _FromRank = tuple[str, Sighting, int]
 """A sighting of another rank: its rule, itself, and the rank."""
 
 
-class _Logged(NamedTuple):
+class _LoggedData(NamedTuple):
     scalars: dict[str, float]
     from_ranks: list[_FromRank]
     events: list[tuple[int, Event]]
@@ -84,14 +84,14 @@ class _Record:
         self.saved = [
             (row["iteration"], str(_data(row).get("file", ""))) for row in events if row["kind"] == "checkpoint_saved"
         ]
-        logged: dict[int, _Logged] = {}
-        for part in run.scalars.to_batches(max_chunksize=1 << 16):  # as Python objects they are ten times as large
+        logged: dict[int, _LoggedData] = {}
+        for part in run.scalars.to_batches(max_chunksize=1 << 16):  # Python objects take ten times the memory
             columns = part["iteration"], part["name"].cast(pa.string()), part["value"]
             lists = (column.to_numpy(zero_copy_only=False).tolist() for column in columns)
             for iteration, name, value in zip(*lists, strict=True):
-                logged.setdefault(iteration, _Logged({}, [], [])).scalars[name] = value
+                logged.setdefault(iteration, _LoggedData({}, [], [])).scalars[name] = value
         for row in sorted(events, key=lambda row: row["rank"] or 0):
-            of_step = logged.setdefault(row["iteration"], _Logged({}, [], []))
+            of_step = logged.setdefault(row["iteration"], _LoggedData({}, [], []))
             event = _event(row)
             rank = 0 if event.data.get("of_all") else row["rank"] or 0
             if row["kind"] == "segment_ended":
@@ -116,12 +116,12 @@ class _Record:
         self._settings = [(segment.first_iteration, Settings.from_run(segment.facts)) for segment in run.segments]
         edges = {first for first, _ in self._settings} | {row["since"] for row in rows}
         last = run.steps["iteration"].to_numpy().max(initial=0)
-        self.last = max(int(last), *(edge for edge in edges if edge is not None), 0)  # no step may have values
+        self.last = max(int(last), *(edge for edge in edges if edge is not None), 0)  # there may be no values
         edges |= {row["until"] + 1 for row in rows if row["until"] is not None}
         self._edges = np.array(sorted(edge for edge in edges if edge is not None), np.int64)
 
-    def place(self, iteration: int) -> int:
-        """A number that is equal for iterations with the same facts."""
+    def span_index(self, iteration: int) -> int:
+        """The index of the span of iterations with the same facts."""
         return int(np.searchsorted(self._edges, iteration, side="right"))
 
     def facts(self, iteration: int) -> Facts:
@@ -151,9 +151,9 @@ def _check(
 
     def check_facts(iteration: int) -> None:
         nonlocal place
-        if record.place(iteration) != place:
-            place = record.place(iteration)
-            diagnosis.know(record.facts(iteration), iteration)
+        if record.span_index(iteration) != place:
+            place = record.span_index(iteration)
+            diagnosis.set_facts(record.facts(iteration), iteration)
 
     chosen = np.flatnonzero(np.isin(record.rank_of_series, ranks))
     series = [
@@ -208,7 +208,7 @@ def _data(row: Row) -> dict[str, Any]:
 
 
 def _from_rank(row: Row) -> _FromRank | None:
-    """The sighting in an event of another rank; None if its values are recorded, so that they are checked here."""
+    """The sighting in an event of another rank; None if that rank's values are recorded, and so checked directly."""
     try:
         data = _data(row)
         rule, (rank, *_), severity = data["rule"], data["ranks"], data["severity"]

@@ -27,9 +27,9 @@ class Sighting(NamedTuple):
 
     Attributes:
         layers: in any order.
-        seen: a description with values, of the first layer.
-        since: its first iteration; None for a problem from the start.
-        severity, remedy: by default those of the rule.
+        seen: a description with the values of the first layer.
+        since: the first iteration; None for a problem from the start.
+        severity, remedy: by default the rule's.
         key: distinguishes findings of a rule and a tensor.
     """
 
@@ -49,9 +49,9 @@ class Judge:
     :meth:`event`.
 
     Attributes:
-        needed: the minimum number of steps with data, and of ``streaks``.
-        applies: whether the rule applies to the run; None as long as that is unknown.
-        judged: whether there were enough data.
+        needed: the minimum number of steps with data, and of steps in ``streaks``.
+        applies: whether the rule applies to the run; None while unknown.
+        judged: whether there was enough data.
     """
 
     needed = 1
@@ -64,7 +64,7 @@ class Judge:
         self.steps: deque[int] = deque(maxlen=_KEPT_STEPS)
         self._count = 0
 
-    def saw(self, iteration: int) -> None:
+    def note_data(self, iteration: int) -> None:
         if not self.steps or self.steps[-1] != iteration:
             self.steps.append(iteration)
             self._count += 1
@@ -99,16 +99,16 @@ class Rule:
         id: its name, for ``te-precision rules ID`` and for ``on_finding=``.
         title: the problem, in one line.
         subject: the kind of subject.
-        needs: the data that it needs.
-        collect: options of a config that collect them, in words.
+        needs: the required data.
+        collect: the options of a config that collect these data.
         condition: the condition, with thresholds.
-        silent: healthy cases that do not count.
+        silent: healthy cases that are not reported.
         severity: the worst severity of its findings.
         recipes: the recipes it applies to; empty for all.
-        source: of the rule and its thresholds.
+        source: the source of the rule and its thresholds.
         disproof: evidence that there is no problem.
-        cost: of the remedy; empty if there is none.
-        judge: makes a judge for a run.
+        cost: the cost of the remedy; empty without one.
+        judge: creates a judge for a run.
         essential: whether an all-clear requires this rule.
         consequence_of: ids of rules that can cause its findings.
     """
@@ -133,13 +133,13 @@ class Rule:
 
 
 class ColumnStreaks:
-    """The streaks of each column that a rule looks at; something must hold in so many collection steps in a row. Steps
-    without the statistic do not count.
+    """Requires that a condition holds for a layer in ``steps`` collection steps in a row. Steps without the statistic
+    are skipped.
     """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self._held: dict[object, dict[int, tuple[int, int]]] = {}  # by column: layer -> its first step, and how many
+        self._held: dict[object, dict[int, tuple[int, int]]] = {}  # column -> layer -> first step, number of steps
 
     def sightings(
         self,
@@ -149,18 +149,18 @@ class ColumnStreaks:
         holds: npt.NDArray[np.bool_],
         seen: str,
         *values: npt.NDArray[np.generic],
-        tells: npt.NDArray[np.bool_] | None = None,
+        reported: npt.NDArray[np.bool_] | None = None,
         severity: Severity | None = None,
         key: str = "",
     ) -> Iterator[Sighting]:
-        """Return one sighting of all layers with a condition that has lasted long enough.
+        """Yield one sighting of all layers where the condition has lasted long enough.
 
         Args:
             holds: [layers of the column]: whether the condition holds.
-            seen: the description, with a ``{}`` for each of ``values``.
-            values: [layers of the column]; the first layer in execution order is described.
-            tells: [layers of the column]: whether to report the layer; None for all layers.
-            key: keeps several conditions on a column apart; see :class:`Sighting`.
+            seen: the description of the first layer in execution order, with a ``{}`` for each of ``values``.
+            values: [layers of the column].
+            reported: [layers of the column]: whether to report the layer; None for all layers.
+            key: distinguishes several conditions on a column; see :class:`Sighting`.
         """
         before = self._held.get((column.family, key), {})
         held = {}
@@ -168,18 +168,18 @@ class ColumnStreaks:
             first, steps = before.get(layer, (numbers.iteration, 0))
             held[layer] = first, steps + 1
         self._held[column.family, key] = held
-        reported = held.keys() if tells is None else set(column.layers[tells].tolist())
-        lasting = [layer for layer, (_, steps) in held.items() if steps >= self.steps and layer in reported]
+        reported_layers = held.keys() if reported is None else set(column.layers[reported].tolist())
+        lasting = [layer for layer, (_, steps) in held.items() if steps >= self.steps and layer in reported_layers]
         if not lasting:
             return
         tensor = column.family.tensor
-        layers = facts.in_order((numbers.names[layer] for layer in lasting), tensor)
+        layers = facts.sort_by_execution((numbers.names[layer] for layer in lasting), tensor)
         since = min(held[layer][0] for layer in lasting)
         place = numbers.names_of(column).index(layers[0])
         text = seen.format(*(column_of_values[place] for column_of_values in values))
         yield Sighting(tuple(layers), tensor, column.family.statistic, text, since, severity, key=key)
 
-    def graded(
+    def sightings_by_severity(
         self,
         numbers: StepNumbers,
         facts: Facts,
@@ -190,9 +190,7 @@ class ColumnStreaks:
         *values: npt.NDArray[np.generic],
         key: str = "",
     ) -> Iterator[Sighting]:
-        """Return sightings like :meth:`sightings`, as a warning for some layers and a note for others; the severity is
-        added to the key.
-        """
+        """Yield sightings like :meth:`sightings`, as a warning for some layers and a note for others."""
         severities: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (("warning", warnings), ("note", notes))
         for severity, holds in severities:
             yield from self.sightings(

@@ -25,8 +25,8 @@ class Limits:
 
     Attributes:
         max_bytes, max_files: limits for all files in the rank's folder together.
-        max_memory: the maximum bytes of host memory in the queue of the writer, and again for dumps that are held until
-            the end of a step.
+        max_memory: the maximum bytes of host memory for the writer's queue; the same again for dumps that are held
+            until the end of a step.
     """
 
     max_bytes: int
@@ -35,7 +35,7 @@ class Limits:
 
 
 class Budget:
-    """Counts the files of a rank's folder, including earlier runs; the folder need not exist yet."""
+    """Counts the files in a rank's folder, including files of earlier runs; the folder need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,5 +73,5 @@ def _sizes(folder: Path) -> Iterator[int]:
         for name in names:
             try:
                 yield os.stat(os.path.join(place, name), follow_symlinks=False).st_size
-            except FileNotFoundError:  # removed meanwhile
+            except FileNotFoundError:  # removed in the meantime
                 continue

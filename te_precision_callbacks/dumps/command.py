@@ -89,7 +89,7 @@ def show_command(
         result = compare(dump)
         errors, not_compared = result.differences, result.not_compared
     except (DifferentShapesError, NothingToCompareError) as error:
-        # A dump of one tensor has nothing to compare.
+        # A comparison needs both tensors.
         if HIGH_PRECISION in dump.tensors and dump.header.quantized is not None:
             not_compared = (str(error),)
     header = dataclasses.asdict(dump.header)

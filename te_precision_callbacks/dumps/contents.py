@@ -41,7 +41,7 @@ from te_precision_callbacks.dumps.header import (
     Plain,
     Quantized,
     dtype_name,
-    leads_to,
+    is_merged_shape,
 )
 from te_precision_callbacks.gemm_error.codes import rules_of
 
@@ -74,7 +74,7 @@ class Dump:
         """
         devices = {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}
         tensors = {name: _snapshot(tensor) for name, tensor in self.tensors.items()}
-        # After all copies: the writer's thread reads them on another stream.
+        # Events after all copies, since the writer's thread waits for them.
         events = []
         for device in devices:
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -104,12 +104,12 @@ class Dump:
         directions = () if quantized is None else (quantized.rowwise, quantized.columnwise)
         for columnwise, direction in enumerate(directions if self.internals else ()):
             if direction is not None:
-                decoded = _decoded(direction, _part(direction, bool(columnwise), self.tensors))
+                decoded = _decoded_tensors(direction, _part(direction, bool(columnwise), self.tensors))
                 tensors = {**dict(decoded), **tensors}
         return tensors
 
 
-def dump_of(
+def create_dump(
     high_precision: torch.Tensor | None,
     quantized: Any,
     *,
@@ -148,7 +148,7 @@ def dump_of(
         plain = Plain(tuple(high_precision.shape), dtype_name(high_precision.dtype))
     what = None
     if quantized is not None:
-        what, of_quantized = _quantized(quantized, columnwise_from, None if plain is None else plain.shape)
+        what, of_quantized = _describe_quantized(quantized, columnwise_from, None if plain is None else plain.shape)
         tensors.update(of_quantized)
     header = Header(
         layer=layer,
@@ -165,7 +165,7 @@ def dump_of(
     return Dump(header, tensors, internals=internals)
 
 
-def record_of(
+def create_record(
     gemm: DumpedGemm,
     operands: Mapping[str, tuple[Any, torch.Tensor | None]],
     out: torch.Tensor,
@@ -181,9 +181,9 @@ def record_of(
     """Create a record of a GEMM.
 
     Args:
-        gemm: its description, with the tensors and directions of its operands, but without the contents.
+        gemm: its description, with the tensors and directions of its operands, but without their contents.
         operands: "a" and "b" -> the plain or quantized operand, and the tensor before quantization, if any.
-        out, before, bias: the result, the tensor that it was added to, and the bias.
+        out, before, bias: the result, the tensor that the product was added to, and the bias.
 
     Raises:
         DumpError: an operand or the result is of a kind that cannot be dumped.
@@ -206,9 +206,9 @@ def record_of(
         gemm,
         a=described["a"],
         b=described["b"],
-        out=_described(out),
-        before=None if before is None else _described(before),
-        bias=None if bias is None else _described(bias),
+        out=_describe_plain(out),
+        before=None if before is None else _describe_plain(before),
+        bias=None if bias is None else _describe_plain(bias),
     )
     header = Header(
         layer=layer,
@@ -234,7 +234,7 @@ def _operand(
 ) -> DumpedOperand:
     if not isinstance(memory, Stored):
         tensors[f"{name}.values"] = _plain(memory)
-        return dataclasses.replace(operand, values=_described(memory), rounding=None)
+        return dataclasses.replace(operand, values=_describe_plain(memory), rounding=None)
     direction, of_direction = _internals(memory, one_object=False)
     names = {key: f"{name}.{key}" for key in of_direction}
     amax = None if direction.amax is None else names[direction.amax]
@@ -245,15 +245,15 @@ def _operand(
     if high is None:
         return operand
     tensors[f"{name}.{HIGH_PRECISION}"] = _plain(high)
-    return dataclasses.replace(operand, high_precision=_described(high))
+    return dataclasses.replace(operand, high_precision=_describe_plain(high))
 
 
-def _described(tensor: torch.Tensor) -> Plain:
+def _describe_plain(tensor: torch.Tensor) -> Plain:
     return Plain(tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
 def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
-    gemm = a_dump(dump).header.gemm
+    gemm = require_dump(dump).header.gemm
     if gemm is None:
         raise DumpError("The dump has a single tensor, not a whole GEMM. DumpTensors writes GEMMs with 'gemms'.")
     operand = gemm.operands()[side]
@@ -273,7 +273,7 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
     Raises:
         DumpError: the dump has no quantized tensor, or not this direction; or ``dump`` is not a dump.
     """
-    what = a_dump(dump).header.quantized
+    what = require_dump(dump).header.quantized
     if what is None:
         raise DumpError(f"The dump of {dump.header.tensor or 'a tensor'!r} has no quantized tensor.")
     dtype = DTYPES[what.dtype] if dtype is None else dtype
@@ -292,7 +292,7 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
     return part.dequantized().to(dtype).reshape(what.shape).contiguous()
 
 
-def a_dump(given: Any) -> Dump:
+def require_dump(given: Any) -> Dump:
     if isinstance(given, Dump):
         return given
     raise DumpError(f"A dump is expected, not {given!r:.200}. Use a result of load(path) or save(tensor, path).")
@@ -304,7 +304,7 @@ def kind_is_known(tensor: Any) -> bool:
 
 
 def _plain(tensor: Any) -> torch.Tensor:
-    # Subclasses that hold other tensors: of Transformer Engine, DTensor, ...
+    # Subclasses that wrap other tensors: Transformer Engine's, DTensor, ...
     holds_others = hasattr(tensor, "_quantizer") or hasattr(tensor, "__tensor_flatten__")
     if not isinstance(tensor, torch.Tensor) or holds_others or tensor.layout is not torch.strided or tensor.is_meta:
         raise DumpError(
@@ -314,7 +314,7 @@ def _plain(tensor: Any) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor)
 
 
-def _quantized(
+def _describe_quantized(
     quantized: Any, columnwise_from: Any, before: tuple[int, ...] | None
 ) -> tuple[Quantized, dict[str, torch.Tensor]]:
     class_name = type(quantized).__name__
@@ -328,7 +328,7 @@ def _quantized(
     directions: dict[bool, Direction] = {}
     for columnwise, source in ((False, of_rows), (True, of_columns)):
         part = None if source is None else stored(source, columnwise=columnwise)
-        # Per-tensor FP8 data in one layout serve both directions, and are written once.
+        # Per-tensor FP8 data in one layout serve both directions; write them once.
         if part is None or (part.mode == PER_TENSOR and of_rows is of_columns and part.transposed is not columnwise):
             continue
         directions[columnwise], of_direction = _internals(part, one_object=of_rows is of_columns)
@@ -339,8 +339,8 @@ def _quantized(
     shape = (directions.get(False) or directions[True]).shape
     if isinstance(quantized, torch.Tensor):
         shape = tuple(quantized.shape)
-    elif before is not None and leads_to(before, shape):
-        shape = before  # a storage with columnwise data only may know a matrix
+    elif before is not None and is_merged_shape(before, shape):
+        shape = before  # a storage with columnwise data only may have merged leading dimensions
     described = Quantized(
         class_name=class_name,
         shape=shape,
@@ -417,7 +417,7 @@ def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Te
     )
 
 
-def _decoded(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Tensor]]:
+def _decoded_tensors(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Tensor]]:
     if part.element_format.dtype is None:
         data = part.element_format.decode(unpacked(part.codes))
         shape = direction.shape

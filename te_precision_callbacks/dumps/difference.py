@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from te_precision_callbacks.base.numerics.layouts import Stored, unpacked
-from te_precision_callbacks.dumps.contents import Dump, a_dump, dequantize
+from te_precision_callbacks.dumps.contents import Dump, dequantize, require_dump
 from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
-from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, dtype_name, leads_to
+from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, dtype_name, is_merged_shape
 
 _PIECE = 1 << 16
 """The number of elements read at once, in float64: small enough for a cache."""
@@ -91,8 +91,8 @@ class DumpComparison:
 def compare(a: Dump, b: Dump | None = None) -> DumpComparison:
     """Compare two dumps: the high-precision tensors, and each direction of the quantized tensors.
 
-    A dump of columnwise NVFP4 data alone may have only a matrix: leading dimensions of the other tensor are merged. If
-    one dump has only a high-precision tensor and the other only a quantized tensor, these are compared.
+    A dump with only columnwise NVFP4 data may be a matrix; leading dimensions of the other tensor are then merged. If
+    one dump has only a high-precision tensor and the other only a quantized tensor, these two are compared.
 
     Args:
         a: the reference: the signal of the SQNR.
@@ -103,14 +103,14 @@ def compare(a: Dump, b: Dump | None = None) -> DumpComparison:
         NothingToCompareError: the dumps have nothing in common.
         DumpError: an argument is not a dump.
     """
-    a = a_dump(a)
+    a = require_dump(a)
     if b is None:
-        result = _across(a, a)
+        result = _compare_with_quantized(a, a)
         missing = "high-precision tensor with a comparable quantized form in the dump"
     else:
-        result = _alike(a, a_dump(b))
+        result = _compare_parts(a, require_dump(b))
         if not result.differences:
-            across = [_across(a, b), _across(b, a)]
+            across = [_compare_with_quantized(a, b), _compare_with_quantized(b, a)]
             differences = tuple(difference for result in across for difference in result.differences)
             not_compared = tuple(text for result in across for text in result.not_compared)
             alone = () if differences else result.not_compared
@@ -122,7 +122,7 @@ def compare(a: Dump, b: Dump | None = None) -> DumpComparison:
     return result
 
 
-def _alike(a: Dump, b: Dump) -> DumpComparison:
+def _compare_parts(a: Dump, b: Dump) -> DumpComparison:
     differences: list[Difference] = []
     not_compared: list[str] = []
     for name in (HIGH_PRECISION, QUANTIZED):
@@ -142,12 +142,14 @@ def _alike(a: Dump, b: Dump) -> DumpComparison:
             numbers = [dequantize(dump, columnwise, dtype=torch.float32) for dump in (a, b)]
             internals = _internals(part, other) if _grid(part) == _grid(other) else None
             if internals is None:
-                not_compared.append(f"{name}: codes and scales, which are {_words(part)} in a and {_words(other)} in b")
-            differences.append(_difference(name, *_in_one_shape(*numbers), internals=internals))
+                not_compared.append(
+                    f"{name}: codes and scales, which are {_layout_text(part)} in a and {_layout_text(other)} in b"
+                )
+            differences.append(_difference(name, *_reshape_to_match(*numbers), internals=internals))
     return DumpComparison(a.header, b.header, tuple(differences), tuple(not_compared))
 
 
-def _across(high: Dump, quantized: Dump) -> DumpComparison:
+def _compare_with_quantized(high: Dump, quantized: Dump) -> DumpComparison:
     differences: list[Difference] = []
     not_compared: list[str] = []
     tensor = high.tensors.get(HIGH_PRECISION)
@@ -161,14 +163,14 @@ def _across(high: Dump, quantized: Dump) -> DumpComparison:
             not_compared.append(f"{name}: a Hadamard transform of the tensor")
         else:
             numbers = dequantize(quantized, columnwise, dtype=torch.float32)
-            differences.append(_difference(f"{HIGH_PRECISION} / {name}", *_in_one_shape(tensor, numbers)))
+            differences.append(_difference(f"{HIGH_PRECISION} / {name}", *_reshape_to_match(tensor, numbers)))
     return DumpComparison(high.header, quantized.header, tuple(differences), tuple(not_compared))
 
 
-def _in_one_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if leads_to(tuple(a.shape), tuple(b.shape)):
+def _reshape_to_match(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if is_merged_shape(tuple(a.shape), tuple(b.shape)):
         return a, b.reshape(a.shape)
-    if leads_to(tuple(b.shape), tuple(a.shape)):
+    if is_merged_shape(tuple(b.shape), tuple(a.shape)):
         return a.reshape(b.shape), b
     return a, b
 
@@ -221,20 +223,20 @@ def _grid(part: Stored) -> tuple[object, ...]:
     return (part.element_format.name, scale_format, part.transposed, part.block, part.matrix_shape)
 
 
-def _words(part: Stored) -> str:
+def _layout_text(part: Stored) -> str:
     return f"{part.element_format.name} in blocks of {part.block[0]} x {part.block[1]}"
 
 
 def _internals(a: Stored, b: Stored) -> Internals:
     ours, theirs = (unpacked(part.codes) if part.element_format.bits == 4 else part.codes for part in (a, b))
-    # As bits: a NaN is itself.
+    # Compared as bits, so that NaN equals NaN.
     factors = [part.factors().contiguous().view(torch.int32) for part in (a, b)]
     return Internals(factors[0].numel(), int((ours != theirs).sum()), int((factors[0] != factors[1]).sum()))
 
 
 def tensor_numbers(dump: Dump) -> list[dict[str, Any]]:
-    """Summarize each tensor of the dump; extremes and mean are of finite elements, nan without any. Packed FP4 codes
-    and E8M0 bytes are integers from 0 to 255.
+    """Summarize each tensor of the dump. Extremes and mean are of finite elements, and nan without any. Packed FP4
+    codes and E8M0 scales are summarized as bytes.
     """
     return [_tensor(name, tensor) for name, tensor in sorted(dump.tensors.items())]
 

@@ -2,7 +2,7 @@
 
 Files are written atomically. A killed process may leave a hidden file that ends with ``.incomplete``.
 
-safetensors 0.8 and later write from the tensors' memory and release the GIL, so training goes on.
+safetensors 0.8 and later write directly from the tensors' memory and release the GIL, so training continues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from te_precision_callbacks.dumps.contents import Dump, dump_of, operand_of
+from te_precision_callbacks.dumps.contents import Dump, create_dump, operand_of
 from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
 from te_precision_callbacks.dumps.header import Header
 
@@ -56,11 +56,11 @@ def save(
     """Write a tensor to a file atomically.
 
     Args:
-        tensor: a quantized tensor of Transformer Engine, or its storage class, with scales in any layout, swizzled too;
-            or a plain tensor.
+        tensor: a quantized tensor of Transformer Engine, or its storage class, with scales in any layout, even
+            swizzled; or a plain tensor.
         path: the file. Its folder is created if missing; an existing file is replaced.
         high_precision: ``tensor`` before quantization, for the same file.
-        layer: for the header, as ``tensor_name``, ``iteration``, ``micro_batch`` and ``rank``.
+        layer, tensor_name, iteration, micro_batch, rank: for the header.
         recipe: the recipe, as an object or text.
         internals: add decoded tensors: unpacked FP4 values, scales as float32.
 
@@ -75,15 +75,15 @@ def save(
     for name, text in {"layer": layer, "tensor_name": tensor_name}.items():
         if not isinstance(text, str):
             raise DumpError(f"{name}= must be a name, as text, not {text!r}.")
-    dump = dump_of(
+    dump = create_dump(
         tensor if high_precision is None else high_precision,
         None if high_precision is None else tensor,
         internals=internals,
         layer=layer,
         tensor=tensor_name,
-        iteration=None if iteration is None else _whole("iteration", iteration),
-        micro_batch=_whole("micro_batch", micro_batch),
-        rank=_whole("rank", rank),
+        iteration=None if iteration is None else _require_int("iteration", iteration),
+        micro_batch=_require_int("micro_batch", micro_batch),
+        rank=_require_int("rank", rank),
         recipe=recipe,
     )
     before, after = dump.header.high_precision, dump.header.quantized
@@ -96,7 +96,7 @@ def save(
     return dump
 
 
-def _whole(name: str, number: Any) -> int:
+def _require_int(name: str, number: Any) -> int:
     try:
         return operator.index(number)
     except TypeError as error:
@@ -120,8 +120,8 @@ def write(dump: Dump, path: str | os.PathLike[str]) -> int:
 def write_new(dump: Dump, folder: Path) -> int:
     """Write a dump to a folder under a free name, even if other processes write there, and return the size in bytes.
 
-    The name has the layer, the tensor, and from the second micro-batch on its number; ``.1``, ``.2`` and so on are
-    appended if the name exists. Raises DumpError.
+    The name has the layer, the tensor, and the number of the micro-batch, except for the first one. ``.1``, ``.2``, ...
+    is appended if the name exists. Raises DumpError.
     """
     header = dump.header
     parts = [_UNSAFE.sub("_", name).lstrip(".")[:_LONGEST_LAYER] for name in (header.layer, header.tensor)]
@@ -174,7 +174,7 @@ def load(path: str | os.PathLike[str]) -> Dump:
     Raises:
         NotADumpError: there is no such file, or the file is of another kind or version, truncated, or damaged.
     """
-    with _opened(Path(path)) as file:
+    with _open(Path(path)) as file:
         dump = Dump(_header_of(file), {name: file.get_tensor(name) for name in sorted(file.keys())})
         for columnwise in (False, True):
             dump.part(columnwise=columnwise)
@@ -184,8 +184,8 @@ def load(path: str | os.PathLike[str]) -> Dump:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; errors in the block mean that the file is not a dump."""
+def _open(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; errors within the ``with`` block become NotADumpError."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -226,7 +226,7 @@ def list_dumps(folder: str | os.PathLike[str]) -> Listing:
     unreadable: list[OSError] = []
     for path in _files(Path(folder), unreadable.append):
         try:
-            with _opened(path) as file:
+            with _open(path) as file:
                 entries.append(Entry(path, path.stat().st_size, _header_of(file)))
         except NotADumpError as error:
             foreign.append(Foreign(path, str(error).removeprefix(f"{path}: ")))

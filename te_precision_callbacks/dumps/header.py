@@ -26,7 +26,7 @@ FLOAT32 = "float32"
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, E8M0)}
 """Name in a header -> format of elements or scales."""
 
-# torch 2.6 has no E8M0: there these scales are their bytes.
+# torch 2.6 has no E8M0 dtype; scales are then uint8.
 SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8)}
 """Format of scales -> dtype in a dump; the default is float32."""
 
@@ -63,12 +63,12 @@ class Direction:
         amax: NVFP4 only: the name of the tensor with the amax.
         shape: the shape of the quantized tensor; columnwise NVFP4 data are a matrix.
         transposed: whether the first dimension of the data is the last one of the quantized tensor.
-        block: rows and columns of a block of the data, viewed as a matrix: the first dimension against the others if
-            transposed, otherwise the others against the last dimension.
+        block: rows and columns of a block of the data, viewed as a matrix: all dimensions but the first are merged if
+            transposed, else all but the last.
         scale_format: "E8M0", "E4M3" or "float32".
-        largest_scale: NVFP4 only: the E4M3 number of the largest scale, 448 or 256.
+        largest_scale: NVFP4 only: the largest E4M3 scale, 448 or 256.
         stored_scale_shape: the shape of the scales in training: padded, and perhaps transposed.
-        swizzled: whether the scales were swizzled for a GEMM in training. In a dump they never are.
+        swizzled: whether the scales were swizzled for a GEMM in training; in a dump they are not.
         hadamard: whether the data are a random Hadamard transform of the tensor.
     """
 
@@ -135,7 +135,7 @@ class DumpedOperand:
 
     Attributes:
         tensor: "activation", "weight" or "gradient".
-        columnwise: whether the GEMM sums over the rows of the tensor, not over its last dimension.
+        columnwise: whether the GEMM sums over the rows of the tensor instead of its last dimension.
         direction: the data that the GEMM read; None for the plain tensor ``NAME.values``.
         high_precision: the tensor before quantization, ``NAME.high_precision``, if the record has it.
         rounding: the rounding of the quantizer, if known.
@@ -159,8 +159,8 @@ class DumpedGemm:
     Attributes:
         gemm: "fprop", "dgrad" or "wgrad".
         result: the resulting tensor: "output", "dgrad" or "wgrad".
-        expert: the number of the expert; None outside of grouped GEMMs.
-        order: its number among the GEMMs of the iteration, in execution order.
+        expert: the index of the expert; None for a GEMM that is not grouped.
+        order: its index among the GEMMs of the iteration, in execution order.
         layout: "TN", "NN" or "NT", of A and B.
         split_accumulator: as in the call.
         out: the result, before an activation function.
@@ -200,15 +200,15 @@ class Header:
     """Describes the tensor in a dump.
 
     Attributes:
-        tensor: "activation", "weight", "gradient", "output", "wgrad", "dgrad", or any other word.
-        iteration: the debug iteration; None if there is none.
-        micro_batch: counts the dumps of this tensor within the iteration, from 0.
+        tensor: "activation", "weight", "gradient", "output", "wgrad", "dgrad", or another name.
+        iteration: the debug iteration; None without one.
+        micro_batch: the index of the dump among the dumps of this tensor in the iteration.
         rank: the rank of the process in the default process group.
         run: the id of the session's start on this rank, sorted by time; empty without a session.
         recipe: the quantization recipe, as text.
         high_precision, quantized: the tensor before and after quantization, if the dump has it.
-        gemm: the GEMM, in a record of a GEMM, without ``high_precision`` and ``quantized``.
-        versions: the versions of "torch", "transformer_engine" and "te_precision_callbacks" that made the dump.
+        gemm: the GEMM, in a record of a GEMM, which has no ``high_precision`` and ``quantized``.
+        versions: the versions of "torch", "transformer_engine" and "te_precision_callbacks".
         time: the time in UTC (ISO 8601).
         schema: the version of this header.
     """
@@ -228,7 +228,7 @@ class Header:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        """Return the header as JSON text, as it is in a file's metadata."""
+        """Return the header as JSON text, for a file's metadata."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -251,8 +251,8 @@ class Header:
 _HEADER = pydantic.TypeAdapter(Header)
 
 
-def leads_to(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether two shapes are equal, or the other is the matrix of the shape, with leading dimensions merged."""
+def is_merged_shape(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return whether ``other`` equals the shape, or is the shape with leading dimensions merged to a matrix."""
     return other in (shape, (math.prod(shape[:-1]), *shape[-1:]))
 
 

@@ -31,12 +31,12 @@ from te_precision_callbacks.config.conditions import (
 )
 from te_precision_callbacks.config.dumping import (
     Collected,
+    collected_for,
     missing_statistic,
     no_detection,
-    read_by,
 )
 from te_precision_callbacks.dumps.budget import Limits
-from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
+from te_precision_callbacks.dumps.contents import Dump, create_dump, kind_is_known
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.writer import Job, Writer
@@ -56,7 +56,7 @@ Report = Callable[[str, str, Exception], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DumpOptions:
     """The options of DumpTensors for a tensor.
 
     Attributes:
@@ -75,7 +75,7 @@ class Wanted:
     gemm: str = ""
 
     @classmethod
-    def of_gemm(cls, gemm: DumpTensorsGemmItem, options: DumpTensors) -> Wanted:
+    def of_gemm(cls, gemm: DumpTensorsGemmItem, options: DumpTensors) -> DumpOptions:
         return cls(
             schedule=gemm.schedule,
             high_precision=True,
@@ -87,7 +87,7 @@ class Wanted:
         )
 
     @classmethod
-    def of(cls, tensor: DumpTensorsItem, options: DumpTensors) -> Wanted:
+    def of(cls, tensor: DumpTensorsItem, options: DumpTensors) -> DumpOptions:
         return cls(
             schedule=tensor.schedule,
             high_precision=tensor.high_precision_tensor,
@@ -164,9 +164,10 @@ class Recorder:
         return [written.popleft() for _ in range(len(written))]
 
     def close(self, *, decides: bool = True) -> None:
-        """End the run: write or drop held dumps, and wait until all are written, or until the disk no longer responds,
-        which is logged. Closing twice does nothing. ``decides=False`` drops held dumps without reading their conditions
-        from a device.
+        """End the run: write or drop held dumps, and wait for the writer. Can be called twice.
+
+        A disk that does not respond is logged. ``decides=False`` drops held dumps without reading their conditions from
+        a device.
         """
         self._follow_fork()
         if self._closed:
@@ -193,16 +194,16 @@ class Recorder:
 
     def note(
         self,
-        seen: Watched,
-        wanted: Wanted,
+        watched: Watched,
+        options: DumpOptions,
         collected: Callable[[], Mapping[str, Collected]],
         record: Callable[[int], Dump] | None = None,
     ) -> None:
         """Take a snapshot of a tensor, unless its conditions cannot hold.
 
         Args:
-            seen: the tensor; for a record of a GEMM the result.
-            wanted: the options of the config.
+            watched: the tensor; for a record of a GEMM the result.
+            options: the options of the config.
             collected: returns the collected statistics of the tensor with their schedules.
             record: creates the record of a GEMM, given the number of the micro-batch; None for a tensor.
 
@@ -210,63 +211,63 @@ class Recorder:
             DumpError: tensors of this kind cannot be dumped.
         """
         self._follow_fork()
-        if self.stopped(wanted.limits):
+        if self.stopped(options.limits):
             return
         if is_capturing():  # each replay would repeat a copy
             self._warn_once(
                 "captured",
                 "DumpTensors: %s of %s is not dumped, because a CUDA graph is being captured: capture after the"
                 " steps that you want to dump. Other tensors are not listed.",
-                seen.tensor,
-                seen.layer,
+                watched.tensor,
+                watched.layer,
             )
             return
         if self._at_exit is None:
-            # Also called at the end of a spawned process, unlike atexit functions.
+            # Unlike atexit functions, it is also called at the end of a spawned process.
             self._at_exit = Finalize(None, self.close, exitpriority=90)
-        key = (seen.layer, seen.tensor, id(wanted))
+        key = (watched.layer, watched.tensor, id(options))
         micro_batch = self._micro_batches.get(key, 0)
         self._micro_batches[key] = micro_batch + 1
-        if seen.tensor == _WEIGHT and micro_batch:
+        if watched.tensor == _WEIGHT and micro_batch:
             return  # every micro-batch of a step has the same weight
         with torch.inference_mode(False), torch.no_grad():
-            held = self._conditions_left(seen, wanted, collected)
+            held = self._pending_conditions(watched, options, collected)
             if held is not None and held[0] is None and not held[1] and not held[2]:
                 return
-            dump = self._dump(seen, wanted, micro_batch) if record is None else record(micro_batch)
+            dump = self._dump(watched, options, micro_batch) if record is None else record(micro_batch)
             if dump is None:
                 return
             if held is None:
-                if wanted.conditions:  # NONFINITE on the CPU is known at once
-                    self._nonfinite.append(seen.iteration)
-                self._writer.wait_for_room(dump.nbytes, wanted.limits)
-                self._writer.put(Job(dump.copied(), wanted.limits))
-            elif self._held_bytes + dump.nbytes > wanted.limits.max_memory:
+                if options.conditions:  # on the CPU, NONFINITE is evaluated immediately
+                    self._nonfinite.append(watched.iteration)
+                self._writer.wait_for_room(dump.nbytes, options.limits)
+                self._writer.put(Job(dump.copied(), options.limits))
+            elif self._held_bytes + dump.nbytes > options.limits.max_memory:
                 self._warn_once(
-                    ("held", wanted.limits),
+                    ("held", options.limits),
                     "DumpTensors: %s of %s in iteration %d is not dumped: until the end of the step decides on"
                     " 'when', tensors wait in memory, limited by max_memory=%s bytes. Select fewer layers, or"
                     " increase max_memory. Other tensors are not listed.",
-                    seen.tensor,
-                    seen.layer,
-                    seen.iteration,
-                    f"{wanted.limits.max_memory:,}",
+                    watched.tensor,
+                    watched.layer,
+                    watched.iteration,
+                    f"{options.limits.max_memory:,}",
                 )
             else:
                 self._held_bytes += dump.nbytes
-                self._held.append(_WaitingDump(Job(dump.copied(), wanted.limits), *held))
+                self._held.append(_WaitingDump(Job(dump.copied(), options.limits), *held))
 
-    def _conditions_left(
-        self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]
+    def _pending_conditions(
+        self, watched: Watched, options: DumpOptions, collected: Callable[[], Mapping[str, Collected]]
     ) -> tuple[torch.Tensor | None, tuple[_OnStatistic, ...], bool] | None:
-        if not wanted.conditions:
+        if not options.conditions:
             return None
         nonfinite: torch.Tensor | None = None
         statistics: list[_OnStatistic] = []
         overflow = False
-        for condition in wanted.conditions:
+        for condition in options.conditions:
             if condition is EventCondition.NONFINITE:
-                nonfinite = _has_nonfinite(seen)
+                nonfinite = _has_nonfinite(watched)
                 if nonfinite is not None and nonfinite.device.type == "cpu":
                     if nonfinite.item():
                         return None
@@ -274,49 +275,51 @@ class Recorder:
             elif condition is EventCondition.ACTIVATION_OVERFLOW:
                 overflow = self._detects_overflow
                 if not overflow:
-                    self._complain(condition, seen, no_detection())
+                    self._complain(condition, watched, no_detection())
             else:
-                statistic = self._statistic(condition, seen, collected())
+                statistic = self._statistic(condition, watched, collected())
                 if statistic is not None:
                     statistics.append((condition, statistic))
         return nonfinite, tuple(statistics), overflow
 
-    def _statistic(self, condition: Threshold, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:
-        statistic = read_by(condition, collected)
+    def _statistic(
+        self, condition: Threshold, watched: Watched, collected: Mapping[str, Collected]
+    ) -> Collected | None:
+        statistic = collected_for(condition, collected)
         if statistic is None:
-            self._complain(condition, seen, missing_statistic(condition, collected, [seen.layer], seen.tensor))
+            self._complain(condition, watched, missing_statistic(condition, collected, [watched.layer], watched.tensor))
             return None
-        return statistic if any(schedule.at(seen.iteration)[0] for schedule in statistic.schedules) else None
+        return statistic if any(schedule.at(watched.iteration)[0] for schedule in statistic.schedules) else None
 
-    def _complain(self, condition: Condition, seen: Watched, text: str) -> None:
+    def _complain(self, condition: Condition, watched: Watched, text: str) -> None:
         if self._notices.first(condition):
             error = DumpError(f"{text} Other tensors with this condition are not listed.")
-            self._report("dumping", f"{seen.layer} {seen.tensor}", error)
+            self._report("dumping", f"{watched.layer} {watched.tensor}", error)
 
-    def _dump(self, seen: Watched, wanted: Wanted, micro_batch: int) -> Dump | None:
-        quantized, columnwise_from = _quantized_form(seen) if wanted.quantized else (None, None)
-        values = seen.values if wanted.high_precision else None
+    def _dump(self, watched: Watched, options: DumpOptions, micro_batch: int) -> Dump | None:
+        quantized, columnwise_from = _quantized_form(watched) if options.quantized else (None, None)
+        values = watched.values if options.high_precision else None
         if values is None and quantized is None:
-            asked = {"high_precision_tensor": wanted.high_precision, "quantized_tensor": wanted.quantized}
+            asked = {"high_precision_tensor": options.high_precision, "quantized_tensor": options.quantized}
             lacking = " and no ".join(key for key, is_wanted in asked.items() if is_wanted)
             self._warn_once(
                 ("nothing", lacking),
                 "DumpTensors: %s of %s is not dumped: it has no %s. Other such tensors are not listed.",
-                seen.tensor,
-                seen.layer,
+                watched.tensor,
+                watched.layer,
                 lacking,
             )
             return None
-        return dump_of(
+        return create_dump(
             values,
             quantized,
-            internals=wanted.internals,
-            layer=seen.layer,
-            tensor=seen.tensor,
-            iteration=seen.iteration,
+            internals=options.internals,
+            layer=watched.layer,
+            tensor=watched.tensor,
+            iteration=watched.iteration,
             micro_batch=micro_batch,
             rank=own_rank(),
-            recipe=recipe_of(seen.quantizer),
+            recipe=recipe_of(watched.quantizer),
             columnwise_from=columnwise_from,
         )
 
@@ -335,7 +338,7 @@ class Recorder:
         reasons: dict[str, int] = {NONFINITE: len(at_once)} if at_once else {}
         for entry, nonfinite in zip(held, flags, strict=True):
             reason = NONFINITE if nonfinite else ACTIVATION_OVERFLOW if overflowed and entry.overflow else None
-            reason = reason or self._statistic_that_holds(entry, learned)
+            reason = reason or self._fulfilled_statistic(entry, learned)
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
                 self._writer.put(entry.job)
@@ -347,7 +350,7 @@ class Recorder:
                 ", ".join(reasons),
             )
 
-    def _statistic_that_holds(self, entry: _WaitingDump, learned: Sequence[Measured]) -> str | None:
+    def _fulfilled_statistic(self, entry: _WaitingDump, learned: Sequence[Measured]) -> str | None:
         header = entry.job.dump.header
         for condition, collected in entry.statistics:
             tensor = header.tensor if header.gemm is None else header.gemm.result
@@ -388,9 +391,8 @@ def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
 
 
 def _quantized_form(watched: Watched) -> tuple[Any, Any]:
-    """Return the quantized tensor, and the object with its columnwise data if that is a separate one.
-
-    A GEMM in high precision reads the tensor itself, which is not quantized.
+    """Return the quantized tensor, and the object with its columnwise data if that is a separate object; None if the
+    GEMM runs in high precision.
     """
     operands = (watched.rowwise, watched.columnwise)
     became = [operand for operand in operands if operand is not None and not _is_values(watched.values, operand)]

@@ -35,7 +35,7 @@ class Job(NamedTuple):
 
 
 class Writer:
-    """Writes dumps to a log folder; ``written`` has the headers of the last files, until the caller removes them."""
+    """Writes dumps to a log folder; ``written`` collects the headers of files, until the caller removes them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,8 +96,8 @@ class Writer:
         try:
             refusal = self._write_within_budget(replace(job.dump, header=header), job.limits)
         except Exception as error:
-            # A full disk stays full, but a tensor without a dtype in the format does not affect others.
-            if isinstance(error.__cause__ or error, OSError) or "I/O error" in str(error):  # of safetensors
+            # A full disk ends the thread; a tensor that the format cannot store does not affect others.
+            if isinstance(error.__cause__ or error, OSError) or "I/O error" in str(error):  # raised by safetensors
                 raise DumpError(f"{error} No more tensors are dumped.") from error
             self._failure = self._failure or error
             return True

@@ -63,7 +63,7 @@ from te_precision_callbacks.engine.quantization import (
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
 from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
 from te_precision_callbacks.gemm_error.codes import CodeCheck
-from te_precision_callbacks.gemm_error.judging import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
+from te_precision_callbacks.gemm_error.kernel_check import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable

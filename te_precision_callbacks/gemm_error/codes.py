@@ -1,11 +1,11 @@
 """Checks the codes and scales of a quantized tensor against the tensor before quantization, on a few blocks.
 
-A code is right if no other value of the format is nearer to the element over its factor; with stochastic rounding, if
-no value of the format lies between. A scale is right if it follows from the block's amax by the format's rule
+A code is correct if it is the nearest value of the format to the element divided by its factor; with stochastic
+rounding, if it is one of the two neighbors. A scale is correct if it follows from the block's amax by the format's rule
 (:mod:`te_precision_callbacks.base.numerics.scaling`).
 
-Elements with inf or nan, scales of their blocks, and codes with a factor of inf or nan are skipped. In NVFP4 an inf
-makes all factors of its tensor inf.
+Elements with inf or nan, the scales of their blocks, and codes with a factor of inf or nan are skipped. In NVFP4, an
+inf makes all factors of its tensor inf.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RoundingRules:
     Attributes:
         stochastic: whether rounding is stochastic.
         sign_mask: the mask of the random Hadamard transform before quantization, if any.
-        square: whether blocks are squares although the layout has a scale for each of their rows.
+        square: whether blocks are square although the layout stores a scale for each of their rows.
         scales_follow: whether a scale follows from the amax of the block, or of the tensor with per-tensor scaling.
         power_of_two: whether a float32 scale is rounded down to a power of two.
         amax_epsilon: the minimum amax for a float32 scale.
@@ -56,10 +56,10 @@ class RoundingRules:
 
 
 def rules_of(quantizer: Any, *, columnwise: bool) -> RoundingRules:
-    """Return the rules of one of Transformer Engine's quantizers.
+    """Return the rounding rules of one of Transformer Engine's quantizers.
 
-    Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``. Scales of delayed scaling
-    and scales reduced over ranks are not checked. NVFP4's columnwise data of an activation or gradient may be a
+    Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``. ``scales_follow`` is False
+    for delayed scaling and for scales reduced over ranks. NVFP4's columnwise data of an activation or gradient may be a
     Hadamard transform.
     """
     transformed = columnwise and bool(getattr(quantizer, "with_rht", False))
@@ -77,13 +77,14 @@ def rules_of(quantizer: Any, *, columnwise: bool) -> RoundingRules:
 
 
 class CodeCheck(NamedTuple):
-    """The result of a check: float64 tensors without a dimension, on the device of the codes. Checks are added up.
+    """The result of a check: 0-dim float64 tensors on the device of the codes, which add up over checks.
 
     Attributes:
         codes, wrong: the numbers of checked and of wrong codes.
         rounded: the number of stochastically rounded codes.
-        rounding_bias: their sum of (|decoded| - |exact|) / the distance of the two neighbors; its mean is 0.
-        rounded_to_0, expected_0: the number of zeros in them, and its expected value.
+        rounding_bias: the sum over these codes of (|decoded| - |exact|) / the distance of the two neighbors; its
+            expected value is 0.
+        rounded_to_0, expected_0: the number of these codes that are 0, and its expected value.
         scales, wrong_scales: the numbers of checked and of wrong scales.
     """
 
@@ -117,7 +118,7 @@ def check_codes(part: Stored, high: torch.Tensor, rules: RoundingRules, row: int
     if all_factors.numel() == 1:
         factors, block = all_factors.reshape(1, 1), (exact.shape[0], exact.shape[1])
     else:
-        factors, block = _of_window(all_factors, rows, columns, part.block), (height, width)
+        factors, block = _window_values(all_factors, rows, columns, part.block), (height, width)
     decoded = part.elements(rows)[:, columns].double()
     spread = blocks.spread(factors, block, (exact.shape[0], exact.shape[1])).double()
     y = torch.where(spread.isfinite(), exact.double() / spread, torch.nan)
@@ -131,13 +132,13 @@ def _window(extent: int, size: int, number: int) -> slice:
     return slice(first, min(first + size, extent))
 
 
-def _of_window(blocked: torch.Tensor, rows: slice, columns: slice, block: tuple[int, int]) -> torch.Tensor:
+def _window_values(blocked: torch.Tensor, rows: slice, columns: slice, block: tuple[int, int]) -> torch.Tensor:
     height, width = block
     return blocked[rows.start // height : -(-rows.stop // height), columns.start // width : -(-columns.stop // width)]
 
 
 def distance(y: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """Return the distance of the two values of a format around each y, float64."""
+    """Return the distance between the two values of a format around each y, float64."""
     lowest = torch.frexp(torch.tensor(number_format.min_normal, dtype=torch.float64)).exponent.item()
     exponent = torch.frexp(y).exponent.masked_fill(y == 0, int(lowest)).clamp(min=int(lowest))
     exponent = exponent - 1 - number_format.mantissa_bits
@@ -177,28 +178,28 @@ def _scales(
     if part.mode == PER_TENSOR:
         amax = torch.maximum(matrix.amax(), -matrix.amin()).float().reshape(1)  # abs() would copy the tensor
         wanted = torch.reciprocal(_fp8_scale(amax, part, rules, FLOAT32_MAX))
-        return _counted(_near(part.scales.reshape(1), wanted), amax.isfinite())
+        return _count_wrong(_are_close(part.scales.reshape(1), wanted), amax.isfinite())
     block = (max(part.block),) * 2 if rules.square else part.block
     amaxes = blocks.tiled(exact.float().abs(), block).amax((1, 3))
     if rules.square and block != part.block:
         numbers = blocks.number(exact.shape, part.block)
         amaxes = amaxes.repeat_interleave(block[0] // part.block[0], 0)[: numbers[0]]
         amaxes = amaxes.repeat_interleave(block[1] // part.block[1], 1)[:, : numbers[1]]
-    scales, use = _of_window(part.block_scales(), rows, columns, part.block), amaxes.isfinite()
+    scales, use = _window_values(part.block_scales(), rows, columns, part.block), amaxes.isfinite()
     if part.mode in (BLOCK_1D, BLOCK_2D):
         largest = min(torch.finfo(matrix.dtype).max, FLOAT32_MAX)
-        return _counted(_near(scales, torch.reciprocal(_fp8_scale(amaxes, part, rules, largest))), use)
+        return _count_wrong(_are_close(scales, torch.reciprocal(_fp8_scale(amaxes, part, rules, largest))), use)
     if part.mode == MXFP8:
-        # At a power of two both are right: the quotient is rounded.
+        # At a power of two both scales are correct, since the quotient is rounded.
         low, high = (mxfp8_scale_inv(amaxes * (1.0 + sign * 1e-6), part.element_format) for sign in (-1, 1))
-        return _counted((scales == low) | (scales == high), use)
+        return _count_wrong((scales == low) | (scales == high), use)
     if part.amax is None or part.largest_scale is None:
         return _none(scales)
     tensor_amax = part.amax.reshape(-1, 1)
     wanted = nvfp4_block_scales(amaxes, nvfp4_encode_scale(tensor_amax, part.largest_scale)).double()
     wanted = wanted.clamp(max=E4M3.max)
     right = (scales.double() - wanted).abs() <= distance(wanted, E4M3) * (0.5 + SLACK)
-    return _counted(right, use & tensor_amax.isfinite())
+    return _count_wrong(right, use & tensor_amax.isfinite())
 
 
 def _fp8_scale(amaxes: torch.Tensor, part: Stored, rules: RoundingRules, largest: float) -> torch.Tensor:
@@ -211,11 +212,11 @@ def _fp8_scale(amaxes: torch.Tensor, part: Stored, rules: RoundingRules, largest
     )
 
 
-def _near(scales: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _are_close(scales: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (scales - wanted).abs() <= 1e-5 * wanted
 
 
-def _counted(right: torch.Tensor, use: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _count_wrong(right: torch.Tensor, use: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return use.double().sum(), (use & ~right).double().sum()
 
 

@@ -1,6 +1,6 @@
 """The operands of a GEMM as matrices, decoded in pieces for products with a few vectors.
 
-A sweep decodes each element once, and allocates one piece of the matrix.
+A sweep decodes each element once; only one decoded piece is in memory at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Swept(NamedTuple):
     Attributes:
         to_rows: ``M @ from_k``, [rows, vectors].
         to_k: ``M^T @ from_rows``, [k, vectors].
-        squares_to_rows: ``M^2 @ squares_from_k``, [rows], with the squares of the elements in M^2.
+        squares_to_rows: ``M^2 @ squares_from_k``, [rows]; M^2 is elementwise.
         squares_to_k: the sums of squares of the columns of M, [k].
     """
 
@@ -52,18 +52,18 @@ class Factor:
 
     Attributes:
         memory: a plain matrix in any float dtype, or one direction of a quantized tensor.
-        turned: whether the rows in memory are the columns of M.
+        is_transposed: whether the rows in memory are the columns of M.
         piece_bytes: the maximum memory of a decoded piece, which has at least 128 rows.
     """
 
     memory: torch.Tensor | Stored
-    turned: bool
+    is_transposed: bool
     piece_bytes: int = PIECE_BYTES
 
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self._memory_shape
-        return (columns, rows) if self.turned else (rows, columns)
+        return (columns, rows) if self.is_transposed else (rows, columns)
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +94,7 @@ class Factor:
         for first in range(0, rows, step):
             place = slice(first, min(first + step, rows))
             if isinstance(self.memory, Stored) and factors is not None:
-                yield place, _decoded(self.memory, factors, place).to(dtype)
+                yield place, _decode(self.memory, factors, place).to(dtype)
             else:
                 yield place, self.memory[place].to(dtype)  # type: ignore[index]
 
@@ -102,7 +102,7 @@ class Factor:
         whole = torch.cat([piece for _, piece in self.pieces(dtype)]) if self._memory_shape[0] else None
         if whole is None:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
-        return whole.t() if self.turned else whole
+        return whole.t() if self.is_transposed else whole
 
     def sweep(
         self,
@@ -122,9 +122,9 @@ class Factor:
         """
         given = next((v for v in (from_k, from_rows, squares_from_k) if v is not None), None)
         dtype = torch.float32 if given is None else given.dtype
-        along, across = (from_k, from_rows) if self.turned else (from_rows, from_k)
+        along, across = (from_k, from_rows) if self.is_transposed else (from_rows, from_k)
         ones = torch.ones(self.shape[0], dtype=dtype, device=self.device) if squares else None
-        squares_along, squares_across = (squares_from_k, ones) if self.turned else (ones, squares_from_k)
+        squares_along, squares_across = (squares_from_k, ones) if self.is_transposed else (ones, squares_from_k)
         by_row: list[torch.Tensor] = []
         squares_by_row: list[torch.Tensor] = []
         total: torch.Tensor | None = None
@@ -144,7 +144,7 @@ class Factor:
                 squares_total = part if squares_total is None else squares_total.add_(part)
         rows = torch.cat(by_row) if by_row else None
         squares_rows = torch.cat(squares_by_row) if squares_by_row else None
-        if self.turned:
+        if self.is_transposed:
             return Swept(total, rows, squares_total, squares_rows)
         return Swept(rows, total, squares_rows, squares_total)
 
@@ -174,7 +174,7 @@ def factor_of(tensor: Any, *, columnwise: bool, piece_bytes: int = PIECE_BYTES) 
     return Factor(part, columnwise != part.transposed, piece_bytes)
 
 
-def _decoded(part: Stored, factors: torch.Tensor, place: slice) -> torch.Tensor:
+def _decode(part: Stored, factors: torch.Tensor, place: slice) -> torch.Tensor:
     elements = part.elements(place)
     if factors.numel() == 1:
         return elements.mul_(factors.view(()))

@@ -28,7 +28,7 @@ from te_precision_callbacks.coverage.precision_audit import (
     backward_override,
     formats_of_fused_path,
     gemms_left_out,
-    of_fprop,
+    select_fprop,
 )
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
@@ -258,7 +258,7 @@ class Answers:
             self._audit.expect(gemm for gemm in gemms if gemm not in left_out)
             if idle:
                 formats = formats_of_fused_path(module, layers, fp8=module.fp8)
-                formats = of_fprop(formats) if fprop_only else formats
+                formats = select_fprop(formats) if fprop_only else formats
                 self._audit.expect_unseen(
                     {
                         operand: made

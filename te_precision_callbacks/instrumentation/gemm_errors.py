@@ -33,24 +33,24 @@ from te_precision_callbacks.base.numerics.nvfp4 import rotated
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import LogGemmErrorItem
-from te_precision_callbacks.dumps.contents import Dump, record_of
+from te_precision_callbacks.dumps.contents import Dump, create_record
 from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Plain
-from te_precision_callbacks.dumps.recording import Wanted
+from te_precision_callbacks.dumps.recording import DumpOptions
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.gemm_error.codes import check_codes, rules_of
 from te_precision_callbacks.gemm_error.factors import Factor, FactorError, factor_of
-from te_precision_callbacks.gemm_error.judging import (
+from te_precision_callbacks.gemm_error.kernel_check import (
     Accumulator,
     GemmCall,
     ProbedOperands,
     Thin,
     accumulator_of,
-    judged,
+    check_kernel,
     kernel_columns,
-    of_product,
     probes,
     product_and_operands,
+    remove_added,
     seed_of,
     squares_of_difference,
     thin,
@@ -62,7 +62,7 @@ from te_precision_callbacks.statistics.table import Of
 
 logger = logging.getLogger(__name__)
 
-_OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, Wanted)
+_OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, DumpOptions)
 
 _FORWARD_OPERAND: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
 """GEMM -> its operand A, which exists in high precision in the forward."""
@@ -276,9 +276,9 @@ class GemmErrors:
                 return
             run = thin(matrix, x, y)
             call = GemmCall(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added(event))
-            judgement = judged(run, expected, call)
+            check = check_kernel(run, expected, call)
             tensor = RESULT[event.gemm]
-            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(judgement, own_rank()))
+            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(check, own_rank()))
             self._note_measured(event.layer, event.gemm)
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
             high = high_of(self.operands, event.layer, event.b)
@@ -301,12 +301,12 @@ class GemmErrors:
                 v_hp, left_g = torch.split(swept, [kept.to_k.shape[1], g.shape[1]], 1)
                 v_hp = v_hp * alpha
                 errors = (
-                    squares_of_difference(of_product(run, expected, call), v_hp)[0],
+                    squares_of_difference(remove_added(run, expected, call), v_hp)[0],
                     *squares_of_difference(expected.right, v_hp),
                     *squares_of_difference(operands.right, kept.to_rows),
                     *squares_of_difference(operands.left, left_g),
                 )
-                counted = torch.stack(errors) * judgement.counts
+                counted = torch.stack(errors) * check.counts
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
                 self._note_measured(event.layer, event.gemm, of_format=True)
 
@@ -407,7 +407,7 @@ class GemmRecords:
         self._operands = operands
         self._report = report
         self._notices = Notices()
-        self._selected = SelectedGemms(Wanted)
+        self._selected = SelectedGemms(DumpOptions)
         self.watch = self._selected.watch
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> None:
@@ -427,7 +427,7 @@ class GemmRecords:
         except Exception as error:
             self._report("recording the GEMM of", f"{event.layer} {event.gemm}", error)
 
-    def _record(self, event: GemmEvent, before: torch.Tensor | None, wanted: Wanted, iteration: int) -> None:
+    def _record(self, event: GemmEvent, before: torch.Tensor | None, wanted: DumpOptions, iteration: int) -> None:
         import nvdlfw_inspect.api as debug_api
 
         reason = why_not_seen(event, before)
@@ -471,7 +471,7 @@ class GemmRecords:
             capability=torch.cuda.get_device_capability(out.device) if on_gpu else None,
         )
         operands = {"a": (event.a.data, self._high(event, event.a)), "b": (event.b.data, self._high(event, event.b))}
-        return record_of(
+        return create_record(
             gemm,
             operands,
             out,

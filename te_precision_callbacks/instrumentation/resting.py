@@ -17,7 +17,7 @@ from te_precision_callbacks.coverage.precision_audit import (
     LayerOperand,
     PrecisionAudit,
     formats_of_fused_path,
-    of_fprop,
+    select_fprop,
 )
 from te_precision_callbacks.layers.round_robin import RoundRobin
 
@@ -121,7 +121,7 @@ class RestingLayers:
             return
         formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
         if not self._audit.holds(formats):
-            self._audit.plan(self._audit.of_gemms_that_run(formats))
+            self._audit.plan(self._audit.select_running(formats))
 
     def _check_state(self, module: torch.nn.Module, *, excluded: bool) -> None:
         """Record a resting module's precision that the audit lacks, and arm the module once for each precision.
@@ -136,11 +136,11 @@ class RestingLayers:
         of_forwards = []
         for fp8, with_gradients in sorted(ran):
             formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
-            of_forwards.append(formats if with_gradients else of_fprop(formats))
+            of_forwards.append(formats if with_gradients else select_fprop(formats))
         if not any(with_gradients for _, with_gradients in ran) or all(map(self._audit.holds, of_forwards)):
             return
         for formats in of_forwards:
-            self._audit.plan(self._audit.of_gemms_that_run(formats), excluded=excluded)
+            self._audit.plan(self._audit.select_running(formats), excluded=excluded)
         if of_forwards not in self._queried.setdefault(key, []):
             self._queried[key].append(of_forwards)
             self._query_again(module)

@@ -11,7 +11,7 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from te_precision_callbacks.base.vocabulary import OperandName
-from te_precision_callbacks.coverage.model_watch import modes_are_active, unseen
+from te_precision_callbacks.coverage.model_watch import hide_operators, modes_are_active
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmOperand
 from te_precision_callbacks.speed.trace.range_names import layer_range, module_of
@@ -149,7 +149,7 @@ class Running:
         try:
             if not self.has_ranges and not modes_are_active():
                 return function(*arguments, **keywords)
-            with self._range(forward, backward=backward), unseen() if modes_are_active() else nullcontext():
+            with self._range(forward, backward=backward), hide_operators() if modes_are_active() else nullcontext():
                 return function(*arguments, **keywords)
         finally:
             here.running = before

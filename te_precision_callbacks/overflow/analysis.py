@@ -15,7 +15,13 @@ import torch
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
-from te_precision_callbacks.overflow.journal import DetectorOptions, Interval, Seen, TensorEvent, seen
+from te_precision_callbacks.overflow.journal import (
+    DetectorOptions,
+    FrameValues,
+    Interval,
+    TensorEvent,
+    frames_with_values,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +29,13 @@ _LISTED = 5
 
 
 @dataclass(frozen=True)
-class Find:
-    """An overflow; see :class:`ActivationOverflowError` for the first attributes.
+class DetectedOverflow:
+    """A detected overflow; see :class:`ActivationOverflowError` for other attributes.
 
     Attributes:
-        sequence: the number of the event since the last common look.
-        headline: the bad tensor.
-        report: the whole report.
+        sequence: the index of the event since the last common look of the ranks.
+        headline: the line that names the bad tensor.
+        report: the complete report.
         step: the training step as text, if known.
     """
 
@@ -51,7 +57,7 @@ class Reader:
         self.loss_scaled = False
         self.step: Callable[[], str] = str
         self._options = options
-        self.history: deque[Seen] = deque(maxlen=options.max_frames)
+        self.history: deque[FrameValues] = deque(maxlen=options.max_frames)
         self._traced = frozenset(options.trace_batches)
         self._traced_last = ""
 
@@ -63,13 +69,13 @@ class Reader:
         traces: bool,
         may_be_skipped: bool,
         before: int,
-    ) -> Find | None:
+    ) -> DetectedOverflow | None:
         """Return the first overflow; log traced frames, and keep frames for later reports.
 
         Args:
             traces: whether ``trace_batches`` refers to their batches.
-            may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
-            before: the number of earlier events since the last common look of all ranks.
+            may_be_skipped: whether a GradScaler that has scaled the loss can still skip the step.
+            before: the number of earlier events since the last common look of the ranks.
         """
         events = interval.events
         if not events:
@@ -94,16 +100,17 @@ class Reader:
             if scale is not None and not scale <= 1:  # the scaler reduces the scale, and skips the step
                 bad = find(loss_scaled=True)
         if bad is None:
-            self.history.extend(seen(events[-self._options.max_frames :], values))  # an event has a frame at least
+            # An event has at least one frame.
+            self.history.extend(frames_with_values(events[-self._options.max_frames :], values))
             return None
         index, number = bad
-        frames = [*self.history, *seen(events[: index + 1], values)]
+        frames = [*self.history, *frames_with_values(events[: index + 1], values)]
         after = len(events[index].frames) - 1 - number
         frames = frames[: len(frames) - after][-self._options.max_frames :]
         culprit = frames[-1]
         place = culprit.frame.place
         step = "" if evaluation else self.step()
-        return Find(
+        return DetectedOverflow(
             path="" if place is None else place.path,
             class_name="" if place is None else place.class_name,
             role=culprit.frame.role,
@@ -124,7 +131,9 @@ class Reader:
                 if (title := f"*** {batch} {event.batch} ***") != self._traced_last:
                     self._traced_last = title
                     lines.append(title)
-                lines += [_line(frame, abs_min=self._options.abs_min) for frame in seen([event], values)]
+                lines += [
+                    _format_frame(frame, abs_min=self._options.abs_min) for frame in frames_with_values([event], values)
+                ]
         if lines:
             logger.warning("%s", "\n".join(lines))
 
@@ -144,7 +153,7 @@ def first_bad(
 
     Args:
         allow_neg_inf: patterns of the paths of modules that may produce -inf.
-        excused: the slots that may have -inf anywhere; extended here.
+        excused: the slots that may have -inf, in any module; extended by this function.
         not_in: batches that are not checked.
         loss_scaled: whether gradients may be inf or nan, since a GradScaler handles them.
     """
@@ -166,7 +175,7 @@ def first_bad(
             place = event.frames[0].place
             path = "" if place is None else place.path
             neg_inf_is_bad = not (entered or any(fnmatch.fnmatchcase(path, pattern) for pattern in allow_neg_inf))
-            if not neg_inf_is_bad:  # the modules around it return its output
+            if not neg_inf_is_bad:  # outer modules return its output
                 excused.update(frame.measured for frame in event.frames if frame.sign == "<")
         for number, frame, low, high in suspect:
             if math.isnan(high) or high == math.inf:
@@ -188,7 +197,7 @@ def advice_on_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str
     values = slots.read()
     broken = values.not_finite()
     names = [
-        f"{name} ({_what(*values.extremes(slot))})"
+        f"{name} ({_describe_value(*values.extremes(slot))})"
         for slot, name in measured.items()
         if isinstance(slot, Slot) and slot in broken
     ]
@@ -202,13 +211,13 @@ def advice_on_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str
     )
 
 
-def _headline(culprit: Seen) -> str:
+def _headline(culprit: FrameValues) -> str:
     frame = culprit.frame
-    kind = _what(*culprit.values.extremes(frame.measured)) if isinstance(frame.measured, Slot) else ""
-    return f"{_where(culprit)} has {kind}"
+    kind = _describe_value(*culprit.values.extremes(frame.measured)) if isinstance(frame.measured, Slot) else ""
+    return f"{_describe_place(culprit)} has {kind}"
 
 
-def _advice(culprit: Seen, event: TensorEvent, *, loss_scale: float | None) -> str:
+def _advice(culprit: FrameValues, event: TensorEvent, *, loss_scale: float | None) -> str:
     frame = culprit.frame
     if event.kind == "gradient":
         scaler = (
@@ -232,15 +241,15 @@ def _advice(culprit: Seen, event: TensorEvent, *, loss_scale: float | None) -> s
     )
 
 
-def _report(frames: Sequence[Seen], *, abs_min: bool, step: str) -> str:
+def _report(frames: Sequence[FrameValues], *, abs_min: bool, step: str) -> str:
     culprit = frames[-1]
     lines = [_headline(culprit)]
     lines += [f"batch {culprit.batch} is in {step}"] if step else []
     lines += ["", "", f"last {len(frames)} frames:"]
-    return "\n".join([*lines, *(_line(frame, abs_min=abs_min) for frame in frames)])
+    return "\n".join([*lines, *(_format_frame(frame, abs_min=abs_min) for frame in frames)])
 
 
-def _line(seen: Seen, *, abs_min: bool) -> str:
+def _format_frame(seen: FrameValues, *, abs_min: bool) -> str:
     """Format a frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
     frame, values = seen.frame, seen.values
     columns = []
@@ -251,10 +260,10 @@ def _line(seen: Seen, *, abs_min: bool) -> str:
         f"{_amax(*values.extremes(frame.measured)):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
     )
     columns.append(f"abs_max={largest:>9}")
-    return f"{' '.join(columns)} {_where(seen)}"
+    return f"{' '.join(columns)} {_describe_place(seen)}"
 
 
-def _where(seen: Seen) -> str:
+def _describe_place(seen: FrameValues) -> str:
     frame = seen.frame
     names = [] if frame.place is None else [frame.place.path, frame.place.class_name]
     return f"{frame.sign} [{seen.batch}] {': '.join(name for name in [*names, frame.role] if name)}"
@@ -264,5 +273,5 @@ def _amax(low: float, high: float) -> float:
     return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
 
 
-def _what(low: float, high: float) -> str:
+def _describe_value(low: float, high: float) -> str:
     return "nans" if math.isnan(low) or math.isnan(high) else "infs"

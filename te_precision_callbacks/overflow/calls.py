@@ -11,11 +11,11 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
+from te_precision_callbacks.overflow.checker import OverflowChecker
 from te_precision_callbacks.overflow.errors import STOPS
 from te_precision_callbacks.overflow.extreme_slots import Unmeasured
 from te_precision_callbacks.overflow.hooks import ModelHooks, WatchedModule
 from te_precision_callbacks.overflow.journal import DetectorOptions, Frame, Journal, Pass, Record, TensorEvent
-from te_precision_callbacks.overflow.looking import Looking
 
 _UNKNOWN = Unmeasured("unknown")
 
@@ -27,14 +27,18 @@ _WITHOUT_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes,
 class ForwardCalls:
     """Receives the hooks of a model, and records events.
 
-    When an outermost forward begins, and when an evaluation has ended, it calls ``looking``, which may stop the run.
+    At the start of an outermost forward and at the end of an evaluation it calls ``checker``, which may stop the run.
     """
 
     def __init__(
-        self, roots: Sequence[tuple[str, torch.nn.Module]], options: DetectorOptions, journal: Journal, looking: Looking
+        self,
+        roots: Sequence[tuple[str, torch.nn.Module]],
+        options: DetectorOptions,
+        journal: Journal,
+        checker: OverflowChecker,
     ) -> None:
         self._journal = journal
-        self._looking = looking
+        self._checker = checker
         self._parameters = options.parameters
         # Kinds of forwards as in a session, but independent of a module's eval mode.
         self._classify = ForwardClassifier(precision_features_in_eval=False)
@@ -49,7 +53,7 @@ class ForwardCalls:
             current = journal.thread.current
             if current is None:
                 current = self._begin(watched)
-            self._take(current, watched, inputs, keywords)
+            self._record_inputs(current, watched, inputs, keywords)
         except STOPS:
             raise
         except Exception as error:
@@ -60,16 +64,16 @@ class ForwardCalls:
         current = journal.thread.current
         if current is None:
             return
-        # After an exception torch calls the hook without an output, from where it handles the exception.
+        # After an exception torch calls the hook without an output, while it handles the exception.
         failed = output is None and sys.exc_info()[0] is not None
         try:
-            self._give(current, watched, output, failed=failed)
+            self._record_outputs(current, watched, output, failed=failed)
         except Exception as error:
             journal.fail(error)
         if not current.open:
             journal.thread.current = None
             if current.evaluates and not failed:
-                self._looking.look_at_evaluation()
+                self._checker.look_at_evaluation()
 
     @outside_of_dynamo
     def parameter_gradient(self, watched: WatchedModule, name: str, parameter: torch.Tensor) -> None:
@@ -83,20 +87,20 @@ class ForwardCalls:
             journal.fail(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        self._looking.close(error)
+        self._checker.close(error)
 
     # ------------------------------------------------------------------ a forward
 
     def _begin(self, watched: WatchedModule) -> Pass:
         journal, batches = self._journal, self._journal.batches
         over = journal.closed
-        # Before all else: a rank that fails below still takes part in the next common look.
+        # First of all, so that a rank that fails below still joins the next common look.
         new = journal.thread.current = self._new_pass(watched, over=over)
         if over:
             return new
         if torch._C._current_graph_task_id() == NO_BACKWARD:
-            follow = watched.is_root or batches.looked
-            self._looking.before_forward(is_root=watched.is_root, evaluation=new.evaluates)
+            follow = watched.is_root or batches.all_checked
+            self._checker.before_forward(is_root=watched.is_root, evaluation=new.evaluates)
             if follow and not journal.broken:
                 self.hooks.synchronize()
         new.batch = batches.evaluation if new.evaluates else batches.number
@@ -108,7 +112,7 @@ class ForwardCalls:
             return Pass(None, frames=False, gradients=False, evaluates=False)
         kind = self._classify(watched.module)
         if torch._C._current_graph_task_id() != NO_BACKWARD:
-            # Recomputed: the first forward has the frames. In a reentrant checkpoint only this forward has gradients.
+            # Recomputed: the first forward has the frames. In a reentrant checkpoint, only this one has gradients.
             gradients = kind is ForwardKind.OBSERVED
             return Pass(journal.training, frames=False, gradients=gradients, evaluates=False)
         if kind is ForwardKind.UNTOUCHED:
@@ -118,7 +122,7 @@ class ForwardCalls:
         journal.batches.train()
         return Pass(journal.training, frames=True, gradients=True, evaluates=False)
 
-    def _take(
+    def _record_inputs(
         self, current: Pass, watched: WatchedModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
         taken: list[Frame] = []
@@ -127,7 +131,7 @@ class ForwardCalls:
         if interval is None or self._journal.broken:
             return
         gradients = current.gradients and torch.is_grad_enabled()
-        # The arguments do not count as nesting.
+        # The containers of the arguments do not count as nesting.
         for role, tensor in _items({**dict(enumerate(inputs)), **keywords}, "input", -1):
             if tensor is None:
                 taken.append(Frame(">", watched, role, _UNKNOWN))
@@ -137,9 +141,9 @@ class ForwardCalls:
                 taken.append(Frame(">", watched, role, record.measured))
             if gradients and tensor.requires_grad:
                 interval.watch_gradient(tensor, record, current.batch, self._gradient)
-                record.takers.append((watched, role))
+                record.readers.append((watched, role))
 
-    def _give(self, current: Pass, watched: WatchedModule, output: Any, *, failed: bool) -> None:
+    def _record_outputs(self, current: Pass, watched: WatchedModule, output: Any, *, failed: bool) -> None:
         taken = current.close(watched)
         interval = current.interval
         if failed or taken is None or interval is None or self._journal.broken:
@@ -155,7 +159,7 @@ class ForwardCalls:
                 given.append(Frame("<", watched, role, record.measured))
             if gradients and tensor.requires_grad:
                 interval.watch_gradient(tensor, record, current.batch, self._gradient)
-                record.makers.append((watched, role))
+                record.producers.append((watched, role))
         if not current.frames:
             return
         parameters = watched.module.named_parameters(recurse=False) if self._parameters else ()
@@ -198,7 +202,7 @@ def tensors_in(value: Any, role: str, depth: int = 0) -> Iterator[tuple[str, tor
     elif type(value) not in _WITHOUT_TENSORS and depth < _DEEPEST:
         try:
             yield from _items(value, role, depth)
-        except Exception:  # user code, such as a mapping that computes its items
+        except Exception:  # user code, such as a mapping with computed items
             yield role, None
 
 
@@ -206,7 +210,7 @@ def _items(value: Any, role: str, depth: int) -> Iterator[tuple[str, torch.Tenso
     if isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from tensors_in(item, f"{role}[{index}]", depth + 1)
-    elif isinstance(value, Mapping):  # ModelOutput of transformers is one
+    elif isinstance(value, Mapping):  # including ModelOutput of transformers
         for key, item in value.items():
             yield from tensors_in(item, f"{role}[{key}]", depth + 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

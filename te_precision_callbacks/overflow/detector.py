@@ -14,6 +14,7 @@ from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow.calls import ForwardCalls
+from te_precision_callbacks.overflow.checker import OverflowChecker
 from te_precision_callbacks.overflow.errors import (
     DetectionFailedError,
     OverflowDetectorError,
@@ -23,7 +24,6 @@ from te_precision_callbacks.overflow.errors import (
 from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
 from te_precision_callbacks.overflow.grad_scaler import Steps, journals
 from te_precision_callbacks.overflow.journal import DetectorOptions, Journal
-from te_precision_callbacks.overflow.looking import Looking
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class DebugActivationOverflow:
         if not roots:
             what = "a torch.nn.Module, or a list or mapping of them"
             raise OverflowDetectorError(f"The model must be {what}, not {model!r}.")
-        options = DetectorOptions.checked(
+        options = DetectorOptions.from_keywords(
             max_frames=max_frames,
             parameters=parameters,
             abs_min=abs_min,
@@ -109,51 +109,51 @@ class DebugActivationOverflow:
             process_group=process_group,
         )
         self._journal = Journal(options)
-        self._looking = Looking(roots, options, self._journal)
-        hooks = ForwardCalls(roots, options, self._journal, self._looking).hooks
+        self._checker = OverflowChecker(roots, options, self._journal)
+        hooks = ForwardCalls(roots, options, self._journal, self._checker).hooks
         for pattern in options.allow_neg_inf:
             if not hooks.matches(pattern):
                 logger.warning("allow_neg_inf=%r matches no module path of the model.", pattern)
-        self._steps = Steps(hooks, self._journal, self._looking)
-        self._looking.handles.callback(self._steps.remove)
-        self._looking.handles.callback(hooks.remove)
+        self._steps = Steps(hooks, self._journal, self._checker)
+        self._checker.handles.callback(self._steps.remove)
+        self._checker.handles.callback(hooks.remove)
 
     @property
     def batch_number(self) -> int:
-        """The number of the current or last training batch, counted from 0; before the first one, of the forward
-        without gradients."""
+        """The number of the current or last training batch, from 0; before training, of the evaluation batch."""
         return self._journal.batches.number
 
     @property
     def reports(self) -> int:
         """The number of reported overflows."""
-        return self._looking.reports
+        return self._checker.reports
 
     @property
     def loss_scaled(self) -> bool:
-        """True if something other than torch's GradScaler scales the loss: inf or nan in gradients then does not stop
-        the run. May be set at any time."""
-        return self._looking.reader.loss_scaled
+        """Set to True if something other than torch's GradScaler scales the loss. Inf or nan in gradients then does not
+        stop the run.
+        """
+        return self._checker.reader.loss_scaled
 
     @loss_scaled.setter
     def loss_scaled(self, value: bool) -> None:
-        self._looking.reader.loss_scaled = value
+        self._checker.reader.loss_scaled = value
 
     def join_session(self, *, messages: Messages | None = None, step: Callable[[], str] = str) -> None:
-        """Share the session's messages to other ranks, and its current training step as text, for reports."""
-        self._looking.messages = messages
-        self._looking.reader.step = step
+        """Use a session's messages to other ranks, and its current training step, as text, in reports."""
+        self._checker.messages = messages
+        self._checker.reader.step = step
 
     def begin_batch(self) -> None:
-        """Mark the start of a batch, in a loop that calls submodules instead of the model itself. Only these calls then
-        count.
+        """Mark the start of a batch, in a loop that calls submodules instead of the model. Only these marks then count
+        batches.
 
         Raises:
             AbortAfterBatch: the previous batch was ``abort_after_batch``.
         """
-        self._journal.batches.give()
+        self._journal.batches.mark_begin()
         if not self._journal.closed:
-            self._looking.next_batch()
+            self._checker.next_batch()
 
     def look(self) -> None:
         """Check the tensors since the last look; if ranks stop together, call this on all of them.
@@ -163,10 +163,10 @@ class DebugActivationOverflow:
         Raises:
             ActivationOverflowError, DetectionFailedError, AbortAfterBatch: as described for the class.
         """
-        self._looking.look()
+        self._checker.look()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Check the tensors since the last look, on this rank alone, and remove all hooks. Closing twice does nothing.
+        """Check the tensors since the last look, on this rank only, and remove all hooks. Can be called twice.
 
         Args:
             error: the exception that ended the run. Findings are then logged instead of raised.
@@ -174,7 +174,7 @@ class DebugActivationOverflow:
         Raises:
             ActivationOverflowError, DetectionFailedError: without ``error``.
         """
-        self._looking.close(error)
+        self._checker.close(error)
 
     def __enter__(self) -> DebugActivationOverflow:
         return self

@@ -13,11 +13,10 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
         class_name: the module's class.
         role: the tensor of the module: ``output``, ``input[0]``, ``grad_output[logits]``, ``grad of weight``, or a
             label of :func:`~te_precision_callbacks.debug_utils.detect_overflow`.
-        batch: the batch number, counted from 0 in the training; in an evaluation since the last training batch, or
-            since the start.
+        batch: the batch number, from 0: of the training, or of the evaluation since the last training batch.
         evaluation: whether the overflow happened in an evaluation: a forward without gradients.
         rank: the rank where it happened.
-        report: the whole report.
+        report: the complete report.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
 
 
 class DetectionFailedError(PrecisionDebugError, RuntimeError):
-    """Detection has failed, and an overflow may have been missed since. On the failing rank it has a cause.
+    """Detection has failed, and an overflow may have been missed since then. ``__cause__`` is set on the failing rank.
 
     Attributes:
         rank: the rank of the failure.

@@ -1,4 +1,4 @@
-"""Slots in device memory for the extremes of tensors, which the host reads all at once.
+"""Slots in device memory for the extremes of tensors; the host reads all slots at once.
 
 A slot has the dtype of its tensor, so torch's ``aminmax`` reads the tensor and writes the slot in one call. It keeps
 inf and nan: a nan makes both extremes nan.
@@ -54,7 +54,7 @@ class _Store:
         self.slots: list[Slot] = []
         self.free: list[Slot] = []
 
-    def take(self) -> Slot:
+    def allocate(self) -> Slot:
         if not self.free:
             self._grow()
         return self.free.pop()
@@ -125,7 +125,7 @@ class Slots:
             store = self._stores.get(place)
             if store is None:
                 store = self._stores[place] = _Store(values.dtype, values.device, stream)
-            slot = store.take()
+            slot = store.allocate()
             torch.aminmax(values, out=(slot.low, slot.high))
             if self._abs_min:
                 slot.least.copy_((values if values.dtype is torch.bool else values.abs()).amin())
@@ -157,7 +157,7 @@ class Slots:
 
 
 def to_host(rows: torch.Tensor) -> npt.NDArray[np.float64]:
-    # A copy on the CPU too, where numpy would otherwise see later changes.
+    # Copied even on the CPU, where numpy would otherwise share the memory.
     copied = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
     return copied.numpy().astype(np.float64, copy=False)
 

@@ -3,8 +3,7 @@
 A scaler has no hooks, so ``scale``, ``unscale_`` and ``step`` of its class and subclasses are wrapped while there is a
 listener, the only state of overflow detection at module level. Read from torch 2.6 and 2.13 (``torch/amp/
 grad_scaler.py``, ``torch/distributed/fsdp/sharded_grad_scaler.py``): all scalers inherit ``step``, which skips the
-optimizer's step if ``unscale_`` has found an inf or nan, but always runs an optimizer that skips by itself (fused
-ones).
+optimizer's step if ``unscale_`` has found an inf or nan, but always runs fused optimizers, which skip by themselves.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.overflow.checker import OverflowChecker
 from te_precision_callbacks.overflow.hooks import ModelHooks
 from te_precision_callbacks.overflow.journal import Journal
-from te_precision_callbacks.overflow.looking import Looking
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +34,10 @@ _FOREIGN_STEPS = 10
 class Listener(Protocol):
     @property
     def journal(self) -> Journal | None:
-        """The journal of a detector, else None."""
+        """The journal, if the listener is a detector."""
 
     def before_scaled_step(self, optimizer: Any) -> None:
-        """Called before a scaler unscales an optimizer's gradients, or decides whether the optimizer steps."""
+        """Called before a scaler unscales an optimizer's gradients or steps the optimizer."""
 
 
 _listeners: list[weakref.ref[Listener]] = []
@@ -146,12 +145,12 @@ class ScaledOptimizers:
 
 
 class Steps:
-    def __init__(self, hooks: ModelHooks, journal: Journal, looking: Looking) -> None:
+    def __init__(self, hooks: ModelHooks, journal: Journal, checker: OverflowChecker) -> None:
         self._hooks = hooks
         self.journal = journal
-        self._looking = looking
+        self._checker = checker
         self._foreign_steps = 0
-        # A collected detector leaves this hook in place, doing nothing: torch may be running such hooks just then.
+        # The hook of a collected detector stays and does nothing, since torch may be iterating over its hooks.
         self._step_hook = register_optimizer_step_pre_hook(_before_step_of(weakref.ref(self)))
         self._scaler_hook = listen(self)
 
@@ -162,7 +161,7 @@ class Steps:
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Look before an optimizer of the model steps; return new arguments for ``step`` if it gets a closure."""
+        """Check before an optimizer of the model steps; returns new arguments for ``step`` with a wrapped closure."""
         if self.journal.closed:
             return None
         if not self._is_ours(optimizer):
@@ -170,22 +169,22 @@ class Steps:
             return None
         # The looks before a scaler's step come first; an optimizer that gets a scaler skips the step itself.
         scales = any(isinstance(value, GradScaler) for value in (*args[1:], *keywords.values()))
-        self._looking.look(may_be_skipped=scales)
-        return after_closure(args, keywords, lambda: self._looking.look(may_be_skipped=False))
+        self._checker.look(may_be_skipped=scales)
+        return after_closure(args, keywords, lambda: self._checker.look(may_be_skipped=False))
 
     def before_scaled_step(self, optimizer: Any) -> None:
         if not self.journal.closed and self._is_ours(optimizer):
-            self._looking.look()
+            self._checker.look()
 
     def _is_ours(self, optimizer: Any) -> bool:
         try:
             return self._hooks.steps(optimizer)
         except Exception as error:
             self.journal.fail(error)
-            return True  # other ranks may wait for this one in their look
+            return True  # other ranks may be waiting in their look
 
     def _count_foreign_step(self) -> None:
-        if self._looking.has_looked or not self.journal.due:
+        if self._checker.has_looked or not self.journal.due:
             return
         self._foreign_steps += 1
         if self._foreign_steps >= _FOREIGN_STEPS and self.journal.notices.first("foreign steps"):

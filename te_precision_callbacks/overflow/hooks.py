@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 def watched_modules(
     roots: Sequence[tuple[str, torch.nn.Module]],
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield each watched module once, with its path without wrapper parts, parents first.
+    """Yield each watched module once, with its path, parents first.
 
-    Wrappers are replaced by their modules. Modules inside a compiled module are not watched.
+    Wrappers, and their parts of paths, are skipped. Modules inside a compiled module are not watched.
     """
     known: set[int] = set()
     for prefix, root in roots:
@@ -80,15 +80,15 @@ class _OverflowHook:
         self.call(self._watched, inputs, last)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return functools.partial, (not_watched,)
+        return functools.partial, (ignore_call,)
 
 
-def not_watched(*args: Any) -> None:
+def ignore_call(*args: Any) -> None:
     """The hook in a copy of a watched module."""
 
 
 class ModelHooks:
-    """All hooks of a detector on a model. Another detector on a module of the models is closed."""
+    """All hooks of a detector on a model. An earlier detector on one of its modules is closed."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ModelHooks:
         self._receiver = receiver
         self._watched: dict[int, WatchedModule] = {}
         self._parameters: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
-        # The number of parameters in each group, and whether the optimizer steps the model.
+        # Optimizer -> the number of parameters in each group, and whether it steps the model.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], bool]] = (
             weakref.WeakKeyDictionary()
         )
@@ -137,7 +137,7 @@ class ModelHooks:
         return any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._watched.values())
 
     def steps(self, optimizer: Any) -> bool:
-        if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper: it may compare and hash in any way
+        if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper may have any __eq__ and __hash__
             return self._holds_parameter_of(optimizer)
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         known = self._optimizers.get(optimizer)
@@ -159,10 +159,10 @@ class ModelHooks:
 
     def _watch(self, path: str, module: torch.nn.Module, *, is_root: bool) -> WatchedModule:
         watched = WatchedModule(path, module, is_root=is_root)
-        if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
+        if not isinstance(module, torch.jit.ScriptModule):  # does not accept hooks
             watched.handles = [
                 module.register_forward_pre_hook(_OverflowHook(self._receiver.enter, watched), with_kwargs=True),
-                # Called after an exception too, so that the call is known to be over.
+                # Also called after an exception, to register the end of the call.
                 module.register_forward_hook(_OverflowHook(self._receiver.leave, watched), always_call=True),
             ]
         return watched

@@ -43,7 +43,7 @@ class DetectorOptions(pydantic.BaseModel):
     process_group: torch.distributed.ProcessGroup | None
 
     @classmethod
-    def checked(cls, **keywords: object) -> DetectorOptions:
+    def from_keywords(cls, **keywords: object) -> DetectorOptions:
         try:
             return cls.model_validate(keywords)
         except pydantic.ValidationError as error:
@@ -63,8 +63,8 @@ class Frame(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TensorEvent:
-    """The forward of a module, recorded when it ends; a gradient, with the modules that have its tensor as an input or
-    output; or a tensor given to ``detect_overflow`` inside a forward.
+    """The forward of a module, recorded at its end; a gradient, with the modules that have its tensor as input or
+    output; or a tensor passed to ``detect_overflow``.
     """
 
     kind: Literal["forward", "gradient", "label"]
@@ -74,19 +74,19 @@ class TensorEvent:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A version of a tensor, by weak reference, with the modules that take or make it, in the order of the forward."""
+    """A version of a tensor, by weak reference, with the modules that read or return it, in forward order."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
     measured: Measured | None = None
     batch: int | None = None
-    takers: list[tuple[WatchedModule, str]] = field(default_factory=list)
-    makers: list[tuple[WatchedModule, str]] = field(default_factory=list)
+    readers: list[tuple[WatchedModule, str]] = field(default_factory=list)
+    producers: list[tuple[WatchedModule, str]] = field(default_factory=list)
 
     def gradient_frames(self, measured: Measured) -> list[Frame]:
-        """Return the frames of a gradient: inner modules end first, and begin last."""
-        left = [Frame("<", place, f"grad_{role}", measured) for place, role in reversed(self.takers)]
-        return left + [Frame(">", place, f"grad_{role}", measured) for place, role in reversed(self.makers)]
+        """Return the frames of a gradient, in the order of the backward."""
+        left = [Frame("<", place, f"grad_{role}", measured) for place, role in reversed(self.readers)]
+        return left + [Frame(">", place, f"grad_{role}", measured) for place, role in reversed(self.producers)]
 
 
 Arrived = Callable[[Record, torch.Tensor | None], None]
@@ -112,7 +112,7 @@ class Interval:
         """Return the record of a tensor, shared by all modules until the tensor is changed in place."""
         try:
             version = tensor._version
-        except RuntimeError:  # made in inference mode, without a version counter
+        except RuntimeError:  # created in inference mode, without a version counter
             return Record(weakref.ref(tensor), -1)
         key = id(tensor)
         known = self._records.get(key)
@@ -128,25 +128,25 @@ class Interval:
         return record
 
     def watch_gradient(self, tensor: torch.Tensor, record: Record, batch: int, arrived: Arrived) -> None:
-        """Let ``arrived`` be called with a tensor's record and gradient, once."""
+        """Register ``arrived`` to be called once, with the record and the gradient of a tensor."""
         if record.batch is not None:
             return
         record.batch = batch
         if tensor.dtype.is_floating_point:
-            with contextlib.suppress(RuntimeError):  # such as under a transform of torch.func
+            with contextlib.suppress(RuntimeError):  # for example under a transform of torch.func
                 handle = tensor.register_hook(functools.partial(arrived, record))  # type: ignore[no-untyped-call]
                 if tensor.is_leaf:  # a leaf outlives the graph
                     self._leaf_hooks.append(handle)
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
-        """Note the scale of a loss, unknown if None, by a scaler that can skip the step. The largest scale counts."""
+        """Note the scale of a loss by a GradScaler, None if unknown; the largest scale is kept."""
         # Copied, since the scaler changes the scale in place.
         now = torch.tensor(math.inf) if scale is None else scale.detach().clone()
         known = self._loss_scale
         self._loss_scale = now if known is None else torch.maximum(known.to(now.device), now)
 
     def loss_scale(self) -> float | None:
-        """Return the largest scale of a loss, if one was scaled. The host waits for the device."""
+        """Return the largest scale of a loss; None if no loss was scaled. The host waits for the device."""
         return None if self._loss_scale is None else self._loss_scale.item()
 
     def clear(self) -> None:
@@ -160,16 +160,16 @@ class Interval:
         self._leaf_hooks.clear()
 
 
-class Seen(NamedTuple):
+class FrameValues(NamedTuple):
     batch: int
     frame: Frame
     values: Values
 
 
-def seen(events: Sequence[TensorEvent], values: Values) -> Iterator[Seen]:
+def frames_with_values(events: Sequence[TensorEvent], values: Values) -> Iterator[FrameValues]:
     for event in events:
         for frame in event.frames:
-            yield Seen(event.batch, frame, values)
+            yield FrameValues(event.batch, frame, values)
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +179,7 @@ class Pass:
     Attributes:
         frames: whether the call has frames; a recomputed forward has none.
         gradients: whether its tensors' gradients are watched.
-        evaluates: whether it is a forward without gradients, which is checked when it ends.
+        evaluates: whether it is a forward without gradients, which is checked at its end.
         open: the calls that have not ended, each with its inputs.
     """
 
@@ -191,29 +191,29 @@ class Pass:
     open: list[tuple[WatchedModule, list[Frame]]] = field(default_factory=list)
 
     def close(self, place: WatchedModule) -> list[Frame] | None:
-        """Return the inputs of a module's call that ends; None if no call of the module is open."""
+        """End a module's call and return its inputs; None if no call of the module is open."""
         if all(opened is not place for opened, _ in reversed(self.open)):
             return None
-        while True:  # a later call may never have ended
+        while True:  # drop nested calls that never ended
             opened, taken = self.open.pop()
             if opened is place:
                 return taken
 
 
 class Batches:
-    """Counts the batches of a training, and of the evaluations between them, which are forwards without gradients.
-    Before the first training batch evaluations count as batches.
+    """Counts training batches, and the evaluation batches between them, which are forwards without gradients. Before
+    training, evaluation batches count as batches.
 
     Attributes:
-        looked: whether all events were checked: the next forward of any module then begins a batch.
+        all_checked: whether all events were checked, so that the next forward of any module begins a batch.
     """
 
     def __init__(self, last: int | None) -> None:
         self.trains = False
-        self.looked = True
+        self.all_checked = True
         self._last = last
         self._number = self._evaluation = -1
-        self._given = False
+        self._has_marks = False
 
     @property
     def number(self) -> int:
@@ -227,8 +227,8 @@ class Batches:
     def is_over(self) -> bool:
         return self._last is not None and self._number >= self._last
 
-    def give(self) -> None:
-        self._given = True
+    def mark_begin(self) -> None:
+        self._has_marks = True
         self.train()
 
     def train(self) -> None:
@@ -236,12 +236,12 @@ class Batches:
             self.trains, self._number = True, -1
 
     def begins(self, *, is_root: bool, evaluation: bool) -> bool:
-        """Return whether an outermost forward, of the model itself or of a module inside, begins the next batch."""
+        """Return whether an outermost forward, of the model or of a submodule, begins the next batch."""
         if evaluation and self.trains:
             self._evaluation += is_root
             return False
-        begins, self.looked = is_root or self.looked, False
-        return begins and not self._given
+        begins, self.all_checked = is_root or self.all_checked, False
+        return begins and not self._has_marks
 
     def next(self) -> None:
         self._number += 1
@@ -260,7 +260,7 @@ class Journal:
     Attributes:
         evaluation: the events of the current forward without gradients.
         due: whether training has run since the last look.
-        broken: whether recording is off: after a failure, until the look that raises it; after a lost GPU, for good.
+        broken: whether recording is off: after a failure until the look that raises it; after losing the GPU, forever.
         failure: the failure that the next look raises.
     """
 
@@ -295,7 +295,7 @@ class Journal:
     def fail(self, error: Exception) -> None:
         """Stop recording until the next look, which raises the failure.
 
-        A lost GPU is not a failure of detection: the next operation of training raises it.
+        The loss of the GPU is not a failure of detection: the next operation of training raises it.
         """
         if self.broken:
             return

@@ -1,12 +1,12 @@
 """Installs the reference backend in child processes of a process that has it.
 
-A spawned worker, or the same script started with another rank, runs no line of this package before it imports torch and
-Transformer Engine. But every Python process runs the module ``sitecustomize``, so its folder goes into PYTHONPATH, and
-the arguments into an environment variable, for as long as the parent runs.
+A spawned worker, or the same script started for another rank, does not run this package's code before it imports torch
+and Transformer Engine. Every Python process imports ``sitecustomize``, however, so the parent adds a folder with that
+module to PYTHONPATH, and sets an environment variable with the arguments.
 
-If a job scheduler has copied the environment to another machine, a child with a GPU and a compiled Transformer Engine
-uses that, and logs so, unless the parent asked for the backend in all children. The backend is installed when torch or
-Transformer Engine is first imported, and never in a child that imports neither.
+A job scheduler may copy the environment to another machine. A child with a GPU and a compiled Transformer Engine uses
+these, with a warning, unless the parent requested the backend in all children. The backend is installed at the first
+import of torch or Transformer Engine.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from te_precision_callbacks.reference.inherited import (
     ENVIRONMENT_VARIABLE,
     Inherited,
     PendingInstallation,
-    inherited,
     install_if_pending,
+    read_inherited,
     watch_setting,
 )
 
 logger = logging.getLogger(__name__)
 
 
-def arguments_here(settings: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
+def child_arguments(settings: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
     """The arguments of ``install`` in a child; None if the child uses the compiled Transformer Engine."""
     if has_gpu and not settings.always and compiled_extension.why_unavailable() is None:
         logger.warning(
@@ -55,10 +55,10 @@ def arguments_here(settings: Inherited, *, has_gpu: bool) -> dict[str, Any] | No
 
 
 def install_when_needed() -> None:
-    """Install the backend and watch the script, if the environment asks for it, when torch or Transformer Engine is
-    imported.
+    """Arrange that the import of torch or Transformer Engine installs the backend, and watches the script, if the
+    environment requires it.
 
-    Called at the start of each Python process, maybe twice: by ``startup/sitecustomize.py``, and by the file
+    Called at the start of each Python process, possibly twice: by ``startup/sitecustomize.py``, and by the file
     ``te_precision_watch.pth`` of an installed package.
     """
     is_asked = os.environ.get(ENVIRONMENT_VARIABLE) or watch_setting()
@@ -69,7 +69,7 @@ def install_when_needed() -> None:
 class _Trigger(MetaPathFinder, PendingInstallation):
     """Gives torch and Transformer Engine loaders that install the backend.
 
-    A lookup does not install it: libraries check whether the packages exist.
+    A lookup alone does not install it, since libraries look up whether packages exist.
     """
 
     def find_spec(
@@ -85,13 +85,13 @@ class _Trigger(MetaPathFinder, PendingInstallation):
         return None
 
     def install(self) -> None:
-        settings = inherited()
+        settings = read_inherited()
         if settings is not None:
             import torch
 
             from te_precision_callbacks.reference.install import install
 
-            arguments = arguments_here(settings, has_gpu=torch.cuda.is_available())
+            arguments = child_arguments(settings, has_gpu=torch.cuda.is_available())
             if arguments is not None:
                 install(**arguments)
         if watch_setting():
@@ -99,14 +99,14 @@ class _Trigger(MetaPathFinder, PendingInstallation):
 
 
 class _InstallingLoader(Loader):
-    """Loads torch and installs the backend after that, or installs it and loads Transformer Engine."""
+    """Installs the backend, after loading torch, or before loading Transformer Engine."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         if spec.name == "transformer_engine":
-            install_if_pending()  # while the module is not yet in sys.modules
+            install_if_pending()  # before the module is in sys.modules
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 

@@ -1,24 +1,24 @@
-"""Collectives that NCCL runs and that gloo lacks or gets wrong. Read from torch 2.13.
+"""NCCL collectives that gloo lacks or computes differently. Read from torch 2.13.
 
-**Coalescing.** gloo copies the tensors of a coalesced all-gather into one buffer of the first tensor's type: FP8 codes
-and their float32 scales are read as the wrong type. Given a device, gloo refuses the manager, and torch then keeps
-recording: every later collective of the group does nothing. Here the recorded collectives run one after the other.
+**Coalescing.** gloo copies the tensors of a coalesced all-gather into one buffer with the first tensor's dtype, so FP8
+codes or their float32 scales are read as the wrong dtype. With a device, gloo rejects the manager, and torch then keeps
+recording: later collectives of the group do nothing. Here the recorded collectives run one after the other.
 
-**Memory.** NCCL writes to the memory of a tensor, and ignores autograd and, if it only moves data, the type. gloo
-refuses leaves and split views that autograd follows, float8 types, and tensors of another shape with as many numbers.
-Of a tensor with gaps gloo takes the numbers in the gaps; NCCL refuses it, and so does the backend.
+**Memory.** NCCL writes to the memory of a tensor, and ignores autograd and, if it only moves data, the dtype. gloo
+rejects leaves and split views under autograd, float8 dtypes, and tensors of a different shape with the same number of
+elements. For a tensor with gaps, gloo sends the elements in the gaps; NCCL rejects it, and so does the backend.
 
-**Groups.** Ranks may create disjoint NCCL groups at the same time. torch gives such groups one name, under which
-gloo's ranks find the ranks of another group.
+**Groups.** Ranks may create disjoint NCCL groups at the same time. torch gives such groups the same name, so gloo would
+connect ranks of different groups.
 
 **Two backends**, such as ``"cpu:gloo,cuda:nccl"``. Asynchronous checkpoints rely on both: a thread gathers objects
-over gloo while the training reduces gradients over NCCL. One gloo for both would mix up their messages: it aborts, or
-the ranks hang. So a group that was requested with two backends gets a second gloo. The default group has two backends
-unless one is named, and other groups inherit that.
+over gloo while the training reduces gradients over NCCL. One gloo for both would mix up their messages, and abort or
+hang. So a group that is requested with two backends gets a second gloo. The default group has two backends unless one
+is named, and other groups inherit that.
 
-The second gloo carries objects and barriers, as on GPUs, and the tensors of every thread but the one that made the
-group: a pretended GPU's tensors are on the CPU, so a tensor does not show where it belongs, but the tensors of that
-thread are sent by all ranks in one order (torch/distributed/distributed_c10d.py).
+The second gloo carries objects and barriers, as on GPUs, and tensors of all threads but the one that created the group.
+A pretended GPU's tensors are on the CPU, so a tensor does not show its backend; but all ranks send that thread's
+tensors in the same order (torch/distributed/distributed_c10d.py).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _MOVING = (
     "all_to_all",
 )
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor")
-# With a tensor of all ranks and one of each: NCCL counts their numbers, gloo also compares their shapes.
+# Collectives with a tensor for all ranks and one per rank: NCCL compares element counts, gloo also shapes.
 _COUNTING = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
-_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # here gloo takes the memory from a tensor's first element on
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # gloo reads contiguous memory from the first element on
 _FLOAT8 = tuple(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -63,8 +63,8 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = F
     """Replaces ``torch.distributed._coalescing_manager``: the recorded collectives run one by one at the block's end.
 
     Raises:
-        ValueError: the group is in a manager already, as in torch.
-        ReferenceBackendError: different collectives or reductions; torch would run all of them as the first.
+        ValueError: the group is already in a manager, as in torch.
+        ReferenceBackendError: collectives or reductions differ; torch would run all of them like the first.
     """
     from torch.distributed import distributed_c10d
 
@@ -109,8 +109,8 @@ def make_gloo_stand_for_nccl() -> None:
     ):
         if hasattr(_functional_collectives, single) and hasattr(_functional_collectives, coalesced):
             gather = getattr(_functional_collectives, single)
-            _replace(_functional_collectives, name=coalesced, by=_gathering_one_by_one(gather))
-    meeting = _meeting_in_a_store_of_its_own(distributed_c10d._new_process_group_helper)
+            _replace(_functional_collectives, name=coalesced, by=_gather_one_by_one(gather))
+    meeting = _with_unique_rendezvous(distributed_c10d._new_process_group_helper)
     _replace(distributed_c10d, name="_new_process_group_helper", by=meeting)
 
 
@@ -135,7 +135,7 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
 
 
 def _memory(value: Any, *, as_bytes: bool) -> Any:
-    """Return tensors without autograd, and float8 as bytes; other values and subclasses unchanged."""
+    """Detach tensors, and view float8 as bytes; other values and subclasses are unchanged."""
     if isinstance(value, (list, tuple)):
         return type(value)(_memory(item, as_bytes=as_bytes) for item in value) if _holds_tensors(value) else value
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -167,14 +167,14 @@ def _holds_tensors(values: Any) -> bool:
     return type(values) in (list, tuple) and any(isinstance(value, torch.Tensor) for value in values)
 
 
-def _gathering_one_by_one(gather: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+def _gather_one_by_one(gather: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
     def coalesced(tensors: list[torch.Tensor], group: Any, tag: str = "") -> list[torch.Tensor]:
         return [gather(tensor, 0, group, tag) for tensor in tensors]
 
     return coalesced
 
 
-def _meeting_in_a_store_of_its_own(create: Callable[..., Any]) -> Callable[..., Any]:
+def _with_unique_rendezvous(create: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``torch.distributed``'s function for new groups so that rendezvous names include the ranks."""
 
     from torch.distributed.distributed_c10d import PrefixStore
@@ -183,7 +183,7 @@ def _meeting_in_a_store_of_its_own(create: Callable[..., Any]) -> Callable[..., 
     def created(
         size: int, rank: int | None, ranks: list[int], backend: Any, store: Any, *arguments: Any, **options: Any
     ) -> Any:
-        if ranks:  # those of the default group are not listed
+        if ranks:  # empty for the default group
             store = PrefixStore(f"ranks_{'_'.join(map(str, ranks))}", store)
         return create(size, rank, ranks, backend, store, *arguments, **options)
 
@@ -200,7 +200,7 @@ _SENDING_TENSORS = (
     *("reduce_scatter_tensor", "scatter", "send"),
 )
 
-_RANKS = ("ranks", "sort_ranks", "use_local_synchronization")  # arguments of new_group that say who is in it
+_RANKS = ("ranks", "sort_ranks", "use_local_synchronization")  # arguments of new_group about its members
 
 
 class _Second(NamedTuple):
@@ -211,8 +211,8 @@ class _Second(NamedTuple):
 _seconds: weakref.WeakKeyDictionary[Any, _Second] = weakref.WeakKeyDictionary()
 
 
-def keeping_apart(create: Callable[..., Any]) -> Callable[..., Any]:
-    """``init_process_group`` or ``new_group``, with a second gloo for a group of two backends."""
+def with_second_group(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``init_process_group`` or ``new_group`` to create a second gloo for a group of two backends."""
     signature = inspect.signature(create)
     makes_default = "ranks" not in signature.parameters
 
@@ -230,24 +230,24 @@ def keeping_apart(create: Callable[..., Any]) -> Callable[..., Any]:
         if two:
             given = {name: bound[name] for name in _RANKS if name in bound}
             second = distributed_c10d.new_group(**given, backend="gloo")
-            if isinstance(group, distributed_c10d.ProcessGroup):  # this rank is in it
+            if isinstance(group, distributed_c10d.ProcessGroup):  # this rank is a member
                 _seconds[group] = _Second(second, threading.get_ident())
         return None if makes_default else group
 
     return created
 
 
-def send_apart() -> None:
-    """Let functions of torch.distributed use the second gloo of a group that has one. For the rest of the process."""
+def use_second_groups() -> None:
+    """Make functions of torch.distributed use the second gloo of groups, for the rest of the process."""
     for names, objects in ((_SENDING_OBJECTS, True), (_SENDING_TENSORS, False)):
         for name in names:
             if (function := getattr(distributed_c10d, name, None)) is not None:
-                sending = _sending_apart(function, objects)
+                sending = _use_second_group(function, objects)
                 setattr(distributed_c10d, name, sending)
                 setattr(torch.distributed, name, sending)
 
 
-def _sending_apart(send: Callable[..., Any], objects: bool) -> Callable[..., Any]:
+def _use_second_group(send: Callable[..., Any], objects: bool) -> Callable[..., Any]:
     signature = inspect.signature(send)
 
     @functools.wraps(send)

@@ -18,7 +18,7 @@ IMPORTED = ("einops", "importlib_metadata", "onnx", "onnxscript", "packaging", "
 
 
 def checked_version() -> str:
-    """The version of the installed Transformer Engine, if the backend was written for it.
+    """Return the version of the installed Transformer Engine, after checking that the backend supports it.
 
     Raises:
         TransformerEngineVersionError: no Transformer Engine, or another version, is installed.
@@ -56,8 +56,8 @@ COMPILED_MODULE = "transformer_engine_torch"
 def why_unavailable() -> str | None:
     """Return None if the compiled Transformer Engine can be imported, else its error.
 
-    The import is tried in a separate process: a failed import would leave parts behind, and a package without its
-    compiled part raises RuntimeError instead of ImportError.
+    The import runs in a separate process: a failed import would leave modules behind, and a package without its
+    compiled extension raises RuntimeError instead of ImportError.
     """
     code = "import transformer_engine.pytorch"
     environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}

@@ -1,16 +1,16 @@
-"""The replacement for ``torch.cuda`` where the CPU replaces the GPU.
+"""The replacement for ``torch.cuda`` if the CPU replaces the GPU.
 
-Transformer Engine's modules see this module in place of ``torch.cuda``; with ``pretend_cuda=True`` the names in
-``__all__`` go into the real one. Other names are looked up in the real ``torch.cuda``.
+Transformer Engine's modules see this module instead of ``torch.cuda``; with ``pretend_cuda=True`` the names in
+``__all__`` are also set in the real ``torch.cuda``. Other names are looked up there.
 
-There are as many devices as a launcher has started processes on this machine; all are the CPU. Streams, events and
-synchronization have nothing to do. The random numbers come from the generator that torch's C++ draws from, which is the
-CPU's unless ``pretend_cuda=True`` gives the CPU another. A request for a CUDA graph raises.
+Each process that a launcher starts on this machine has a device; all are the CPU. Streams, events and synchronization
+are no-ops. Random numbers come from the default generator of torch's C++, which is the CPU's unless
+``pretend_cuda=True`` gives the CPU a separate one. CUDA graphs raise an error.
 
 Functions that a GPU runs as one kernel are computed in float32, and rounded once at the end. ``torch.compile`` fuses a
 function that Transformer Engine marks ``jit_fuser`` into one kernel, which computes bfloat16 and float16 inputs in
-float32 (``triton.codegen_upcast_to_fp32`` of torch's ``_inductor/config.py``). Without compilation such a function
-rounds after every operation.
+float32 (``triton.codegen_upcast_to_fp32`` of torch's ``_inductor/config.py``); without compilation it would round after
+every operation.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _ELEMENTS_AT_ONCE = 1 << 17
 
 
 def rounding_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A pure ``function`` of positional tensors, with half-precision inputs converted to float32, and results and
-    gradients rounded once, to the types of ``function``'s own results.
+    """Wrap a pure function of positional tensors to compute half-precision inputs in float32.
+
+    Results and gradients are rounded once, to the dtypes that ``function`` itself returns.
     """
     results: dict[tuple[Any, ...], Any] = {}
 
@@ -75,9 +76,10 @@ def _result_types(function: Callable[..., Any], arguments: tuple[Any, ...]) -> A
     return tuple(value.dtype for value in result) if isinstance(result, tuple) else result.dtype
 
 
-def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of :data:`ELEMENTWISE`, called with some rows at a time: the same bits, without going through memory for each
-    operation. With gradients, it is called at once.
+def in_row_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap one of :data:`ELEMENTWISE` to process a few rows at a time, which stay in the CPU's caches; bit-identical.
+
+    With gradients, all rows are processed at once.
     """
 
     @functools.wraps(function)
@@ -106,7 +108,7 @@ cuda_version = "13.0"
 
 
 def is_on_device(tensor: Any) -> bool:
-    """Replaces ``tensor.is_cuda``: on the CPU, and not on "meta"."""
+    """Replaces ``tensor.is_cuda``: True on the CPU, False on "meta"."""
     return bool(tensor.device.type == "cpu")
 
 
@@ -116,22 +118,22 @@ def current_torch_device() -> torch.device:
 
 
 def run_eagerly(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
-    """Replaces ``torch.compile``, with and without arguments: the function as it is, or rounding once as compiled."""
+    """Replaces ``torch.compile``, with and without arguments: returns the function, eager or rounding once."""
     if function is None:
         return run_eagerly
     if function.__module__ != FUSED_IN:
         return function
-    return rounding_once(in_parts(function) if function.__name__ in ELEMENTWISE else function)
+    return rounding_once(in_row_chunks(function) if function.__name__ in ELEMENTWISE else function)
 
 
 def exact_norm(tensor: torch.Tensor, p: float = 2) -> torch.Tensor:
-    """Replaces ``torch.norm(tensor, p)``, which on the CPU sums float32 one by one: accumulated in float64."""
+    """Replaces ``torch.norm(tensor, p)``, which on the CPU sums float32 sequentially, by a sum in float64."""
     exact: torch.Tensor = torch.linalg.vector_norm(tensor, ord=p, dtype=torch.float64)
     return exact.to(tensor.dtype)
 
 
 def no_attention(error: ValueError, context_parallel: bool) -> Exception:
-    """Replaces ``error``, which Transformer Engine raises if no attention takes the inputs, by one with advice."""
+    """Replaces ``error``, which Transformer Engine raises if no attention supports the inputs; adds advice."""
     if not context_parallel:
         return MissingFunctionError(
             f"{error} The reference backend has no fused attention, and Transformer Engine's unfused attention does"
@@ -153,20 +155,19 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Replaces ``torch._scaled_mm`` with one scale per matrix: as on a GPU, the scales multiply the sums, not the
-    matrices."""
+    """Replaces ``torch._scaled_mm`` with one scale per matrix; as on a GPU, the scales multiply the sums."""
     if scale_a.numel() != 1 or scale_b.numel() != 1:
         rest = {"bias": bias, "out_dtype": out_dtype, **options}
         result: torch.Tensor = torch._scaled_mm(input, mat2, scale_a, scale_b, **rest)
         return result
-    # A GPU's GEMM is column-major, so its first matrix is the second one here.
+    # A GPU's GEMM is column-major, so its first matrix is mat2.
     sums = (input.float() @ mat2.float()) * scale_b.view(()) * scale_a.view(())
     if bias is not None:
         sums += bias.float()
     return sums.to(out_dtype or input.dtype)
 
 
-# --- the same answer to several questions -----------------------------------------------------------------------------
+# --- constant functions -----------------------------------------------------------------------------------------------
 
 
 def _nothing(*_arguments: Any, **_options: Any) -> None:
@@ -191,7 +192,7 @@ def _zero(*_arguments: Any, **_options: Any) -> int:
 is_available = is_initialized = is_bf16_supported = _yes
 can_device_access_peer = _no
 init = _lazy_init = _nothing
-_initialized = True  # torch's checkpoints ask for it before they keep the state of the GPU's generator
+_initialized = True  # torch's checkpoints check it before saving the state of the GPU's generator
 
 
 def _lazy_call(callable: Callable[[], Any], **_options: Any) -> None:
@@ -199,7 +200,7 @@ def _lazy_call(callable: Callable[[], Any], **_options: Any) -> None:
 
 
 def device_count() -> int:
-    """One for each process that a launcher has started on this machine; each process computes on its own CPU."""
+    """One device for each process that a launcher has started on this machine."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
@@ -211,7 +212,7 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Choose the device that ``current_device`` returns; without a launcher, a process may choose any number."""
+    """Choose the device that ``current_device`` returns; any number without a launcher."""
     global _current_device
     number = _number(device)
     if number >= 0:  # a negative number is none, as in torch
@@ -273,7 +274,7 @@ class device:
 
 
 class device_of(device):
-    """Context manager that chooses the device of a tensor: all tensors are on the current one."""
+    """Context manager that chooses the device of a tensor: a no-op, since all tensors are on the current device."""
 
     def __init__(self, tensor: Any) -> None:
         super().__init__(None)
@@ -362,7 +363,7 @@ def stream(stream: Any) -> StreamContext:
     return StreamContext(stream)
 
 
-# --- random numbers: one generator for all devices, the one that torch's C++ draws from when it is given none ---------
+# --- random numbers: one generator for all devices, the default of torch's C++ ---------------------------------------
 
 
 class _Generators(tuple[torch.Generator, ...]):
@@ -412,7 +413,7 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
         set_rng_state(states[min(current_device(), len(states) - 1)])
 
 
-# --- memory: the machine's; torch does not count what a CPU tensor takes --------------------------------------------
+# --- memory: the machine's; torch does not track the memory of CPU tensors -------------------------------------------
 
 
 def _memory(pages: str) -> int:
@@ -479,7 +480,7 @@ class nvtx:
 
 
 class _Runtime:
-    """The functions of CUDA's runtime that scripts and torch call by name. Each returns 0, success."""
+    """The functions of the CUDA runtime that scripts and torch call by name; they return 0, success."""
 
     cudaProfilerStart = cudaProfilerStop = cudaHostRegister = cudaHostUnregister = staticmethod(_zero)
 

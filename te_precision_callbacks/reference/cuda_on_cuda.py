@@ -1,7 +1,7 @@
 """The replacement for ``torch.cuda`` in Transformer Engine's modules if there is a real GPU.
 
-The compute capability and the CUDA version are the emulated ones, whatever the GPU, since the layouts of the backend
-follow from them. All else is the real ``torch.cuda``.
+The compute capability and the CUDA version are emulated, since the backend's layouts depend on them. Everything else is
+the real ``torch.cuda``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ class ReferenceBackendError(PrecisionDebugError, RuntimeError):
 
 
 class InstallError(ReferenceBackendError):
-    """The reference backend cannot be installed here, or not in this way."""
+    """The reference backend cannot be installed here, or not with these arguments."""
 
 
 class TransformerEngineVersionError(InstallError):

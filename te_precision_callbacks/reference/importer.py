@@ -1,6 +1,6 @@
 """Imports Transformer Engine's Python on the reference backend, through a finder in ``sys.meta_path``.
 
-No file of Transformer Engine changes on disk; rewritten bytecode lies beside its own, in ``__pycache__``.
+Transformer Engine's files are unchanged; rewritten bytecode is cached next to the original, in ``__pycache__``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 
 
 class Finder(MetaPathFinder):
-    """Finds modules through the other finders of ``sys.meta_path``, and gives Transformer Engine's other loaders."""
+    """Finds modules by the other finders of ``sys.meta_path``, and replaces Transformer Engine's loaders."""
 
     def __init__(self, *, cuda_on_cpu: bool) -> None:
         self._cuda_on_cpu = cuda_on_cpu
@@ -62,10 +62,10 @@ class Finder(MetaPathFinder):
 
 
 class _ExtensionLoader(Loader):
-    """Gives the backend's extension as Transformer Engine's compiled one.
+    """Loads the backend's extension in place of the compiled one.
 
-    It is imported when Transformer Engine imports it, not when the backend is installed: that may happen while a module
-    of this package, which the extension imports too, is importing torch.
+    The import is deferred until Transformer Engine needs it: the backend may be installed while a module of this
+    package that the extension imports is still importing torch.
     """
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -78,7 +78,7 @@ class _ExtensionLoader(Loader):
 
 
 class RewritingLoader(SourceFileLoader):
-    """Compiles rewritten source, and lets Python cache it beside its own bytecode, under another name."""
+    """Compiles rewritten source, and caches the bytecode next to the original, under another name."""
 
     def __init__(self, fullname: str, path: str, cuda_on_cpu: bool) -> None:
         super().__init__(fullname, path)
@@ -89,20 +89,20 @@ class RewritingLoader(SourceFileLoader):
         return super().source_to_code(tree, path, **options)
 
     def get_data(self, path: str) -> bytes:
-        return super().get_data(self._own(path))
+        return super().get_data(self._rewritten_path(path))
 
     def set_data(self, path: str, data: Any, **options: Any) -> None:
-        super().set_data(self._own(path), data, **options)
+        super().set_data(self._rewritten_path(path), data, **options)
 
-    def _own(self, path: str) -> str:
-        """The path of the rewritten bytecode, for a path of bytecode; a source keeps its path."""
+    def _rewritten_path(self, path: str) -> str:
+        """The path of rewritten bytecode for a path of bytecode; paths of sources are unchanged."""
         device = "cpu" if self.cuda_on_cpu else "cuda"
         return f"{path.removesuffix('.pyc')}.{device}-{_rewriter()}.pyc" if path.endswith(".pyc") else path
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         replaced = _REPLACED.get(module.__name__)
-        if replaced is not None and (self.cuda_on_cpu or not replaced.on_cpu_alone):
+        if replaced is not None and (self.cuda_on_cpu or not replaced.on_cpu_only):
             module.__dict__[replaced.name] = replaced.by
 
 
@@ -118,7 +118,7 @@ class _CommonLoader(RewritingLoader):
 
 
 def _pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
-    """Replaces Transformer Engine's function of this name: zeros up to multiples of 128 rows and 4 columns."""
+    """Replaces Transformer Engine's function: pads with zeros to multiples of 128 rows and 4 columns."""
     rows, columns = inp.shape
     return torch.nn.functional.pad(inp, (0, -columns % 4, 0, -rows % 128))
 
@@ -129,7 +129,7 @@ def _load_framework_extension(framework: str) -> None:
 
 
 class _FeatureExecutorLoader(RewritingLoader):
-    """Loads ``nvdlfw_inspect.utils`` so that the feature files which it executes are rewritten too."""
+    """Loads ``nvdlfw_inspect.utils`` so that the feature files that it executes are also rewritten."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -143,11 +143,11 @@ _SPECIAL_LOADERS: dict[str, type[RewritingLoader]] = {
 
 
 class _Replaced(NamedTuple):
-    """Replaces one function of a module; ``on_cpu_alone`` if a real GPU runs it in triton."""
+    """Replaces a function of a module; ``on_cpu_only`` if a real GPU runs the original in triton."""
 
     name: str
     by: Callable[..., Any]
-    on_cpu_alone: bool
+    on_cpu_only: bool
 
 
 _REPLACED = {
@@ -158,10 +158,9 @@ _REPLACED = {
 
 
 def rewrite_executed_features(executor: ModuleType, *, cuda_on_cpu: bool) -> None:
-    """Make ``executor``, which is ``nvdlfw_inspect.utils``, rewrite the feature files that it executes by path.
+    """Make ``executor``, ``nvdlfw_inspect.utils``, rewrite the feature files that it executes by path.
 
-    It uses only ``importlib.util.spec_from_file_location`` and ``module_from_spec``: the first is replaced in this
-    module.
+    It loads them by ``importlib.util.spec_from_file_location``, which is replaced in that module.
     """
 
     def spec_from_file_location(name: str, location: str, **options: Any) -> ModuleSpec | None:

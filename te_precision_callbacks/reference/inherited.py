@@ -21,8 +21,8 @@ _STARTUP_FOLDER = str(Path(__file__).with_name("startup"))
 
 
 class Inherited(NamedTuple):
-    """The settings that a child inherits: two arguments of ``install``, and whether to install the backend even if
-    there are a GPU and a compiled Transformer Engine.
+    """The settings that a child inherits: arguments of ``install``; ``always``: install the backend even with a GPU and
+    a compiled Transformer Engine.
     """
 
     pretend_cuda: bool
@@ -43,7 +43,7 @@ def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool
 
 def startup_path() -> str:
     before = os.environ.get("PYTHONPATH")
-    folders = before.split(os.pathsep) if before else []  # an empty entry is the current folder
+    folders = before.split(os.pathsep) if before else []  # an empty entry would mean the current folder
     if _STARTUP_FOLDER not in folders:
         folders.insert(0, _STARTUP_FOLDER)
     return os.pathsep.join(folders)
@@ -54,11 +54,11 @@ def watch_setting() -> str:
     return "" if text == "0" else text
 
 
-def inherited() -> Inherited | None:
-    """The settings in this process's environment; None if there are none.
+def read_inherited() -> Inherited | None:
+    """Read the settings from this process's environment; None without settings.
 
     Raises:
-        InstallError: the variable does not hold such settings.
+        InstallError: the variable is invalid.
     """
     text = os.environ.get(ENVIRONMENT_VARIABLE)
     if not text:
@@ -92,5 +92,5 @@ def install_if_pending() -> None:
 
 
 def forget_pending() -> None:
-    """Never install the backend in this process, unless it is already installed or explicitly requested."""
+    """Cancel a pending installation; the backend is then installed only on an explicit request."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, PendingInstallation)]

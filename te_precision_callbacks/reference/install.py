@@ -18,9 +18,9 @@ class Installation:
     """Settings of the installed reference backend.
 
     Attributes:
-        capability: the compute capability that the backend emulates.
+        capability: the emulated compute capability.
         pretend_cuda: whether "cuda" means the CPU in the whole process.
-        device: where Transformer Engine's tensors live by default: ``"cpu"``, or ``"cuda"`` if there is a GPU.
+        device: the default device of Transformer Engine's tensors: ``"cpu"``, or ``"cuda"`` if there is a GPU.
     """
 
     capability: tuple[int, int]
@@ -48,21 +48,21 @@ def install(
     """Let Transformer Engine run without its compiled extension, until the process ends.
 
     Call this before the first import of ``transformer_engine``. Child processes install the backend when they import
-    torch or Transformer Engine; with a GPU and a compiled Transformer Engine they use those, with a warning. If the
-    backend is installed already, a call with the same settings does nothing.
+    torch or Transformer Engine; with a GPU and a compiled Transformer Engine they use these instead, with a warning. A
+    repeated call with the same settings does nothing.
 
     Args:
-        pretend_cuda: False: only Transformer Engine's own modules and the debug features see a GPU; your code, torch
-            elsewhere and your tensors are untouched. True: "cuda" means the CPU everywhere in the process, for scripts
-            and tests that were written for a GPU.
+        pretend_cuda: False: only Transformer Engine's modules and the debug features see a GPU; your code, your tensors
+            and torch are unchanged. True: "cuda" means the CPU everywhere in the process, for scripts and tests that
+            were written for a GPU.
         capability: the compute capability to emulate: (9, 0), the default, or (10, 0). None takes it from the
             environment variable ``TE_PRECISION_REFERENCE_CAPABILITY``, if it is set.
         always_in_children: child processes install the backend in any case.
 
     Raises:
-        TransformerEngineVersionError: no Transformer Engine is installed, or not 2.20.x.
-        InstallError: Transformer Engine, or its compiled extension, is imported already; the backend is installed
-            already with other arguments; ``pretend_cuda`` where there is a real GPU; an unknown capability.
+        TransformerEngineVersionError: Transformer Engine 2.20.x is not installed.
+        InstallError: Transformer Engine, or its compiled extension, is already imported; the backend is already
+            installed with other arguments; ``pretend_cuda`` with a real GPU; an unknown capability.
     """
     global _installed
     if (before := installed()) is not None:
@@ -70,7 +70,7 @@ def install(
         if always_in_children:
             inherited.install_in_children(pretend_cuda=before.pretend_cuda, capability=before.capability, always=True)
         return before
-    chosen = target.capability() if capability is None else target.checked(capability)
+    chosen = target.capability() if capability is None else target.validate(capability)
 
     _refuse_if_imported()
     version = compiled_extension.checked_version()
@@ -105,7 +105,7 @@ def install(
 
 
 def install_where_needed(capability: tuple[int, int] | None = None) -> Installation | None:
-    """:func:`install`, unless there is a GPU and a compiled Transformer Engine that can be imported; for any machine.
+    """Call :func:`install`, unless there is a GPU and the compiled Transformer Engine can be imported.
 
     Returns:
         The settings of the installed backend; None if the compiled Transformer Engine is used.

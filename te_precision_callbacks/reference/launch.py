@@ -1,8 +1,8 @@
 """Plans and starts ``te-precision run``.
 
-The script or module gets a fresh Python process, which replaces this one: ``__main__``, ``sys.argv``, ``sys.path[0]``,
-the exit code, tracebacks, signals, and the way in which the script starts itself again on other ranks are as without
-this launcher. The backend is installed there as in child processes (:mod:`te_precision_callbacks.reference.children`).
+The script or module runs in a fresh Python process that replaces this one, so ``__main__``, ``sys.argv``,
+``sys.path[0]``, the exit code, tracebacks, signals, and starting the script again for other ranks work as without this
+launcher. The backend is installed there as in child processes (:mod:`te_precision_callbacks.reference.children`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _START_OF_PROGRAM = 4096
 
 
 class CommandError(PrecisionDebugError, ValueError):
-    """There is nothing to run under the name that was given."""
+    """There is no script, program or module of this name."""
 
 
 class Backend(str, enum.Enum):
@@ -44,17 +44,17 @@ class Backend(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Launch:
-    """The Transformer Engine for a script, in words, and the environment variables to add to its process."""
+    """The Transformer Engine for a script, as text, and the environment variables for its process."""
 
     description: str
     environment: dict[str, str]
 
 
 def plan_launch(backend: Backend) -> Launch:
-    """Choose the Transformer Engine for a script.
+    """Choose the compiled Transformer Engine or the reference backend for a script.
 
     Raises:
-        TransformerEngineVersionError: there is no Transformer Engine, or another version than the backend's.
+        TransformerEngineVersionError: no Transformer Engine is installed, or the backend does not support its version.
         InstallError: the compiled Transformer Engine was requested but cannot be imported.
     """
     if importlib.util.find_spec("transformer_engine") is None:
@@ -81,13 +81,13 @@ def plan_launch(backend: Backend) -> Launch:
 
 
 def script_command(script: str) -> list[str]:
-    """The command that runs a script, or a program of this name: ``torchrun``, ``accelerate``, ``python``.
+    """Return the command that runs a script, or a program such as ``torchrun``, ``accelerate`` or ``python``.
 
     A program is looked up on the PATH, then among the scripts of this environment. If it is written in Python, it runs
     in this interpreter.
 
     Raises:
-        CommandError: there is neither.
+        CommandError: neither a script nor a program of this name exists.
     """
     if Path(script).is_file():
         return [*_python(), script]

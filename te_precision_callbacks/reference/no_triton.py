@@ -1,7 +1,7 @@
-"""Replaces triton in Transformer Engine's modules where the CPU replaces the GPU.
+"""Replaces triton in Transformer Engine's modules if the CPU replaces the GPU.
 
-The modules import triton on import, but launch its kernels only for permutation, cross entropy and a few others. Every
-name exists here; a kernel raises when it is launched.
+The modules import triton, but launch its kernels only for permutation, cross entropy and a few others. Every name
+exists here; launching a kernel raises an error.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The pretended CUDA: "cuda" means the CPU everywhere in the process, after ``reference.install(pretend_cuda=True)``.
 
-Every function of torch that takes a device takes "cuda" too, and uses the CPU. ``torch.device("cuda")`` keeps its
-value, for libraries that look at its type; ``tensor.is_cuda`` is true for tensors on the CPU. ``tensor.device`` stays
-truthful, since torch's compiler, optimizers and distributed wrappers would otherwise take paths that need a GPU.
+Every function of torch that takes a device also accepts "cuda", and uses the CPU. ``torch.device("cuda")`` keeps its
+value, for libraries that check its type; ``tensor.is_cuda`` is true for tensors on the CPU. ``tensor.device`` is still
+the CPU, since torch's compiler, optimizers and distributed wrappers would otherwise take paths that need a GPU.
 
-Functions and methods are replaced one by one; a mode that intercepts every call of torch would slow down each call,
-and would hold for one thread only.
+Functions and methods are replaced individually: a mode that intercepts every call of torch would be slow, and would
+apply to one thread only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 
 from te_precision_callbacks.reference import cuda_on_cpu, pretended_random
-from te_precision_callbacks.reference.collectives import keeping_apart, make_gloo_stand_for_nccl, send_apart
+from te_precision_callbacks.reference.collectives import make_gloo_stand_for_nccl, use_second_groups, with_second_group
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.pretended_types import (
     Device,
@@ -37,7 +37,7 @@ NCCL_VERSION = (2, 27, 3)
 
 
 class Options:
-    """Options of an NCCL group: they can be set, and are dropped for new groups, since gloo lacks them."""
+    """Options of an NCCL group: accepted, and ignored for new groups, since gloo does not have them."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -45,7 +45,7 @@ class Options:
 
 
 class ProcessGroupNCCL:
-    """Replaces torch 2.13's class where gloo replaces NCCL. No group is an instance of it, and none can be made."""
+    """Replaces torch 2.13's class, since gloo replaces NCCL. It has no instances."""
 
     Options = Options
 
@@ -62,7 +62,7 @@ _CPU = torch.device("cpu")
 def make_cuda_mean_cpu() -> None:
     """Replace torch's functions that take a device or report on CUDA. For the rest of the process."""
     _answer_for_cuda()
-    pretended_random.draw_apart()
+    pretended_random.separate_generators()
     _create_on_cpu()
     _move_to_cpu()
     _load_to_cpu()
@@ -96,7 +96,7 @@ def _answer_for_cuda() -> None:
     _replace(torch.cuda.nccl, version=lambda: NCCL_VERSION)
     _replace(torch.version, cuda=cuda_on_cpu.cuda_version)
     _replace(torch, Stream=cuda_on_cpu.GenericStream, Event=cuda_on_cpu.GenericEvent)
-    # As in a torch without CUDA. One with CUDA would ask its driver, which is not there; Adam's step does.
+    # As in a torch without CUDA. A torch with CUDA would query the missing driver, for example in Adam's step.
     compiled: Any = torch._C
     _replace(compiled, _accelerator_getAccelerator=lambda: None)
     for element in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool"):
@@ -106,8 +106,8 @@ def _answer_for_cuda() -> None:
 def _create_on_cpu() -> None:
     from torch.utils import _device
 
-    # torch's own list of the functions that create tensors; it is cached with the functions as they are now, with which
-    # a default device compares.
+    # torch's list of the functions that create tensors. It is cached with the original functions, which a default
+    # device compares with.
     constructors = _device._device_constructors() | {torch.normal}  # missing in torch's list
     likes = {function for name, function in vars(torch).items() if name.endswith("_like") and callable(function)}
     for namespace in (torch, torch.fft, torch.nested):
@@ -117,7 +117,7 @@ def _create_on_cpu() -> None:
     for name in dir(torch.Tensor):
         if name.startswith("new_"):
             _replace(torch.Tensor, **{name: _with_device_on_cpu(getattr(torch.Tensor, name))})
-    # A tensor subclass names its device, as those of Transformer Engine's quantizers do.
+    # Tensor subclasses, such as Transformer Engine's, pass their device.
     wrapper = _with_device_on_cpu(torch.Tensor._make_wrapper_subclass)
     _replace(torch.Tensor, _make_wrapper_subclass=staticmethod(wrapper))
     pretended_random.remember_default_device()
@@ -139,9 +139,9 @@ def _move_to_cpu() -> None:
 
 
 def _load_to_cpu() -> None:
-    """Let ``torch.load`` put tensors that were saved from a GPU, or are wanted on one, on the CPU."""
+    """Make ``torch.load`` load tensors that were saved from, or are requested on, a GPU to the CPU."""
     torch.serialization.register_package(
-        0,  # before torch's own for CUDA
+        0,  # before torch's entry for CUDA
         lambda _storage: None,
         lambda storage, location: storage if location.startswith("cuda") else None,
     )
@@ -158,8 +158,8 @@ def _autocast_on_cpu() -> None:
             dtype = torch.float16  # the default of CUDA's autocast
         original_init(self, _type_for_cuda(device_type), dtype, *arguments, **options)
 
-    # After a graph break in its block Dynamo builds autocast anew, and would trace this function if it did not have the
-    # file name of a function of torch, which Dynamo skips.
+    # After a graph break in its block, Dynamo rebuilds autocast and would trace this function, but it skips functions
+    # with torch's file name.
     init.__code__ = init.__code__.replace(co_filename=original_init.__code__.co_filename)  # type: ignore[attr-defined]
     _replace(autocast, __init__=init)
     _replace(
@@ -175,7 +175,7 @@ def _autocast_on_cpu() -> None:
 
 
 def _constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark ``function`` so that Dynamo calls it while tracing, like torch's own queries of autocast's state, which it
+    """Mark ``function`` so that Dynamo calls it while tracing, like torch's queries of the autocast state, which have
     guards.
 
     ``torch.compiler.assume_constant_result`` does the same, but imports Dynamo.
@@ -185,7 +185,7 @@ def _constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _communicate_on_cpu() -> None:
-    """Use gloo in place of NCCL, and let the wrappers for several processes ignore GPUs."""
+    """Use gloo instead of NCCL, and make distributed wrappers ignore GPUs."""
     if not torch.distributed.is_available():
         return
     from torch.distributed import device_mesh, distributed_c10d
@@ -199,9 +199,9 @@ def _communicate_on_cpu() -> None:
         _replace(module, ProcessGroupNCCL=ProcessGroupNCCL)
     for name in ("init_process_group", "new_group"):
         function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
-        apart = keeping_apart(function)
+        apart = with_second_group(function)
         _replace(distributed_c10d, torch.distributed, device_mesh, **{name: apart})
-    send_apart()
+    use_second_groups()
     _stage_on_cpu()
     for name in ("barrier", "monitored_barrier"):
         function = _without_devices(getattr(distributed_c10d, name))
@@ -213,13 +213,13 @@ def _communicate_on_cpu() -> None:
 
     @functools.wraps(original_init)
     def init(self: Any, *arguments: Any, **options: Any) -> None:
-        original_init(self, *arguments, **options | {"device_id": _CPU})  # without device_id a CPU is refused
+        original_init(self, *arguments, **options | {"device_id": _CPU})  # without device_id a CPU is rejected
 
     _replace(FullyShardedDataParallel, __init__=init)
 
 
 def _stage_on_cpu() -> None:
-    """Let torch's checkpoints stage with blocking copies: others need the streams of an accelerator."""
+    """Make torch's checkpoints stage with blocking copies, since other copies need streams of an accelerator."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     original_init: Callable[..., None] = DefaultStager.__init__
@@ -232,11 +232,10 @@ def _stage_on_cpu() -> None:
 
 
 def _compile_for_cpu() -> None:
-    """Let ``torch.compile`` treat the CPU as it does without CUDA. Read from torch 2.13.
+    """Make ``torch.compile`` treat the CPU as without CUDA. Read from torch 2.13.
 
-    Otherwise Inductor lets Triton's driver load libcuda, even for kernels of the CPU (torch/utils/_triton.py), and
-    requests CUDA's allocator before it excludes a graph on the CPU from CUDA graphs
-    (torch/_inductor/cudagraph_utils.py).
+    Otherwise Inductor makes Triton's driver load libcuda, even for CPU kernels (torch/utils/_triton.py), and requests
+    CUDA's allocator before it excludes a CPU graph from CUDA graphs (torch/_inductor/cudagraph_utils.py).
     """
     from torch.utils import _triton
 
@@ -248,7 +247,7 @@ def _compile_for_cpu() -> None:
 
 
 def _profile_cpu() -> None:
-    """Let the profilers record only the CPU: with CUDA requested, a torch without CUDA ends the process."""
+    """Make the profilers record only the CPU: requesting CUDA from a torch without CUDA ends the process."""
     kineto, legacy = torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile
     original_kineto: Callable[..., None] = kineto.__init__
     original_legacy: Callable[..., None] = legacy.__init__
@@ -275,7 +274,7 @@ def _profile_cpu() -> None:
 
 
 def _pin_on_cpu() -> None:
-    """Let pinned memory be ordinary memory: ``pin_memory`` gives a copy, and a ``DataLoader`` does not warn."""
+    """Replace pinned memory by ordinary memory: ``pin_memory`` copies, and a ``DataLoader`` does not warn."""
     _replace(torch.Tensor, pin_memory=lambda tensor, device=None: tensor.clone())
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
 
@@ -296,14 +295,14 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
             pretended_random.mark(created, on_host=True)
         return created
 
-    builtins: Any = torch.jit._builtins  # TorchScript knows functions by their identity
+    builtins: Any = torch.jit._builtins  # TorchScript identifies functions by their id
     if (operator := builtins._find_builtin(function)) is not None:
         builtins._register_builtin(on_cpu, operator)
     return on_cpu
 
 
 def _moving_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.Tensor.to`` with CUDA replaced; a tensor that is moved to the pretended GPU is no longer on the CPU."""
+    """Wrap ``torch.Tensor.to`` to replace CUDA, and to mark tensors as moved to the pretended GPU."""
     on_cpu = _with_arguments_on_cpu(move, cpu_for_cuda)
 
     @functools.wraps(move)
@@ -325,7 +324,7 @@ def _with_arguments_on_cpu(function: Callable[..., Any], replace: Callable[[Any]
 
 
 def _without_devices(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` without the keywords that name GPUs, and without NCCL's options, which gloo does not take."""
+    """Wrap ``function`` to drop keywords that name GPUs, and NCCL's options, which gloo does not accept."""
 
     @functools.wraps(function)
     def on_cpu(*arguments: Any, **options: Any) -> Any:
@@ -343,7 +342,7 @@ def _to_cpu(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False
 
 
 def _type_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.Tensor.type``, returning and accepting the names of types on a GPU."""
+    """Wrap ``torch.Tensor.type`` to return and accept the names of GPU tensor types."""
 
     @functools.wraps(type_of)
     def type_on_cuda(tensor: torch.Tensor, dtype: Any = None, *arguments: Any, **options: Any) -> Any:
@@ -357,6 +356,6 @@ def _type_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gloo_for_nccl(backend: Any) -> Any:
-    """gloo for ``nccl`` and ``cpu:gloo,cuda:nccl``; anything else, such as a path with that word in it, unchanged."""
+    """Return gloo for ``nccl`` and ``cpu:gloo,cuda:nccl``; other values, such as paths, are unchanged."""
     names = [part.rpartition(":")[2].lower() for part in backend.split(",")] if isinstance(backend, str) else []
     return "gloo" if "nccl" in names else backend

@@ -1,12 +1,12 @@
-"""Two random generators where "cuda" means the CPU: the pretended GPU's, and the CPU's own.
+"""Two random generators if "cuda" means the CPU: the pretended GPU's, and the CPU's.
 
-``torch.manual_seed`` seeds both, ``torch.cuda.manual_seed`` the GPU's. All tensors are on the CPU, so draws that do not
-name a device use the GPU's generator (dropout, in-place draws on results of operations), as in a script that works on
-the GPU. The CPU's generator serves functions that create tensors, unless they are given "cuda", and draws into such
-tensors, until they are moved to "cuda": the weights of a module that is made on the CPU, the samplers of a DataLoader.
+``torch.manual_seed`` seeds both, ``torch.cuda.manual_seed`` the GPU's. All tensors are on the CPU, so draws without a
+device use the GPU's generator (dropout, in-place draws on results of operations), as in a script that runs on the GPU.
+The CPU's generator is used by functions that create tensors without "cuda", and for in-place draws on such tensors
+until they are moved to "cuda": weights of a module that is built on the CPU, samplers of a DataLoader.
 
-The generator that torch's C++ draws from by default is the GPU's; ``torch.default_generator`` is another one. Compiled
-functions draw everything from the GPU's. Read from torch 2.13.
+The default generator of torch's C++ is the GPU's; ``torch.default_generator`` is the CPU's. Compiled functions always
+use the GPU's. Read from torch 2.13.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _MARK = "_te_precision_on_host"
 _host_generator = torch.Generator()
 
 
-def draw_apart() -> None:
-    """Give the CPU its own generator, which continues the common one's state. For the rest of the process."""
+def separate_generators() -> None:
+    """Give the CPU a separate generator, with the state of the common one, for the rest of the process."""
     _host_generator.set_state(torch._C.default_generator.get_state())
     for module in (torch, torch.random):
         module.default_generator = _host_generator  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ def draw_apart() -> None:
         setattr(torch, name, _drawing(getattr(torch, name)))
     for name in DRAWING_METHODS:
         setattr(torch.Tensor, name, _drawing(getattr(torch.Tensor, name)))
-    # Checkpoints keep the random state of their tensors' device, which they would take to be the CPU.
+    # Activation checkpoints save the random state of their tensors' device, which would be the CPU.
     torch.utils.checkpoint.DefaultDeviceType.set_device_type("cuda")
     torch.utils.checkpoint.get_device_states = _device_states
 
@@ -82,13 +82,13 @@ def creates_on_host(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool
 
 
 def generator_for(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The generator to add to ``options`` of a call that draws on the CPU, if the call names none."""
+    """Return the option ``generator`` for a call that draws on the CPU without naming a generator."""
     named = any(isinstance(argument, torch.Generator) for argument in (*arguments, options.get("generator")))
     return {} if named or torch._C._len_torch_dispatch_stack() else {"generator": _host_generator}
 
 
 def remember_default_device() -> None:
-    """Let ``torch.device("cuda")`` as a context, and as the default, remember that it was not the CPU."""
+    """Make ``torch.device("cuda")``, as a context and as the default device, remember that it was not the CPU."""
     original_init: Callable[..., None] = DeviceContext.__init__
 
     @functools.wraps(original_init)
@@ -108,7 +108,7 @@ def _default_is_cuda() -> bool:
 
 
 def _drawing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which draws into a tensor, or with its numbers: from the CPU's generator if the tensor is there."""
+    """Wrap a function that draws into a tensor, or with its values, to use the CPU's generator for a CPU tensor."""
 
     @functools.wraps(function)
     def drawing(*arguments: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Classes that replace ``torch.device`` and ``torch.Generator`` where "cuda" means the CPU.
+"""Classes that replace ``torch.device`` and ``torch.Generator`` if "cuda" means the CPU.
 
-Torch allows no subclasses of its ``device``, and reads a bare number as the accelerator that it was built for. A class
-that makes objects of the real class, and is equal to it, works where the class is called, used with ``isinstance``, or
-looked up in a table. Read from torch 2.13.
+``torch.device`` cannot be subclassed, and reads a bare number as the accelerator that torch was built for. The
+replacements create objects of the real class and compare equal to it, so calls, ``isinstance`` and look-ups in tables
+work. Read from torch 2.13.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The changes that are made to Transformer Engine's syntax trees while they are imported.
+"""Rewrites Transformer Engine's syntax trees during import.
 
-A proxy for the module-global name ``torch`` would not do: attributes of a tensor (``tensor.is_cuda``, ``.cuda()``,
-``tensor.device.type == "cuda"``) do not go through that name; they would need changes to ``torch.Tensor``, which the
-whole process sees. A rewritten module keeps the real ``torch``, and nothing outside Transformer Engine changes.
+A proxy for the module-global name ``torch`` would not suffice: attributes of a tensor (``tensor.is_cuda``, ``.cuda()``,
+``tensor.device.type == "cuda"``) bypass that name, and changing ``torch.Tensor`` would affect the whole process. A
+rewritten module uses the real ``torch``, and nothing outside Transformer Engine changes.
 
 Each rule is a row of the table in ``tests/reference/seams.py``, which has the reasons.
 """
@@ -16,7 +16,7 @@ ON_CPU = "te_precision_callbacks.reference.cuda_on_cpu"
 ON_CUDA = "te_precision_callbacks.reference.cuda_on_cuda"
 NO_TRITON = "te_precision_callbacks.reference.no_triton"
 
-_ALIAS = "_te_reference_cuda"  # the name under which a rewritten module knows one of the two modules above
+_ALIAS = "_te_reference_cuda"  # the name of either module above in a rewritten module
 _MARKS = (
     "cuda",
     "torch.compile",
@@ -40,11 +40,9 @@ def is_concerned(source: bytes) -> bool:
 
 
 def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
-    """Change ``tree``, a module of Transformer Engine or a debug feature, in place so that the backend answers its uses
-    of CUDA.
+    """Change ``tree``, a module of Transformer Engine or a debug feature, in place to use the backend instead of CUDA.
 
-    With ``cuda_on_cpu=False`` there is a real GPU, and only ``torch.compile``, attention and the queries of the
-    capability change.
+    With ``cuda_on_cpu=False``, for a real GPU, only ``torch.compile``, attention and the compute capability change.
     """
     rules = _OnCpu() if cuda_on_cpu else _OnCuda()
     rules.visit(tree)
@@ -85,7 +83,7 @@ class _OnCuda(ast.NodeTransformer):
 
 
 class _OnCpu(_OnCuda):
-    """The rules where the CPU replaces the GPU."""
+    """The rules if the CPU replaces the GPU."""
 
     module = ON_CPU
     answers: ClassVar = _OnCuda.answers | {
@@ -131,12 +129,12 @@ class _OnCpu(_OnCuda):
         return super().visit_ImportFrom(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        # The user sees the tensor classes' own properties of these names, which stay truthful.
+        # Users read these properties of the tensor classes, so they are not changed.
         return node if node.name in ("is_cuda", "is_cpu") else self.generic_visit(node)
 
 
 def _dotted(node: ast.AST) -> str:
-    """``"torch.cuda.x"`` for that expression, and ``""`` for anything but a plain chain of names."""
+    """Return ``"torch.cuda.x"`` for that expression; empty if it is not a plain chain of names."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -154,7 +152,7 @@ def _like(old: ast.AST, new: _Node) -> _Node:
 
 
 def _insert_import(tree: ast.Module, module: str) -> None:
-    """Import ``module`` as the alias, after the docstring and ``from __future__``, which Python requires first."""
+    """Import ``module`` under the alias, after the docstring and ``from __future__`` imports."""
     place = 0
     for place, statement in enumerate(tree.body):
         is_docstring = place == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

@@ -1,9 +1,8 @@
 """The GPU that the reference backend emulates: (9, 0), the default, or (10, 0).
 
-Transformer Engine decides by the compute capability which recipes it allows, which one is its default, and how Float8
-data lie in memory; the backend's layouts agree. Hopper (9, 0): delayed scaling is the default, columnwise Float8 data
-is a stored transpose. Blackwell (10, 0): MXFP8 is the default, NVFP4 is allowed, Float8 data is never stored
-transposed.
+The compute capability determines which recipes Transformer Engine supports, its default recipe, and the memory layout
+of Float8 data, which the backend follows. Hopper (9, 0): delayed scaling is the default, columnwise Float8 data is a
+stored transpose. Blackwell (10, 0): MXFP8 is the default, NVFP4 is supported, Float8 data is never stored transposed.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ def capability() -> tuple[int, int]:
     """The compute capability from :func:`choose`, else from the environment, else (9, 0).
 
     Raises:
-        InstallError: the environment variable holds something other than ``9.0`` or ``10.0``.
+        InstallError: the environment variable is neither ``9.0`` nor ``10.0``.
     """
     return _from_environment() if _chosen is None else _chosen
 
 
 def choose(value: tuple[int, int] | None) -> None:
-    """Fix the capability for this process, from ``install()``; None leaves it to the environment.
+    """Set the capability for this process, for ``install()``; None leaves it to the environment.
 
     Raises:
         InstallError: ``value`` is neither (9, 0) nor (10, 0).
     """
     global _chosen
-    _chosen = None if value is None else checked(value)
+    _chosen = None if value is None else validate(value)
 
 
-def checked(value: tuple[int, int]) -> tuple[int, int]:
-    """``value`` as a plain tuple of two ints.
+def validate(value: tuple[int, int]) -> tuple[int, int]:
+    """Validate a capability and return it as a plain tuple of two ints.
 
     Raises:
         InstallError: ``value`` is neither (9, 0) nor (10, 0).

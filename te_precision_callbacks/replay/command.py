@@ -1,7 +1,7 @@
 """``te-precision replay``: attributes the error of a recorded GEMM to the format, the quantizer or the kernel.
 
-The exit code is 0 without a fault, 1 with a fault, 2 for wrong use, 3 if nothing could be checked, or a record cannot
-be read and the others have no fault.
+The exit code is 0 without a fault; 1 with a fault; 2 for wrong use; 3 if nothing could be checked, or if a record is
+unreadable and the others have no fault.
 """
 
 from __future__ import annotations

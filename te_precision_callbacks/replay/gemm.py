@@ -1,6 +1,6 @@
-"""Replays a record of a GEMM: its lanes, its faults, and the place of wrong elements.
+"""Replays a record of a GEMM: its faults, and the position of wrong elements.
 
-The lanes are ways to compute the product in float64:
+The product is computed in several ways, the *lanes*, in float64:
 
 ========  ==================================================  ========================
 lane      computed                                            next differs by
@@ -10,8 +10,8 @@ codes     from the recorded codes and scales                  accumulation and k
 result    recorded, without bias and the previous sum
 ========  ==================================================  ========================
 
-The kernel is checked by the tolerances of :mod:`te_precision_callbacks.gemm_error.judging`, for each row and column
-with probes, and for each element by the same bound on the variance of the accumulator and the rounding of the result.
+The kernel is checked by the tolerances of :mod:`te_precision_callbacks.gemm_error.kernel_check`: rows and columns with
+probes, elements by the same bound on the variance of the accumulator and the rounding of the result.
 All codes and scales of the quantizer are checked (:mod:`te_precision_callbacks.gemm_error.codes`).
 """
 
@@ -27,17 +27,17 @@ import torch
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.layouts import Stored
-from te_precision_callbacks.dumps.contents import Dump, a_dump, operand_of
+from te_precision_callbacks.dumps.contents import Dump, operand_of, require_dump
 from te_precision_callbacks.dumps.dump_files import list_dumps, load
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, DumpedGemm, DumpedOperand, Header
 from te_precision_callbacks.gemm_error.codes import WINDOW_COLUMNS, WINDOW_ROWS, CodeCheck, check_codes
 from te_precision_callbacks.gemm_error.factors import factor_of
-from te_precision_callbacks.gemm_error.judging import (
+from te_precision_callbacks.gemm_error.kernel_check import (
     GemmCall,
-    Judged,
+    KernelCheck,
     accumulator_of,
-    judged,
+    check_kernel,
     probes,
     product,
     rounding_variance,
@@ -69,7 +69,7 @@ class Lane:
     Attributes:
         name: see the table above.
         difference: the cause of the difference to the next lane; empty for the last lane.
-        error: the norm of the difference to the next lane over the norm of this lane, if known.
+        error: the norm of the difference to the next lane divided by the norm of this lane, if known.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Fault:
 
     Attributes:
         cause: the kernel, or the quantizer.
-        text: the fault with its place.
+        text: the fault with its position.
         operand: the operand of the quantizer; empty for the kernel.
     """
 
@@ -99,10 +99,10 @@ class Replayed:
     Attributes:
         header, gemm: the header of the record, and its GEMM.
         lanes: the ways to compute the product.
-        faults: the kernel's first.
+        faults: faults of the kernel come first.
         not_checked: parts that cannot be checked, and why.
         gain: <result, codes> / |codes|^2, which should be 1, if known.
-        rows, columns: the ratio to the tolerance of each row and column, [n] and [m]; above 1 is wrong.
+        rows, columns: the error of each row and column divided by its tolerance, [n] and [m]; above 1 is wrong.
     """
 
     header: Header
@@ -156,13 +156,13 @@ def replay(dump: Dump) -> Replayed:
     Raises:
         DumpError: the dump is not a record of a GEMM.
     """
-    gemm = a_dump(dump).header.gemm
+    gemm = require_dump(dump).header.gemm
     if gemm is None:
         raise DumpError("The dump has a single tensor, not a whole GEMM. DumpTensors writes GEMMs with 'gemms'.")
     left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)
-    judge = _Kernel(dump, gemm, left, right)
-    faults = judge.faults()
-    not_checked = [] if judge.counts else [f"the kernel, since {judge.why_not}"]
+    kernel = _Kernel(dump, gemm, left, right)
+    faults = kernel.faults()
+    not_checked = [] if kernel.counts else [f"the kernel, since {kernel.why_not}"]
     for operand in (left, right):
         checked = operand.checked()
         if checked is not None:
@@ -171,16 +171,16 @@ def replay(dump: Dump) -> Replayed:
         elif isinstance(operand.data, Stored):
             lacks = "the tensor before quantization is" if operand.high is None else "its quantizer is"
             not_checked.append(f"the quantizer of {operand.described.tensor}, because {lacks} not in the record")
-    lanes = _lanes(judge, left, right)
+    lanes = _lanes(kernel, left, right)
     return Replayed(
         dump.header,
         gemm,
         lanes,
         tuple(faults),
         tuple(not_checked),
-        judge.gain,
-        judge.judged.rows,
-        judge.judged.columns,
+        kernel.gain,
+        kernel.check.rows,
+        kernel.check.columns,
     )
 
 
@@ -198,10 +198,10 @@ def replay_file(path: str | os.PathLike[str]) -> Replayed:
 
 
 def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
-    """Replay all records in a folder and its subfolders in the order of their time; skip dumps of tensors.
+    """Replay all records in a folder and its subfolders in execution order; skips dumps of tensors.
 
     Raises:
-        DumpError: the folder does not exist, or has no record.
+        DumpError: the folder does not exist, or has no records.
     """
     listed = list_dumps(folder)
     unread = {file.path: file.why for file in listed.foreign if file.path.suffix == ".safetensors"}
@@ -237,13 +237,13 @@ class _Kernel:
             added += bias.reshape(1, -1).double()
         if before is not None:
             added += gemm.beta * before.reshape(gemm.n, gemm.m).double()
-        self.judged: Judged = self._judged(out, before, bias)
-        self.counts = bool(self.judged.counts)
+        self.check: KernelCheck = self._check(out, before, bias)
+        self.counts = bool(self.check.counts)
         self.alone = self.result - added
         self.ratios = self._ratios(out.dtype, added)
-        self.gain = float(self.judged.gain_dot / self.judged.expected_square) if self.judged.expected_square else None
+        self.gain = float(self.check.gain_dot / self.check.expected_square) if self.check.expected_square else None
 
-    def _judged(self, out: torch.Tensor, before: torch.Tensor | None, bias: torch.Tensor | None) -> Judged:
+    def _check(self, out: torch.Tensor, before: torch.Tensor | None, bias: torch.Tensor | None) -> KernelCheck:
         x, y = (
             probes(extent, PROBES, seed_of("replay", name), out.device, torch.float64)
             for name, extent in (("x", self.gemm.m), ("y", self.gemm.n))
@@ -253,7 +253,7 @@ class _Kernel:
         run = thin(factor_of(out, columnwise=False), x, y)
         sum_of = None if before is None else thin(factor_of(before.reshape(out.shape), columnwise=False), x, y)
         call = GemmCall(self.gemm.k, out.dtype, x, y, self.accumulator, bias, sum_of, self.gemm.beta)
-        return judged(run, expected, call)
+        return check_kernel(run, expected, call)
 
     def _ratios(self, dtype: torch.dtype, added: torch.Tensor) -> torch.Tensor:
         if not self.counts:
@@ -270,10 +270,10 @@ class _Kernel:
         return torch.where(expected.isfinite() & ~(saturates & ~self.result.isfinite()), ratios, 0.0)
 
     def faults(self) -> list[Fault]:
-        ratio = max(float(self.judged.ratio), float(self.ratios.max()) if self.ratios.numel() else 0.0)
+        ratio = max(float(self.check.ratio), float(self.ratios.max()) if self.ratios.numel() else 0.0)
         if not self.counts or ratio <= 1:
             return []
-        text = describe_damage(self.ratios > 1, self.judged.rows > 1, self.judged.columns > 1)
+        text = describe_damage(self.ratios > 1, self.check.rows > 1, self.check.columns > 1)
         gain = ""
         if self.gain is not None:
             off, left = (float((self.alone - factor * self.codes).norm()) for factor in (1.0, self.gain))
@@ -317,8 +317,8 @@ def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
 
 
 def _distance(lane: torch.Tensor | None, following: torch.Tensor) -> float | None:
-    """The norm of the difference of two lanes over the norm of the first, over elements finite in both; None if a lane
-    is unknown or has no finite element.
+    """The norm of the difference of two lanes divided by the norm of the first, for elements that are finite in both;
+    None without a lane or finite elements.
     """
     if lane is None:
         return None
@@ -372,7 +372,7 @@ class Recorded:
 def describe_damage(bad: torch.Tensor, bad_rows: torch.Tensor, bad_columns: torch.Tensor) -> str:
     """Describe the wrong elements: ``rows 16 to 47, columns 32 to 63: 1,024 elements are wrong``.
 
-    The arguments have the elements, [n, m], the rows and the columns beyond their tolerance.
+    The arguments mark elements, [n, m], rows and columns beyond their tolerance.
     """
     rows = (bad.any(1) | bad_rows).nonzero().flatten().tolist()
     columns = (bad.any(0) | bad_columns).nonzero().flatten().tolist()

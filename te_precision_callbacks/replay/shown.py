@@ -93,9 +93,7 @@ def run_now(recorded: Dump, gemm: DumpedGemm, device: torch.device) -> Dump:
 
 
 def main() -> int:
-    """Return the exit code: 1 if the GEMM is wrong when it runs now, or in the record if it cannot run; 2 without the
-    record.
-    """
+    """Return the exit code: 1 if the GEMM is wrong, rerun or as recorded if it cannot run; 2 without the record."""
     record = Path(__file__).with_suffix(".safetensors")
     if not record.is_file():
         print(f"{record} is missing: it has the recorded GEMM. Put it in the folder of this script.", file=sys.stderr)

@@ -59,7 +59,7 @@ class RuleChecks:
 
     def facts(self, facts: FactTables, iteration: int) -> None:
         known = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
-        self._react(self._diagnosis.know(known, iteration), iteration)
+        self._react(self._diagnosis.set_facts(known, iteration), iteration)
 
     def scalars(self, scalars: Scalars) -> None:
         """Check the trainer's scalars; a finding of another rank than 0 names that rank."""
@@ -177,8 +177,8 @@ class ContractCheck:
         results, keeper = self._results, self.keeper
         if self._shares_left:
             own = results.coverage_at(iteration)
-            shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
-            results.coverage.put_of_ranks(shared)
+            shared = Coverage(shared_products(own, self._ranks, "products of the first step", mean=True))
+            results.coverage.put_other_ranks(shared)
             is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step", bool))
             is_over = is_over or not self._ranks.are_together  # ranks that are apart share nothing again
             self._shares_left = 0 if is_over else self._shares_left - 1

@@ -76,7 +76,7 @@ class RunResults:
         if iteration is None:
             return NOTHING
         own = self.coverage_at(iteration)
-        return Coverage((*own, *self.coverage.of_other_ranks), state=own.state, steps=own.steps)
+        return Coverage((*own, *self.coverage.other_ranks_products), state=own.state, steps=own.steps)
 
     @property
     def findings(self) -> Verdict:

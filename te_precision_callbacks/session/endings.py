@@ -23,7 +23,7 @@ from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
-from te_precision_callbacks.coverage.other_steps import in_lines
+from te_precision_callbacks.coverage.other_steps import format_other_steps
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.runs.answers import broken_in_short, ended_by
@@ -190,7 +190,7 @@ class ClosingReport:
     def log_coverage(self) -> None:
         self._coverage = self._results.coverage_with_other_ranks(None)
         if self._coverage:
-            self._other_steps = in_lines(self._results.other_steps())
+            self._other_steps = format_other_steps(self._results.other_steps())
             for text in (str(self._coverage), *self._other_steps):
                 logger.info("%s.", text)
                 self._context.inspector.log(text)

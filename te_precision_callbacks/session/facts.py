@@ -77,7 +77,7 @@ class RunFacts:
         coverage = results.coverage
         changes = results.layers, results.audit.changes, coverage.changes
         settings = results.scales_loss, results.adds_eps, self._unmeasured, len(results.not_measured)
-        return *changes, len(coverage.of_other_ranks), len(results.unconverted), *settings
+        return *changes, len(coverage.other_ranks_products), len(results.unconverted), *settings
 
     @without_collections()
     def take(self) -> FactTables:
@@ -133,7 +133,7 @@ class RunFacts:
             "adds_eps": self._results.adds_eps,
             "float16": computes_in_float16(computed),
             "ranks": torch.distributed.get_world_size(self._options.process_group) if several else 1,
-            "alike": not layers.of_other_ranks,
+            "alike": not layers.other_ranks_products,
             "ignored": ignored_arguments(recipes_of(computed)),
             "amaxes": amax_reductions(computed),
             "unmeasured": self._unmeasured,
@@ -211,7 +211,7 @@ class RunFacts:
                 "since": begin,
             }
         names = {info.name for info in infos}
-        for layer in self._model.layers.of_other_ranks:
+        for layer in self._model.layers.other_ranks_products:
             if layer.name not in names:
                 names.add(layer.name)
                 row = {"scope": layer.scope, "layer": layer.name, "class": layer.types[0]}

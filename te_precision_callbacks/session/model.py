@@ -14,7 +14,7 @@ from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
-from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_alike
+from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_equal
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.loading import describe_idle_sections
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
@@ -133,7 +133,7 @@ class NamedLayers:
         return {**self._attentions, **operations}
 
     @property
-    def of_other_ranks(self) -> list[Layer]:
+    def other_ranks_products(self) -> list[Layer]:
         return [layer for layer in self.of_all if layer.name not in self.names]
 
     def attach(self, model: Model, ranks: Ranks) -> None:
@@ -221,7 +221,7 @@ class ObservedModel:
         sections = flat_config(options.config.enabled_sections, planned.sections)
         config = {"layer_names": repr(options.layer_names), **sections}
         agreed = {name: getattr(options, name) for name in ("strict", "debug", "require", "early_steps")}
-        require_alike({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration, ranks)
+        require_equal({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration, ranks)
         self.flat_config = config
         watched = ACTIVATION_OVERFLOW in options.debug
         goes_on = "with only activation overflow detection" if watched else "without precision debugging"

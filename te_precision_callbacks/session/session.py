@@ -193,7 +193,7 @@ class InspectSession:
         iteration, and raises a LookupError if that has not run.
         """
         history = self._results.audit.history
-        return Precision(history.whole(), history.at)
+        return Precision(history.whole_run(), history.at)
 
     def coverage(self, at: int | None = None) -> Coverage:
         """Return every matrix product of the model in a step: its multiply-adds, its precision, and the reason for high

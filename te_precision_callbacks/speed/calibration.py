@@ -1,4 +1,4 @@
-"""Times of a model's own shapes, measured on the device as Transformer Engine runs them.
+"""Measured times of a model's shapes, on the device, as Transformer Engine runs them.
 
 Three kinds of times: ``high`` is ``torch.matmul`` in BF16, ``gemm`` Transformer Engine's GEMM of quantized operands,
 and ``cast`` the quantizer of an operand in the directions that its GEMMs read. On a CPU the same code runs on the
@@ -49,7 +49,7 @@ class Calibration:
 
     Attributes:
         device: its name in ``torch.cuda.get_device_name``; ``cpu`` for the reference backend.
-        versions: of torch and Transformer Engine.
+        versions: the versions of torch and Transformer Engine.
         times: by the keys of :func:`high_key`, :func:`gemm_key` and :func:`cast_key`.
     """
 
@@ -112,10 +112,10 @@ def calibrate(
         products: products with their recipes, from :func:`~te_precision_callbacks.speed.expected.with_recipes`.
         device: ``cuda``, or ``cpu`` for the reference backend.
         table: the table to extend.
-        report: called before each measurement with its key, its number and the number of measurements.
+        report: called before each measurement with its key, its index and the number of measurements.
 
     Raises:
-        CalibrationError: this machine has no such device, or the table is for another one.
+        CalibrationError: this machine does not have the device, or the table is for another device.
     """
     from te_precision_callbacks import reference
 
@@ -137,7 +137,7 @@ def calibrate(
         raise CalibrationError(
             f"The table was measured on {measured.device!r}, but this GPU is {name!r}. Choose another file."
         )
-    wanted = {key: make for key, make in _wanted(products, device).items() if key not in measured.times}
+    wanted = {key: make for key, make in _measurements(products, device).items() if key not in measured.times}
     for number, (key, make) in enumerate(wanted.items(), 1):
         if report is not None:
             report(key, number, len(wanted))
@@ -172,7 +172,9 @@ def _time_of(run: Callable[[], object], device: str) -> Time:
     return Time(median, statistics.stdev(samples) / median if median else 0.0)
 
 
-def _wanted(products: Iterable[tuple[Product, str]], device: str) -> dict[str, Callable[[], Callable[[], object]]]:
+def _measurements(
+    products: Iterable[tuple[Product, str]], device: str
+) -> dict[str, Callable[[], Callable[[], object]]]:
     wanted: dict[str, Callable[[], Callable[[], object]]] = {}
     low: dict[str, dict[str, tuple[Shape, str]]] = {}
     for product, recipe in products:

@@ -1,4 +1,4 @@
-"""``te-precision speed``: expected times for a device, which need not be on this machine, and measured ones.
+"""``te-precision speed``: expected times for a device, which need not be on this machine, and measured times.
 
 Usage::
 

@@ -7,11 +7,11 @@
     cast_ms("fp8_current_scaling", "weight", 4096 * 12288, device)
 
 A kernel takes the time of its operations at a share of the peak, or of its bytes at a share of the bandwidth,
-whichever is longer, and at least a launch. A cast takes the time of its bytes, and a launch for each of its kernels.
-The shares and the launch are :class:`~te_precision_callbacks.speed.devices.Constants`.
+whichever is longer, and at least the time of a launch. A cast takes the time of its bytes, and a launch for each of its
+kernels. The shares and the launch time are :class:`~te_precision_callbacks.speed.devices.Constants`.
 
-Bytes of a cast, per element of two bytes. A direction is rowwise or columnwise; codes with one scale are needed once
-where the GPU multiplies every layout (Blackwell), and otherwise once for each direction.
+Bytes of a cast, per element of two bytes. A direction is rowwise or columnwise. Codes with one scale per tensor are
+written once if the GPU multiplies every layout (Blackwell), and otherwise once for each direction.
 
 =================== ================================ ============================= =====================================
 recipe              read                             written for each direction    kernels
@@ -24,7 +24,7 @@ nvfp4               2 (amax), 2 (cast); columnwise   1/2 + 1/16                 
                     activations and gradients 2 more                               activations and gradients; swizzles
 =================== ================================ ============================= =====================================
 
-A swizzle reads and writes a direction's scales. Blackwell emulates block scaling by MXFP8, so MXFP8's casts count.
+A swizzle reads and writes a direction's scales. Blackwell emulates block scaling by MXFP8, with MXFP8's casts.
 
 Read from Transformer Engine 2.20.2: ``pytorch/csrc/quantizer.cpp``,
 ``common/gemm/cublaslt_gemm.cu``, and ``pytorch/module/linear.py`` for the directions.
@@ -50,9 +50,9 @@ _BYTES_OF_KERNEL = {HIGH: 2.0, "fp8": 1.0, "fp8_block": 1.0, "mxfp8": 1 + 1 / 32
 
 
 class Shape(NamedTuple):
-    """Shape of a GEMM: the result has m rows of n elements, each a sum of k products; a call makes ``batch`` of them.
+    """Shape of a GEMM: the result has m rows of n elements, each a sum of k products; a call runs ``batch`` GEMMs.
 
-    For a forward m is tokens, k in_features, and n out_features, and the text is tokens x in x out.
+    In a forward, m is tokens, k in_features, and n out_features; ``str()`` is tokens x in x out.
     """
 
     m: int
@@ -89,8 +89,8 @@ def cast_bytes(
     Args:
         recipe: one of :data:`~te_precision_callbacks.base.vocabulary.RECIPES`.
         operand: a weight has blocks in two dimensions, and no Hadamard transform.
-        elements: of two bytes each.
-        rowwise, columnwise: whether a GEMM reads its rows, and its columns.
+        elements: the number of elements, of two bytes each.
+        rowwise, columnwise: whether a GEMM reads the rowwise and the columnwise data.
     """
     directions = rowwise + columnwise
     if not directions or not elements:
@@ -116,7 +116,7 @@ def cast_bytes(
 def cast_ms(
     recipe: str, operand: OperandName, elements: int, device: Device, *, rowwise: bool = True, columnwise: bool = True
 ) -> float:
-    """Return the time of a cast: its bytes and launches. For the arguments see :func:`cast_bytes`."""
+    """Return the time of a cast, from its bytes and launches; arguments as in :func:`cast_bytes`."""
     moved, kernels = cast_bytes(recipe, operand, elements, device.capability, rowwise=rowwise, columnwise=columnwise)
     return moved / (device.bandwidth_tbs * 1e9 * device.fitted.cast[recipe]) + kernels * device.fitted.launch_ms
 
@@ -127,7 +127,7 @@ def gemm_ms(shape: Shape, recipe: str, device: Device) -> float:
         return 0.0
     kernel = HIGH
     if recipe:
-        kernel, shape = KERNEL_OF_RECIPE[recipe], padded(shape, recipe, device.capability)
+        kernel, shape = KERNEL_OF_RECIPE[recipe], pad_shape(shape, recipe, device.capability)
     peak, fitted = device.peak_tflops(kernel), device.fitted
     if peak is None:
         raise SpeedError(f"{device.title} has no {kernel} kernels.")
@@ -137,7 +137,7 @@ def gemm_ms(shape: Shape, recipe: str, device: Device) -> float:
     return max(shape.operations / (peak * 1e9 * fitted.kernel[kernel]), of_bytes, _LEAST_MS)
 
 
-def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
+def pad_shape(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
     # The table uses cuBLAS's terms: m are the columns of the result, n the rows.
     of = {"m": "n", "n": "m", "k": "k", "lda": "k", "ldb": "k"}
     sizes = shape._asdict()
@@ -148,10 +148,9 @@ def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
 
 
 def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
-    """Yield each operand that a layer casts, the first GEMM that reads it, and whether its rows and columns are cast.
+    """Yield each operand that a layer casts, the first GEMM that reads it, and whether it is cast rowwise, columnwise.
 
-    Transformer Engine casts columns without rows neither of a gradient nor of an operand with one scale. ``low`` maps
-    the GEMMs in low precision to their recipes.
+    Transformer Engine always casts a gradient, and an operand with one scale, rowwise. ``low``: GEMM -> recipe.
     """
     for operand in get_args(OperandName):
         rowwise, columnwise = ROWWISE[operand], COLUMNWISE[operand]

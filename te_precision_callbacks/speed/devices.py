@@ -4,7 +4,7 @@
     device_named("my_device.yaml")             # a custom device file
     device_reported("NVIDIA B300 SXM6 AC")     # by the name of torch.cuda.get_device_name(); None if unknown
 
-A device file has the keys of :class:`Device`; those with a default are optional::
+A device file has the keys of :class:`Device`; keys with a default are optional::
 
     title: My accelerator
     capability: [9, 0]
@@ -50,13 +50,13 @@ KERNEL_OF_RECIPE: Mapping[str, str] = {
 
 
 class Scatter(BaseModel):
-    """Relative standard deviations of measured times from the model's.
+    """Relative standard deviations of measured times from the model's times.
 
     Attributes:
-        kernel: one shape's kernel.
-        cast: its casts, including launches.
-        run: everything in one run, such as its clocks.
-        transfer: a speed-up on a device similar to the measured one.
+        kernel: of the kernel of one shape.
+        cast: of its casts, including launches.
+        run: of all times in a run, for example by its clocks.
+        transfer: of a speed-up on a similar device without measurements.
         quantile: quantile of Student's t for a 95 % interval, at the degrees of freedom of the estimate.
     """
 
@@ -75,9 +75,9 @@ class Constants(BaseModel):
     Attributes:
         kernel: kernels (:data:`KERNEL_OF_RECIPE`, and ``bf16``) -> share of the peak.
         cast: recipe -> share of the memory bandwidth reached by its casts.
-        launch_ms: milliseconds of each kernel of a cast in addition to its bytes.
+        launch_ms: milliseconds for each kernel of a cast, in addition to the time of its bytes.
         bandwidth: share of the memory bandwidth reached by other kernels.
-        source: where the measured times are published.
+        source: the publication of the measured times.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -101,7 +101,7 @@ class Device(BaseModel):
         capability: its compute capability.
         bf16_tflops, fp8_tflops, fp4_tflops: peaks in 10^12 operations per second; None without such tensor cores.
         bandwidth_tbs: memory bandwidth in 10^12 bytes per second.
-        constants: a set of constants.yaml, or its own constants.
+        constants: the name of a set in constants.yaml, or the device's own constants.
         sources: sources of the figures.
     """
 

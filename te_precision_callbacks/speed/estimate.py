@@ -1,7 +1,7 @@
 """Expected speed of a step: its products, their total, and advice.
 
-Advice is ordered by the milliseconds it saves. Each saving is estimated alone, so savings do not add up: a layer kept
-in BF16 gains nothing from another recipe.
+Advice is ordered by the milliseconds it saves. Savings are estimated separately and do not add up: a layer kept in BF16
+gains nothing from another recipe.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.layers.folding import form_of, in_sentence
 from te_precision_callbacks.speed.calibration import Calibration
-from te_precision_callbacks.speed.costs import padded, shape_of
+from te_precision_callbacks.speed.costs import pad_shape, shape_of
 from te_precision_callbacks.speed.devices import Device, SpeedError
 from te_precision_callbacks.speed.expected import (
     Interval,
     ProductTime,
     Total,
     layers_without_gain,
-    timed,
+    time_products,
     total,
     with_recipes,
 )
@@ -44,8 +44,8 @@ class Step:
 
     Attributes:
         coverage: its products.
-        recipes: layer -> its recipe; or one for all.
-        notes: limits of its times.
+        recipes: layer -> its recipe; or one recipe for all layers.
+        notes: limits of the estimate.
     """
 
     coverage: Coverage
@@ -66,7 +66,7 @@ class Advice:
         text: the change.
         saves_ms: milliseconds saved per step.
         interval: the confidence interval of ``saves_ms``.
-        patch: config sections that make the change; empty where a config cannot.
+        patch: config sections that make the change; empty if a config cannot.
         note: limits of the estimate.
     """
 
@@ -83,8 +83,8 @@ class StepSpeed:
 
     Attributes:
         device: the device.
-        times: times of the products, in their order.
-        total: all products together.
+        times: the time of each product, in the order of the products.
+        total: the time of all products together.
         advice: changes that save time, the largest saving first.
         notes: limits of these times.
     """
@@ -125,7 +125,7 @@ def estimate_step(step: Step, device: Device, *, recipe: str = "", table: Calibr
     alternative = recipe or max(macs, key=lambda name: macs[name], default="")
     if alternative:
         device.check_recipe(alternative)
-    times = timed(products, device, table=table)
+    times = time_products(products, device, table=table)
     return StepSpeed(
         device,
         tuple(times),
@@ -140,7 +140,7 @@ def advise(
 ) -> list[Advice]:
     advice = [*_keep_high(times, device), *_other_recipe(times, device, table)]
     if alternative:
-        advice += _low_instead(times, device, alternative, table)
+        advice += _use_low_precision(times, device, alternative, table)
     least = _LEAST_SHARE * sum(time.low_ms for time in times if not math.isnan(time.low_ms))
     return sorted((change for change in advice if change.saves_ms > least), key=lambda change: -change.saves_ms)
 
@@ -170,11 +170,11 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
             if new == old or old == "nvfp4":
                 continue
             try:
-                after = timed([(time.product, new) for time in before], device, table=table)
+                after = time_products([(time.product, new) for time in before], device, table=table)
             except SpeedError:  # not supported by the device
                 continue
             saved = sum(time.low_ms for time in before) - sum(time.low_ms for time in after)
-            # Errors of kernels cancel where both recipes have the same kernels; errors of casts do not.
+            # Errors of kernels cancel if both recipes have the same kernels; errors of casts do not.
             casts = math.hypot(sum(time.cast_ms for time in before), sum(time.cast_ms for time in after))
             width = scatter.quantile * scatter.cast * casts
             if new == "mxfp8" or old in ("mxfp8", "fp8_block_scaling"):
@@ -183,13 +183,13 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
             yield Advice(f"{new} instead of {old}", saved, (saved - width, saved + width), note=note)
 
 
-def _low_instead(
+def _use_low_precision(
     times: Sequence[ProductTime], device: Device, recipe: str, table: Calibration | None
 ) -> Iterator[Advice]:
     in_high = (time.product for time in times if not time.recipe and time.gemm in GEMMS)
     of_reason = ((p.reason, p) for p in in_high if p.reason is not None and p.reason in REMEDIES)
     for reason, products in by_key(of_reason).items():
-        in_low = timed([(product, recipe) for product in products], device, table=table)
+        in_low = time_products([(product, recipe) for product in products], device, table=table)
         without_gain = layers_without_gain(in_low)
         better = [time for time in in_low if time.layer not in without_gain]
         if not better:
@@ -211,21 +211,21 @@ def _padding(times: Iterable[ProductTime], recipe: str, device: Device) -> str:
     sizes: dict[str, None] = {}
     for time in times:
         shape = shape_of(time.product)
-        filled = padded(shape, recipe, device.capability)
+        filled = pad_shape(shape, recipe, device.capability)
         sizes |= {f"{a} to {b}": None for a, b in zip(shape[:3], filled[:3], strict=True) if a != b}
     return f", padded from {', '.join(sizes)}" if sizes else ""
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A table row for layers that are alike.
+    """A table row for layers with the same shapes, recipes and reasons.
 
     Attributes:
         shapes: tokens x in x out of their products.
         recipes: their recipe, or the recipes of their GEMMs.
         times: of all layers together; the interval is for one layer.
         gains_nothing: whether low precision takes at least as long as BF16.
-        why: reasons for high precision, and how the mask of attention counts.
+        why: reasons for high precision, and the treatment of attention masks.
         measured_ms: measured time of their GEMMs and casts; None if unknown.
     """
 

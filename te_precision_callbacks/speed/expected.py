@@ -1,9 +1,9 @@
 """Expected times of products, in BF16 and as they run, with a confidence interval of the speed-up.
 
 The input, the weight and the gradient of a layer are cast once for its three GEMMs, in the directions that its GEMMs in
-low precision read: the weight once per optimizer step, as with ``is_first_microbatch``, and the others in each
-micro-batch. A cast counts with the first GEMM that reads it: the input and the weight with fprop, the gradient with
-dgrad.
+low precision read: the weight once per optimizer step, as with ``is_first_microbatch``, the others once per
+micro-batch. The time of a cast is added to the first GEMM that reads it: fprop for the input and the weight, dgrad for
+the gradient.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one product or several, in milliseconds per step.
+    """Times of one or more products, in milliseconds per step.
 
     Attributes:
-        high_ms: in BF16.
-        low_ms: as they run; in BF16 for products in high precision; nan if unknown.
+        high_ms: the time in BF16.
+        low_ms: the time in the actual precision, BF16 for products in high precision; nan if unknown.
         cast_ms: the part of ``low_ms`` spent in casts and their launches.
         interval: the confidence interval of the speed-up; (nan, nan) if unknown.
         source: the origin of the times.
@@ -67,7 +67,7 @@ class Times:
 
     @property
     def verdict(self) -> Verdict:
-        """Result for low precision: ``not resolved`` if the interval includes 1."""
+        """The result for low precision: ``not resolved`` if the interval includes 1."""
         low, high = self.interval
         return "unknown" if math.isnan(low) else "faster" if low > 1 else "slower" if high < 1 else "not resolved"
 
@@ -126,11 +126,11 @@ class ProductTime(Times):
 
 @dataclass(frozen=True)
 class Total(Times):
-    """Time of several products. A product in high precision counts with its time in BF16 on both sides.
+    """Time of several products. A product in high precision adds its time in BF16 to both sums.
 
     Attributes:
-        unknown: the number of products in low precision of unknown cost, which no time includes.
-        known: the number of all others.
+        unknown: the number of products in low precision of unknown cost, which are not included.
+        known: the number of all other products.
         is_low: whether any known product runs in low precision.
     """
 
@@ -140,8 +140,10 @@ class Total(Times):
 
 
 def recipe_of_product(product: Product, given: str = "") -> str:
-    """Return the recipe of a product, from its operands' formats or as given for its layer: one of :data:`RECIPES`;
-    empty in high precision; :data:`UNKNOWN` for FP8 with one scale of an unknown recipe.
+    """Return the recipe of a product: one of :data:`RECIPES`; empty in high precision.
+
+    It follows from the operands' formats, except for FP8 with one scale: then it is the layer's, ``given``, or
+    :data:`UNKNOWN`.
     """
     if not product.is_low:
         return ""
@@ -157,7 +159,7 @@ def recipe_of_product(product: Product, given: str = "") -> str:
 def with_recipes(products: Iterable[Product], recipes: Mapping[str, str] | str) -> list[tuple[Product, str]]:
     """Return the products that take time, and the recipe of each.
 
-    ``recipes``: layer -> its recipe, or one for all; needed for FP8 with one scale.
+    ``recipes``: layer -> its recipe, or one recipe for all layers; needed for FP8 with one scale.
     """
     return [
         (product, recipe_of_product(product, recipes if isinstance(recipes, str) else recipes.get(product.layer, "")))
@@ -166,7 +168,7 @@ def with_recipes(products: Iterable[Product], recipes: Mapping[str, str] | str) 
     ]
 
 
-def timed(
+def time_products(
     products: Iterable[tuple[Product, str]], device: Device, *, table: Calibration | None = None
 ) -> list[ProductTime]:
     """Return the expected times of products, grouped by layer; raises SpeedError for a recipe that the device does not
@@ -175,7 +177,7 @@ def timed(
     Times of ``table`` take precedence over the model's.
     """
     layers = by_key((product.layer, (product, recipe)) for product, recipe in products)
-    cache: dict[object, list[ProductTime]] = {}  # many layers of a model are alike
+    cache: dict[object, list[ProductTime]] = {}  # many layers have equal products
     times: list[ProductTime] = []
     for layer in layers.values():
         kind = tuple(
@@ -209,7 +211,7 @@ def _time_of(
         None if table is None else table.times.get(key) for key in (high_key(shape), gemm_key(shape, recipe))
     )
     if product.family == "attention":
-        # Fused kernels keep the scores on the chip: only operations count.
+        # Fused kernels keep the scores on the chip, so only operations take time.
         share = 1 if product.mask_share is None else product.mask_share
         model_ms = shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH]) * share
     else:
@@ -223,7 +225,7 @@ def _time_of(
     device.check_recipe(recipe)
     if measured_high is not None and measured_low is not None and measured_casts is not None:
         low = measured_low.ms * count + measured_casts
-        interval = _around(high / low, _NORMAL * math.hypot(measured_high.spread, measured_low.spread))
+        interval = _interval_around(high / low, _NORMAL * math.hypot(measured_high.spread, measured_low.spread))
         return ProductTime(high, low, measured_casts, interval, "calibrated", product, recipe)
     kernels = gemm_ms(shape, recipe, device) * count
     high, low = model_ms * count, kernels + modeled_casts  # both sides from one source
@@ -232,7 +234,7 @@ def _time_of(
 
 
 def _calls_of(product: Product) -> float:
-    """Return how often the shape of the first call runs in a step; other calls may differ in size."""
+    """Return the calls in a step, in units of the largest call, since other calls may be smaller."""
     return product.macs / (product.n * product.m * product.k * product.batch)
 
 
@@ -258,14 +260,14 @@ def _casts_of_layer(
 def speedup_interval(
     high: float, low: float, parts: Iterable[Sequence[float]], device: Device, *, measured: float = 0.0
 ) -> Interval:
-    """Return the interval of a speed-up, from the scatter of published times around the model.
+    """Return the confidence interval of a speed-up, from the scatter of published times around the model.
 
-    Errors of kernels and casts are relative, and independent between parts, and each run adds an error. The interval is
-    symmetric in the logarithm. Constants measured on another device add the error of that transfer.
+    Errors of kernels and casts are relative, and independent between parts; each run adds an error, and so do constants
+    from another device. The interval is symmetric in the logarithm.
 
     Args:
-        high, low: the time in BF16 and as it runs, in milliseconds.
-        parts: time in BF16, of the kernel in low precision, and of the casts, for products with independent errors.
+        high, low: the time in BF16 and in the actual precision, in milliseconds.
+        parts: for products with independent errors: time in BF16, of the kernel in low precision, and of the casts.
         measured: the variance of measured times that ``low`` includes, in square milliseconds.
     """
     scatter = device.fitted.scatter
@@ -276,17 +278,17 @@ def speedup_interval(
         for high_part, kernel, cast in parts
     )
     transfer = 0 if device.is_measured else scatter.transfer**2
-    return _around(high / low, scatter.quantile * math.sqrt(variance + 2 * scatter.run**2 + transfer))
+    return _interval_around(high / low, scatter.quantile * math.sqrt(variance + 2 * scatter.run**2 + transfer))
 
 
-def _around(speedup: float, width: float) -> Interval:
+def _interval_around(speedup: float, width: float) -> Interval:
     return speedup * math.exp(-width), speedup * math.exp(width)
 
 
 def total(times: Iterable[ProductTime], device: Device) -> Total:
-    """Return the time of several products together; no time includes products of unknown cost.
+    """Return the total time of several products, without products of unknown cost.
 
-    Modeled times of one shape and recipe err together, all others independently.
+    Errors of the model are assumed equal for products of one shape and recipe, and otherwise independent.
     """
     times = list(times)
     known = [time for time in times if not math.isnan(time.low_ms)]
@@ -303,7 +305,7 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
     if parts:
         interval = speedup_interval(high, low, parts.values(), device, measured=measured)
     elif in_low:
-        interval = _around(high / low, _NORMAL * math.sqrt(measured) / low)
+        interval = _interval_around(high / low, _NORMAL * math.sqrt(measured) / low)
     else:
         interval = (1.0, 1.0) if known else _UNKNOWN_INTERVAL
     source: Source = "calibrated" if in_low and not parts else "model"

@@ -1,7 +1,7 @@
-"""Memory that low precision adds to a model's layers, and that it saves, planned from the modules without running them.
+"""Memory that low precision adds to a model's layers or saves, planned from the modules without running them.
 
-The saved tensors were read from Transformer Engine 2.20.2. M are the tokens of a forward, K a layer's inputs, N its
-outputs, F the inputs of fc2, b the bytes of a number in high precision:
+The saved tensors were read from Transformer Engine 2.20.2. M: tokens of a forward, K: in_features, N: out_features,
+F: in_features of fc2, b: bytes of an element in high precision.
 
 ================ ======================================================= ============================================
 class            saved from the forward to the backward                  in high precision
@@ -17,8 +17,8 @@ LayerNormMLP     norm input M K b; 1 or 2 float32 a row; codes of the    (2 K + 
 GroupedLinear    columnwise codes of each group's input                  M K b
 ================ ======================================================= ============================================
 
-Codes of weights have both directions. Each forward makes them and saves them for the backward; ``is_first_microbatch``,
-with which they stay in ``_fp8_workspaces``, is not planned. Primary quantized weights replace the parameter. Sources:
+Codes of weights have both directions. Each forward creates them and saves them for the backward; keeping them in
+``_fp8_workspaces`` by ``is_first_microbatch`` is not planned. Primary quantized weights replace the parameter. Sources:
 ``_linear_forward_impl`` (``pytorch/module/linear.py``), ``_LayerNormLinear.forward``, ``_LayerNormMLP._forward``,
 ``_GroupedLinear.forward``; ``quantize_weight`` (``pytorch/module/base.py``); ``DelayedScalingRecipeState``
 (``pytorch/quantization.py``); ``Quantizer.inner_tensor_specs`` (``pytorch/quantized_tensor.py``).
@@ -70,7 +70,7 @@ _MOST_NAMES = 4
 
 
 class UnknownMemoryError(PrecisionDebugError, TypeError):
-    """The bytes of a layer are unknown, as with a quantizer of a custom recipe."""
+    """The bytes of a layer are unknown, for example because of a custom recipe's quantizer."""
 
 
 class Bytes(NamedTuple):
@@ -116,7 +116,7 @@ class Memory:
     def bytes(self, kind: str | None = None, *, lives: Lives | None = None, layer: str | None = None) -> Bytes:
         """Return the bytes of a kind, lifetime or layer; None for all.
 
-        Bytes that live only in a backward count once, for the layer with the most of them.
+        Bytes that live only within a layer's backward count once, for the layer with the most such bytes.
         """
         rows = [
             row
@@ -154,8 +154,8 @@ def plan_memory(
     Args:
         recipe: one of Transformer Engine's recipes; None for high precision.
         tokens: tokens of one forward on this rank; None if unknown.
-        recipes: layer -> its recipe, where it differs.
-        calls: layer -> the rows of its input in each call, in place of ``tokens``.
+        recipes: layer -> its recipe, if it differs from ``recipe``.
+        calls: layer -> the rows of its input in each call, instead of ``tokens``.
 
     Raises:
         OptionError: ``tokens`` is not positive.
@@ -197,8 +197,8 @@ class _Linear:
 
     Attributes:
         quantizers: tensor -> its quantizer; empty in high precision.
-        shape: of its weight: N outputs, K inputs.
-        rows: rows of its input in each call; empty if unknown.
+        shape: the shape of its weight, [N, K].
+        rows: the rows of its input in each call; empty if unknown.
         trained: whether its weight needs a gradient.
         primary: whether its weight is a quantized parameter.
     """
@@ -235,9 +235,9 @@ class _MemoryPlanner:
             self._parameters(module, layers, linears)
             recomputed = "LayerNormMLP" in class_names(module) and bool(module.checkpoint)
             for linear in linears:
-                self._codes_of(linear, recomputed=recomputed)
+                self._add_codes(linear, recomputed=recomputed)
             if self.trains:
-                self._saved(module, linears, recomputed=recomputed)
+                self._add_saved(module, linears, recomputed=recomputed)
         except UnknownMemoryError as error:
             del self.rows[before:]
             self.not_planned |= dict.fromkeys(layers, str(error))
@@ -291,7 +291,7 @@ class _MemoryPlanner:
         if parameter.requires_grad:
             self._add_high(layer, "gradient", high, "always")
 
-    def _codes_of(self, linear: _Linear, *, recomputed: bool) -> None:
+    def _add_codes(self, linear: _Linear, *, recomputed: bool) -> None:
         if not linear.quantizers:
             return
         if linear.recipe.delayed():
@@ -305,7 +305,7 @@ class _MemoryPlanner:
             codes = planned_bytes(linear.quantizers["gradient"], shape, columnwise=linear.trained)
             self._add(linear.layer, "gradient_codes", codes, 0, "in_backward")
 
-    def _saved(self, module: Any, linears: Sequence[_Linear], *, recomputed: bool) -> None:
+    def _add_saved(self, module: Any, linears: Sequence[_Linear], *, recomputed: bool) -> None:
         first, names = linears[0], class_names(module)
         if "LayerNormMLP" in names or "LayerNormLinear" in names:
             statistics = 0 if recomputed else _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2)
@@ -314,16 +314,16 @@ class _MemoryPlanner:
             return
         if "LayerNormMLP" in names:
             fc1, fc2 = linears
-            self._saved_operand(fc1, rowwise=True)
+            self._add_saved_operand(fc1, rowwise=True)
             self._add_high(fc2.layer, "saved_high", sum(fc1.rows) * fc1.shape[0] * fc1.itemsize)
             has_one_scale = bool(fc2.quantizers) and recipe_of(fc2.quantizers["activation"]) in ONE_SCALE
-            self._saved_operand(fc2, rowwise=True, columnwise=not has_one_scale)
+            self._add_saved_operand(fc2, rowwise=True, columnwise=not has_one_scale)
             return
         for linear in linears:
             original = getattr(module, "save_original_input", False) and linear.override is None
-            self._saved_operand(linear, original=bool(original))
+            self._add_saved_operand(linear, original=bool(original))
 
-    def _saved_operand(
+    def _add_saved_operand(
         self, linear: _Linear, *, original: bool = False, rowwise: bool = False, columnwise: bool = True
     ) -> None:
         if not linear.trained:
@@ -360,7 +360,7 @@ def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Seq
     weights = by_key((layer_of_parameter(name, layers), parameter) for name, parameter in matrices)
     if not weights:
         raise UnknownMemoryError("its weight is not a parameter, for example because FSDP flattens all parameters.")
-    shared = next(iter(weights.values()))  # one parameter may hold those of all groups
+    shared = next(iter(weights.values()))  # one parameter may hold the weights of all groups
     return {layer: weights.get(layer, shared) for layer in layers}
 
 
@@ -378,7 +378,7 @@ def is_weight(name: str, parameter: torch.Tensor) -> bool:
 
 
 def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool = True) -> int:
-    """Return the bytes of codes and scales of a quantized tensor in the directions that are kept.
+    """Return the bytes of codes and scales of a quantized tensor, in the given directions.
 
     Raises:
         UnknownMemoryError: the quantizer does not describe its buffers.

@@ -27,7 +27,7 @@ def times_faster(speedup: float, interval: Interval) -> str:
     return f"{speedup:.2f}" + ("" if math.isnan(interval[0]) else f" ({interval[0]:.2f} to {interval[1]:.2f})")
 
 
-def in_short(speed: StepSpeed) -> str:
+def summarize_speed(speed: StepSpeed) -> str:
     total, device = speed.total, speed.device.title
     if not total.is_low:
         why = "no product with a known cost" if total.unknown else "no matrix product"

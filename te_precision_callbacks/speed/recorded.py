@@ -1,7 +1,7 @@
-"""Speed of a recorded run: expected times and measured ones.
+"""Speed of a recorded run: expected and measured times.
 
-They are shown side by side, never mixed: the model's errors are largely the same in BF16 and in low precision, so they
-cancel in an expected speed-up, but would not if one side were measured.
+They are shown side by side, never mixed. The model's errors are largely the same in BF16 and in low precision, and
+cancel in an expected speed-up, but not in a ratio of an expected and a measured time.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RunSpeed:
     """Speed of a run.
 
     Attributes:
-        why_not: the reason for no expected times.
+        why_not: the reason if there are no expected times.
         measured: the times of a step in a trace; None without one.
         notes: unknown facts with their reasons; unreadable parts of the run come first.
     """

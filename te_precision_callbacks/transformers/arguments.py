@@ -1,4 +1,4 @@
-"""TrainingArguments that also take the debug options of this package."""
+"""TrainingArguments that also accept the debug options of this package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from te_precision_callbacks.base.errors import OptionError
 
 
 class PrecisionDebugOption(ExplicitEnum):
-    """This package's values of ``args.debug``; an enum of texts as transformers' own ``DebugOption``."""
+    """This package's values of ``args.debug``; a string enum like transformers' ``DebugOption``."""
 
     ACTIVATION_OVERFLOW = ACTIVATION_OVERFLOW
     TE_PRECISION = TE_PRECISION
@@ -34,11 +34,10 @@ VALID = (*(option.value for option in DebugOption), *DEBUG_OPTIONS)
 
 
 def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
-    """The options in a value of ``debug=``, each once: a text such as ``"a b"``, a list of such texts or of options, or
-    None.
+    """Parse a value of ``debug=``: a text such as ``"a b"``, a list of such texts or of options, or None; deduplicated.
 
     Raises:
-        UnknownDebugOptionError: a name is unknown, or the value holds no names; the message lists all valid names.
+        UnknownDebugOptionError: a name is unknown, or the value does not consist of names.
     """
     if isinstance(value, Iterable) and not isinstance(value, str):
         value = [part.value if isinstance(part, (DebugOption, PrecisionDebugOption)) else part for part in value]
@@ -50,8 +49,8 @@ def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
 class TrainingArguments(transformers.TrainingArguments):
     """``transformers.TrainingArguments`` with a ``debug`` that also takes ``activation_overflow`` and ``te_precision``.
 
-    Both values take effect in :class:`te_precision_callbacks.transformers.Trainer` and its subclasses. To combine the
-    class with another trainer's arguments, in any order::
+    Both take effect in :class:`te_precision_callbacks.transformers.Trainer` and its subclasses. To combine the class
+    with another trainer's arguments, in any order::
 
         @dataclass
         class Arguments(TrainingArguments, Seq2SeqTrainingArguments): ...
@@ -63,7 +62,7 @@ class TrainingArguments(transformers.TrainingArguments):
             Transformer Engine layer.
 
     Raises:
-        UnknownDebugOptionError: a name is unknown, also inside a list; a ValueError.
+        UnknownDebugOptionError: a name is unknown; a ValueError.
         OptionError: ``te_precision_config`` without ``te_precision``, or of a wrong type.
     """
 

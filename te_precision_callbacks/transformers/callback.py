@@ -1,6 +1,6 @@
 """The callback for the Hugging Face Trainer.
 
-When a training fails, the Trainer raises no event; ``closing`` ends debug callbacks then.
+The Trainer has no event for a failed training; ``closing`` closes debug callbacks then.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class DebugCallback(TrainerCallback, ABC):
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
-        """Close open resources after the training has failed with ``error``; does nothing if nothing is open."""
+        """Close open resources after the training failed with ``error``; a no-op if nothing is open."""
 
 
 class RunningTraining(NamedTuple):
-    """A call of ``trainer.train()``: the trainer, and the folder that it is resumed from, if any."""
+    """A call of ``trainer.train()``: the trainer, and the checkpoint that it resumes from, if any."""
 
     trainer: Trainer
     checkpoint: Path | None
 
 
 def find_training() -> RunningTraining | None:
-    """Find the Trainer that called a callback, which receives neither the trainer nor the checkpoint.
+    """Find the Trainer and the checkpoint, which a callback does not receive, on the call stack.
 
-    Read from transformers 4.57 to 5.23: ``Trainer.train`` runs the whole loop. Its parameter ``resume_from_checkpoint``
-    is the folder by then, even if the caller gave True.
+    Read from transformers 4.57 to 5.23: ``Trainer.train`` runs the whole loop. By then it has replaced True in its
+    parameter ``resume_from_checkpoint`` by the folder.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -71,7 +71,7 @@ def find_training() -> RunningTraining | None:
 
 
 def refuse_data_parallel(args: TrainingArguments) -> None:
-    """Refuse to debug under DataParallel, which makes new copies of the model for each forward.
+    """Refuse to debug under DataParallel, which creates new copies of the model for each forward.
 
     Raises:
         DataParallelError: ``args.n_gpu`` is above 1.
@@ -115,9 +115,9 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     Written below ``log_dir``, by default ``args.output_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a
     file per rank) and ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
-    Evaluation and prediction are not observed; features that change precision act there as in training. The Trainer
-    does not notify callbacks when a training fails: :class:`te_precision_callbacks.transformers.Trainer` closes the
-    session at once; otherwise it is closed by :meth:`close`, by the next training, or when the process ends.
+    Evaluation and prediction are not observed; features that change precision act there as in training. transformers'
+    Trainer does not notify callbacks when a training fails. The session is then closed by :meth:`close`, by the next
+    training, or at the end of the process; :class:`te_precision_callbacks.transformers.Trainer` closes it immediately.
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
@@ -149,7 +149,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         """The session of the current or last training.
 
         Raises:
-            SessionError: nothing was trained yet.
+            SessionError: no training has started yet.
         """
         if self._session is None:
             raise SessionError("The callback has no session yet: trainer.train() starts it.")
@@ -172,7 +172,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         model: torch.nn.Module | None = None,
         **keywords: Any,
     ) -> None:
-        """Start the session: ``accelerator.prepare`` has replaced layers and wrapped the model by now."""
+        """Start the session, after ``accelerator.prepare`` has replaced layers and wrapped the model."""
         if model is None:
             raise SessionError("on_train_begin: model= is missing. Pass it, like transformers' Trainer.")
         refuse_data_parallel(args)
@@ -181,7 +181,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         if former is not None and former_state is not state:
             logger.warning("Another training starts, so the session of a training that did not end normally is closed.")
             if reporting is not None:
-                reporting.is_open = False  # its integrations may log the new training by now
+                reporting.is_open = False  # its integrations may already log the new training
             former.stop(SessionError("Another training started before this one ended."))
         elif former is not None:
             logger.warning(
@@ -222,7 +222,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             raise
         gone = SessionError("The callback was collected while its session was running.")
         self._finalizer = weakref.finalize(self, session.stop, gone)
-        self._finalizer.atexit = False  # the session ends with the process by itself
+        self._finalizer.atexit = False  # the session itself handles the end of the process
 
     def _take_over(
         self,
@@ -241,7 +241,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         session.unconverted = warn_of_unconverted(accelerator, model)
         if session.overflow is not None:
             session.overflow.loss_scaled = scales_loss(accelerator)
-        if args.logging_nan_inf_filter:  # the Trainer then logs only finite losses
+        if args.logging_nan_inf_filter:  # the Trainer logs only finite losses
             session.follow(accelerator, "loss_step", total=True)
 
     # ------------------------------------------------------------------ step
@@ -259,7 +259,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         if self._running is not None:
             self._running.observing = False
 
-    on_epoch_end = on_pre_optimizer_step  # of an epoch that is stopped inside an accumulation
+    on_epoch_end = on_pre_optimizer_step  # for an epoch that is stopped during an accumulation
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
@@ -271,7 +271,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         self._has_stepped = True
         try:
             session.step(state.global_step)
-        except BaseException as error:  # the Trainer raises no event for it
+        except BaseException as error:  # the Trainer has no event for a failure
             self.close(error)
             raise
 
@@ -280,11 +280,11 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             return
         numbers = _numbers(keywords.get("logs") or {})
         if not self._has_stepped:
-            numbers.pop("train_loss", None)  # the Trainer's mean over no steps, 0
+            numbers.pop("train_loss", None)  # the mean over zero steps, which the Trainer logs as 0
         self._running.log(numbers, state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
-        """Write the fingerprint of the low-precision state into the checkpoint, on each process."""
+        """Write the fingerprint of the low-precision state to the checkpoint, on each process."""
         folder = Path(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if self._running is not None and folder.is_dir():
             self._running.save_fingerprint(folder)
@@ -299,11 +299,10 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         self._close(None)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session of a training that has just failed, where the Trainer does not.
+        """End the session of a training that has just failed, if the Trainer does not close it.
 
         Args:
-            error: the error that ended the training. None: the exception that is handled now, as in an ``except``
-                block.
+            error: the error that ended the training; by default the exception being handled, as in an ``except`` block.
         """
         failed = SessionError("callback.close() was called before the training ended.")
         self._close(error or sys.exc_info()[1] or failed)

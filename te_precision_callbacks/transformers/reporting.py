@@ -1,9 +1,8 @@
 """Sends a step's statistics to the trainer's reporting integrations (``report_to``), and to no other callback.
 
-An integration is a callback of one of the classes in transformers' ``INTEGRATION_TO_CALLBACK``. Its own ``on_log`` is
-called, so steps and processes are the same as for the trainer's own metrics. Most integrations put ``train/`` in front
-of every name, which would add thousands of charts to the group of the loss. Statistics keep their names:
-``te.<layer>/...``.
+An integration is a callback of a class in transformers' ``INTEGRATION_TO_CALLBACK``. Its ``on_log`` is called, so steps
+and processes are the same as for the trainer's metrics. Most integrations prefix every name with ``train/``, which
+would add thousands of charts to the group of the loss; statistics keep their names, ``te.<layer>/...``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from te_precision_callbacks.sinks.metrics import (
 
 
 class ReportingError(PrecisionDebugError, RuntimeError):
-    """A reporting integration failed on a step's statistics."""
+    """A reporting integration failed to log a step's statistics."""
 
 
 class TrainerEvent(NamedTuple):
@@ -45,11 +44,11 @@ class TrainerEvent(NamedTuple):
 class Reporting:
     """The sinks of a training on the main process, one for each reporting integration of a trainer.
 
-    Integrations that are not open any more get no statistics.
+    Closed integrations do not receive statistics.
     """
 
     def __init__(self, handler: CallbackHandler, event: TrainerEvent, select: MetricSelection) -> None:
-        classes: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())  # those registered by now
+        classes: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())
         integrations = [callback for callback in handler.callbacks if isinstance(callback, classes)]
         self.is_open = True
         self.event = event
@@ -57,11 +56,10 @@ class Reporting:
 
 
 class _OwnName(str):
-    """A metric's name that stays unchanged when an integration puts ``train/`` in front of it.
+    """A metric's name that ignores the prefix ``train/`` of an integration.
 
-    transformers 5.23.0, ``integrations/integration_utils.py: rewrite_logs`` has ``"train/" + name``: the reflected
-    addition of a subclass of str takes precedence over str's own. An integration that renames in another way can still
-    do so.
+    transformers 5.23.0, ``integrations/integration_utils.py: rewrite_logs``, computes ``"train/" + name``; ``__radd__``
+    of a subclass of str takes precedence. Other ways of renaming still work.
     """
 
     def __radd__(self, other: str) -> str:
@@ -76,7 +74,7 @@ class _IntegrationSink(LoggerSink):
         self._known: set[str] = set()
 
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
-        """Log at the step of the trainer's own metrics; does nothing after the training."""
+        """Log at the step of the trainer's metrics; a no-op after the training."""
         if not self._reporting.is_open:
             return
         try:
@@ -96,14 +94,14 @@ class _IntegrationSink(LoggerSink):
             named = {_OwnName(name): value for name, value in metrics.items()}
             integration.on_log(event.args, state, event.control, logs=named, **event.keywords)
         if isinstance(integration, MLflowCallback) and not metrics.keys() <= self._known:
-            # The integration logs from other threads. In a store of local files each makes the folders of the names;
-            # where two make the same one, MLflow 3.17 loses the step of one of them.
+            # The integration logs from several threads, which create a folder for each name in a store of local files.
+            # If two threads create the same folder, MLflow 3.17 loses the step of one.
             self._known |= metrics.keys()
             integration._ml_flow.flush_async_logging()
 
 
 def _at_step(state: TrainerState, step: int) -> TrainerState:
-    """Return the state at the end of a step; another state if that step could not be completed."""
+    """Return the state with ``global_step`` set to a step, which differs if the current step was not completed."""
     if state.global_step == step:
         return state
     state = copy.copy(state)
@@ -115,5 +113,5 @@ def _log_histogram(integration: TrainerCallback, name: str, counts: Sequence[flo
     if isinstance(integration, TensorBoardCallback) and integration.tb_writer is not None:
         add_to_tensorboard(integration.tb_writer, name, counts, step)
     elif isinstance(integration, WandbCallback):
-        # As the integration logs: the run's own step counts calls, and the x axis is this one.
+        # Like the integration: wandb's step counts calls, and train/global_step is the x axis.
         integration._wandb.log({name: wandb_histogram(counts), "train/global_step": step})

@@ -1,8 +1,8 @@
-"""Restores scales and amax histories that the Trainer has loaded too early.
+"""Restores scales and amax histories that the Trainer skips when it resumes.
 
 Read from transformers 4.57 to 5.23: ``Trainer.train`` loads the weights of a checkpoint before ``accelerator.prepare``
-replaces layers by layers of Transformer Engine, and skips their ``_extra_state`` as "unexpected". After ``prepare``,
-before the first forward, it fits.
+replaces layers by layers of Transformer Engine, and skips their ``_extra_state`` as "unexpected". It can be loaded
+after ``prepare``, before the first forward.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ _KEY = "_extra_state"
 
 
 def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path) -> None:
-    """Load the state of layers that ``accelerator.prepare`` has converted from a checkpoint's folder, before the first
-    forward.
+    """Load the FP8 state of converted layers from a checkpoint's folder, before the first forward.
 
-    Layers that already have a state are skipped. State of delayed scaling is a pickle, which Transformer Engine loads
-    only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. A warning names the state that was not restored.
+    Layers that already have a state are skipped. The state of delayed scaling is a pickle, which Transformer Engine
+    loads only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. A warning lists state that was not restored.
     """
     if accelerator.fp8_backend != "TE":
         return
@@ -40,7 +39,7 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
         if type(module).set_extra_state is not torch.nn.Module.set_extra_state and not any(delayed_states(module))
     }
     try:
-        saved = _saved(checkpoint, stateless.keys())
+        saved = _read_tensors(checkpoint, stateless.keys())
     except Exception as error:
         logger.warning(
             "The FP8 state of converted layers was not restored: %s cannot be read: %s. Training continues with new"
@@ -68,7 +67,7 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
         logger.info("Restored the scales and amax histories of %d converted layers from %s.", restored, checkpoint)
 
 
-def _saved(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor]:
+def _read_tensors(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor]:
     keys = set(wanted)
     states: dict[str, torch.Tensor] = {}
     for path in _files(checkpoint):

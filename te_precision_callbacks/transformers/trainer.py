@@ -1,4 +1,4 @@
-"""The Trainer that acts on the debug options of this package, also on the overflow option alone."""
+"""The Trainer with the debug options of this package."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 
 class ActivationOverflowCallback(DebugCallback):
-    """Watches the model for inf and nan during ``train()`` of :class:`Trainer`: without a session and without
-    Transformer Engine."""
+    """Watches the model for inf and nan during ``train()`` of :class:`Trainer`, without a session and without
+    Transformer Engine.
+    """
 
     def __init__(self) -> None:
         self._watch: DebugActivationOverflow | None = None
@@ -72,12 +73,12 @@ class Trainer(transformers.Trainer):
     """``transformers.Trainer`` that acts on ``--debug activation_overflow`` and ``--debug te_precision``.
 
     The class is also a mixin, in any order: ``class MyTrainer(Trainer, Seq2SeqTrainer)``. If the other class comes
-    first, its constructor does not take the keywords below: put the options into ``args``.
+    first, its constructor does not accept the keywords below: put the options into ``args``.
 
-    Every exception that ends a training, including KeyboardInterrupt, also ends the debugging at once, and the session
-    of a :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
+    An exception that ends a training, including KeyboardInterrupt, immediately ends the debugging, and the session of a
+    :class:`PrecisionDebugTrainerCallback` in ``callbacks``.
 
-    All other arguments are those of transformers' Trainer.
+    Other arguments are as for transformers' Trainer.
 
     Args:
         debug: debug options in addition to ``args.debug``, in the same form.
@@ -107,7 +108,7 @@ class Trainer(transformers.Trainer):
         config = getattr(self.args, CONFIG_FLAG, None) if te_precision_config is None else te_precision_config
         refuse_unread_config(config, options)
         if options != self.args.debug:
-            self.args = copy.copy(self.args)  # the caller may give it to another trainer
+            self.args = copy.copy(self.args)  # the caller may pass it to another trainer
             self.args.debug = list[Any](options)
         overflow, precision = ACTIVATION_OVERFLOW in options, TE_PRECISION in options
         if overflow or precision:
@@ -135,6 +136,6 @@ class Trainer(transformers.Trainer):
         raise SessionError("The trainer has no session: with debug='te_precision', train() starts it.")
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
-        """Train as transformers' Trainer does; every exception ends the debugging."""
+        """Train like transformers' Trainer; an exception also ends the debugging."""
         with closing(self):
             return super().train(*arguments, **keywords)

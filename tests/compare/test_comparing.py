@@ -17,11 +17,11 @@ from te_precision_callbacks.views.compare import Comparison, ComparisonError, co
 from te_precision_callbacks.views.compare.comparison import facts_that_differ
 from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.wording import (
+    describe_first,
+    describe_losses,
+    describe_pairing,
     difference,
     first_lines,
-    of_losses,
-    what_was_compared,
-    where_first,
 )
 from tests.compare.recorded import Subject, Values, layers, record
 from tests.runs.making import RunWriter
@@ -239,7 +239,9 @@ def test_a_weight_with_fewer_numbers_comes_before_the_activations_that_it_made(r
         assert [name for name, (origin, _) in actual.items() if origin == "made here"] == [f"{GROWS} weight"]
         assert result.first.iteration == -(-since // 5) * 5
         assert result.first.since <= since
-        assert ("This statistic has no values between steps 30 and 35" in " ".join(where_first(result))) == (since > 30)
+        assert ("This statistic has no values between steps 30 and 35" in " ".join(describe_first(result))) == (
+            since > 30
+        )
 
 
 def test_gradients_that_depart_before_are_what_makes_a_weight_with_fewer_numbers_depart(runs: Runs) -> None:
@@ -382,7 +384,7 @@ def test_another_batch_size_is_a_fact_and_has_no_yardstick(runs: Runs) -> None:
         (fact.name, fact.a, fact.b) for fact in result.facts
     ]
     assert result.pairing.with_other_rows == tuple(LAYERS)
-    assert any("for example another batch size" in sentence for sentence in what_was_compared(result))
+    assert any("for example another batch size" in sentence for sentence in describe_pairing(result))
     assert [yardstick.holds for yardstick in result.loss.yardsticks] == [None, None]
 
 
@@ -427,7 +429,7 @@ def test_losses_are_held_against_the_yardstick_that_is_for_them(
     assert {yardstick.name.split()[0]: yardstick.holds for yardstick in loss.yardsticks} == holds
     assert loss.is_finding is (False in holds.values())
     assert loss.precisions == (high, low)
-    said = " ".join(of_losses(loss))
+    said = " ".join(describe_losses(loss))
     assert ("Below 0.25 % of FP8 against BF16" in said) is (holds["FP8"] is not None)
     assert ("A is in FP32." in said) is (high == "fp32" and low == "fp8")
     assert ("No bound is known for this pair" in said) is (low != high and set(holds.values()) == {None})
@@ -456,12 +458,12 @@ def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, since: i
         result = compare(a, b)
         assert result.has_findings
         assert list(first_lines(result)) == [f"The loss of {side} is nan {when}; in {other} it is finite."]
-        assert " inf." not in " ".join(of_losses(result.loss))
+        assert " inf." not in " ".join(describe_losses(result.loss))
         assert (result.loss.spike, result.loss.steps) == (None, since)
     both = compare(lost, lost)
     assert len(list(first_lines(both))) == 2
     assert not both.has_findings
-    assert not re.search("inf|nan", " ".join(of_losses(compare(good, good, noise=[lost]).loss)))
+    assert not re.search("inf|nan", " ".join(describe_losses(compare(good, good, noise=[lost]).loss)))
 
 
 def test_a_loss_that_the_trainer_hides_is_not_compared_in_its_place(runs: Runs) -> None:
@@ -484,7 +486,7 @@ def test_a_spike_of_the_loss_is_told_though_its_running_median_is_not(runs: Runs
     result = compare(a, b)
     assert (result.loss.spike.steps, result.loss.spike.iteration, result.loss.spike.a) == (2, 21, LOSS[21])
     assert result.has_findings
-    assert any(text.startswith("A spike: ") for text in of_losses(result.loss))
+    assert any(text.startswith("A spike: ") for text in describe_losses(result.loss))
     assert compare(a, b, noise=[alike]).loss.spike is None, "the noise has it too"
     higher = runs.record(f"spike {peak} higher", numbers(0), scalars={"loss": 1.5 * LOSS})
     assert compare(a, higher).loss.spike is None

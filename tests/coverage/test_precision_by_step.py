@@ -19,7 +19,7 @@ from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession, PrecisionContractError, context, running_session
 from te_precision_callbacks.speed.devices import device_named
-from te_precision_callbacks.speed.expected import timed, with_recipes
+from te_precision_callbacks.speed.expected import time_products, with_recipes
 from tests.conftest import feature
 from tests.coverage.test_coverage import Net, counted, found
 from tests.instrumentation.steps import stepped
@@ -616,7 +616,7 @@ def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
                 loss = model(torch.randn(sum(splits), WIDTH), list(splits))
             loss.backward()
         session.step()
-    times = timed(with_recipes(session.coverage(), "fp8_current_scaling"), device_named("H100"))
+    times = time_products(with_recipes(session.coverage(), "fp8_current_scaling"), device_named("H100"))
     return {f"{time.layer} {time.gemm}": time.high_ms for time in times}
 
 

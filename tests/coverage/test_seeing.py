@@ -21,7 +21,7 @@ from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage import operator_products as products_module
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.marks import NodesOfProducts
-from te_precision_callbacks.coverage.matrix_products import causal_share, share_left
+from te_precision_callbacks.coverage.matrix_products import attention_mask_share, causal_share
 from te_precision_callbacks.coverage.micro_batches import ModelCalls
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
@@ -164,13 +164,13 @@ def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
 ) -> None:
     """Of their products there are events, and on the reference backend a layer has hundreds of operators."""
     looked: list[bool] = []
-    own = ModelWatch.before
+    own = ModelWatch.before_operator
 
     def before(products: ModelWatch, arguments: Any, **of_operator: bool) -> None:
         looked.append(products._in_gemm_layer())
         own(products, arguments, **of_operator)
 
-    monkeypatch.setattr(ModelWatch, "before", before)
+    monkeypatch.setattr(ModelWatch, "before_operator", before)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), te.LayerNormLinear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
     )
@@ -473,7 +473,7 @@ def test_a_causal_mask(rows: int, columns: int) -> None:
     ],
 )
 def test_the_masks_of_transformer_engine(given: dict[str, Any], share: float | None) -> None:
-    assert share_left(given, 4, 4) == share
+    assert attention_mask_share(given, 4, 4) == share
 
 
 SHAPE = (128, 2, 4, 32)

@@ -68,7 +68,7 @@ def judged(
     diagnosis, table = Diagnosis(), SeriesTable()
     splitter = Splitter(table.__getitem__)
     if known is not None:
-        diagnosis.know(known, 0)
+        diagnosis.set_facts(known, 0)
     for checkpoint in checkpoints:
         diagnosis.note_checkpoint(checkpoint)
     if steps:
@@ -667,7 +667,7 @@ def test_amaxes_that_are_not_reduced(row: dict[str, Any], found: list[str]) -> N
 
 def told(*logged: Mapping[str, float], settings: Settings | None = None) -> Verdict:
     diagnosis = Diagnosis()
-    diagnosis.know(Facts(settings=settings), 0)
+    diagnosis.set_facts(Facts(settings=settings), 0)
     diagnosis.has_run = True
     for iteration, values in enumerate(logged):
         diagnosis.scalars(iteration, values)

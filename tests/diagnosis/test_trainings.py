@@ -307,7 +307,7 @@ def test_a_gradient_norm_of_inf_where_a_scaler_skips_the_step(is_scaled: bool) -
     diagnosis = Diagnosis()
     diagnosis.scalars(0, {"grad_norm": math.inf})
     assert found(diagnosis.verdict) == []
-    diagnosis.know(Facts(settings=Settings(loss_is_scaled=is_scaled)), 0)
+    diagnosis.set_facts(Facts(settings=Settings(loss_is_scaled=is_scaled)), 0)
     diagnosis.scalars(1, {"grad_norm": math.inf})
     assert found(diagnosis.verdict) == ([] if is_scaled else [("nonfinite-gradient-norm", "error", 0)])
 

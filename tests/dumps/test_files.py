@@ -21,7 +21,7 @@ from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps import dump_files
 from te_precision_callbacks.dumps import writer as module
 from te_precision_callbacks.dumps.budget import Limits
-from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.contents import Dump, create_dump
 from te_precision_callbacks.dumps.header import SCHEMA, Header
 from te_precision_callbacks.dumps.writer import Job, Writer
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
@@ -135,7 +135,7 @@ def test_a_dump_shares_memory_and_a_snapshot_does_not() -> None:
     x, codes = X.clone(), random_bytes(8, 64, seed=1)
     quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
     quantized = quantizer(torch.randn(8, 64, generator=torch.Generator().manual_seed(2)))
-    dump = dump_of(x, quantized)
+    dump = create_dump(x, quantized)
     assert dump.tensors["high_precision"].data_ptr() == x.data_ptr()
     assert dump.tensors["data"].data_ptr() == quantized._data.data_ptr()
     snapshot = dump.copied()
@@ -153,7 +153,7 @@ def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path)
         columnwise_quantizer=te.NVFP4Quantizer(tex.DType.kFloat4E2M1),
     )
     quantized = quantizer(torch.randn(256, 256, generator=torch.Generator().manual_seed(5)).bfloat16())
-    dump = dump_of(None, quantized)
+    dump = create_dump(None, quantized)
     assert dump.nbytes == 256 * 256 * 3 // 2 + 256 * 8 + 256 * 16 + 4, "codes, scales and amax"
     expected, snapshot = quantized.dequantize().clone(), dump.copied()
     quantized._rowwise_storage._rowwise_data.zero_()
@@ -330,7 +330,7 @@ def test_a_new_file_never_replaces_one(tmp_path: Path) -> None:
     def write(value: int) -> None:
         begin.wait()
         for number in range(4):
-            dump = dump_of(torch.full((1000,), 4.0 * value + number), None, layer="fc1", tensor="a")
+            dump = create_dump(torch.full((1000,), 4.0 * value + number), None, layer="fc1", tensor="a")
             dump_files.write_new(dump, tmp_path)
 
     with ThreadPoolExecutor(8) as pool:

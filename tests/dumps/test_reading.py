@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli, dumps
 from te_precision_callbacks.dumps import difference
-from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.contents import Dump, create_dump
 from te_precision_callbacks.dumps.header import Direction, Header, Quantized
 from tests.docs.pages import blocks
 from tests.drawn import normal
@@ -146,7 +146,7 @@ INF, NAN = math.inf, math.nan
 
 
 def plain(tensor: torch.Tensor) -> Dump:
-    return dump_of(tensor, None, tensor="activation")
+    return create_dump(tensor, None, tensor="activation")
 
 
 @pytest.mark.parametrize("piece", [1 << 16, 100], ids=["one piece", "pieces"])
@@ -200,7 +200,7 @@ def test_the_counts_of_codes_and_scales() -> None:
     other_codes[30, 0] ^= 1
     other_scales[9, 0] += 1
     other_scales[2, 1] -= 3
-    result = dumps.compare(dump_of(None, mxfp8(codes, scales)), dump_of(None, mxfp8(other_codes, other_scales)))
+    result = dumps.compare(create_dump(None, mxfp8(codes, scales)), create_dump(None, mxfp8(other_codes, other_scales)))
     (actual,) = result.differences
     assert actual.what == "rowwise"
     assert (actual.internals.blocks, actual.internals.codes_differing, actual.internals.scales_differing) == (120, 4, 2)
@@ -209,15 +209,15 @@ def test_the_counts_of_codes_and_scales() -> None:
 def test_a_difference_that_the_numbers_do_not_show() -> None:
     """The same numbers from other codes with another scale."""
     codes, scales = torch.full((1, 32), 0x38, dtype=torch.uint8), torch.full((1, 1), 127, dtype=torch.uint8)
-    result = dumps.compare(dump_of(None, mxfp8(codes, scales)), dump_of(None, mxfp8(codes + 8, scales - 1)))
+    result = dumps.compare(create_dump(None, mxfp8(codes, scales)), create_dump(None, mxfp8(codes + 8, scales - 1)))
     (actual,) = result.differences
     assert (actual.differing, actual.equal, result.equal) == (0, False, False)
 
 
 def test_quantized_against_high_precision() -> None:
     x, quantized = normal(40, 96).bfloat16(), some_mxfp8()
-    alone = dumps.compare(dump_of(x, quantized))
-    apart = dumps.compare(dump_of(x, None), dump_of(None, quantized))
+    alone = dumps.compare(create_dump(x, quantized))
+    apart = dumps.compare(create_dump(x, None), create_dump(None, quantized))
     for result in (alone, apart):
         (actual,) = result.differences
         assert actual.what == "high_precision / rowwise"
@@ -250,17 +250,17 @@ def test_a_matrix_of_nvfp4_is_compared_with_all_dimensions(tmp_path: Path) -> No
     dumps.save(columns, tmp_path / "alone")
     alone = dumps.load(tmp_path / "alone")
     assert alone.header.quantized.shape == (64, 64)
-    for pair in ((dump_of(x, None), alone), (alone, dump_of(x, None))):
+    for pair in ((create_dump(x, None), alone), (alone, create_dump(x, None))):
         (again,) = dumps.compare(*pair).differences
         assert (again.max_abs_error, again.max_at, again.shape) == (result.max_abs_error, result.max_at, (2, 32, 64))
-    (same,) = dumps.compare(dump_of(None, columnwise_nvfp4(x)), both).differences[:1]
+    (same,) = dumps.compare(create_dump(None, columnwise_nvfp4(x)), both).differences[:1]
     assert same.equal
     with pytest.raises(dumps.DifferentShapesError, match=r"\(2, 64, 32\)"):
-        dumps.compare(dump_of(x.reshape(2, 64, 32), None), alone)
+        dumps.compare(create_dump(x.reshape(2, 64, 32), None), alone)
 
 
 def test_two_formats_of_one_tensor() -> None:
-    result = dumps.compare(dump_of(None, some_mxfp8(16, 32)), dump_of(None, some_nvfp4(16, 32)))
+    result = dumps.compare(create_dump(None, some_mxfp8(16, 32)), create_dump(None, some_nvfp4(16, 32)))
     (actual,) = result.differences
     assert actual.internals is None
     assert actual.differing > 0
@@ -273,7 +273,7 @@ def test_different_shapes() -> None:
     with pytest.raises(dumps.DifferentShapesError, match=r"high_precision: a has the shape \(2, 3\) and b \(3, 2\)"):
         dumps.compare(plain(normal(2, 3)), plain(normal(3, 2)))
     with pytest.raises(dumps.DifferentShapesError, match="rowwise"):
-        dumps.compare(dump_of(None, some_mxfp8(40, 96)), dump_of(None, some_mxfp8(96, 32)))
+        dumps.compare(create_dump(None, some_mxfp8(40, 96)), create_dump(None, some_mxfp8(96, 32)))
 
 
 def test_nothing_to_compare() -> None:
@@ -310,7 +310,7 @@ def test_the_table_has_every_name() -> None:
     named = {row.replace("S_", "rowwise_") if row.startswith("S_") else row.replace("_S", "_rowwise") for row in rows}
     written = {"quantized", "transpose", "data", "scale_inv"}  # of Float8 and plain tensors
     for quantized in (some_mxfp8(), some_nvfp4()):
-        written |= dump_of(torch.ones(1), quantized).complete().keys()
+        written |= create_dump(torch.ones(1), quantized).complete().keys()
     assert written <= named
 
 

@@ -37,8 +37,8 @@ class Gemm(NamedTuple):
     def high(self, name: str) -> torch.Tensor:
         """float64, [rows, k]."""
         tensor = self.high_a if name == "a" else self.high_b
-        turned = self.layout[0] == "N" if name == "a" else self.layout[1] == "T"
-        return (tensor.t() if turned else tensor).double()
+        is_transposed = self.layout[0] == "N" if name == "a" else self.layout[1] == "T"
+        return (tensor.t() if is_transposed else tensor).double()
 
 
 def quantizer(recipe: str, *, weight: bool = False, gradient: bool = False) -> Any:

@@ -18,7 +18,7 @@ from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.reference.extension.operands import operand
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.views.show.view import look
+from te_precision_callbacks.views.show.view import read_view
 from tests.capability import stand_for
 from tests.combinations import half
 from tests.conftest import Keeper, feature
@@ -336,7 +336,7 @@ def test_what_is_not_measured_is_said(
     assert diagnose(tmp_path) == running.findings
     loud = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text for text in loud if "max_memory" in text] == ([said] if options else [])
-    stated = look(open_run(tmp_path)).notes
+    stated = read_view(open_run(tmp_path)).notes
     assert any(note.startswith("LogGemmError does not measure linear fprop") and reason in note for note in stated)
 
 

@@ -17,7 +17,7 @@ from te_precision_callbacks.overflow import (
     ActivationOverflowError,
     DebugActivationOverflow,
     DetectionFailedError,
-    looking,
+    checker,
 )
 from te_precision_callbacks.overflow.hooks import ModelHooks
 
@@ -58,7 +58,7 @@ def main(case: str, folder: Path, rank: int) -> None:
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     steps = 0
     if case == "no room":
-        looking.MOST_SLOTS = 1
+        checker.MOST_SLOTS = 1
     try:
         for step in range(5):
             inputs = torch.ones(2, 4)

@@ -19,8 +19,8 @@ from te_precision_callbacks.overflow import (
     ActivationOverflowError,
     DebugActivationOverflow,
     DetectionFailedError,
+    checker,
     extreme_slots,
-    looking,
 )
 from te_precision_callbacks.overflow.extreme_slots import Slots
 from tests.functions import Function
@@ -72,7 +72,7 @@ def test_memory_does_not_grow(backward: bool) -> None:
         gc.collect()
         return sys.getallocatedblocks()
 
-    with mock.patch.object(looking, "MOST_SLOTS", 500), DebugActivationOverflow(model):
+    with mock.patch.object(checker, "MOST_SLOTS", 500), DebugActivationOverflow(model):
         before = run(150)
         assert run(500) - before < 1000, "an interval; five hundred batches of frames would be several thousand"
 

@@ -63,8 +63,8 @@ def test_a_manager_that_was_left_keeps_nothing_of_its_group() -> None:
 def test_a_group_has_the_backends_that_it_was_requested_with_or_inherits(
     alone: dict[str, Any], options: dict[str, Any], apart: bool
 ) -> None:
-    collectives.keeping_apart(dist.init_process_group)(**alone, **options)
-    new_group = collectives.keeping_apart(dist.new_group)
+    collectives.with_second_group(dist.init_process_group)(**alone, **options)
+    new_group = collectives.with_second_group(dist.new_group)
     for group in (dist.group.WORLD, new_group(), new_group([0], use_local_synchronization=True)):
         assert (group in collectives._seconds) == apart
     assert new_group(backend="gloo") not in collectives._seconds
@@ -72,8 +72,8 @@ def test_a_group_has_the_backends_that_it_was_requested_with_or_inherits(
 
 def test_a_thread_beside_the_training_uses_the_second_of_two_backends(alone: dict[str, Any]) -> None:
     """An asynchronous checkpoint's collectives, of tensors too, must not pair with the training's."""
-    collectives.keeping_apart(dist.init_process_group)(**alone)
-    all_reduce = collectives._sending_apart(dist.all_reduce, objects=False)
+    collectives.with_second_group(dist.init_process_group)(**alone)
+    all_reduce = collectives._use_second_group(dist.all_reduce, objects=False)
     first = dist.group.WORLD
     second = collectives._seconds[first].group
 

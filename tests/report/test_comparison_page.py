@@ -17,7 +17,7 @@ from te_precision_callbacks.views.compare import ComparedNumbers, Comparison, co
 from te_precision_callbacks.views.compare.comparison_page import ComparedSeries
 from te_precision_callbacks.views.report import write_report
 from te_precision_callbacks.views.report.facts import speed_facts
-from te_precision_callbacks.views.show.view import look as look_at
+from te_precision_callbacks.views.show.view import read_view as look_at
 from tests.compare.recorded import Values, layers, record
 from tests.report.conftest import Look
 from tests.report.runs import drifting, empty

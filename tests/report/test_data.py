@@ -28,7 +28,7 @@ from te_precision_callbacks.views.report.data import page_data, worst_layers
 from te_precision_callbacks.views.report.overview import Columns, histograms, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale
 from te_precision_callbacks.views.report.subjects import Subjects
-from te_precision_callbacks.views.show.view import look as look_at
+from te_precision_callbacks.views.show.view import read_view as look_at
 from tests.conftest import Keeper, feature
 from tests.planted import BAD, defective
 from tests.report.conftest import Look

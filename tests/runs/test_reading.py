@@ -22,7 +22,7 @@ from te_precision_callbacks import InspectSession, cli
 from te_precision_callbacks.runs import NotARunError, importing, list_runs, open_run, writing
 from te_precision_callbacks.runs.importing import parse_names
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, STEP0, STEPS, VALUES, VECTORS
-from te_precision_callbacks.views.show.view import look
+from te_precision_callbacks.views.show.view import read_view
 from tests.conftest import statistics
 from tests.docs.pages import PAGES, blocks
 from tests.features.plain import THEIRS, plain
@@ -301,7 +301,7 @@ def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(tmp_path: Path
     values = run.values(run.select(layer="model.head"))
     marked = (values["flags"].to_numpy() & STEP0) != 0
     assert values["iteration"].to_numpy()[marked].tolist() == [0, 0], "of both statistics"
-    shown = look(run, ["underflows%"]).worst["underflows%"]
+    shown = read_view(run, ["underflows%"]).worst["underflows%"]
     (worst,) = (series for series in shown if series.subject.layer == "model.head")
     assert worst.worst_iteration > 0
     assert worst.curve.iterations.tolist() == [1, 2]

@@ -32,9 +32,9 @@ from te_precision_callbacks.speed import (
     known_devices,
 )
 from te_precision_callbacks.speed.calibration import gemm_key, high_key
-from te_precision_callbacks.speed.costs import cast_bytes, cast_ms, gemm_ms, padded
+from te_precision_callbacks.speed.costs import cast_bytes, cast_ms, gemm_ms, pad_shape
 from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step, layer_rows
-from te_precision_callbacks.speed.expected import ProductTime, recipe_of_product, timed, total, with_recipes
+from te_precision_callbacks.speed.expected import ProductTime, recipe_of_product, time_products, total, with_recipes
 from te_precision_callbacks.speed.printing import show_times
 from tests.check.running import RECIPES, gpu_with
 
@@ -67,7 +67,7 @@ def layer(
 
 
 def expected(products: list[Product], recipe: str, device: Device) -> list[ProductTime]:
-    return timed(with_recipes(products, recipe), device)
+    return time_products(with_recipes(products, recipe), device)
 
 
 def estimated(products: list[Product], ran: str = CURRENT, device: Device = B300, **keywords: Any) -> StepSpeed:
@@ -244,7 +244,7 @@ def test_everything_that_is_needed_is_measured(recipe: str) -> None:
     with gpu_with(recipe):
         table = calibrate(products, device="cpu")
     assert {key.split()[0] for key in table.times} == {"high", "gemm", "cast"}
-    times = timed(products, device, table=table)
+    times = time_products(products, device, table=table)
     assert {time.source for time in times} == {"calibrated"}
     for time in times:
         assert time.high_ms == table.times[high_key(time.shape)].ms
@@ -258,18 +258,18 @@ def test_what_is_refused_is_left_to_the_model(caplog: pytest.LogCaptureFixture) 
     products = with_recipes(layer("fc", 7, (30, 10), low=("fprop",)), CURRENT)
     table = calibrate(products, device="cpu")
     assert "was not measured, so the cost model is used" in caplog.text
-    time = timed(products, CPU, table=table)[0]
+    time = time_products(products, CPU, table=table)[0]
     assert time.source == "model"
-    assert time.high_ms == timed(products, CPU)[0].high_ms, "both sides of a speed-up come from one source"
+    assert time.high_ms == time_products(products, CPU)[0].high_ms, "both sides of a speed-up come from one source"
 
 
 def test_a_gemm_without_a_measured_cast_is_modeled() -> None:
     products = with_recipes(layer("fc", 128, (64, 96)), CURRENT)
     table = calibrate(products, device="cpu")
-    assert total(timed(products, CPU, table=table), CPU).source == "calibrated"
+    assert total(time_products(products, CPU, table=table), CPU).source == "calibrated"
     table.times = {key: time for key, time in table.times.items() if not key.startswith("cast")}
-    fprop, dgrad, wgrad = timed(products, CPU, table=table)
-    assert [fprop, dgrad] == timed(products, CPU)[:2]
+    fprop, dgrad, wgrad = time_products(products, CPU, table=table)
+    assert [fprop, dgrad] == time_products(products, CPU)[:2]
     assert wgrad.source == "calibrated", "its casts count with the others"
     spread = math.hypot(
         *(table.times[key].spread for key in (high_key(wgrad.shape), gemm_key(wgrad.shape, wgrad.recipe)))
@@ -379,8 +379,8 @@ def test_a_thin_product_takes_the_time_of_its_bytes(round_device: Device) -> Non
 
 
 def test_padding(round_device: Device) -> None:
-    assert padded(Shape(100, 4100, 4090), "fp8_current_scaling", HOPPER) == Shape(100, 4112, 4096)
-    assert padded(Shape(100, 4100, 4090), "mxfp8", BLACKWELL) == Shape(128, 4128, 4096)
+    assert pad_shape(Shape(100, 4100, 4090), "fp8_current_scaling", HOPPER) == Shape(100, 4112, 4096)
+    assert pad_shape(Shape(100, 4100, 4090), "mxfp8", BLACKWELL) == Shape(128, 4128, 4096)
     assert gemm_ms(Shape(1000, 2000, 4001), CURRENT, round_device) == pytest.approx(2 * 1000 * 2000 * 4008 / 100e9)
 
 

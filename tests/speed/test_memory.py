@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.check import check_model
-from te_precision_callbacks.check.factory import recipe_named
+from te_precision_callbacks.check.factory import recipe_by_name
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.layers.fp8_state import delayed_states
 from te_precision_callbacks.layers.naming import NamedModule, named_te_modules
@@ -218,7 +218,7 @@ M, N, K = 8192, 14336, 4096
 def planned(module: torch.nn.Module, recipe: str, capability: tuple[int, int]) -> Memory:
     stand_for(capability)
     model = torch.nn.ModuleDict({"layer": module})
-    return plan_memory(model, named_te_modules(model), recipe_named(recipe), tokens=M)
+    return plan_memory(model, named_te_modules(model), recipe_by_name(recipe), tokens=M)
 
 
 def linear() -> te.Linear:
@@ -270,7 +270,7 @@ def test_layer_norm_mlp(activation: str) -> None:
 def test_what_is_not_planned_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     stand_for((9, 0))
     model = torch.nn.ModuleDict({"layer": linear(), "operation": te.ops.Linear(K, N, device="meta")})
-    memory = plan_memory(model, named_te_modules(model), recipe_named("fp8_current_scaling"))
+    memory = plan_memory(model, named_te_modules(model), recipe_by_name("fp8_current_scaling"))
     assert not any(row.kind.startswith("saved") for row in memory)
     show(memory)
     text = " ".join(capsys.readouterr().out.split())

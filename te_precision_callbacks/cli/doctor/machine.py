@@ -1,7 +1,7 @@
-"""Examination of packages, Transformer Engine, torch, variables and the log folder, and known problems of them.
+"""Examines packages, Transformer Engine, torch, variables and the log folder for known problems.
 
-Transformer Engine is imported in another process, since the import may fail, crash or hang. Its own checks (2.20.2,
-``pytorch/quantization.py``) decide which recipes run.
+Transformer Engine is imported in another process, since the import may fail, crash or hang. Its checks (2.20.2,
+``pytorch/quantization.py``) determine the supported recipes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True)
 class Recipes:
-    """The recipes that run.
+    """The supported recipes.
 
     Attributes:
         place: ``this GPU``, or the emulated compute capability.
-        refusals: recipe -> why it does not run.
+        refusals: recipe -> the reason why it is not supported.
         failure: the exception of the checks; empty without one.
     """
 
@@ -54,10 +54,9 @@ class Recipes:
 
 @dataclass(frozen=True)
 class TransformerEngine:
-    """The Transformer Engine of this machine; the reasons are empty where they do not apply.
+    """The Transformer Engine of this machine; reasons are empty if they do not apply.
 
-    ``backend`` is the ``compiled`` build, the ``reference`` backend, or ``none``; ``recipes`` is None if neither can be
-    used.
+    ``backend``: the ``compiled`` build, the ``reference`` backend, or ``none``; then ``recipes`` is None.
     """
 
     installed: Mapping[str, str]
@@ -89,7 +88,7 @@ def find_transformer_engine() -> TransformerEngine:
 
 
 def recipes_in_process(environment: Mapping[str, str]) -> Recipes:
-    """Return the recipes that run in a process with this environment, on the GPU or on the reference backend.
+    """Return the recipes supported in a process with this environment, on the GPU or on the reference backend.
 
     Raises:
         NoAnswerError: Transformer Engine cannot be imported there.
@@ -105,7 +104,7 @@ def recipes_in_process(environment: Mapping[str, str]) -> Recipes:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         raise NoAnswerError(lines[-1] if lines else f"the process ended with status {done.returncode}")
-    return Recipes(**json.loads(done.stdout.splitlines()[-1]))  # imports may have printed before
+    return Recipes(**json.loads(done.stdout.splitlines()[-1]))  # imports may have printed earlier lines
 
 
 def recipes_here() -> dict[str, Any]:
@@ -131,7 +130,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class LogFolder:
-    """A log folder, which need not exist yet; the reasons are empty if there are none."""
+    """A log folder, which need not exist yet; reasons are empty if they do not apply."""
 
     path: str
     exists: bool
@@ -142,7 +141,7 @@ class LogFolder:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine; ``torch`` is the error if torch cannot be imported. Packages have versions; None: not installed."""
+    """A machine. ``torch`` is the error if torch cannot be imported; ``packages``: name -> version, None if missing."""
 
     platform: str
     packages: dict[str, str | None]

@@ -18,16 +18,16 @@ from te_precision_callbacks.config.effects import BASE, NAMESPACE
 from te_precision_callbacks.config.fields import names, words
 from te_precision_callbacks.config.levels import FeatureSchema, levels
 from te_precision_callbacks.config.problems import suggestion
-from te_precision_callbacks.config.schemas import is_of_upstreams_tests, known_features, schema_of
+from te_precision_callbacks.config.schemas import is_upstream_test, known_features, schema_of
 
 
 class UnknownFeatureError(PrecisionDebugError, LookupError):
-    """There is no feature of this name."""
+    """A feature with this name does not exist."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a feature: ``where`` are the levels that take it, outermost first; ``default`` None means none."""
+    """A key of a feature. ``where``: the paths of levels that accept it; ``default``: None without a default."""
 
     name: str
     where: tuple[tuple[str, ...], ...]
@@ -48,9 +48,9 @@ class FeatureEntry:
     Attributes:
         name: as registered; configs may write it in any case.
         namespace: the key of a section that contains it; :data:`BASE` for the section itself.
-        paragraphs: its description, first in brief.
-        tensors, gemms: empty for a feature of whole GEMMs, and of whole tensors.
-        keys: its keys, with the keys of its items; empty if they are not checked.
+        paragraphs: its description; the first paragraph is a summary.
+        tensors, gemms: the tensors and GEMMs it can act on; empty for a feature of whole GEMMs, or of whole tensors.
+        keys: its keys, with the keys of its items; empty if they are not validated.
         example: a section of a config, as YAML; may be empty.
     """
 
@@ -68,21 +68,17 @@ class FeatureEntry:
 
 
 def features() -> tuple[FeatureEntry, ...]:
-    """All features, without users' own and upstream's tests; this project's first."""
+    """All features, this project's first; without custom features and upstream's test features."""
     return tuple(
         _feature(name, namespace)
         for namespace, registered in known_features().items()
         for name in registered
-        if not is_of_upstreams_tests(name)
+        if not is_upstream_test(name)
     )
 
 
 def find(name: str) -> tuple[FeatureEntry, ...]:
-    """The features of a name, whatever its case.
-
-    Raises:
-        UnknownFeatureError: there is no such feature.
-    """
+    """Find the features with a name, ignoring case; raises UnknownFeatureError."""
     known = features()
     entries = tuple(feature for feature in known if feature.name.casefold() == name.casefold())
     if not entries:
@@ -115,7 +111,7 @@ def _feature(name: str, namespace: str) -> FeatureEntry:
         NAMESPACE,
         tuple(" ".join(text.split()) for text in texts),
         names(fields["tensors"]) if "tensors" in fields else (),
-        # Without a choice: the GEMMs of the whole layer.
+        # Without a choice of GEMMs, it acts on the layer's GEMMs.
         names(fields["gemms"]) if "gemms" in fields else model.model_construct(enabled=True).effect().high_precision,
         keys_of(model),
         model.example.strip(),

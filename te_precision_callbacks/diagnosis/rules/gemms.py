@@ -1,4 +1,4 @@
-"""Rules on the error at the output of GEMMs, and on who makes it: a kernel, a quantizer, a device or cancellation."""
+"""Rules on the error at the output of GEMMs, and on its cause: a kernel, a quantizer, a device or cancellation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ EXCESS, EXCESS_STEPS = 10.0, 2
 _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 
 
-class _OfGemms(Judge):
-    """A rule on GEMMs, which is about a run that measures them, or was to measure them."""
+class _GemmJudge(Judge):
+    """A rule for runs that measure GEMMs, or tried to."""
 
     applies = False
     _unmeasured = ""
@@ -43,13 +43,13 @@ class _OfGemms(Judge):
         return ()
 
     def _columns(self, numbers: StepNumbers, statistic: str) -> Iterator[Column]:
-        for column in numbers.all(statistic):
+        for column in numbers.columns(statistic):
             self.applies = True
-            self.saw(numbers.iteration)
+            self.note_data(numbers.iteration)
             yield column
 
 
-class Kernel(_OfGemms):
+class Kernel(_GemmJudge):
     """Results that differ from the product of their operands by more than rounding.
 
     Args:
@@ -65,46 +65,46 @@ class Kernel(_OfGemms):
         ranks = settings is not None and settings.ranks > 1 and settings.alike
         for ratio in self._columns(numbers, "gemm_kernel_ratio"):
             gemm = _GEMM[ratio.family.tensor]
-            beside = _beside(numbers, ratio)
+            related = _gemm_values(numbers, ratio)
             bad = ratio.values > 1
-            scaled = np.abs(beside["gemm_gain"] - 1) > GAIN
-            alone = (beside["gemm_kernel_rank_first"] == beside["gemm_kernel_rank_last"]) & ranks
+            scaled = np.abs(related["gemm_gain"] - 1) > GAIN
+            alone = (related["gemm_kernel_rank_first"] == related["gemm_kernel_rank_last"]) & ranks
             holds = {"gain": bad & scaled & ~alone, "rank": bad & alone, "kernel": bad & ~scaled & ~alone}[self._kind]
-            seen = np.array([_seen(beside, at, ratio, self._kind) for at in range(len(ratio.layers))], object)
+            seen = np.array([_describe(related, at, ratio, self._kind) for at in range(len(ratio.layers))], object)
             yield from self.streaks.sightings(numbers, facts, ratio, holds, f"the GEMM {gemm} {{}}", seen)
 
 
-def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
+def _gemm_values(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
     names = ("gemm_gain", "gemm_kernel_error", "gemm_kernel_rows", "gemm_kernel_columns")
     places = [f"gemm_kernel_{what}_{end}" for what in ("row", "column", "rank") for end in ("first", "last")]
     columns = {}
     for name in (*names, *places, "gemm_kernel_ratio_rank"):
-        other = numbers.one(name, column.family.tensor)
+        other = numbers.column(name, column.family.tensor)
         columns[name] = np.full(len(column.layers), np.nan) if other is None else other.at(column.layers, np.nan)
     return columns
 
 
-def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column, kind: str) -> str:
+def _describe(related: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column, kind: str) -> str:
     times = f"{ratio.values[at]:.3g} times its tolerance"
     if kind == "gain":
-        what = f"gives {beside['gemm_gain'][at]:.4g} times the product of its operands"
+        what = f"gives {related['gemm_gain'][at]:.4g} times the product of its operands"
     else:
-        what = f"is {100 * beside['gemm_kernel_error'][at]:.3g} % off the product of its operands, {times}"
+        what = f"is {100 * related['gemm_kernel_error'][at]:.3g} % off the product of its operands, {times}"
     where = []
     for name in ("row", "column"):
-        number = beside[f"gemm_kernel_{name}s"][at]
+        number = related[f"gemm_kernel_{name}s"][at]
         if number > 0:
-            first, last = (beside[f"gemm_kernel_{name}_{end}"][at] for end in ("first", "last"))
+            first, last = (related[f"gemm_kernel_{name}_{end}"][at] for end in ("first", "last"))
             span = f"{name} {first:.0f}" if first == last else f"{number:.0f} {name}s from {first:.0f} to {last:.0f}"
             where.append(span)
     if where:
         what += f"; wrong: {', '.join(where)}"
     if kind == "rank":
-        what += f"; only on rank {beside['gemm_kernel_rank_first'][at]:.0f}"
+        what += f"; only on rank {related['gemm_kernel_rank_first'][at]:.0f}"
     return what
 
 
-class Quantizer(_OfGemms):
+class Quantizer(_GemmJudge):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for operand in "ab":
             for statistic, most, text in (
@@ -133,7 +133,7 @@ class Quantizer(_OfGemms):
                     )
 
 
-class Excess(_OfGemms):
+class Excess(_GemmJudge):
     needed = EXCESS_STEPS
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:

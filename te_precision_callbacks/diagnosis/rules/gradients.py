@@ -1,4 +1,4 @@
-"""Rules on gradients that do not arrive, and on numbers that grow."""
+"""Rules on missing and zero gradients, and on growing amaxes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, grown
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
-from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, loses, most_underflow
+from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, loses_too_much, underflow_threshold
 from te_precision_callbacks.sinks.step_records import Event
 
 DEAD_STEPS = 3
@@ -60,18 +60,18 @@ class DeadGradient(Judge):
         yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        gradient = numbers.one("cur_amax", "gradient")
-        activation = numbers.one("cur_amax", "activation")
+        gradient = numbers.column("cur_amax", "gradient")
+        activation = numbers.column("cur_amax", "activation")
         if gradient is None:
             names = () if activation is None else numbers.names_of(activation)
             self._lacks_backward = any(name in facts.layers and facts.layers[name].lacks_backward for name in names)
             return
-        self.saw(numbers.iteration)
-        gradient = numbers.unbroken(gradient)
+        self.note_data(numbers.iteration)
+        gradient = numbers.mask_nonfinite(gradient)
         zero = gradient.values == 0
         self._rhythms.note_training(gradient.layers[~zero & ~np.isnan(gradient.values)], numbers.iteration)
         if activation is not None:
-            activation = numbers.unbroken(activation)
+            activation = numbers.mask_nonfinite(activation)
             active = activation.layers[activation.values != 0]
             zero &= np.isin(gradient.layers, active) | ~np.isin(gradient.layers, activation.layers)
             names = numbers.names_of(activation)
@@ -85,14 +85,14 @@ class DeadGradient(Judge):
         self, numbers: StepNumbers, facts: Facts, column: Column, holds: npt.NDArray[np.bool_], seen: str, key: str
     ) -> Iterator[Sighting]:
         self._rhythms.note_idle(column.layers[holds], numbers.iteration)
-        tells = ~self._rhythms.explain(column.layers)
+        reported = ~self._rhythms.explain(column.layers)
         if key == "absent" and (numbers.iteration < RHYTHM or (self._all_trained or math.inf) < numbers.iteration):
-            tells &= self._rhythms.has_trained(column.layers)  # others had no turn yet, or only in other steps
-        return self.streaks.sightings(numbers, facts, column, holds, seen, tells=tells, key=key)
+            reported &= self._rhythms.has_trained(column.layers)  # others may train only in other steps
+        return self.streaks.sightings(numbers, facts, column, holds, seen, reported=reported, key=key)
 
 
 class Rhythms:
-    """Periodic schedules that explain the collection steps when a layer has trained."""
+    """Finds periodic schedules that explain when a layer trained, as for alternating layers."""
 
     def __init__(self) -> None:
         self._periods, self._places = np.array(
@@ -111,7 +111,7 @@ class Rhythms:
         self._possible[layers] &= iteration % self._periods != self._places
 
     def explain(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """[layers]: whether the layer has trained, and a rhythm explains when."""
+        """[layers]: whether the layer has trained, and a periodic schedule explains when."""
         self._grow(layers)
         return self._has_trained[layers] & self._possible[layers].any(axis=1)
 
@@ -121,17 +121,17 @@ class Rhythms:
 
     def _grow(self, layers: npt.NDArray[np.int64]) -> None:
         if layers.max(initial=-1) >= len(self._has_trained):
-            self._possible = grown(self._possible, layers, True)
-            self._has_trained = grown(self._has_trained, layers, False)
+            self._possible = extend_rows(self._possible, layers, True)
+            self._has_trained = extend_rows(self._has_trained, layers, False)
 
 
 class ZerosInWgrad(Judge):
     needed = ZEROS_STEPS
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for column in numbers.all("zeros%", ("wgrad",)):
-            self.saw(numbers.iteration)
-            values = numbers.unbroken(column).values
+        for column in numbers.columns("zeros%", ("wgrad",)):
+            self.note_data(numbers.iteration)
+            values = numbers.mask_nonfinite(column).values
             yield from self.streaks.sightings(
                 numbers,
                 facts,
@@ -148,26 +148,26 @@ class Growth(Judge):
     def __init__(self) -> None:
         super().__init__()
         self.streaks = ColumnStreaks(GROWTH_STEPS)
-        self._begins: dict[str, Begin] = {}
+        self._begins: dict[str, FirstValues] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for column in numbers.all("cur_amax"):
-            now = numbers.unbroken(column).bits
-            begin = self._begins.setdefault(column.family.tensor, Begin())
+        for column in numbers.columns("cur_amax"):
+            now = numbers.mask_nonfinite(column).bits
+            begin = self._begins.setdefault(column.family.tensor, FirstValues())
             grown = now - begin.of(column.layers)
             if np.isfinite(now).any():
-                self.saw(numbers.iteration)
+                self.note_data(numbers.iteration)
             with np.errstate(invalid="ignore"):
                 holds = grown >= GROWTH
                 is_far = grown >= FAR_GROWN.get(column.family.tensor, FAR_GROWN_ELSE)
-            hurts = holds & loses(
+            hurts = holds & loses_too_much(
                 numbers,
                 facts,
                 column,
-                underflows=lambda lost: most_underflow(numbers, facts, lost) / 2,
+                underflows=lambda lost: underflow_threshold(numbers, facts, lost) / 2,
                 overflows=lambda lost: OVERFLOW,
             )
-            for sighting in self.streaks.graded(
+            for sighting in self.streaks.sightings_by_severity(
                 numbers,
                 facts,
                 column,
@@ -177,27 +177,27 @@ class Growth(Judge):
                 np.exp2(grown),
             ):
                 first = numbers.names_of(column).index(sighting.layers[0])
-                # In high precision nothing is lost, but the tensor still grows.
+                # High precision avoids the loss, but the tensor still grows.
                 helps = sighting.severity == "warning" and hurts[first] and sighting.tensor != "weight"
                 patch = keep_first(sighting.layers, numbers) if helps else ""
                 remedy = "" if helps else STOP_GROWTH
-                # one subject has one finding, of its worst severity
+                # A subject has one finding, of its worst severity.
                 yield sighting._replace(patch=patch, remedy=remedy, key="")
             begin.add(column.layers, now)
 
 
-class Begin:
+class FirstValues:
     def __init__(self) -> None:
         self._known = np.empty((0, BEGIN))
 
     def of(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """[layers]: the least of the first numbers; nan as long as there is none."""
-        self._known = grown(self._known, layers, np.nan)
+        """[layers]: the minimum of the first values; nan without any."""
+        self._known = extend_rows(self._known, layers, np.nan)
         least: npt.NDArray[np.float64] = np.fmin.reduce(self._known[layers], axis=1)
         return least
 
     def add(self, layers: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
-        self._known = grown(self._known, layers, np.nan)
+        self._known = extend_rows(self._known, layers, np.nan)
         missing = np.isnan(self._known[layers])
         new = missing.any(axis=1) & np.isfinite(values)
         self._known[layers[new], missing.argmax(axis=1)[new]] = values[new]

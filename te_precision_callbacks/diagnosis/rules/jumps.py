@@ -61,7 +61,7 @@ class DivergingLoss(Judge):
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         losses = [name for name in loss_first(values) if is_loss_of_training(name) and math.isfinite(values[name])]
         if losses:
-            self.saw(iteration)
+            self.note_data(iteration)
         for name in losses:
             if name not in self._curves:
                 self._curves[name] = _Curve(name)
@@ -71,9 +71,10 @@ class DivergingLoss(Judge):
 
 
 class _Curve:
-    """The losses of one name.
+    """The history of one loss.
 
-    A loss that was 0 or negative, as in reinforcement learning, has no ratios: lost progress counts, and its size.
+    For a loss that was 0 or negative, as in reinforcement learning, ratios make no sense: its lost progress and its
+    magnitude are checked instead.
     """
 
     def __init__(self, name: str) -> None:
@@ -110,9 +111,9 @@ class _Curve:
         return Sighting((), "", "", seen, since, severity)
 
     def _rise(self) -> tuple[int, float] | None:
-        """The last losses that are far above all of those before, and how high these are."""
+        """The number of last losses that are far above all losses before, and the median of these; or None."""
         values = [value for _, value in self._recent]
-        if self._least <= 0:  # no ratios, but sizes
+        if self._least <= 0:  # compare magnitudes, since ratios make no sense
             before, last = values[-BLOCK - SIGNED : -SIGNED], values[-SIGNED:]
             if len(before) >= LASTS and min(map(abs, last)) >= TIMES_SIGNED * max(map(abs, before)) > 0:
                 return SIGNED, statistics.median(before)
@@ -125,7 +126,7 @@ class _Curve:
         return None
 
     def _lost_level(self) -> tuple[int, float] | None:
-        """The last losses that have lost much of the best level's progress, and this level."""
+        """The number of last losses that have lost much of the progress, and the best level; or None."""
         if self._best is None:
             return None
         level, spread = self._best
@@ -159,7 +160,7 @@ class GradientJump(Judge):
         name, norm = gradient_norm_of(values)
         if not (math.isfinite(norm) and norm > 0):
             return
-        self.saw(iteration)
+        self.note_data(iteration)
         bits = math.log2(norm)
         if len(self._norms) >= LEAST_NORMS:
             before = np.array([earlier for _, earlier in self._norms])
@@ -175,7 +176,7 @@ class GradientJump(Judge):
                 seen = f"{name} is {norm:.3g}, {times:.3g} times the median before"
                 yield Sighting((), "", "", seen, self._high[0][0], severity)
                 if len(self._high) < NORMS // 4:
-                    return  # a jump does not become what is usual, unless it lasts
+                    return  # a jump joins the baseline only if it lasts
         self._norms.append((iteration, bits))
 
 
@@ -191,18 +192,18 @@ class NonfiniteGradientNorm(Judge):
         if facts.settings is not None:
             self._is_scaled = facts.settings.loss_is_scaled
             self.applies = not self._is_scaled
-            yield from self._known()
+            yield from self._release()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         name, norm = gradient_norm_of(values)
         if not name or self._is_scaled:
             return
-        self.saw(iteration)
+        self.note_data(iteration)
         if not math.isfinite(norm):
             self._waiting.append(Sighting((), "", "", f"{name} is {norm}", iteration))
-            yield from self._known()
+            yield from self._release()
 
-    def _known(self) -> Iterator[Sighting]:
+    def _release(self) -> Iterator[Sighting]:
         if self._is_scaled is not None:
             waiting, self._waiting = self._waiting, []
             yield from () if self._is_scaled else waiting
@@ -217,9 +218,9 @@ class WeightJump(Judge):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for statistic in ("cur_amax", "std", "l2_norm"):
-            for column in numbers.all(statistic, ("weight",)):
-                self.saw(numbers.iteration)
-                yield from self._jump(numbers, facts, numbers.unbroken(column))
+            for column in numbers.columns(statistic, ("weight",)):
+                self.note_data(numbers.iteration)
+                yield from self._jump(numbers, facts, numbers.mask_nonfinite(column))
 
     def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -235,14 +236,18 @@ class WeightJump(Judge):
             count = int(jumped.sum())
             if count >= max(2, len(bits) / 2):
                 names = [name for name, jumps in zip(numbers.names_of(column), jumped, strict=True) if jumps]
-                first = names.index(facts.in_order(names, "weight")[0])
+                first = names.index(facts.sort_by_execution(names, "weight")[0])
                 now, then = column.values[jumped][first], 2 ** before[jumped][first]
                 seen = (
                     f"{column.family.statistic} has changed from {then:.3g} in step {last[0]} to {now:.3g}, and by"
                     f" {2**WEIGHT_JUMP:g} times or more in {count} of {many(len(bits), 'layer')}"
                 )
                 yield Sighting(
-                    tuple(facts.in_order(names, "weight")), "weight", column.family.statistic, seen, numbers.iteration
+                    tuple(facts.sort_by_execution(names, "weight")),
+                    "weight",
+                    column.family.statistic,
+                    seen,
+                    numbers.iteration,
                 )
         self._last[column.family] = numbers.iteration, column._replace(values=bits), column._replace(values=change)
 

@@ -55,9 +55,9 @@ _REMEDY_OF_WEIGHT = (
 
 
 class Nonfinite(Judge):
-    """Inf and nan: the first step that has any, and in it the first layer.
+    """The first step with inf or nan, and the first layer in it.
 
-    The amax of a plain log is inf or nan then. That of a session leaves them out, and nonfinite_num comes with it.
+    In a plain log, amax is then inf or nan. A session's amax ignores such elements, and nonfinite_num counts them.
     """
 
     _first: Sighting | None = None
@@ -65,19 +65,19 @@ class Nonfinite(Judge):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         before = self.steps[-1] if self.steps else None
         broken: dict[tuple[str, str], str] = {}
-        for column in numbers.all("cur_amax"):
-            self.saw(numbers.iteration)
+        for column in numbers.columns("cur_amax"):
+            self.note_data(numbers.iteration)
             for layer in column.layers[~np.isfinite(column.values)].tolist():
                 broken[numbers.names[layer], column.family.tensor] = "has inf or nan"
-        for column in numbers.all("nonfinite_num"):
-            self.saw(numbers.iteration)
+        for column in numbers.columns("nonfinite_num"):
+            self.note_data(numbers.iteration)
             some = column.values > 0
             for layer, count in zip(column.layers[some].tolist(), column.values[some].tolist(), strict=True):
                 broken[numbers.names[layer], column.family.tensor] = (
                     f"{many(round(count), 'element')} {'is' if round(count) == 1 else 'are'} inf or nan"
                 )
         if broken:
-            self._first = self._first or _where_it_began(broken, before, numbers.iteration, facts)
+            self._first = self._first or _first_nonfinite(broken, before, numbers.iteration, facts)
             yield self._first
 
     def event(self, event: Event) -> Iterator[Sighting]:
@@ -96,11 +96,11 @@ class Nonfinite(Judge):
                 yield self._first
 
 
-def _where_it_began(
+def _first_nonfinite(
     broken: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts
 ) -> Sighting:
     weights = sum(tensor == "weight" for _, tensor in broken)
-    if before is not None and weights > 1:  # an optimizer's step has spread it, so the first layer is only the first
+    if before is not None and weights > 1:  # the optimizer's step has spread it, so the first layer is not the origin
         first = before + 1
         steps = f"in step {iteration}" if first == iteration else f"in the steps {first} to {iteration}"
         seen = (
@@ -108,7 +108,7 @@ def _where_it_began(
             f" {steps}: rerun from step {first} to find the layer"
         )
         return Sighting((), "", "nonfinite_num", seen, iteration)
-    layer, tensor = min(broken, key=lambda place: facts.place(*place))
+    layer, tensor = min(broken, key=lambda place: facts.order_key(*place))
     others = len({name for name, _ in broken} - {layer})
     have = "has" if others == 1 else "have"
     inherit = f"; {many(others, 'more layer')} {have} inf or nan in the same step" if others else ""
@@ -116,7 +116,7 @@ def _where_it_began(
     return Sighting((layer,), tensor, "nonfinite_num", broken[layer, tensor] + inherit, iteration, remedy=remedy)
 
 
-class _OfQuantized(Judge):
+class _LowPrecisionJudge(Judge):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         if ran and not self.steps:
@@ -125,26 +125,26 @@ class _OfQuantized(Judge):
 
 
 class FromZero:
-    """Layers with a tensor that is 0 in its first collection step, as with LoRA. In the first steps of a run it doubles
-    from step to step and then grows by a half, so a scale that is a step late is too small.
+    """Layers with a tensor that is 0 in its first collection step, as with LoRA. It doubles in each of the first steps
+    of a run and then grows by half, so a scale from the previous step is too small.
     """
 
     def __init__(self) -> None:
         self._first: dict[str, dict[int, float]] = {}
 
     def note(self, numbers: StepNumbers, facts: Facts) -> None:
-        for column in numbers.all("cur_amax", facts=facts) if numbers.iteration < FROM_ZERO else ():
+        for column in numbers.columns("cur_amax", facts=facts) if numbers.iteration < FROM_ZERO else ():
             first = self._first.setdefault(column.family.tensor, {})
             for layer, value in zip(column.layers.tolist(), column.values.tolist(), strict=True):
                 first.setdefault(layer, value)
 
     def grow(self, numbers: StepNumbers, column: Column) -> npt.NDArray[np.bool_]:
-        """[layers of the column]: whether the layer is one of them, and the run is in its first steps."""
+        """[layers of the column]: whether the layer started from 0, and the run is in its first steps."""
         first = self._first.get(column.family.tensor, {}) if numbers.iteration < FROM_ZERO else {}
         return np.array([first.get(layer) == 0 for layer in column.layers.tolist()], bool)
 
 
-class Overflow(_OfQuantized):
+class Overflow(_LowPrecisionJudge):
     needed = OVERFLOW_STEPS
 
     def __init__(self) -> None:
@@ -154,11 +154,11 @@ class Overflow(_OfQuantized):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         self._from_zero.note(numbers, facts)
-        for column in numbers.all("overflows%", facts=facts):
-            unbroken = np.nan_to_num(numbers.unbroken(column).values)
+        for column in numbers.columns("overflows%", facts=facts):
+            unbroken = np.nan_to_num(numbers.mask_nonfinite(column).values)
             is_new = self._from_zero.grow(numbers, column)
             values = np.where(can_overflow(numbers, facts, column) & ~is_new, unbroken, 0.0)
-            self.saw(numbers.iteration)
+            self.note_data(numbers.iteration)
             tensor = column.family.tensor
             now = column._replace(values=values)
             before = self._last.get(tensor, now).at(column.layers, 0.0)
@@ -167,26 +167,26 @@ class Overflow(_OfQuantized):
                 numbers,
                 facts,
                 column,
-                (values >= most_overflow(tensor)) & (values >= FALLING * before),
+                (values >= overflow_threshold(tensor)) & (values >= FALLING * before),
                 "{:.3g} % of the elements are above the range of the format",
                 values,
             )
 
 
-class Underflow(_OfQuantized):
-    """Elements that round to 0, by the norm that is lost with them; their number alone is a note."""
+class Underflow(_LowPrecisionJudge):
+    """Elements that round to 0: a warning if much of the norm is lost with them, otherwise a note."""
 
     needed = UNDERFLOW_STEPS
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for column in numbers.all("underflows%", facts=facts):
-            self.saw(numbers.iteration)
-            values = numbers.unbroken(column).values
-            are_many = values >= most_underflow(numbers, facts, column)
+        for column in numbers.columns("underflows%", facts=facts):
+            self.note_data(numbers.iteration)
+            values = numbers.mask_nonfinite(column).values
+            are_many = values >= underflow_threshold(numbers, facts, column)
             lost, is_tight = lost_norm(numbers, facts, column)
             with np.errstate(invalid="ignore"):
                 heavy = np.where(np.isnan(lost), are_many, (lost >= LOST_NORM) & (are_many | is_tight) & (values > 0))
-            for sighting in self.streaks.graded(
+            for sighting in self.streaks.sightings_by_severity(
                 numbers,
                 facts,
                 column,
@@ -194,7 +194,7 @@ class Underflow(_OfQuantized):
                 are_many & ~heavy,
                 "{:.3g} % of the elements round to 0, with {} of the tensor's norm",
                 values,
-                np.array([_in_words(share) for share in lost], object),
+                np.array([_format_share(share) for share in lost], object),
             ):
                 patch = keep_first(sighting.layers, numbers) if sighting.severity == "warning" else ""
                 yield sighting._replace(patch=patch, key="")
@@ -208,11 +208,14 @@ def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
 def lost_norm(
     numbers: StepNumbers, facts: Facts, column: Column
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """The largest share of the squared norm that elements which round to 0 can have had, from a column ``underflows%``.
+    """An upper bound of the share of the squared norm that is lost in elements rounding to 0.
+
+    Args:
+        column: ``underflows%``.
 
     Returns:
-        [layers of the column]: the share, nan where it is not known; and whether the tensor has one scale, so that the
-        share is hardly larger than the true one.
+        [layers of the column]: the share, nan if unknown; and whether the tensor has a single scale, so that the bound
+        is tight.
     """
     tensor, layers = column.family.tensor, column.layers
 
@@ -226,10 +229,10 @@ def lost_norm(
             np.array([recipe in ONE_SCALE for recipe in recipes]),
         )
 
-    smallest, of_blocks, is_tight = facts.once("lost norm", tensor, layers, make)
+    smallest, of_blocks, is_tight = facts.cached("lost norm", tensor, layers, make)
     std, scale, mse = (
         np.full(len(layers), np.nan) if known is None else known.at(layers, np.nan)
-        for known in (numbers.one(name, tensor, facts) for name in ("std", "scale_inv_max", "mse"))
+        for known in (numbers.column(name, tensor, facts) for name in ("std", "scale_inv_max", "mse"))
     )
     scale = np.where(scale > 0, scale, np.nan)  # plain logs have four decimals
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -239,7 +242,7 @@ def lost_norm(
     return np.minimum(share, 1.0), is_tight
 
 
-def _in_words(share: float) -> str:
+def _format_share(share: float) -> str:
     percent = 100 * np.sqrt(share)
     return "an unknown part" if np.isnan(share) else "most" if percent >= 99.5 else f"at most {percent:.2g} %"
 
@@ -248,14 +251,14 @@ def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDAr
     def make() -> npt.NDArray[np.bool_]:
         return np.array([facts.recipe_of(name) in _CAN_OVERFLOW for name in numbers.names_of(column)], bool)
 
-    return facts.once("can overflow", column.family.tensor, column.layers, make)
+    return facts.cached("can overflow", column.family.tensor, column.layers, make)
 
 
-def most_overflow(tensor: str) -> float:
+def overflow_threshold(tensor: str) -> float:
     return OVERFLOW if tensor == "activation" else OF_OTHERS
 
 
-def most_underflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
+def underflow_threshold(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
     """[layers of the column]: the threshold for elements that round to 0, in percent."""
     tensor = column.family.tensor
 
@@ -263,10 +266,10 @@ def most_underflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.ND
         formats = (facts.format_of(name, tensor) for name in numbers.names_of(column))
         return np.array([UNDERFLOW.get(text.partition(" ")[0], _OF_UNKNOWN) for text in formats])
 
-    return facts.once("most underflow", tensor, column.layers, make)
+    return facts.cached("most underflow", tensor, column.layers, make)
 
 
-def loses(
+def loses_too_much(
     numbers: StepNumbers,
     facts: Facts,
     column: Column,
@@ -274,10 +277,10 @@ def loses(
     underflows: Callable[[Column], float | npt.NDArray[np.float64]] = lambda lost: np.inf,
     overflows: Callable[[Column], float | npt.NDArray[np.float64]],
 ) -> npt.NDArray[np.bool_]:
-    """[layers of a column]: whether too many elements are lost, given the least percent that is too many."""
+    """[layers of a column]: whether too many elements are lost, given thresholds in percent."""
     lossy = np.zeros(len(column.layers), bool)
     for statistic, most in (("underflows%", underflows), ("overflows%", overflows)):
-        lost = numbers.one(statistic, column.family.tensor, facts)
+        lost = numbers.column(statistic, column.family.tensor, facts)
         if lost is not None:
             lossy |= np.isin(column.layers, lost.layers[lost.values >= most(lost)])
     return lossy

@@ -1,4 +1,4 @@
-"""Rules on how a run came out: an exception that ended it, a broken contract, a failed observation."""
+"""Rules on the outcome of a run: an exception that ended it, a broken contract, a failed observation."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class ParameterRule(Judge):
         if event.kind != "parameters":
             return
         if self._rule in event.data.get("checked", ()):
-            self.saw(event.iteration)
+            self.note_data(event.iteration)
         for row in event.data.get("problems", ()):
             kind = _KINDS[self._rule].get(row["what"])
             if kind is not None:

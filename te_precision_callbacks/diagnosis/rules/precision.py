@@ -1,4 +1,4 @@
-"""Rules on the precision of products, and on the types of states."""
+"""Rules on the precision of products, and on the dtypes of states."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Hole(Judge):
                 continue
             for reason, names in by_key((layer.reasons["fprop"], layer.name) for layer in holes).items():
                 count = f"{len(low)} similar layers are in low precision, such as {in_sentence(low[0].name)}"
-                seen = f"ran in high precision: {_in_words(*reason)}; {count}"
+                seen = f"ran in high precision: {_describe_reason(*reason)}; {count}"
                 yield Sighting(tuple(names), "", "", seen, None, key=f"{form_of(names[0])} {reason[0]}")
 
     def _left_low_precision(self, facts: Facts) -> Iterator[Sighting]:
@@ -62,11 +62,11 @@ class Hole(Judge):
         self._low |= {layer.name for layer in facts.layers.values() if "fprop" in layer.low}
         groups = by_key(((layer.reasons["fprop"], layer.since), layer.name) for layer in left)
         for (reason, since), names in groups.items():
-            seen = f"ran in high precision after steps in low precision: {_in_words(*reason)}"
+            seen = f"ran in high precision after steps in low precision: {_describe_reason(*reason)}"
             yield Sighting(tuple(names), "", "", seen, since, key=f"left {reason[0]} {since}")
 
 
-def _in_words(reason: str, exactly: str) -> str:
+def _describe_reason(reason: str, exactly: str) -> str:
     text = Reason[reason].value if reason in Reason.__members__ else reason
     return exactly or text if exactly in ("", text, "runs inside te.autocast(enabled=False)") else f"{text} ({exactly})"
 
@@ -118,7 +118,7 @@ class NoLowPrecision(Judge):
         reasons = Counter(reason for layer in of_te or ran for reason in layer.reasons.values())
         name, exactly = reasons.most_common(1)[0][0]
         reason = Reason[name] if name in Reason.__members__ else Reason.UNKNOWN
-        why = _in_words(reason.name, exactly)
+        why = _describe_reason(reason.name, exactly)
         though = f", although {expected}" if expected else ""
         layers = many(len(of_te), "Transformer Engine layer") if of_te else "no Transformer Engine layer"
         seen = f"no product runs in low precision{though}; {layers}: {why}"
@@ -164,7 +164,7 @@ class Nvfp4Tail(Judge):
         self.judged = self.applies
         if not self.applies:
             return
-        ordered = sorted(ran, key=lambda layer: facts.place(layer.name, "activation"))
+        ordered = sorted(ran, key=lambda layer: facts.order_key(layer.name, "activation"))
         tail = ordered[len(ordered) - max(1, round(TAIL * len(ordered))) :]
         if all(layer.recipe == "nvfp4" and "fprop" in layer.low for layer in tail):
             names = tuple(layer.name for layer in tail)

@@ -1,4 +1,4 @@
-"""Rules on the scale of delayed scaling, which is made from earlier steps."""
+"""Rules on the scales of delayed scaling, which come from the amaxes of earlier steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values, grown
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
-from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses, most_overflow
+from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses_too_much, overflow_threshold
 
 FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3
 """Powers of two by which amax is above the range of the scale, the same where elements overflow, and collection steps
@@ -36,9 +36,9 @@ _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 
 
 class _UnmovedScales:
-    """The scales of a tensor that have stayed the same since the first collection step.
+    """The scales of a tensor that have not changed since the first collection step.
 
-    A weight with the scale 1 counts only if its amax varies: an FP8 weight may be frozen.
+    A weight with the scale 1 counts only if its amax varies, since an FP8 weight may be frozen.
     """
 
     def __init__(self, tensor: str) -> None:
@@ -46,19 +46,18 @@ class _UnmovedScales:
         self._layers = np.empty((0, 5))  # scale, collection steps, least and largest amax, whether it has moved
 
     def add(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        """Add a collection step, with ``scale_inv_max``, the amaxes (nan if unknown), and the largest number of each
-        layer's format.
+        """Add a collection step: ``scale_inv_max``, amaxes (nan if unknown), and the maximum of each layer's format.
 
         Returns:
-            [layers of the column]: the number of collection steps with the same scale although it should have followed
-            amax, 0 if it should not; and whether it still has the initial value 1.
+            [layers of the column]: the number of collection steps with an unchanged scale that should have followed
+            amax, otherwise 0; and whether the scale still has its initial value 1.
         """
-        self._layers = grown(self._layers, scales.layers, [np.nan, 0.0, np.inf, 0.0, 0.0])
+        self._layers = extend_rows(self._layers, scales.layers, [np.nan, 0.0, np.inf, 0.0, 0.0])
         first, count, least, most, moved = self._layers[scales.layers].T
         first = np.where(np.isnan(first), scales.values, first)
         used = np.isfinite(amaxes) & (amaxes > 0)
         moved = np.where(used & (scales.values != first), 1.0, moved)
-        was_above = most >= 2**TOO_SMALL * largest * first  # a history of any length would have raised the scale
+        was_above = most >= 2**TOO_SMALL * largest * first  # an amax history of any length would have raised the scale
         count, least = count + used, np.where(used, np.minimum(least, amaxes), least)
         most = np.where(used, np.maximum(most, amaxes), most)
         self._layers[scales.layers] = np.stack([first, count, least, most, moved], axis=1)
@@ -69,7 +68,7 @@ class _UnmovedScales:
         return np.where(stays, count, 0.0), initial
 
 
-class _OfScaleAndAmax(Judge):
+class _ScaleJudge(Judge):
     """A rule that compares a scale of delayed scaling with the amax of the same step."""
 
     applies = None
@@ -84,20 +83,21 @@ class _OfScaleAndAmax(Judge):
         return ()
 
     def _tensors(self, numbers: StepNumbers, facts: Facts) -> Iterator[tuple[Column, Column, Values]]:
-        """The tensors with both: ``scale_inv_max``; ``cur_amax``, nan where the tensor has inf or nan, which its scale
-        may follow; and [layers of the scales] the largest number of the format."""
-        for scales in numbers.all("scale_inv_max", facts=facts):
-            amax = numbers.one("cur_amax", scales.family.tensor)
+        """Yield the tensors with both ``scale_inv_max`` and ``cur_amax``, and the maximum of the format, [layers of the
+        scales]. ``cur_amax`` is nan if the tensor has inf or nan, which its scale may follow.
+        """
+        for scales in numbers.columns("scale_inv_max", facts=facts):
+            amax = numbers.column("cur_amax", scales.family.tensor)
             largest = _largest(numbers, facts, scales)
             if amax is not None and not np.isnan(largest).all():
-                yield scales, numbers.unbroken(amax), largest
+                yield scales, numbers.mask_nonfinite(amax), largest
 
     def _count_unmoved(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
         tensor = scales.family.tensor
         return self._unmoved.setdefault(tensor, _UnmovedScales(tensor)).add(scales, amaxes, largest)
 
 
-class ScaleNeverUpdated(_OfScaleAndAmax):
+class ScaleNeverUpdated(_ScaleJudge):
     needed = UNMOVED_STEPS
 
     def __init__(self) -> None:
@@ -107,14 +107,14 @@ class ScaleNeverUpdated(_OfScaleAndAmax):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
-            self.saw(numbers.iteration)
+            self.note_data(numbers.iteration)
             amaxes = amax.at(scales.layers, np.nan)
             counts, initial = self._count_unmoved(scales, amaxes, largest)
             unmoved = counts >= UNMOVED_STEPS
             since = self._since.setdefault(tensor, numbers.iteration)
             if not unmoved.any():
                 continue
-            layers = facts.in_order(np.array(numbers.names_of(scales))[unmoved].tolist(), tensor)
+            layers = facts.sort_by_execution(np.array(numbers.names_of(scales))[unmoved].tolist(), tensor)
             place = numbers.names_of(scales).index(layers[0])
             value = "1, its initial value," if initial[place] else f"{scales.values[place]:.3g}"
             seen = f"its scale is {value} in all {counts[place]:.0f} collection steps; amax is {amaxes[place]:.3g}"
@@ -128,7 +128,7 @@ _REMEDY_OF_GRADIENT = (
 )
 
 
-class StaleScale(_OfScaleAndAmax):
+class StaleScale(_ScaleJudge):
     needed = TOO_SMALL_STEPS
 
     def __init__(self) -> None:
@@ -136,21 +136,21 @@ class StaleScale(_OfScaleAndAmax):
         self._large = ColumnStreaks(TOO_LARGE_STEPS)
         self._last: dict[str, Column] = {}
         self._from_zero = FromZero()
-        self._begins: dict[str, Column] = {}  # amax before it began to rise, of layers in which it does
+        self._begins: dict[str, Column] = {}  # amax before its present rise, for rising layers
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         self._from_zero.note(numbers, facts)
         for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
             amaxes = amax.at(scales.layers, np.nan)
-            before = self._last.get(tensor, amax).at(scales.layers, np.inf)  # the same at first: it does not rise
+            before = self._last.get(tensor, amax).at(scales.layers, np.inf)  # in the first step, no rise
             self._last[tensor] = amax
             with np.errstate(divide="ignore", invalid="ignore"):
                 above = np.log2(largest * scales.values / amaxes)
             above[~np.isfinite(above)] = np.nan
             if np.isfinite(above).any():
-                self.saw(numbers.iteration)
-            lost = numbers.one("underflows%", tensor, facts)
+                self.note_data(numbers.iteration)
+            lost = numbers.column("underflows%", tensor, facts)
             losing = np.zeros(len(scales.layers)) if lost is None else lost.at(scales.layers, 0.0)
             with np.errstate(invalid="ignore"):
                 rises = (amaxes > before) & (tensor != "weight")
@@ -160,11 +160,13 @@ class StaleScale(_OfScaleAndAmax):
                 begin = np.where(rises & (begin == 0), amaxes, begin)
                 risen = rises & (amaxes >= 2**RISEN * begin)
                 self._begins[tensor] = scales._replace(values=begin)
-                overflows = loses(numbers, facts, scales, overflows=lambda lost: most_overflow(lost.family.tensor))
+                overflows = loses_too_much(
+                    numbers, facts, scales, overflows=lambda lost: overflow_threshold(lost.family.tensor)
+                )
                 small = (above <= -FAR) | ((above <= -TOO_SMALL) & overflows)
                 large = (above >= TOO_LARGE) & (losing >= LOST)
             counts, initial = self._count_unmoved(scales, amaxes, largest)
-            follows = ~initial & (counts < UNMOVED_STEPS)  # else the rule scale-never-updated has it
+            follows = ~initial & (counts < UNMOVED_STEPS)  # otherwise the rule scale-never-updated applies
             is_new = self._from_zero.grow(numbers, scales)
             small, rises, large = small & follows & ~is_new, rises & follows & ~is_new, large & follows
             yield from self.streaks.sightings(
@@ -183,7 +185,7 @@ class StaleScale(_OfScaleAndAmax):
                 rises,
                 "amax rises and is {:.3g} times the range of its scale",
                 np.exp2(-above),
-                tells=risen & ~small,
+                reported=risen & ~small,
                 key="rising",
             )
             yield from self._large.sightings(
@@ -199,31 +201,31 @@ class StaleScale(_OfScaleAndAmax):
 
 
 class ScalesDiffer(Judge):
-    """The least and the largest scale of delayed scaling over ranks, of a tensor that has one scale on each."""
+    """The range over ranks of a delayed scaling scale, for tensors with one scale per rank."""
 
     needed = APART_STEPS
     applies = None
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         if facts.settings is not None and facts.layers:
-            # With several micro-batches a rank has several scales in a step: those of activations change after each.
+            # With several micro-batches a rank has several scales in a step: scales of activations change after each.
             self.applies = facts.has_delayed_scaling and facts.settings.ranks > 1 and facts.micro_batches == 1
         return ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         if not self.applies:
             return
-        for largest in numbers.all("scale_inv_max", facts=facts):
-            least = numbers.one("scale_inv_min", largest.family.tensor, facts)
+        for largest in numbers.columns("scale_inv_max", facts=facts):
+            least = numbers.column("scale_inv_min", largest.family.tensor, facts)
             known = ~np.isnan(_largest(numbers, facts, largest))
             if least is None or not known.any():
                 continue
-            self.saw(numbers.iteration)
+            self.note_data(numbers.iteration)
             with np.errstate(divide="ignore", invalid="ignore"):
                 apart = np.log2(largest.values / least.at(largest.layers, np.nan))
             apart = np.where(known & np.isfinite(apart), apart, 0.0)
             far = apart >= APART
-            yield from self.streaks.graded(
+            yield from self.streaks.sightings_by_severity(
                 numbers,
                 facts,
                 largest,
@@ -235,8 +237,7 @@ class ScalesDiffer(Judge):
 
 
 def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
-    """[layers of the column]: the largest number of the operand's format; nan where a layer does not run delayed
-    scaling."""
+    """[layers of the column]: the maximum of the operand's format; nan without delayed scaling."""
     tensor = column.family.tensor
 
     def make() -> npt.NDArray[np.float64]:
@@ -246,7 +247,7 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[
         of_delayed = [facts.recipe_of(name) == "fp8_delayed_scaling" for name in names]
         return np.where(of_delayed, largest, np.nan)
 
-    return facts.once("largest number", tensor, column.layers, make)
+    return facts.cached("largest number", tensor, column.layers, make)
 
 
 _COLLECT = (

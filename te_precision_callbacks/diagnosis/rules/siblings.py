@@ -14,10 +14,10 @@ from te_precision_callbacks.diagnosis.rules.losses import (
     LOST_NORM,
     OVERFLOW,
     can_overflow,
-    loses,
+    loses_too_much,
     lost_norm,
-    most_overflow,
-    most_underflow,
+    overflow_threshold,
+    underflow_threshold,
 )
 
 LEAST_ALIKE, LEAST_OF_SHARES, FEW = 2, 3, 7
@@ -50,37 +50,38 @@ class Sibling(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._near = ColumnStreaks(NEAR_STEPS)
-        self._most_alike = 0
+        self._most_similar = 0
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         known: set[str] = set()
         for statistic in _STATISTICS:
-            for column in numbers.all(statistic, facts=facts):
+            for column in numbers.columns(statistic, facts=facts):
                 if statistic == "scale_inv_max" and column.family.tensor in known:
-                    continue  # it is amax up to a constant, or the rules on delayed scaling compare both
+                    continue  # it is proportional to amax; with delayed scaling, other rules compare both
                 known.add(column.family.tensor)
                 for sighting in self._judge(numbers, facts, column, statistic):
-                    yield sighting._replace(key="")  # a tensor has one finding, whichever of its numbers shows it
+                    yield sighting._replace(key="")  # a tensor has one finding, from any of its statistics
         for statistic in SHARES:
-            for column in numbers.all(statistic, facts=facts):
+            for column in numbers.columns(statistic, facts=facts):
                 for sighting in self._judge_share(numbers, facts, column, statistic):
                     yield sighting._replace(key="")
 
     @property
     def why_not(self) -> str:
-        if self.steps or not self._most_alike:
+        if self.steps or not self._most_similar:
             return super().why_not
         return "the model has no similar layers"
 
     def _judge_share(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
-        """Layers that lose a far larger share of a tensor's elements than similar layers, but less than the rules
-        underflow and overflow take."""
-        shares = np.nan_to_num(numbers.unbroken(column).values)
+        """Find layers that lose far more of a tensor's elements than similar layers, but less than the thresholds of
+        the rules underflow and overflow.
+        """
+        shares = np.nan_to_num(numbers.mask_nonfinite(column).values)
         others, odd = np.zeros(len(shares)), np.zeros(len(shares), bool)
-        for places in self._alike(numbers, facts, column):
+        for places in self._similar_layers(numbers, facts, column):
             if len(places) < LEAST_OF_SHARES:
                 continue
-            self.saw(numbers.iteration)
+            self.note_data(numbers.iteration)
             if shares[places].max() < SHARES[statistic]:
                 continue
             ordinary = np.sort(shares[places])[: len(places) - max(1, len(places) // MOST_ODD)]
@@ -91,29 +92,29 @@ class Sibling(Judge):
             what = "round to 0"
             if odd.any():
                 light = lost_norm(numbers, facts, column)[0] < LOST_NORM
-                odd &= shares < most_underflow(numbers, facts, column)
+                odd &= shares < underflow_threshold(numbers, facts, column)
         else:
             what = "are above the range of the format"
-            odd &= can_overflow(numbers, facts, column) & (shares < most_overflow(column.family.tensor))
+            odd &= can_overflow(numbers, facts, column) & (shares < overflow_threshold(column.family.tensor))
         seen = f"{{:.3g}} % of the elements {what}, {{:.2g}} % in similar layers"
-        yield from self.streaks.graded(
+        yield from self.streaks.sightings_by_severity(
             numbers, facts, column, odd & ~light, odd & light, seen, shares, others, key="share, "
         )
 
     def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         tensor = column.family.tensor
-        bits = numbers.unbroken(column).bits
+        bits = numbers.mask_nonfinite(column).bits
         jumps = np.zeros(len(bits))
         of_many = np.zeros(len(bits), bool)
-        for places in self._alike(numbers, facts, column):
+        for places in self._similar_layers(numbers, facts, column):
             known = places[np.isfinite(bits[places])]
             if len(known) < LEAST_ALIKE:
                 continue
-            self.saw(numbers.iteration)
+            self.note_data(numbers.iteration)
             of_many[known] = len(known) > FEW
             if np.ptp(bits[known]) < NEAR:
                 continue
-            if len(known) == LEAST_ALIKE:  # that one deviates which is farther from all layers
+            if len(known) == LEAST_ALIKE:  # of two layers, the one farther from the median of all layers deviates
                 middle = np.median(bits[np.isfinite(bits)])
                 near, farther = sorted(known, key=lambda place: abs(bits[place] - middle))
                 jumps[farther] = bits[farther] - bits[near]
@@ -134,8 +135,8 @@ class Sibling(Judge):
         else:
             yield from self.streaks.sightings(numbers, facts, column, far & ~lossy, seen, *values)
 
-    def _alike(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        return facts.once("alike", column.family.tensor, column.layers, lambda: self._groups(numbers, facts, column))
+    def _similar_layers(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
+        return facts.cached("alike", column.family.tensor, column.layers, lambda: self._groups(numbers, facts, column))
 
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
         tensor = column.family.tensor
@@ -147,23 +148,23 @@ class Sibling(Judge):
         groups = []
         for group in alike.values():
             passed = np.full(len(names), -1)
-            passed[sorted(group, key=lambda layer: facts.place(names[layer], tensor))] = np.arange(len(group))
+            passed[sorted(group, key=lambda layer: facts.order_key(names[layer], tensor))] = np.arange(len(group))
             places = np.flatnonzero(passed[which] >= 0)
-            self._most_alike = max(self._most_alike, len(places))
+            self._most_similar = max(self._most_similar, len(places))
             if len(places) >= LEAST_ALIKE:
                 groups.append(places[np.argsort(passed[which[places]], kind="stable")])
         return groups
 
 
 def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
-    """Return the deviation of each of similar layers from the others, in powers of two; 0 for ordinary layers.
+    """Return the deviation of each layer from similar layers, in powers of two; 0 for ordinary layers.
 
-    The layers form stretches between jumps. A jump is a difference of neighbours far from the median of all
-    differences, the trend with depth. The stretches on the level of the most layers are ordinary. If the tensor flows
-    from layer to layer, a jump up that lasts to the end makes the layers before it ordinary. A jump up to a level that
-    is not ordinary counts from the layer before it.
+    The median difference between neighboring layers is the trend with depth. Differences far from it are jumps, which
+    divide the layers into stretches. Stretches at the level of most layers are ordinary. If the tensor flows from layer
+    to layer, a single jump, upwards, makes the layers before it ordinary instead, and the first layer after a large
+    jump up is compared with the stretch before it.
 
-    ``bits`` are [layers], the logarithms to base 2, in the order of execution.
+    ``bits``: [layers], the logarithms to base 2, in execution order.
     """
     steps = np.diff(bits)
     trend = np.median(steps)
@@ -191,10 +192,10 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
 
 
 def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
-    """The same for too few layers to have a trend with depth.
+    """Return deviations like :func:`deviations`, for too few layers to estimate a trend with depth.
 
-    A layer deviates if all others are close together. If the tensor flows from layer to layer, a jump that lasts to the
-    end is a deviation of the first layer behind it.
+    A layer deviates if it is far from all others, and these are close together. If the tensor flows from layer to
+    layer, a lasting jump is a deviation of the first layer after it.
     """
     result = np.zeros(len(bits))
     for place in range(len(bits)):
@@ -214,7 +215,7 @@ def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np
     def most(least: float, lost: Column) -> float:
         return max(least, 4 * float(np.median(lost.values)))
 
-    return loses(
+    return loses_too_much(
         numbers,
         facts,
         column,

@@ -79,7 +79,7 @@ class NonfiniteLoss(Judge):
         losses = [name for name in values if is_loss_of_training(name)]
         self._has_unfiltered |= UNFILTERED in values
         if losses:
-            self.saw(iteration)
+            self.note_data(iteration)
             self.judged &= self._has_unfiltered or not self._is_filtered
         elif not self.judged:
             others = (name for name in values if is_loss(name) and words_of(name).isdisjoint(_OF_EVALUATION))
@@ -91,7 +91,7 @@ class NonfiniteLoss(Judge):
 
 
 class GradientNorm(Judge):
-    """Looks at windows of the last numbers, and at windows of means of many, for what comes slowly."""
+    """Checks windows of the last values, and windows of means over more steps, for slow growth."""
 
     needed, _kind_of_step = WINDOW, "logged step"
 
@@ -108,12 +108,12 @@ class GradientNorm(Judge):
         name, norm = gradient_norm_of(values)
         if not (math.isfinite(norm) and norm > 0 and math.isfinite(self._loss)):
             return
-        self.saw(iteration)
+        self.note_data(iteration)
         point = _Point(iteration, math.log2(norm), self._loss)
         for count, waiting in self._waiting.items():
             waiting.append(point)
             if len(waiting) < (OF_MEAN if count > 1 else 1):
-                return  # the next windows have no new point either
+                return  # no new point for windows of longer means either
             mean = _Point(
                 waiting[0].iteration,
                 sum(logged.norm for logged in waiting) / len(waiting),
@@ -122,9 +122,9 @@ class GradientNorm(Judge):
             waiting.clear()
             self._windows[count].append(mean)
             point = mean
-            yield from self._look(count, name)
+            yield from self._check_window(count, name)
 
-    def _look(self, count: int, name: str) -> Iterator[Sighting]:
+    def _check_window(self, count: int, name: str) -> Iterator[Sighting]:
         window = self._windows[count]
         if len(window) < WINDOW:
             return

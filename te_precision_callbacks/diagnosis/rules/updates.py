@@ -46,8 +46,8 @@ class AboveThreshold(Judge):
         return ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for column in numbers.all(self._statistic):
-            self.saw(numbers.iteration)
+        for column in numbers.columns(self._statistic):
+            self.note_data(numbers.iteration)
             self.applies = self.applies or self._applies_to is None
             holds = column.values >= self._threshold
             for sighting in self.streaks.sightings(numbers, facts, column, holds, self._seen, column.values):

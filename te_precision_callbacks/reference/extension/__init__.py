@@ -1,9 +1,9 @@
 """A stand-in for Transformer Engine's compiled module ``transformer_engine_torch``, in plain PyTorch.
 
-The public names are all names that Transformer Engine 2.20.2's Python looks up in the compiled module. A function
-either replaces the compiled function, on any device, slowly and exactly, or raises
-:class:`~te_precision_callbacks.reference.errors.MissingFunctionError` (``missing.py``). A name that the compiled module
-does not have is an AttributeError. Transformer Engine is not imported until a function needs one of its tensor classes.
+It has all names that Transformer Engine 2.20.2's Python looks up in the compiled module. A function either replaces the
+compiled function, on any device, slowly and exactly, or raises
+:class:`~te_precision_callbacks.reference.errors.MissingFunctionError` (``missing.py``). Transformer Engine is not
+imported until a function needs one of its tensor classes.
 """
 
 # ruff: noqa: F401  # all that is imported is exported

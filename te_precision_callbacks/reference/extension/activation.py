@@ -1,12 +1,12 @@
-"""Activations, gated ones too, forward and backward, with the quantization that follows them.
+"""Plain and gated activations, forward and backward, with the quantization that follows them.
 
 All are computed in float32 (``common/util/math.h`` and ``common/util/vectorized_pointwise.h``, TE 2.20). GELU is the
-tanh approximation. A gated activation splits the last dimension in half: the first half goes through the activation,
-the second half multiplies it.
+tanh approximation. A gated activation splits the last dimension in half: the activation of the first half is multiplied
+by the second half.
 
-Under delayed scaling the float32 result is quantized directly. Otherwise the result is first rounded to the type of the
-input (MXFP8's fused kernel does that too), and current scaling takes the amax of the float32 result
-(``pytorch/csrc/extensions/activation.cpp``, ``common/cast/mxfp8/*.cuh``).
+Under delayed scaling the float32 result is quantized directly. Otherwise it is first rounded to the input's dtype, also
+for MXFP8, and current scaling uses the amax of the float32 result (``pytorch/csrc/extensions/activation.cpp``,
+``common/cast/mxfp8/*.cuh``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GELU = Activation(
     lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
 )
 QUICK_GELU = quick_gelu(QUICK_GELU_ALPHA)
-# Upstream compares (common/util/math.h, TE 2.20): NaN, which is not above 0, becomes 0, unlike with torch's own relu.
+# Upstream compares with 0 (common/util/math.h, TE 2.20), so NaN becomes 0, unlike in torch's relu.
 RELU = Activation(lambda x: _where_positive(x, x), lambda grad, x: grad * (x > 0))
 SQUARED_RELU = Activation(lambda x: _where_positive(x, x * x), lambda grad, x: grad * _where_positive(x, 2.0 * x))
 SILU = Activation(F.silu, lambda grad, x: torch.ops.aten.silu_backward(grad, x))
@@ -67,7 +67,7 @@ def clamped_quick_gelu(limit: float, alpha: float) -> Activation:
     inner = quick_gelu(alpha)
 
     def clamped(x: torch.Tensor) -> torch.Tensor:
-        return torch.fmin(x, torch.full_like(x, limit))  # NaN becomes the limit, as upstream's min makes it
+        return torch.fmin(x, torch.full_like(x, limit))  # NaN becomes the limit, as with upstream's min
 
     def gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         slope = inner.gradient(torch.ones_like(x), clamped(x))
@@ -78,7 +78,7 @@ def clamped_quick_gelu(limit: float, alpha: float) -> Activation:
 
 def clamped_offset(limit: float, offset: float) -> Activation:
     return Activation(
-        # NaN becomes -limit, as upstream's min and max make it.
+        # NaN becomes -limit, as with upstream's min and max.
         lambda x: torch.fmin(torch.fmax(x, torch.full_like(x, -limit)), torch.full_like(x, limit)) + offset,
         lambda grad, x: grad * ((x <= limit) & (x >= -limit)),
     )
@@ -134,8 +134,9 @@ _Function = Callable[..., Any]
 
 
 def _functions(act: Activation) -> tuple[_Function, _Function, _Function]:
-    """The function of (input, quantizer); its gradient, and its bias gradient (the sum over rows) with the gradient, of
-    (grad, fwd_input, quantizer)."""
+    """Return the forward, (input, quantizer); the backward, (grad, fwd_input, quantizer); and the backward that also
+    returns the bias gradient, a sum over rows.
+    """
     partial = functools.partial
     return partial(_pointwise, act), partial(_pointwise_backward, act), partial(_bias_backward, act)
 
@@ -148,8 +149,9 @@ silu, dsilu, dbias_dsilu = _functions(SILU)
 
 
 def _gated_functions(act: Activation) -> tuple[_Function, _Function]:
-    """The function act(first half) * second half, of (input, quantizer); its gradient, of (grad, fwd_input,
-    quantizer)."""
+    """Return the forward, (input, quantizer) -> act(first half) * second half, and the backward, (grad, fwd_input,
+    quantizer).
+    """
     return functools.partial(_gated, act), functools.partial(_gated_backward, act)
 
 
@@ -168,8 +170,8 @@ def clamped_swiglu(
     alpha: float = QUICK_GELU_ALPHA,
     glu_linear_offset: float = 1.0,
 ) -> Any:
-    """``x * sigmoid(alpha * x)`` of the first half, at most ``limit``, times the second half, within [-limit, limit],
-    plus an offset.
+    """``x * sigmoid(alpha * x)`` of the first half, clamped to at most ``limit``, times the second half, clamped to
+    [-limit, limit], plus ``glu_linear_offset``.
     """
     up = clamped_offset(limit, glu_linear_offset)
     return _gated(clamped_quick_gelu(limit, alpha), input, quantizer, up)

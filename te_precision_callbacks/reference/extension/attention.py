@@ -1,7 +1,7 @@
-"""The layouts and softmaxes of attention, and the answer that there is no fused kernel for it.
+"""The layouts and softmaxes of attention; fused attention kernels do not exist.
 
-Scores that a mask masks are set to -10000 after scaling, and a row that is masked throughout becomes zeros. Causally
-masked scores become zeros.
+Masked scores are set to -10000 after scaling, and a fully masked row becomes zeros. Causally masked probabilities are
+zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from te_precision_callbacks.reference.extension.enums import NVTE_Fused_Attn_Bac
 
 
 def get_fused_attn_backend(params: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """No kernel, and the reason: Transformer Engine then selects its unfused attention, which is pure torch."""
+    """Return that no kernel exists, with the reason, so that Transformer Engine selects its unfused attention."""
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "The reference backend has no fused attention."
 
 
@@ -25,8 +25,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
     """Convert concatenated sequences [tokens, heads, head size] to [b, max_seq_len, heads, head size], padded with
     zeros.
 
-    ``cu_seqlens``, int32, [b + 1], has where each sequence starts, and where the last one ends. Longer sequences are
-    cut.
+    ``cu_seqlens``: int32, [b + 1], the start of each sequence, and the end of the last one. Longer sequences are cut.
     """
     padded = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
     starts = cu_seqlens.tolist()
@@ -38,7 +37,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
 
 @torch.no_grad()
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
-    """The inverse of :func:`convert_thd_to_bshd`: [t, heads, head size], zeros beyond the last sequence."""
+    """Invert :func:`convert_thd_to_bshd`: [t, heads, head size], with zeros after the last sequence."""
     tokens = tensor.new_zeros(t, *tensor.shape[2:])
     starts = cu_seqlens.tolist()
     for index in range(tensor.shape[0]):
@@ -51,13 +50,12 @@ def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) 
 def multi_tensor_transpose_to_bhsd(
     inputs: Sequence[torch.Tensor | None], original_format: str, outputs: Sequence[torch.Tensor | None] = ()
 ) -> list[torch.Tensor | None]:
-    """Batches of heads, contiguous, from tensors of 4 dimensions in the format "bshd" or "sbhd"; None is passed on.
+    """Convert tensors from "bshd" or "sbhd" to contiguous [batch, heads, tokens, head size]; None stays None.
 
-    ``outputs`` are [batch, heads, tokens, at least the input's last dimension], filled up with zeros; a new tensor
-    where there is none.
+    ``outputs`` are written to, with zeros if their last dimension is larger; a missing one is allocated.
 
     Raises:
-        ReferenceBackendError: another format, or not as many outputs as inputs.
+        ReferenceBackendError: another format, or the numbers of inputs and outputs differ.
     """
     if original_format not in ("bshd", "sbhd") or (outputs and len(outputs) != len(inputs)):
         raise ReferenceBackendError(
@@ -97,26 +95,26 @@ def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale
 
 
 def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """softmax of the scaled scores, each query seeing keys up to its own position; [batch * heads, length, length]."""
+    """softmax of the scaled scores with a causal mask, [batch * heads, length, length]."""
     return _causal(input.detach().float() * scale_factor, 1).to(input.dtype)
 
 
 def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """softmax of the scaled scores, causal with the last query at the last key; [batch, heads, queries, keys]."""
+    """softmax of the scaled scores with a causal mask aligned to the last key, [batch, heads, queries, keys]."""
     return _causal(input.detach().float() * scale_factor, input.shape[-1] - input.shape[-2] + 1).to(input.dtype)
 
 
 def _causal(scores: torch.Tensor, first_masked: int) -> torch.Tensor:
     masked = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first_masked)
     result = torch.softmax(scores.masked_fill(masked, float("-inf")), dim=-1)
-    # A query before the first key sees none.
+    # A query before the first key attends to no key.
     return result.masked_fill(masked, 0.0)
 
 
 def scaled_softmax_backward(
     output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
 ) -> torch.Tensor:
-    """Gradient of each of the softmaxes, from its result."""
+    """Gradient of any of these softmaxes, from its result."""
     grad, result = output_grad.detach().float(), softmax_results.detach().float()
     weighted = grad * result
     dscores = scale_factor * (weighted - result * weighted.sum(dim=-1, keepdim=True))

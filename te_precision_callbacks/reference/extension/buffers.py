@@ -1,7 +1,7 @@
 """Shapes of buffers, writing to them as a kernel does, and the order of the scales in them.
 
-A GEMM of MXFP8 or NVFP4 reads scales in another order (``pytorch/csrc/extensions/swizzle.cpp``, TE 2.20), which is in
-:mod:`te_precision_callbacks.base.numerics.layouts`. Padding of the scales becomes 0.
+A GEMM of MXFP8 or NVFP4 reads swizzled scales (``pytorch/csrc/extensions/swizzle.cpp``, TE 2.20; the order is in
+:mod:`te_precision_callbacks.base.numerics.layouts`). Padding of the scales is 0.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def written(out: Any) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
             yield bool(columnwise), data, getattr(out, f"_{direction}_scale_inv")
 
 
-def padded(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A matrix with zeros after its rows and columns, up to ``shape``."""
+def pad(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Pad a matrix with zero rows and columns, up to ``shape``."""
     rows, columns = scales.shape
     out = scales.new_zeros(tuple(shape))
     out[:rows, :columns] = scales
@@ -32,7 +32,7 @@ def padded(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """All dimensions but the last one merged, and the last one; a scalar is [1, 1]."""
+    """Merge all dimensions but the last one; a scalar is [1, 1]."""
     return (math.prod(shape[:-1]), shape[-1]) if len(shape) else (1, 1)
 
 
@@ -56,7 +56,7 @@ def contiguous_stride(shape: Sequence[int]) -> list[int]:
 
 
 def overwrite(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Write to the memory of ``target`` as a kernel does, even if it was made under ``torch.inference_mode``."""
+    """Write to the memory of ``target`` as a kernel does, even if it was created under ``torch.inference_mode``."""
     if not target.is_inference():
         return target.copy_(value)
     with torch.inference_mode():
@@ -66,10 +66,10 @@ def overwrite(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool, swizzled: bool) -> torch.Tensor:
     """Return scales, uint8, one for each block, as stored in ``shape``: padded, and optionally swizzled.
 
-    With ``along_columns``, the blocks that a GEMM sums over follow one another along the rows of ``scales`` (MXFP8's
-    columnwise data), so that its transpose is swizzled.
+    With ``along_columns``, a GEMM sums over the rows of ``scales`` (MXFP8's columnwise data), so their transpose is
+    swizzled.
     """
-    out = padded(scales, shape)
+    out = pad(scales, shape)
     if not swizzled or not out.numel():
         return out
     return layouts.swizzled(out.t()).reshape(tuple(shape)) if along_columns else layouts.swizzled(out)
@@ -78,7 +78,7 @@ def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool
 @torch.no_grad()
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
     """Swizzle the scales of an MXFP8 or NVFP4 tensor in both directions, if not swizzled yet; skip other tensors."""
-    if not _needs_it(tensor):
+    if not _needs_swizzle(tensor):
         return
     for columnwise in (False, True):
         _swizzle(tensor, columnwise)
@@ -99,14 +99,14 @@ def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage:
             f"rowwise_usage={rowwise_usage} and columnwise_usage={columnwise_usage}: exactly one is needed."
         )
     for tensor in tensors:
-        if _needs_it(tensor):
+        if _needs_swizzle(tensor):
             _swizzle(tensor, columnwise_usage)
 
 
 multi_tensor_swizzle_scales_for_gemm_unchecked_ = multi_tensor_swizzle_scales_for_gemm_
 
 
-def _needs_it(tensor: Any) -> bool:
+def _needs_swizzle(tensor: Any) -> bool:
     return not getattr(tensor, "_with_gemm_swizzled_scales", True)
 
 

@@ -1,7 +1,7 @@
 """Common base of the quantizer implementations.
 
-A family of quantizers states the buffers of its tensors once, in :meth:`Casting.buffers`: for new tensors, and for old
-ones that a quantizer writes to.
+A family of quantizers defines the buffers of its tensors in :meth:`Casting.buffers`, both for new tensors and for
+existing tensors that a quantizer writes to.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ QuantizedTensor = Any
 
 
 class Buffer(NamedTuple):
-    """A buffer of a quantized tensor; codes are not written, scales and amaxes start as ``zero``.
+    """A buffer of a quantized tensor; ``zero``, for scales and amaxes: it is initialized to 0.
 
-    Upstream mostly leaves the padding of scales unwritten; here it is 0.
+    Upstream mostly leaves the padding of scales uninitialized; here it is 0.
     """
 
     shape: Sequence[int]
     element: torch.dtype = torch.uint8
     zero: bool = False
 
-    def allocated(self, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
-        """The buffer. Without an accelerator there is no pinned memory, and none is requested."""
+    def allocate(self, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
+        """Allocate the buffer; memory is pinned only with an accelerator."""
         pinned = pin_memory and torch.cuda.is_available()
         made = torch.empty(list(self.shape), dtype=self.element, device=device, pin_memory=pinned)
         return made.zero_() if self.zero else made
@@ -46,16 +46,15 @@ class Casting(ABC):
     """The implementation of one family of quantizers.
 
     Attributes:
-        modes: the scaling modes of the tensors that it writes, of ``base/numerics/layouts.py``.
-        attributes: argument -> attribute of a tensor, where that is not the argument with an underscore.
+        modes: the scaling modes of the written tensors, of ``base/numerics/layouts.py``.
+        attributes: argument of the classes -> attribute of a tensor, unless that is the argument with an underscore.
         data: the attributes of rowwise and columnwise data.
         transposes: whether columnwise data is the transpose.
         codes_per_byte: codes in an element of the data.
-        renewed: the :meth:`settings` that a tensor takes over from each quantizer that writes to it.
-        rounds_first: whether the float32 result of a norm, an activation or a GEMM is rounded to the nominal type
-            first.
-        sums_unrounded: whether the bias gradient of an activation is the sum of its float32 gradient, and not of the
-            rounded one.
+        updated: the :meth:`settings` that each quantizer that writes to a tensor also updates.
+        rounds_first: whether the float32 result of a norm, an activation or a GEMM is first rounded to the nominal
+            dtype.
+        sums_unrounded: whether the bias gradient of an activation sums the float32 gradient instead of the rounded one.
     """
 
     modes: tuple[str, ...]
@@ -63,12 +62,12 @@ class Casting(ABC):
     data = "_rowwise_data", "_columnwise_data"
     transposes = True
     codes_per_byte = 1
-    renewed: tuple[str, ...] = ()
+    updated: tuple[str, ...] = ()
     rounds_first = True
     sums_unrounded = False
 
     def takes_amax(self, quantizer: Quantizer) -> bool:
-        """True if activations pass the amax of their float32 result before rounding."""
+        """Return whether activations pass the amax of their float32 result, before rounding."""
         return False
 
     @abstractmethod
@@ -77,10 +76,10 @@ class Casting(ABC):
 
     @abstractmethod
     def buffers(self, quantizer: Quantizer, shape: Sequence[int]) -> Buffers:
-        """The buffers of a tensor of a logical shape.
+        """The buffers of a tensor with a logical shape.
 
         Raises:
-            ReferenceBackendError: the quantizer's kind of tensor cannot have this shape or these usages.
+            ReferenceBackendError: tensors of this quantizer cannot have this shape or these usages.
         """
 
     @abstractmethod
@@ -98,7 +97,7 @@ class Casting(ABC):
         shape = list(shape)
         arguments = self.settings(quantizer, shape)
         for name, buffer in self.buffers(quantizer, shape).items():
-            arguments[name] = None if buffer is None else buffer.allocated(device, pin_memory)
+            arguments[name] = None if buffer is None else buffer.allocate(device, pin_memory)
         tensor_class, storage_class = self.classes()
         if quantizer.internal:
             return storage_class(**arguments, quantizer=quantizer, fake_dtype=dtype)
@@ -106,7 +105,7 @@ class Casting(ABC):
         return tensor_class(**arguments, quantizer=quantizer, shape=shape, stride=stride, dtype=dtype, device=device)
 
     def fit(self, quantizer: Quantizer, out: QuantizedTensor) -> None:
-        """Give ``out`` exactly the buffers of the quantizer's usages.
+        """Add and remove buffers of ``out`` to match the quantizer's usages.
 
         Raises:
             ReferenceBackendError: ``out`` is of another family, or has no data.
@@ -128,9 +127,9 @@ class Casting(ABC):
             if buffer is None:
                 setattr(out, attribute, None)
             elif present is None or ("amax" in name and present.numel() != buffer.shape[0]):
-                setattr(out, attribute, buffer.allocated(data.device))
+                setattr(out, attribute, buffer.allocate(data.device))
         settings = self.settings(quantizer, shape)
-        for name in self.renewed:
+        for name in self.updated:
             setattr(out, f"_{name}", settings[name])
 
     @abstractmethod
@@ -142,11 +141,11 @@ class Casting(ABC):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize ``source`` into the buffers of ``out``; a given ``amax`` is not measured again."""
+        """Quantize ``source`` into the buffers of ``out``; ``amax`` is measured unless given."""
 
 
 def by_usage(quantizer: Quantizer, buffers: Mapping[str, Buffer]) -> Buffers:
-    """The ``buffers`` with ``rowwise`` or ``columnwise`` in their names, for the usages that the quantizer has."""
+    """Select the buffers, named with ``rowwise`` or ``columnwise``, of the quantizer's usages."""
     return {
         name: buffer if (quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage) else None
         for name, buffer in buffers.items()

@@ -1,4 +1,4 @@
-"""The enumerations of the compiled extension, with its names and its values.
+"""The enumerations of the compiled extension, with the same names and values.
 
 They equal Transformer Engine 2.20.2's (``pytorch/csrc/extensions/pybind.cpp`` and the C headers that it binds). On
 import, Transformer Engine's Python compares the member names of :class:`DType` and :class:`NVTE_Fused_Attn_Backend`

@@ -1,9 +1,9 @@
 """Per-tensor FP8: one scale for a whole tensor, under delayed and under current scaling.
 
 ``_data`` is uint8 in the shape of the tensor, ``_transpose`` is uint8, [last dimension, *leading dimensions], and
-``_scale_inv`` is float32, [1], for both. On a GPU whose FP8 GEMM takes only one layout (Hopper) columnwise usage is a
-stored transpose. On a GPU whose FP8 GEMM takes all layouts (Blackwell) the data serves both usages and is always
-stored, and a transpose never is (``pytorch/csrc/quantizer.cpp``, TE 2.20).
+``_scale_inv`` is float32, [1], for both. If the FP8 GEMM supports only one layout (Hopper), columnwise usage is a
+stored transpose. If it supports all layouts (Blackwell), the data serves both usages and is always stored, and a
+transpose never is (``pytorch/csrc/quantizer.cpp``, TE 2.20).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def has_any_layout_gemm() -> bool:
     return takes_any_layout(capability())
 
 
-def transposed(data: torch.Tensor) -> torch.Tensor:
-    """The last dimension moved to the front, contiguous: the transpose of the tensor seen as a matrix."""
+def transpose(data: torch.Tensor) -> torch.Tensor:
+    """Move the last dimension to the front, contiguous: the transpose of the tensor viewed as a matrix."""
     return data.movedim(-1, 0).contiguous() if data.dim() > 1 else data.clone()
 
 
@@ -37,7 +37,7 @@ class _PerTensorScaling(Casting):
     modes = (PER_TENSOR,)
     attributes: ClassVar = {"data_transpose": "_transpose", "fp8_scale_inv": "_scale_inv"}
     data = "_data", "_transpose"
-    renewed = ("fp8_dtype",)
+    updated = ("fp8_dtype",)
 
     def classes(self) -> tuple[type, type]:
         from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
@@ -54,7 +54,7 @@ class _PerTensorScaling(Casting):
         }
 
     def settings(self, quantizer: Any, shape: Sequence[int]) -> dict[str, Any]:
-        # A quantizer's dtype is of Transformer Engine's own enumeration, which a tensor needs too.
+        # A quantizer's dtype is already a member of Transformer Engine's enumeration.
         return {"fp8_dtype": quantizer.dtype}
 
     def fit(self, quantizer: Any, out: Any) -> None:
@@ -74,7 +74,7 @@ class _PerTensorScaling(Casting):
         codes = encoded(source.reshape(shape), scale.view(1, 1), shape, fp8_format(quantizer.dtype)).view(source.shape)
         overwrite(out._data, codes.view(out._data.shape))
         if out._transpose is not None:
-            overwrite(out._transpose, transposed(codes).view(out._transpose.shape))
+            overwrite(out._transpose, transpose(codes).view(out._transpose.shape))
         overwrite(out._scale_inv, torch.reciprocal(scale))
 
 
@@ -96,7 +96,7 @@ class DelayedScaling(_PerTensorScaling):
             return
         measured = amax_of(source) if amax is None else amax
         self.cast(quantizer, source, quantizer.scale, out)
-        if quantizer.amax.numel():  # without an element nothing is recorded, like a kernel that gets no address
+        if quantizer.amax.numel():  # without elements nothing is recorded, like in a kernel with a null pointer
             overwrite(quantizer.amax, torch.maximum(quantizer.amax, measured.view_as(quantizer.amax)))
 
 
@@ -117,7 +117,7 @@ class CurrentScaling(_PerTensorScaling):
             return
         measured = amax_of(source) if amax is None else amax
         if quantizer.with_amax_reduction:
-            # Before the no-op flag, as upstream: a collective that one rank skips would hang the others.
+            # Before the no-op flag, as upstream: if one rank skipped the collective, the others would hang.
             group = quantizer._canonicalized_amax_reduction_group()
             torch.distributed.all_reduce(measured, op=torch.distributed.ReduceOp.MAX, group=group)
         if is_noop(noop):

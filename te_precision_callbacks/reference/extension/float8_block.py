@@ -21,7 +21,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     is_noop,
     matrix_shape,
     overwrite,
-    padded,
+    pad,
     round_up,
     transposed_shape,
     written,
@@ -69,10 +69,10 @@ class Float8BlockCasting(Casting):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize each direction that ``out`` has, in blocks of the shape that ``out`` has.
+        """Quantize each direction of ``out``, in blocks of its shape.
 
         Raises:
-            ReferenceBackendError: float32 scales on Blackwell, which has this recipe only as MXFP8, or no usage.
+            ReferenceBackendError: float32 scales on Blackwell, which runs this recipe only as MXFP8; or no usage.
         """
         if source.numel() == 0:
             return
@@ -89,18 +89,18 @@ class Float8BlockCasting(Casting):
         for columnwise, data, scales in written(out):
             is_2d = out._is_2D_scaled
             block = (BLOCK, BLOCK) if is_2d else (BLOCK, 1) if columnwise else (1, BLOCK)
-            codes, scale_inv = _quantized(matrix, block, quantizer, out, torch.finfo(source.dtype).max)
+            codes, scale_inv = _quantize_blocks(matrix, block, quantizer, out, torch.finfo(source.dtype).max)
             if columnwise:
                 overwrite(data.view(matrix.shape[::-1]), codes.t())
             else:
                 overwrite(data, codes.view(data.shape))
-            overwrite(scales, padded(scale_inv if is_2d != columnwise else scale_inv.t(), scales.shape))
+            overwrite(scales, pad(scale_inv if is_2d != columnwise else scale_inv.t(), scales.shape))
 
 
-def _quantized(
+def _quantize_blocks(
     matrix: torch.Tensor, block: tuple[int, int], quantizer: Any, out: Any, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and the inverse scale of each block: float32, [rows of blocks, columns of blocks]."""
+    """Return the codes, and the inverse scale of each block: float32, [rows of blocks, columns of blocks]."""
     fmt = fp8_format(out._fp8_dtype)
     scale = fp8_scale(
         block_amaxes(matrix, block),

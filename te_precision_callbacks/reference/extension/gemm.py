@@ -1,15 +1,15 @@
 """Matrix products with the extension's extras: bias, GELU, their gradients, accumulation, quantization.
 
-The extension is column-major: in row-major terms, and with A and B as matrices whose leading dimensions are merged, the
-result is ``op(B) @ op(A)``. ``pytorch/csrc/extensions/gemm.cpp`` and ``common/gemm/cublaslt_gemm.cu`` (TE 2.20).
+The extension is column-major. In row-major terms, with the leading dimensions of A and B merged, the result is
+``op(B) @ op(A)``. ``pytorch/csrc/extensions/gemm.cpp`` and ``common/gemm/cublaslt_gemm.cu`` (TE 2.20).
 
-Operands are read in the direction that the GPU reads, as float32 times the scales of their blocks; products and sums
-are float32, and the scale of a whole tensor multiplies the sums, as in cuBLAS. Where the processor multiplies bfloat16
-with float32 sums, products of bfloat16 with a result of bfloat16 go to torch as they are, and large products of FP8,
-FP4 and bfloat16 to ``products.py``. FP8 blocks on Hopper are summed block by block, and the scales multiply these sums,
-which are mostly exact (``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's
-repository). The order of other sums is torch's, so a result is not bit-equal to a GPU's. Operands that cuBLAS refuses
-are refused too, as far as the operands show that.
+Operands are read in the same direction as on a GPU, as float32 times the scales of their blocks. Products and sums are
+float32, and the scale of a tensor multiplies the sums, as in cuBLAS. If the CPU multiplies bfloat16 with float32 sums,
+torch runs products of bfloat16 with a bfloat16 result, and ``products.py`` large products of FP8, FP4 and bfloat16. FP8
+blocks on Hopper are summed block by block, and the scales multiply these sums, which are mostly exact
+(``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's repository). The order of other
+sums is torch's, so results are not bit-equal to a GPU's. Operands that cuBLAS rejects are rejected, if the operands
+alone show it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 
 def outside_of_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that products have the type of their operands.
+    """Wrap ``function`` so that autocast does not change the dtype of products.
 
-    In autocast torch multiplies float32 tensors as float16 or bfloat16. The codes of FP8 tensors are float32 here: a
-    sum of their products is too large for float16, and bfloat16 would round it twice.
+    In autocast torch multiplies float32 tensors as float16 or bfloat16. Decoded FP8 codes are float32 here: sums of
+    their products overflow float16, and bfloat16 would round twice.
     """
 
     @functools.wraps(function)
@@ -94,27 +94,27 @@ def generic_gemm(
     Args:
         A, transA: plain or quantized; the rowwise data is read if transposed, else the columnwise data.
         B, transB: plain or quantized; the columnwise data is read if transposed, else the rowwise data.
-        D: result to write to; a new one if None.
+        D: the result to write to; allocated if None.
         quantizer: for the result; None leaves it plain.
-        output_dtype: type of the result, or its nominal type if it is quantized; None takes the type of A.
+        output_dtype: dtype of the result, or nominal dtype if it is quantized; by default A's.
         bias: [columns of D]; added if not ``grad``, else only a request for the bias gradient.
-        bias_type: type of the GELU input that comes back from FP8 operands.
+        bias_type: dtype of the returned GELU input with FP8 operands.
         gelu: apply GELU to the result; with ``grad``, multiply the result by the gradient of GELU at ``gelu_in``.
-        gelu_in: shape of D.
+        gelu_in: in the shape of D.
         grad: whether this is a backward product.
         accumulate: add to D, in place.
-        use_split_accumulator: sums are float32 either way; FP8 blocks on Hopper need it.
+        use_split_accumulator: required for FP8 blocks on Hopper; sums are always float32.
         comm_overlap: must be None.
         extra_output: returned unchanged.
         alpha: multiplies the product.
         beta: multiplies D; 1 if None and ``accumulate``.
-        the others: have no effect.
+        others: no effect.
 
     Returns:
         D; the bias gradient or None; the input of GELU or None; ``extra_output``.
 
     Raises:
-        ReferenceBackendError: shapes, types or usages that the compiled extension also refuses.
+        ReferenceBackendError: shapes, dtypes or usages that the compiled extension also rejects.
     """
     if comm_overlap is not None:
         raise MissingFunctionError(
@@ -144,7 +144,7 @@ def generic_gemm(
 
     bias_grad = gelu_input = None
     if empty:
-        # Upstream launches nothing: the result is 0, or unchanged; no bias, no GELU.
+        # Upstream launches no kernel: the result is 0, or unchanged, without bias and GELU.
         value = torch.zeros(shape, dtype=torch.float32, device=a.source.device)
         if accumulate and D is not None:
             value = D.float()
@@ -163,7 +163,7 @@ def generic_gemm(
             bias_grad = _column_sum(b).to(dtype)
     else:
         value = (_product_by_blocks(a, b, alpha) if by_blocks else _product(a, transA, b, transB, alpha)).view(shape)
-        # FP8 blocks are rounded before they are added, as in the same reference, and after a bias.
+        # Products of FP8 blocks are rounded before they are added, as in that reference, but after a bias.
         if accumulate and D is not None and (gelu or not by_blocks):
             value = (value.to(dtype).float() if by_blocks else value) + beta * D.float()
         if grad:
@@ -182,7 +182,7 @@ def generic_gemm(
         if accumulate and D is not None and by_blocks and not gelu:
             value = value.to(dtype).float() + beta * D.float()
     per_tensor = layouts.PER_TENSOR in (a.mode, b.mode)
-    # cuBLAS itself writes FP8 only from per-tensor FP8 and with a known scale; all else is rounded to `dtype` first.
+    # cuBLAS writes FP8 directly only from per-tensor FP8 with a known scale; others are rounded to `dtype` first.
     rounded = value if quantizer is None or per_tensor else value.to(dtype)
     return [quantize_result(rounded, dtype, quantizer, out=D), bias_grad, gelu_input, extra_output]
 
@@ -207,13 +207,13 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int = 0,
 ) -> list[torch.Tensor]:
-    """:func:`generic_gemm` for each pair of A and B, with results in ``D``. Arguments as there, except for these.
+    """Run :func:`generic_gemm` for each pair of A and B, with results in ``D``. Other arguments are the same.
 
     Args:
-        D: a result for each pair, or one for all pairs with their rows concatenated (``single_output``).
-        bias: for each pair; a tensor without elements for none. With ``grad``, the bias gradients are written here.
-        pre_gelu_out: for each pair the input of GELU, written, or read with ``grad``; without elements for no GELU.
-        m_splits, bias_type, math_sm_count: have no effect.
+        D: a result for each pair, or with ``single_output`` one result with the rows of all pairs concatenated.
+        bias: for each pair; an empty tensor means no bias. With ``grad``, the bias gradients are written here.
+        pre_gelu_out: for each pair the input of GELU, written, or read with ``grad``; empty without GELU.
+        m_splits, bias_type, math_sm_count: no effect.
 
     Returns:
         ``bias``.
@@ -255,7 +255,7 @@ def te_general_grouped_gemm(
 
 
 def _product_of_bfloat16(a: Operand, transa: bool, b: Operand, transb: bool, bias: torch.Tensor | None) -> torch.Tensor:
-    """The rounded product, with the bias added before it is rounded: oneDNN adds up in float32."""
+    """Return the product with the bias, rounded once, since oneDNN accumulates in float32."""
     left, right = b.source.t() if transb else b.source, a.source.t() if transa else a.source
     return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
 
@@ -270,7 +270,7 @@ def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -
         value = torch.matmul(left.float(), right.float().t())
     if a.part is not None and b.part is not None and a.mode == layouts.NVFP4:
         return value.mul_(_nvfp4_alpha(a.part, b.part, alpha))
-    # One after the other: the product of two small scales could fall below float32's range.
+    # Multiplied separately, since the product of two small scales could underflow float32.
     for scale in (a.scale_inv, b.scale_inv):
         if scale is not None:
             value *= scale
@@ -280,9 +280,9 @@ def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -
 def _nvfp4_alpha(a: Stored, b: Stored, alpha: float) -> torch.Tensor:
     """The factor of a product of NVFP4 operands: float32, [1].
 
-    Divided, as in TE's pure-torch reference, whose bfloat16 results TE's tests of modules require bit for bit. The GPU
-    (``compute_nvfp4_per_tensor_scale_kernel`` of ``common/recipe/nvfp4.cu``) multiplies by the reciprocal instead,
-    which for one in six pairs of amaxes is off by one unit in the last place of float32.
+    It is a quotient, as in TE's pure-torch reference; TE's tests of modules require its bfloat16 results bit for bit.
+    The GPU (``compute_nvfp4_per_tensor_scale_kernel`` of ``common/recipe/nvfp4.cu``) multiplies by the reciprocal,
+    which differs by one unit in the last place of float32 for one in six pairs of amaxes.
     """
     if a.amax is None or b.amax is None or a.largest_scale is None or b.largest_scale is None:
         raise ReferenceBackendError("NVFP4 GEMM operands need their amaxes.")
@@ -291,9 +291,9 @@ def _nvfp4_alpha(a: Stored, b: Stored, alpha: float) -> torch.Tensor:
 
 
 def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
-    """FP8 blocks on Hopper: ``sum += (sum of a block * scale) * other scale``, the scale of 1D blocks first.
+    """Multiply FP8 blocks as on Hopper: ``sum += (block's sum * scale) * other scale``, the scale of 1D blocks first.
 
-    In memory the summed dimension of both operands runs along their rows, whatever the layout.
+    In every layout, the summed dimension is the last one in memory, in both operands.
     """
     if a.part is None or b.part is None:
         raise ReferenceBackendError("FP8 blocks are multiplied with FP8 blocks.")
@@ -318,7 +318,7 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     for index in range(first.shape[0]):
         block = slice(index * length, (index + 1) * length)
         partial = torch.matmul(columns[:, block], rows[:, block].t()).mul_(first[index])
-        # A fused multiply-add rounds once; float64 holds the product of two float32 numbers.
+        # A fused multiply-add rounds once; float64 represents the product of two float32 numbers exactly.
         if rounds_once:
             total.addcmul_(partial, second[index])
         else:
@@ -327,11 +327,11 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
 
 
 def _are_exact_factors(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether a sum of a block, times the first scale, times the second has no rounding of the second product in
-    float32: that scale is a power of two, as by default, and neither is so small or large that a sum of 128 products of
-    FP8 numbers, which are multiples of 2^-32 below 2^39, could leave float32's normal numbers.
+    """Return whether ``(sum of a block * first) * second`` does not round the second product in float32.
 
-    On a GPU the check would wait for the device, and is omitted.
+    The second scale must be a power of two, as by default. Both must be in a range that keeps the result normal: sums
+    of 128 products of FP8 values are multiples of 2^-32 below 2^39. On a GPU the check would wait for the device, and
+    returns False.
     """
     if second.device.type != "cpu":
         return False
@@ -373,7 +373,7 @@ def _result_shape(a: Operand, transa: bool, b: Operand, transb: bool) -> tuple[i
 
 
 def _check_formats(a: Operand, b: Operand, dtype: torch.dtype) -> None:
-    """Refuse formats that every GPU refuses: ``common/gemm/cublaslt_gemm.cu``, and cuBLAS's table of types."""
+    """Reject formats that no GPU supports: ``common/gemm/cublaslt_gemm.cu``, and cuBLAS's table of dtypes."""
     both_in_blocks = a.mode in FP8_BLOCKS and b.mode in FP8_BLOCKS
     if (a.mode, a.dtype) != (b.mode, b.dtype) and not both_in_blocks:
         what = "types" if a.mode is None and b.mode is None else "incompatible scaling modes,"
@@ -385,7 +385,7 @@ def _check_formats(a: Operand, b: Operand, dtype: torch.dtype) -> None:
 
 
 def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torch.dtype) -> None:
-    """Refuse sizes that no GPU of this capability takes: :mod:`te_precision_callbacks.base.numerics.gemm_shapes`."""
+    """Reject sizes that no GPU of this capability supports: :mod:`te_precision_callbacks.base.numerics.gemm_shapes`."""
     rows_a, columns_a = a.matrix_shape
     rows_b, columns_b = b.matrix_shape
     sizes = {
@@ -414,7 +414,7 @@ def _check_fp8_blocks(
     gelu: bool,
     grad: bool,
 ) -> None:
-    """Refuse what Hopper refuses with FP8 blocks. Blackwell multiplies them as MXFP8, without these limits."""
+    """Reject GEMMs of FP8 blocks that Hopper does not support. Blackwell runs them as MXFP8, without these limits."""
     if a.mode == b.mode == layouts.BLOCK_2D:
         raise ReferenceBackendError(
             "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported, but got 2D by 2D."

@@ -1,4 +1,4 @@
-"""The functions of the compiled extension that the reference backend lacks: looking up a name works, a call raises."""
+"""Placeholders for functions of the compiled extension that the reference backend lacks; a call raises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from te_precision_callbacks.reference.errors import MissingFunctionError
 
-# What is missing, and what it is for. Names are those of Transformer Engine 2.20.2.
+# Purpose -> missing functions, as named in Transformer Engine 2.20.2.
 MISSING: dict[str, tuple[str, ...]] = {
     "fused attention": (
         "copy_to_kv_cache",
@@ -155,7 +155,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _class(name: str, purpose: str) -> type:
-    """A class, since Transformer Engine has it in annotations that are evaluated; making an object raises."""
+    """A class, since Transformer Engine evaluates annotations with it; creating an instance raises."""
 
     def init(self: object, *args: Any, **kwargs: Any) -> None:
         refuse(name, purpose)

@@ -1,10 +1,10 @@
 """Scaling, norms, the update of delayed scaling, and optimizers of lists of tensors: ``common/multi_tensor`` (TE 2.20).
 
-``chunk_size`` divides the work of a GPU and has no effect here. The tensors at one place of each of ``tensor_lists``
-belong together. The arithmetic of scaling is in ``base/numerics/scaling.py``.
+``chunk_size`` has no effect. Tensors at the same index of all ``tensor_lists`` belong together. The arithmetic of
+scaling is in ``base/numerics/scaling.py``.
 
 The steps of Transformer Engine's FusedAdam and FusedSGD (``adam.cu`` and ``sgd.cu``) are computed in float32, and
-rounded to the type of each tensor. ``mode`` 0 is Adam with L2 regularization, 1 is AdamW.
+rounded to each tensor's dtype. ``mode`` 0 is Adam with L2 regularization, 1 is AdamW.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool,
     epsilon: float,
 ) -> None:
-    """The scale and its inverse for each amax, of lists [amaxes, scales, inverse scales], all float32."""
+    """Compute scale and inverse scale from each amax; lists [amaxes, scales, inverse scales], float32."""
     for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
         overwrite(scale, fp8_scale(amax, max_fp8, power_of_two=force_pow_2_scales, epsilon=epsilon))
         overwrite(scale_inv, torch.reciprocal(scale))
@@ -79,7 +79,7 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: SupportsInt,
     margin: float,
 ) -> None:
-    """Roll the amax histories and renew the scales of delayed scaling, once a step for all modules, in place.
+    """Roll the amax histories and update the scales of delayed scaling, once per step for all modules, in place.
 
     ``common/recipe/delayed_scaling.cu``, ``kernel_bulk`` (TE 2.20). Histories of one length are updated together.
 
@@ -203,7 +203,7 @@ def multi_tensor_sgd(
             grad = grad + momentum * average if nesterov else average
         if wd != 0.0 and wd_after_momentum:
             grad = grad + wd * current
-        # Upstream adds in the weight's own type, so the update is rounded before the sum is.
+        # Upstream adds in the weight's dtype, so the update is rounded before the sum.
         weight.add_((-lr * grad).to(weight.dtype))
         for copy in copies:
             copy.copy_(weight)

@@ -1,15 +1,15 @@
-"""MXFP8: a power of two as the scale of each 32 elements.
+"""MXFP8: a power-of-two scale for each 32 elements.
 
-Rowwise and columnwise data are uint8 in the shape of the tensor, each quantized from the high-precision tensor, so with
-other codes. Scales are E8M0 as uint8: rowwise [rows, columns / 32], padded to multiples of 128 and 4; columnwise
-[rows / 32, columns], padded to multiples of 4 and 128 (``pytorch/csrc/quantizer.cpp`` and
-``common/cast/mxfp8/quantize_mxfp8.cuh``, TE 2.20). A GPU older than Blackwell has no MXFP8; here it works for every
-capability, so that its numbers can be computed.
+Rowwise and columnwise data are uint8 in the shape of the tensor, quantized separately from the high-precision tensor,
+so their codes differ. Scales are E8M0 as uint8: rowwise [rows, columns / 32], padded to multiples of 128 and 4;
+columnwise [rows / 32, columns], padded to multiples of 4 and 128 (``pytorch/csrc/quantizer.cpp`` and
+``common/cast/mxfp8/quantize_mxfp8.cuh``, TE 2.20). GPUs before Blackwell do not support MXFP8; here it works for every
+capability, so that statistics can simulate it.
 
-For distributed optimizers, a shard of a master weight is cast into its place in a model weight. It is flat: some
-consecutive elements of a weight [rows, columns], from ``start_offset`` on. Each rank computes the amaxes of its part,
-which are then reduced over the ranks, turned into scales, and used for the cast. ``common/recipe/mxfp8_scaling.cu`` and
-``common/multi_tensor/compute_scale.cu`` (TE 2.20); ``pytorch/tensor/utils.py`` calls them.
+For distributed optimizers, a flat shard of a master weight (consecutive elements of a weight [rows, columns], from
+``start_offset`` on) is cast into the model weight. Each rank computes the amaxes of its shard, which are reduced over
+the ranks and converted to scales for the cast. ``common/recipe/mxfp8_scaling.cu`` and
+``common/multi_tensor/compute_scale.cu`` (TE 2.20); called by ``pytorch/tensor/utils.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     is_noop,
     matrix_shape,
     overwrite,
-    padded,
+    pad,
     round_up,
     written,
 )
@@ -47,7 +47,7 @@ _ELEMENTS_AT_ONCE = 1 << 20
 class Mxfp8Casting(Casting):
     modes = (MXFP8,)
     transposes = False
-    renewed = "fp8_dtype", "with_gemm_swizzled_scales"
+    updated = "fp8_dtype", "with_gemm_swizzled_scales"
     sums_unrounded = True
 
     def classes(self) -> tuple[type, type]:
@@ -119,21 +119,21 @@ def mxfp8_scaling_compute_partial_amax(
     cols: int,
     start_offset: int,
 ) -> None:
-    """The amax of each block of 32 of a weight, in both directions, over the elements in a shard of any float type.
+    """Compute the amax of each block of 32 of a weight, in both directions, over the elements of a shard.
 
-    ``amax_rowwise`` is of the type of ``input``, [at least rows, at least cols / 32], written; padding becomes 0.
-    ``amax_colwise`` is the same, [at least rows / 32, at least cols].
+    ``amax_rowwise``, [at least rows, at least cols / 32], and ``amax_colwise``, [at least rows / 32, at least cols], in
+    the dtype of ``input``, are written; padding becomes 0.
     """
-    weight = _in_place(input.float(), rows, cols, start_offset)
+    weight = _scatter(input.float(), rows, cols, start_offset)
     for amax, block in ((amax_rowwise, (1, BLOCK)), (amax_colwise, (BLOCK, 1))):
-        amax.copy_(padded(block_amaxes(weight, block), amax.shape))
+        amax.copy_(pad(block_amaxes(weight, block), amax.shape))
 
 
 @torch.no_grad()
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, noop_flag: torch.Tensor | None, tensor_lists: TensorLists
 ) -> None:
-    """The MXFP8 scale for each amax, for E4M3, of lists [amaxes (bfloat16), scales (uint8)]; the rest has no effect."""
+    """Compute the E4M3 MXFP8 scale from each amax; lists [amaxes (bfloat16), scales (uint8)]."""
     for amax, scale_inv in zip(*tensor_lists, strict=True):
         scale_inv.copy_(e8m0_codes(mxfp8_scale_inv(amax.float(), E4M3)).view(scale_inv.shape))
 
@@ -149,12 +149,12 @@ def mxfp8_scaling_partial_cast(
     cols: int,
     start_offset: int,
 ) -> None:
-    """Quantize a shard of any float type to E4M3 with the scales of its blocks of 32, in both directions.
+    """Quantize a shard to E4M3 with the scales of its blocks of 32, in both directions.
 
-    The outputs are uint8 with as many elements; the scales are E8M0 as uint8, [at least rows, at least cols / 32] and
-    [at least rows / 32, at least cols].
+    The outputs are uint8 with the shard's number of elements; the scales are E8M0 as uint8, [at least rows, at least
+    cols / 32] and [at least rows / 32, at least cols].
     """
-    row, column = _places(input, cols, start_offset)
+    row, column = _indices(input, cols, start_offset)
     values = input.reshape(-1).float()
     for output, exponents in (
         (output_rowwise, scale_inv_rowwise[row, column // BLOCK]),
@@ -163,12 +163,12 @@ def mxfp8_scaling_partial_cast(
         output.copy_(E4M3.encode(values * torch.reciprocal(E8M0.decode(exponents))).view(output.shape))
 
 
-def _places(shard: torch.Tensor, columns: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _indices(shard: torch.Tensor, columns: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     places = torch.arange(start, start + shard.numel(), device=shard.device)
     return places // columns, places % columns
 
 
-def _in_place(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
+def _scatter(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
     weight = shard.new_zeros(rows, columns)
-    weight[_places(shard, columns, start)] = shard.reshape(-1)
+    weight[_indices(shard, columns, start)] = shard.reshape(-1)
     return weight

@@ -1,9 +1,9 @@
 """LayerNorm and RMSNorm, forward and backward, with the quantization that follows them.
 
 ``pytorch/csrc/extensions/normalization.cpp`` and ``common/normalization`` (TE 2.20). Rows are all dimensions but the
-last one. All is computed in float32: the variance is the biased one, ``rsigma = 1 / sqrt(variance + eps)``, and 1 is
-added to a zero-centred gamma. Delayed scaling quantizes the float32 result; other recipes quantize the result rounded
-to ``otype``.
+last one. Computed in float32, with the biased variance, ``rsigma = 1 / sqrt(variance + eps)``, and 1 added to a
+zero-centered gamma. Delayed scaling quantizes the float32 result; other recipes quantize the result rounded to
+``otype``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def layernorm_fwd(
         input: [..., hidden].
         weight, bias: gamma and beta, [hidden]; None is 0.
         eps: added to the variance.
-        ln_out: tensor to write to, quantized if ``quantizer`` is given; a new one if None.
+        ln_out: the result to write to, quantized if ``quantizer`` is given; allocated if None.
         quantizer: None for a plain result.
-        otype: type of a plain result, nominal type of a quantized one.
-        sm_margin: has no effect.
+        otype: dtype of a plain result, nominal dtype of a quantized result.
+        sm_margin: no effect.
         zero_centered_gamma: whether gamma is stored minus 1.
 
     Returns:

@@ -1,12 +1,12 @@
 """NVFP4: E2M1 data, an E4M3 scale for 16 elements, and a float32 amax for the whole tensor.
 
-``_rowwise_data`` is uint8, [..., columns / 2], with two codes a byte, the even one in the low half;
-``_columnwise_data``, [columns, rows / 2], is the transpose, quantized by itself. Scales are E4M3 as uint8, padded with
-zeros to multiples of 128 x 4. The blocks of a weight are square, so its transpose needs no requantization.
+``_rowwise_data`` is uint8, [..., columns / 2], with two codes per byte, the even one in the low half;
+``_columnwise_data``, [columns, rows / 2], is the separately quantized transpose. Scales are E4M3 as uint8, padded with
+zeros to multiples of 128 x 4. The blocks of a weight are square, so its transpose is not requantized.
 
 ``pytorch/csrc/quantizer.cpp``, ``NVFP4Quantizer``, and ``pytorch/csrc/extensions/transpose.cpp`` (TE 2.20). The
-arithmetic is in :mod:`te_precision_callbacks.base.numerics.nvfp4`. ``NVTE_USE_FAST_MATH=1``, with which the GPU divides
-approximately, changes nothing here; ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1`` has the same effect as upstream.
+arithmetic is in :mod:`te_precision_callbacks.base.numerics.nvfp4`. ``NVTE_USE_FAST_MATH=1``, approximate division on
+the GPU, has no effect here; ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1`` has the same effect as upstream.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from te_precision_callbacks.reference.target import capability
 class Nvfp4Casting(Casting):
     modes = (NVFP4,)
     codes_per_byte = 2
-    renewed = "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"
+    updated = "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"
 
     def takes_amax(self, quantizer: Any) -> bool:
-        """Yes, unless the amax is measured after the Hadamard transform, or for each row."""
+        """Return True unless the amax is measured after the Hadamard transform, or for each row."""
         return not (quantizer.with_rht or quantizer.row_scaled_nvfp4)
 
     def classes(self) -> tuple[type, type]:
@@ -43,7 +43,7 @@ class Nvfp4Casting(Casting):
         return NVFP4Tensor, NVFP4TensorStorage
 
     def buffers(self, quantizer: Any, shape: Sequence[int]) -> Buffers:
-        """Rows and columns have to be multiples of 16. Columnwise data is a matrix, whatever the leading dimensions."""
+        """Rows and columns must be multiples of 16. Columnwise data is always a matrix."""
         if quantizer.row_scaled_nvfp4 and not quantizer.rowwise_usage:
             raise ReferenceBackendError("Row-scaled NVFP4 quantization requires rowwise usage.")
         rows, columns = matrix_shape(shape)
@@ -82,16 +82,16 @@ class Nvfp4Casting(Casting):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize all directions that have buffers in ``out``; the Hadamard transform needs bfloat16.
+        """Quantize all directions with buffers in ``out``; the Hadamard transform needs bfloat16.
 
-        Stochastic rounding draws from torch's generator of the tensor's device: a number is rounded up with a
-        probability equal to its distance from the next smaller E2M1 number, to 24 bits. A GPU draws from Philox with
-        its own seed and offset, with as few as 8 bits a number, so its bytes differ, with the same distribution.
+        Stochastic rounding uses torch's generator of the tensor's device. The probability of rounding up is, to 24
+        bits, the relative distance from the next smaller E2M1 value. A GPU uses Philox with its own seed and offset,
+        and as few as 8 bits per element, so its bytes differ, with the same distribution.
 
-        With ``noop`` 1, data and scales, and without a Hadamard transform also amaxes, are unchanged.
+        With ``noop`` 1, data and scales are unchanged; amaxes too, without a Hadamard transform.
 
         Raises:
-            ReferenceBackendError: options that upstream does not support together, or not for this source.
+            ReferenceBackendError: upstream does not support these options together, or for this source.
         """
         if source.numel() == 0:
             if amax is not None:
@@ -102,7 +102,7 @@ class Nvfp4Casting(Casting):
         transposed = matrix.t() if out._columnwise_data is not None else None
         if quantizer.with_rht and transposed is not None:
             transposed = random_hadamard_transform(transposed, int(quantizer.rht_matrix_random_sign_mask_t))
-        # Upstream measures for a Hadamard transform whatever the flag; and collectives must always run.
+        # Upstream measures for a Hadamard transform regardless of the flag; and collectives must always run.
         skipped = is_noop(noop)
         if quantizer.with_rht or not skipped:
             _measure(quantizer, matrix, transposed, out, amax)
@@ -110,7 +110,7 @@ class Nvfp4Casting(Casting):
         if skipped:
             return
         rules = _rules(quantizer, matrix)
-        # Only now: with the no-op flag the scales keep their order.
+        # Not with the no-op flag, which leaves the scales in their order.
         out._with_gemm_swizzled_scales = _writes_swizzled(quantizer, matrix.shape)
         if out._rowwise_data is not None:
             _store(out, "rowwise", *quantized(matrix, out._amax_rowwise, rules))
@@ -132,15 +132,15 @@ def _rules(quantizer: Any, matrix: torch.Tensor) -> Nvfp4Rules:
 
 
 def _is_fused(quantizer: Any, shape: Sequence[int]) -> bool:
-    """Return whether a GPU transforms and quantizes at once: ``NVFP4Quantizer::is_eligible_for_rht_cast_fusion``."""
+    """Return whether one kernel transforms and quantizes: ``NVFP4Quantizer::is_eligible_for_rht_cast_fusion``."""
     rows, columns = matrix_shape(shape)
     return bool(quantizer.with_rht) and rows % 64 == 0 and columns % 128 == 0 and (10, 0) <= capability() <= (11, 0)
 
 
 def _writes_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
-    """Return whether a GPU's kernel writes the scales in the order of a GEMM: ``nvfp4_emits_gemm_swizzled_scales``.
+    """Return whether a GPU's kernel writes swizzled scales: ``nvfp4_emits_gemm_swizzled_scales``.
 
-    Otherwise, if the quantizer requires that order, most callers swizzle the scales afterwards.
+    Otherwise, if the quantizer requires swizzled scales, most callers swizzle them afterwards.
     """
     if not quantizer.optimize_for_gemm:
         return False
@@ -198,7 +198,7 @@ def _scales(rows: int, columns: int) -> Buffer:
 
 
 def _check_options(quantizer: Any, matrix: torch.Tensor, out: Any) -> None:
-    """Refuse what upstream refuses, in ``quantizer.cpp`` and in ``common/cast/dispatch/quantize.cuh``."""
+    """Reject options that ``quantizer.cpp`` and ``common/cast/dispatch/quantize.cuh`` reject."""
     refused = []
     if quantizer.nvfp4_use_4over6:
         refused = [("4over6", "the random Hadamard transform", quantizer.with_rht)]
@@ -244,8 +244,7 @@ def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles:
 
     Args:
         input: E4M3 as uint8, [padded rows, padded columns / 16], each scale on the 16 rows of its block.
-        output: E4M3 as uint8, [padded columns, padded rows / 16]; its padding becomes 0 below the blocks, and does not
-            change beside them.
+        output: E4M3 as uint8, [padded columns, padded rows / 16]; padding rows become 0, padding columns are unchanged.
     """
     of_blocks = input[: M_tiles * BLOCK : BLOCK, :K_tiles].t()
     valid = output[:, :M_tiles]

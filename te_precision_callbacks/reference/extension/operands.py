@@ -1,7 +1,7 @@
 """Reading tensors, quantized or not, as matrices of float32.
 
-A block-scaled tensor holds different numbers rowwise and columnwise, so a reader always names the direction. Per-tensor
-FP8 holds the same numbers in both, in one layout or two. The memory layouts are in
+The rowwise and columnwise values of a block-scaled tensor differ, so readers always specify the direction. Per-tensor
+FP8 has the same values in both directions, in one or two layouts. The memory layouts are in
 :mod:`te_precision_callbacks.base.numerics.layouts`.
 """
 
@@ -30,9 +30,9 @@ class Operand:
     """A matrix to multiply.
 
     Attributes:
-        shape: logical shape.
+        shape: the logical shape.
         source: a plain tensor with its leading dimensions merged, or the codes of a quantized tensor.
-        part: the direction of a quantized tensor that is multiplied; None for a plain tensor.
+        part: the multiplied direction of a quantized tensor; None for a plain tensor.
     """
 
     shape: tuple[int, ...]
@@ -41,13 +41,13 @@ class Operand:
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
-        """float32, [rows, columns]: multiplied by the scales of blocks, not yet by the scale of the whole tensor."""
-        return self.source.float() if self.part is None else _decoded(self.part, torch.float32)
+        """float32, [rows, columns]: multiplied by the scales of blocks, but not by the scale of the tensor."""
+        return self.source.float() if self.part is None else _decode(self.part, torch.float32)
 
     @functools.cached_property
     def in_bfloat16(self) -> torch.Tensor:
-        """:attr:`values` as bfloat16, where :attr:`is_exact_in_bfloat16`."""
-        return self.source if self.part is None else _decoded(self.part, torch.bfloat16)
+        """:attr:`values` as bfloat16; use only if :attr:`is_exact_in_bfloat16`."""
+        return self.source if self.part is None else _decode(self.part, torch.bfloat16)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -82,8 +82,7 @@ class Operand:
 
     @property
     def is_exact_in_bfloat16(self) -> bool:
-        """Return whether bfloat16 holds each of :attr:`values`: FP8 and FP4 have few digits, and so do the scales of
-        blocks that multiply them, except FP8's of float32, which are not all powers of two."""
+        """Return whether bfloat16 represents :attr:`values` exactly: not with FP8's float32 scales of blocks."""
         return self.mode not in FP8_BLOCKS and (self.part is not None or self.dtype == torch.bfloat16)
 
     @property
@@ -100,8 +99,8 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
         name: "A" or "B", for errors.
 
     Raises:
-        ReferenceBackendError: the data that the GPU would need is missing.
-        UnsupportedRecipeError: the reference backend does not have the format.
+        ReferenceBackendError: the data that a GPU would read is missing.
+        UnsupportedRecipeError: the reference backend does not support the format.
     """
     if not is_quantized(tensor):
         values = _plain(tensor)
@@ -109,7 +108,7 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
             raise ReferenceBackendError(
                 f"GEMM operand {name} has type {values.dtype}; float32, float16 or bfloat16 works."
             )
-        # Not reshape(-1, ...), which cannot infer the rows of a tensor without elements.
+        # reshape(-1, ...) could not infer the rows of an empty tensor.
         return Operand(tuple(values.shape), values.reshape(matrix_shape(values.shape)))
     part = stored(tensor, columnwise=not rowwise)
     if part is None or not _has_layout_for_gemm(part, rowwise):
@@ -124,7 +123,7 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
 
 
 def dequantized(tensor: Any) -> torch.Tensor:
-    """The numbers of a tensor, float32, in its logical shape: rowwise, or columnwise if there are no rowwise data."""
+    """Dequantize a tensor to float32 in its logical shape, from the rowwise data if present."""
     if not is_quantized(tensor):
         return _plain(tensor).float()
     part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
@@ -137,7 +136,7 @@ def logical_shape(tensor: Any) -> tuple[int, ...]:
     return layouts.logical_shape(tensor) if is_quantized(tensor) else tuple(_plain(tensor).shape)
 
 
-def _decoded(part: Stored, dtype: torch.dtype) -> torch.Tensor:
+def _decode(part: Stored, dtype: torch.dtype) -> torch.Tensor:
     factors = None if part.mode == layouts.PER_TENSOR else part.block_scales()
     values = decoded(part.codes, part.element_format, factors, part.block, dtype)
     return values.t() if part.transposed else values

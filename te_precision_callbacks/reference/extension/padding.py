@@ -1,4 +1,4 @@
-"""Pads each expert's rows to the multiple that FP8 needs, and removes the padding."""
+"""Pads each expert's rows to the multiple that FP8 requires, and removes the padding."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ def fused_multi_row_padding(
 ) -> None:
     """Copy groups of rows, with zeros as padding after each group.
 
-    The lists have the rows of each group without and with its padding. A group without rows is not written, as
-    upstream.
+    The lists have the rows of each group without and with padding. An empty group is not written, as upstream.
     """
     source = target = 0
     for rows, padded in zip(input_row_list, padded_input_row_list, strict=True):
@@ -34,8 +33,7 @@ def fused_multi_row_unpadding(
     input_row_list: Sequence[int],
     unpadded_input_row_list: Sequence[int],
 ) -> None:
-    """Copy groups of rows without the padding between them. The lists have the rows of each group with and without
-    padding."""
+    """Copy groups of rows without their padding. The lists have the rows of each group with and without padding."""
     source = target = 0
     for padded, rows in zip(input_row_list, unpadded_input_row_list, strict=True):
         output[target : target + rows] = input[source : source + rows]

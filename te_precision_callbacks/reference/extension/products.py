@@ -1,9 +1,9 @@
 """Large products on a CPU that multiplies bfloat16, in C++ (``product.cpp``).
 
-The numbers of FP8 and FP4, also times the scales of their blocks, are exact in bfloat16, so their products are exact
-and only the sums are rounded, to float32. torch has no such product on a CPU: ``torch.mm(out_dtype=torch.float32)``
-raises an error (2.13), and multiplying in float32 takes twice as long. On other CPUs, and without a C++ compiler, it
-does that.
+FP8 and FP4 values, even times the scales of their blocks, are exact in bfloat16, so their products are exact and only
+the sums are rounded, to float32. torch has no such product on a CPU: ``torch.mm(out_dtype=torch.float32)`` raises an
+error (2.13), and multiplying in float32 takes twice as long. Other CPUs, or machines without a C++ compiler, use
+float32.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PRODUCT = CppFile(
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Return whether this CPU multiplies bfloat16 and adds float32 (torch 2.13, ``cpu/__init__.py``)."""
+    """Return whether this CPU multiplies bfloat16 with float32 sums (torch 2.13, ``cpu/__init__.py``)."""
     asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
     return any(ask is not None and ask() for ask in asked)
 
 
 def takes(rows: int, columns: int, depth: int, device: torch.device) -> bool:
-    """Return whether :func:`product` handles these sizes, and needs operands in bfloat16."""
+    """Return whether :func:`product` supports these sizes; it needs operands in bfloat16."""
     large = device.type == "cpu" and rows * columns * depth >= SMALLEST
     return large and multiplies_bfloat16() and PRODUCT.is_compiled()
 
@@ -58,14 +58,14 @@ def product(
     factors: tuple[torch.Tensor, torch.Tensor] | None = None,
     rows_first: bool = True,
 ) -> torch.Tensor | None:
-    """``left @ right.t()``, where each sum of a block is multiplied by two factors if there are any.
+    """Compute ``left @ right.t()``; with ``factors``, the sum of each block is multiplied by two factors.
 
     Args:
-        left, right: bfloat16, [rows, depth] and [columns, depth]; numbers of ``left`` below 2^-126 count as 0.
-        block: numbers that are summed from zero: an even number.
+        left, right: bfloat16, [rows, depth] and [columns, depth]; values of ``left`` below 2^-126 count as 0.
+        block: the number of products in a block's sum; even.
         factors: float32, [blocks, rows] and [blocks, columns].
-        rows_first: a sum is multiplied by the row's factor and rounded; the product of that with the column's factor is
-            added to the sums before, and the result rounded once. Otherwise the column's factor comes first.
+        rows_first: the sum of a block is multiplied by the row's factor and rounded; a fused multiply-add with the
+            column's factor adds it to the total. If False, the column's factor comes first.
 
     Returns:
         float32, [rows, columns]; None if the compiler lacks the processor's instructions.

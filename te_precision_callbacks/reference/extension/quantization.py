@@ -1,7 +1,7 @@
 """Quantizing and dequantizing tensors: ``pytorch/csrc/extensions/cast.cpp`` and ``bias.cpp`` (TE 2.20).
 
-A quantizer is recognised by the name of its class or of a class that it derives from, so Transformer Engine is not
-imported here, and a user's subclass is served like its parent.
+A quantizer is recognized by the name of its class or of a base class, so Transformer Engine is not imported here, and
+subclasses are supported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from te_precision_callbacks.reference.extension import float8, float8_block, mxf
 from te_precision_callbacks.reference.extension.buffers import swizzle_scales_for_gemm_
 from te_precision_callbacks.reference.extension.casting import Casting, Quantizer
 from te_precision_callbacks.reference.extension.enums import torch_dtype
-from te_precision_callbacks.reference.extension.float8 import transposed
+from te_precision_callbacks.reference.extension.float8 import transpose
 from te_precision_callbacks.reference.extension.operands import dequantized
 
 _CASTINGS: dict[str, Casting] = {
@@ -51,17 +51,17 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
 
     Args:
         tensor: float32, float16 or bfloat16, any shape.
-        quantizer: one of Transformer Engine's; None returns the tensor itself.
-        output: a quantized tensor to write to; its buffers are first made to fit the quantizer's usages.
+        quantizer: a quantizer of Transformer Engine; None returns the tensor itself.
+        output: a quantized tensor to write to; its buffers are first adapted to the quantizer's usages.
         noop: float32, shape [1]; 1 leaves the data of ``output`` unchanged.
 
     Raises:
-        UnsupportedRecipeError: the reference backend does not have the quantizer.
-        ReferenceBackendError: a shape, or a tensor to write to, that the compiled extension also refuses.
+        UnsupportedRecipeError: the reference backend does not support the quantizer.
+        ReferenceBackendError: the compiled extension also rejects the shape, or ``output``.
     """
     output = _cast(tensor, quantizer, output, noop)
     if quantizer is not None and quantizer.optimize_for_gemm:
-        # If the family's kernel does not write them in that order; its other callers do not swizzle.
+        # Some kernels write unswizzled scales. Other callers of _cast do not swizzle.
         swizzle_scales_for_gemm_(output)
     return output
 
@@ -81,7 +81,7 @@ def _cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.
 
 @torch.no_grad()
 def dequantize(input: Any, otype: SupportsInt) -> torch.Tensor:
-    """A quantized tensor as a plain one, of the logical shape and of type ``otype``."""
+    """Dequantize to a plain tensor of dtype ``otype``, in the logical shape."""
     return dequantized(input).to(torch_dtype(otype))
 
 
@@ -100,8 +100,8 @@ def quantize_result(
 ) -> Any:
     """Convert a kernel's float32 result: round it to ``dtype``, quantize it, or both in this order.
 
-    ``out`` is written to, or a new tensor. With ``measure_first``, amax is taken before the result is rounded, if the
-    quantizer's family takes one.
+    The result is written to ``out``, if given. With ``measure_first``, the amax is measured before rounding, for
+    quantizers that need an amax.
     """
     if quantizer is None:
         return value.to(dtype) if out is None else out.copy_(value)
@@ -111,7 +111,7 @@ def quantize_result(
     if not casting.rounds_first:
         casting.write(quantizer, value, out)
     else:
-        # Upstream's activation kernels measure the float32 result, its normalization kernels the rounded one.
+        # Upstream's activation kernels measure the float32 result, normalization kernels the rounded result.
         amax = amax_of(value) if measure_first and casting.takes_amax(quantizer) else None
         casting.write(quantizer, value.to(dtype), out, amax=amax)
     return out
@@ -119,8 +119,9 @@ def quantize_result(
 
 @torch.no_grad()
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """The sum of an output gradient [..., features] over all rows ([features], its type, summed in float32), and the
-    quantized gradient; without a quantizer the gradient itself.
+    """Return the bias gradient, and the quantized output gradient, or the gradient itself without a quantizer.
+
+    The bias gradient is the sum of the gradient, [..., features], over all rows, in float32, rounded to its dtype.
     """
     source = input.detach().contiguous()
     return [row_sum(source).to(source.dtype), _cast(source, quantizer)]
@@ -132,7 +133,7 @@ def row_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
-    """Each tensor quantized with its quantizer; the scales of NVFP4 are not swizzled after that."""
+    """Quantize each tensor with its quantizer; the scales of NVFP4 are not swizzled afterwards."""
     return [_cast(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
 
 
@@ -154,7 +155,7 @@ def split_quantize(
 @torch.no_grad()
 def fp8_transpose(input: torch.Tensor, dtype: SupportsInt, *, out: torch.Tensor | None) -> torch.Tensor:
     """The transpose of FP8 data: uint8, [..., columns] to [columns, ...]."""
-    result = transposed(input)
+    result = transpose(input)
     return result if out is None else out.copy_(result.view(out.shape))
 
 

@@ -2,7 +2,7 @@
 
 ``x * cos(freqs) + rotate(x) * sin(freqs)`` over the first dimensions of each head, in float32, rounded once; the other
 dimensions do not change (``common/fused_rope/fused_rope.cu``, TE 2.20). ``rotate`` swaps the two halves of these
-dimensions, or each even one with the next odd one (``interleaved``), and negates those that are then first.
+dimensions, or the elements of each pair (``interleaved``), and negates the new first half, or first elements.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def fused_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    """Rotate.
+    """Apply rotary position embedding.
 
     Args:
         input: [sequence, batch, heads, head size], [batch, sequence, ...] or [tokens, heads, head size].
         freqs: float32, [positions, 1, 1, rotated dimensions], in radians.
         start_positions: [batch], the position of each sequence's first token; None for 0.
         qkv_format: SBHD, BSHD or THD.
-        interleaved: whether neighbours or halves are swapped.
-        cu_seqlens: for THD, [batch + 1]: where each sequence starts.
-        cp_size: 1; the backend has no context parallelism.
+        interleaved: swap neighbors instead of halves.
+        cu_seqlens: for THD, [batch + 1]: the start of each sequence, and the end of the last one.
+        cp_size: 1; context parallelism is not supported.
 
     Returns:
         contiguous, the shape and type of ``input``.
@@ -74,7 +74,7 @@ def _angles(
     rotated = freqs.shape[-1]
     table = freqs.detach().reshape(freqs.shape[0], rotated)
     if qkv_format == NVTE_QKV_Format.NVTE_THD and cu_seqlens is not None:
-        places = _places_of_tokens(tensor, cu_seqlens, start_positions)
+        places = _token_positions(tensor, cu_seqlens, start_positions)
         return table[places].unsqueeze(1)
     sequence_first = qkv_format == NVTE_QKV_Format.NVTE_SBHD
     length = tensor.shape[0 if sequence_first else 1]
@@ -85,7 +85,7 @@ def _angles(
     return angles if sequence_first else angles.transpose(0, 1)
 
 
-def _places_of_tokens(
+def _token_positions(
     tensor: torch.Tensor, cu_seqlens: torch.Tensor, start_positions: torch.Tensor | None
 ) -> torch.Tensor:
     places = torch.zeros(tensor.shape[0], dtype=torch.int64, device=tensor.device)
@@ -101,7 +101,7 @@ def _rotate(tensor: torch.Tensor, angles: torch.Tensor, interleaved: bool, *, ba
     source = tensor.detach().float()
     turned, rest = source[..., :rotated], source[..., rotated:]
     cosine, sine = angles.cos(), angles.sin()
-    # The transpose of the rotation: first times sine, then swapped the other way.
+    # The backward is the transpose: multiplied by the sine first, then swapped in reverse.
     swapped = _swap(turned * sine, interleaved, -1.0) if backward else _swap(turned, interleaved, 1.0) * sine
     return torch.cat([turned * cosine + swapped, rest], dim=-1).to(tensor.dtype)
 

@@ -1,7 +1,7 @@
 """Versions and constants that Transformer Engine reads from the extension.
 
-cuBLAS is reported as 12.9.5: new enough for FP8 on every GPU that the backend emulates, and older than Transformer
-Engine's GEMM of grouped tensors needs (13.3 to 13.6), which the backend does not have. cuDNN is reported as 9.21.0.
+cuBLAS is reported as 12.9.5: new enough for FP8 on every emulated GPU, and too old for Transformer Engine's GEMM of
+grouped tensors (13.3 to 13.6), which the backend does not support. cuDNN is reported as 9.21.0.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import sys
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
 
-# The package may be unavailable here, in an environment of another Python for example: then do nothing.
+# The package may be missing, for example in the environment of another Python.
 with contextlib.suppress(ImportError):
     from te_precision_callbacks.reference.children import install_when_needed
 

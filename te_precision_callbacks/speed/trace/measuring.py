@@ -84,7 +84,7 @@ _KERNELS: tuple[_Row, ...] = (
         r"swizzle_(row|col|block)?_?scaling|swizzle_.*_kernel|multi_(un)?padding_kernel|set_float_kernel",
         f"{_TE}swizzle, util/padding.cu, gemm/cublaslt_gemm.cu",
     ),
-    # ---- compiled by Inductor: what its name says was fused, before the names of what is inside
+    # ---- compiled by Inductor: the name's prefix decides, before the names of fused operators in it
     _Row("gemm", r"^triton_(tem|mm)_.*(mm|matmul)", "torch/_inductor: templates"),
     _Row("cast", r"^triton_.*(amax.*(clamp|to_copy)|float8|fp8)", "torch/_inductor: names of fused operators"),
     _Row("other", r"^triton_(red|per|poi|for)_", "torch/_inductor: reductions, pointwise"),
@@ -229,7 +229,7 @@ class MeasuredProduct:
     """Time per step of one kind of kernel in a layer and pass.
 
     Attributes:
-        layer: the layer of a GEMM; of other kernels the module, where several layers share one; empty if unknown.
+        layer: the layer of a GEMM; for other kernels the module if several layers share it; empty if unknown.
         gemm: the GEMM of a Transformer Engine layer; empty for other layers and kinds.
         of_pass: empty outside of forward, backward and optimizer.
         format: the format of a GEMM's operands, from the kernel's name.
@@ -291,7 +291,7 @@ def measure(trace: Trace) -> MeasuredStep:
             f"{trace.path} has no ranges of layers and of whole steps, so kernels cannot be assigned to layers."
             ' Record the trace with profile=, such as profile="11-13".'
         )
-    work, iterations = _in_iterations(all_work, spans)
+    work, iterations = _select_iterations(all_work, spans)
     if not work:
         raise TraceError(
             f"{trace.path} has no kernels and no operators. Profile a step of the training with the activities CPU and"
@@ -301,7 +301,7 @@ def measure(trace: Trace) -> MeasuredStep:
     wall = max(event.end for event in work) - min(event.begin for event in work)
     if not trace.kernels:
         wall = sum(spans[number][1] - spans[number][0] for number in iterations)
-    known = {event: _named(event) for event in work}
+    known = {event: _classify(event) for event in work}
     return MeasuredStep(
         device=(trace.device or "a GPU that the trace does not name") if trace.kernels else "CPU",
         on_device=bool(trace.kernels),
@@ -313,7 +313,7 @@ def measure(trace: Trace) -> MeasuredStep:
     )
 
 
-def _in_iterations(
+def _select_iterations(
     work: Sequence[TraceEvent], spans: Mapping[int, tuple[float, float]]
 ) -> tuple[Sequence[TraceEvent], tuple[int, ...]]:
     counted, iterations = [], set()
@@ -325,7 +325,7 @@ def _in_iterations(
     return counted, tuple(sorted(iterations))
 
 
-def _named(event: TraceEvent) -> NamedKernel:
+def _classify(event: TraceEvent) -> NamedKernel:
     if event.what == "operator":
         return kind_of_operator(event.name)
     operator = event.context.operator

@@ -75,10 +75,10 @@ class TraceEvent:
 
     Attributes:
         begin, end: in microseconds.
-        lane: the number of its thread or stream.
+        lane: the index of its thread or stream.
         link: the correlation ID shared by a call and the kernels it launches.
         has_node: whether the operator has an autograd node.
-        us: microseconds; of an operator without nested operators.
+        us: microseconds, for an operator without nested operators.
         launched: when the host launched it; None if the launch is not in the trace.
     """
 
@@ -114,7 +114,7 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a ``.json`` or ``.json.gz`` written by torch.profiler; raises TraceError for another or a truncated file."""
+    """Read a ``.json`` or ``.json.gz`` file of torch.profiler; raises TraceError for another or a truncated file."""
     path = Path(path)
     trace = Trace(path)
     reader = _TraceReader(trace)
@@ -146,7 +146,7 @@ class _TraceReader:
         self._lanes: dict[tuple[Any, Any], int] = {}
 
     def read(self, event: dict[str, Any]) -> object:
-        """Return a JSON object, or None in place of an event, which goes into the trace if needed."""
+        """Receive a parsed JSON object: an event is added to the trace if needed, and dropped from the JSON."""
         phase = event.get("ph")
         if phase is None:
             return event
@@ -190,11 +190,11 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
             elif kind == "unended":
                 unended.add(int(rest))
             elif kind:
-                event.context = _in_layer(outer, kind, *rest.split("|", 1))
+                event.context = _enter_layer_range(outer, kind, *rest.split("|", 1))
             elif _OF_OPTIMIZER.match(event.name):
                 event.context = Context(of_pass="optimizer", operator=outer.operator)
         elif event.what == "operator":
-            event.context = _in_operator(outer, event)
+            event.context = _enter_operator(outer, event)
             first_at.setdefault((event.lane, event.begin), event)
             if outer.operator is not None:
                 outer.operator.us -= event.end - event.begin
@@ -213,21 +213,21 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
     return {number: span for number, span in iterations.items() if number not in unended}
 
 
-def _in_layer(outer: Context, direction: str, gemm: str, layer: str) -> Context:
+def _enter_layer_range(outer: Context, direction: str, gemm: str, layer: str) -> Context:
     again = outer.of_pass in ("backward", "recompute")
     now: Pass = "backward" if direction == "backward" else "recompute" if again else "forward"
     return Context(layer, gemm, now, outer.unit if now == outer.of_pass else None, outer.operator)
 
 
-def _in_operator(outer: Context, event: TraceEvent) -> Context:
+def _enter_operator(outer: Context, event: TraceEvent) -> Context:
     layer, gemm, now, unit, _ = outer
-    if event.name.startswith(_NODE):  # the engine calls a node, also inside the backward of a checkpoint
+    if event.name.startswith(_NODE):  # autograd's engine calls a node, also inside the backward of a checkpoint
         return Context(of_pass="backward", unit=event, operator=event)
     if _OF_BACKWARD.search(event.name):
         now = "backward"
         if outer.of_pass != "backward":
             layer, gemm, unit = "", "", None
-    elif now == "backward" and event.has_node:  # operators of a backward have no node, unless they run again
+    elif now == "backward" and event.has_node:  # in a backward, only recomputed operators have a node
         layer, gemm, now, unit = ("", "", "recompute", None)
     elif now == "" and event.has_node:
         now = "forward"

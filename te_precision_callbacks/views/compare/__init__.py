@@ -1,4 +1,4 @@
-"""Compares two recorded runs: which facts differ, where the numbers part first, and how far beyond the noise.
+"""Compares two recorded runs: facts that differ, and where values diverge first, and how far beyond the noise.
 
 from te_precision_callbacks.views.compare import compare
 from te_precision_callbacks.runs import open_run

@@ -1,4 +1,4 @@
-"""``te-precision compare``: how two recorded runs differ, and where they part first.
+"""``te-precision compare``: the differences between two recorded runs, and where they diverge first.
 
 Usage::
 
@@ -6,8 +6,8 @@ Usage::
     te-precision compare bf16 fp8 --noise bf16_again --report compare.html
     te-precision compare logs --run 20261122-130144 --run 20261122-151210
 
-The exit code is 0 without a finding; 1 if the sides part, or their losses do; 2 for wrong use. ``--json`` prints one
-JSON object.
+The exit code is 0 without a finding; 1 if statistics or losses diverge; 2 for wrong use. ``--json`` prints one JSON
+object.
 """
 
 from __future__ import annotations

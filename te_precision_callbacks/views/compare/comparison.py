@@ -42,8 +42,10 @@ _MOST_PREFIXES = 8
 
 
 def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
-    """Rename the layers of ``b`` like those of ``a``, if they share no layer but most of the ends of their names. The
-    note is empty if nothing was renamed.
+    """Rename the layers of ``b`` if no name matches, but most names match after replacing a common prefix.
+
+    Returns:
+        ``b``, and a note about the names, empty without a change.
     """
     ours, theirs = _layers(a), _layers(b)
     if not ours or not theirs or ours & theirs:
@@ -54,11 +56,11 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
     if 2 * common[own, other] < min(len(ours), len(theirs)):
         return b, ""
 
-    def renamed(name: str) -> str:
+    def rename(name: str) -> str:
         return own + name[len(other) :] if name.startswith(other) else name
 
     note = f"{common[own, other]} layers are paired without their prefixes: {other!r} in {b.path}, {own!r} in {a.path}."
-    tables = {name: _with_layers(getattr(b, name), renamed) for name in _TABLES}
+    tables = {name: _with_layers(getattr(b, name), rename) for name in _TABLES}
     return replace(b, **tables), note
 
 
@@ -67,7 +69,7 @@ def _layers(run: RecordedRun) -> set[str]:
 
 
 def _prefixes(names: Collection[str]) -> list[str]:
-    """The first parts that at least half of the names have, each with its dot, and the empty one."""
+    """Return the prefixes that at least half of the names have, with a final dot; first the empty prefix."""
     counts: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")
@@ -79,11 +81,11 @@ def _without(names: Collection[str], prefix: str) -> set[str]:
     return {name[len(prefix) :] for name in names if name.startswith(prefix)}
 
 
-def _with_layers(table: pa.Table, renamed: Callable[[str], str]) -> pa.Table:
+def _with_layers(table: pa.Table, rename: Callable[[str], str]) -> pa.Table:
     place = table.schema.get_field_index("layer")
     if place < 0 or not len(table):
         return table
-    names: dict[str, str] = {name: renamed(name) for name in pc.unique(table["layer"]).to_pylist() if name}
+    names: dict[str, str] = {name: rename(name) for name in pc.unique(table["layer"]).to_pylist() if name}
     column = pa.array([names.get(name, name) for name in table["layer"].to_pylist()], pa.string())
     return table.set_column(place, table.schema.field(place), column.cast(table.schema.field(place).type))
 
@@ -91,7 +93,7 @@ def _with_layers(table: pa.Table, renamed: Callable[[str], str]) -> pa.Table:
 _OF_EVERY_RUN = frozenset(
     {"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_namespace", "pid_started"}
 )
-"""Facts that no two runs share, beside times."""
+"""Facts that differ between any two runs."""
 
 _FIRST = ("config", "versions", "recipe", "recipes", "environment")
 
@@ -109,7 +111,7 @@ def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
         for name in sorted({*ours, *theirs} - {"config_hash"}, key=_rank)
         if ours.get(name) != theirs.get(name)
     ]
-    return [*settings, *_of_states(a, b), *_of_products(a, b)]
+    return [*settings, *_state_differences(a, b), *_product_differences(a, b)]
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -132,7 +134,7 @@ def _settings(run: RecordedRun) -> dict[str, str]:
     return {**dict(_flat("config", config)), **dict(_flat("", facts))}
 
 
-def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
+def _state_differences(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
     ours, theirs = (_types(run) for run in (a, b))
     for subject in ours:
         if ours[subject] != theirs.get(subject, ours[subject]):
@@ -146,7 +148,7 @@ def _types(run: RecordedRun) -> dict[str, str]:
     return {subject: ", ".join(sorted(dtypes)) for subject, dtypes in types.items()}
 
 
-def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
+def _product_differences(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
     if not len(a.gemms) or not len(b.gemms):
         return
     texts = [
@@ -155,22 +157,22 @@ def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
     ]
     if texts[0] != texts[1]:
         yield FactDifference("coverage", *texts)
-    for (what, before, after), layers in _changed(a, b).items():
+    for (what, before, after), layers in _changed_layer_facts(a, b).items():
         yield FactDifference(f"{what} {', '.join(folded(layers, most=_MOST_LAYERS))}", before, after)
 
 
 def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
-    """The layers that compute another number of rows in a step of b, such as with another batch size."""
-    return [layer for (what, *_), layers in _changed(a, b).items() if what == _ROWS for layer in layers]
+    """Return the layers whose number of rows in a step differs in b, for example through the batch size."""
+    return [layer for (what, *_), layers in _changed_layer_facts(a, b).items() if what == _ROWS for layer in layers]
 
 
-def _changed(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
-    theirs = _of_layers(b)
-    changed = ((key, value) for key, value in _of_layers(a).items() if theirs.get(key, value) != value)
+def _changed_layer_facts(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
+    theirs = _layer_facts(b)
+    changed = ((key, value) for key, value in _layer_facts(a).items() if theirs.get(key, value) != value)
     return by_key(((key[0], value, theirs[key]), key[2]) for key, value in changed)
 
 
-def _of_layers(run: RecordedRun) -> dict[tuple[str, str, str], str]:
+def _layer_facts(run: RecordedRun) -> dict[tuple[str, str, str], str]:
     """Fact, scope and layer -> the value at the end of the run: rows in a step, the weight's size, and precisions."""
     products = at_the_end(run.gemms).to_pylist()
     facts: dict[tuple[str, str, str], str] = {}
@@ -196,23 +198,23 @@ def compare(
 ) -> Comparison:
     """Compare two runs.
 
-    Values pair by scope, layer, tensor, statistic and step. Statistics of quantized tensors pair only within a recipe,
-    statistics of the tensors themselves always. Raises ComparisonError if a run has no values, or nothing pairs.
+    Values pair by scope, layer, tensor, statistic and step. Statistics of quantization pair only within a recipe.
+    Raises ComparisonError if a run has no values, or nothing pairs.
 
     Args:
-        noise: baseline runs that differ from a by the seed, for example: their differences are the noise floor.
+        noise: baseline runs that differ from a only by the seed, for example: their differences are the noise floor.
         lasting: the minimum number of steps of a difference.
         numbers: collects values for :func:`te_precision_callbacks.views.compare.write_comparison`.
     """
     if lasting < 1:
         raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")
-    (b, *noise), renamed = zip(*(align(a, run) for run in (b, *noise)), strict=True)
+    (b, *noise), rename = zip(*(align(a, run) for run in (b, *noise)), strict=True)
     runs = (a, b, *noise)
     first, other, *others = (side_of_run(run, _name(run, runs)) for run in runs)
     theirs = set(other.subjects)
     paired = [subject for subject in first.subjects if subject in theirs]
-    apart = _layers_apart(first, other)
-    for reason in (apart if not paired else "", *(_layers_apart(first, side) for side in others if not apart)):
+    apart = _explain_unpaired(first, other)
+    for reason in (apart if not paired else "", *(_explain_unpaired(first, side) for side in others if not apart)):
         if reason:
             raise ComparisonError(reason)
     order = Order([a, b])
@@ -220,7 +222,8 @@ def compare(
     search = Search(first, other, others, lasting, collect)
     departures = list(search.run(paired))
     resized = layers_with_other_rows(a, b)
-    shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))  # no bound is known for other batches
+    # Published bounds are for equal batches.
+    shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))
     if search.without_steps == len(paired):
         raise ComparisonError(
             f"{first.name} and {other.name} have {len(paired)} series in common, but no common steps: {_span(first)},"
@@ -238,7 +241,7 @@ def compare(
         tuple(partings(departures, order)),
         search.all_equal,
         compare_losses(first, other, others, shares),
-        (*filter(None, renamed), *(f"{_name(run, runs)}: {note}" for run in runs for note in run.notes)),
+        (*filter(None, rename), *(f"{_name(run, runs)}: {note}" for run in runs for note in run.notes)),
         same_run,
         None if same_run else compare_verdicts(a, b),
         apart and f"{apart} Only trainer metrics are compared.",
@@ -250,7 +253,7 @@ def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
     return f"{run.path} ({run.run_id})" if several else str(run.path)
 
 
-def _layers_apart(first: Side, other: Side) -> str:
+def _explain_unpaired(first: Side, other: Side) -> str:
     notes = first.run.notes_sentence + other.run.notes_sentence
     if any(subject.layer for subject in first.series if subject in other.series):
         return ""

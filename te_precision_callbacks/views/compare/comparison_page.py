@@ -1,6 +1,6 @@
-"""One HTML page of a comparison, which opens offline as the page of a run does.
+"""The HTML page of a comparison, which opens offline.
 
-Runs may be large, and are read in pieces. Of each piece the page keeps curves with a bounded number of points.
+Runs may be large, and are read in pieces. The page keeps downsampled curves of each piece.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from te_precision_callbacks.runs.index import REDUCED, Subject
-from te_precision_callbacks.views.compare.departures import Compared, Floats, Ints, Side
+from te_precision_callbacks.views.compare.departures import ComparedValues, Floats, Ints, Side
 from te_precision_callbacks.views.compare.loss import loss_curves
 from te_precision_callbacks.views.compare.result import ComparedVerdicts, Comparison, Parting
 from te_precision_callbacks.views.compare.wording import (
+    describe_first,
+    describe_losses,
+    describe_pairing,
     difference,
     first_lines,
     number,
-    of_losses,
     origin,
     times,
-    what_was_compared,
-    where_first,
 )
 from te_precision_callbacks.views.report.data import finding_on_page
-from te_precision_callbacks.views.report.packing import Packed, narrowed, steps_between
+from te_precision_callbacks.views.report.packing import PackedArrays, narrow, steps_between
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
 from te_precision_callbacks.views.report.subjects import Subjects, layer_name
 
@@ -41,9 +41,9 @@ class ComparedSeries(NamedTuple):
 
     Attributes:
         strength: the largest difference, as a multiple of the bound.
-        every: the interval of the steps; the step of the departure is added.
+        every: the interval of the steps; the departure's step is added.
         iterations, a, b: [n].
-        below, above: [n]: a value between them is too near to ``a`` to count.
+        below, above: [n]: values in between are too close to ``a`` to count.
     """
 
     subject: Subject
@@ -67,8 +67,8 @@ class ComparedNumbers:
     def __init__(self) -> None:
         self._curves: list[ComparedSeries] = []
 
-    def collect_from(self, a: Side, b: Side) -> Callable[[Compared], None]:
-        """Begin to collect values of the series that pair; returns the function that collects them."""
+    def collect_from(self, a: Side, b: Side) -> Callable[[ComparedValues], None]:
+        """Start collecting the values of paired series; returns the function that receives them."""
         self.a, self.b, self.subjects = a, b, Subjects(a.run)
         return self._collect
 
@@ -76,7 +76,7 @@ class ComparedNumbers:
     def curves(self) -> list[ComparedSeries]:
         return sorted(self._curves, key=lambda curve: (not curve.departs, -curve.strength))
 
-    def _collect(self, part: Compared) -> None:
+    def _collect(self, part: ComparedValues) -> None:
         begin_of = dict(zip(part.series[part.begins].tolist(), part.begins.tolist(), strict=True))
         edges = np.searchsorted(part.series, np.arange(len(part.subjects) + 1))
         for place, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
@@ -107,17 +107,17 @@ def write_comparison(
     """Write the page of a comparison into an ``.html`` file of at most ``most`` bytes, in a folder that exists.
 
     Raises:
-        ReportError: the file cannot be written, or its name ends otherwise.
+        ReportError: the file cannot be written, or its name does not end in ``.html``.
         MissingExtraError: plotly is not installed.
     """
     path = output_path(path)
     frame = PageTemplate(_SCRIPTS)
-    packed = Packed(most - frame.size - FOR_FACTS)
+    packed = PackedArrays(most - frame.size - FOR_FACTS)
     content = _content(result, numbers, packed)
-    return write_bytes(path, frame.filled(f"{result.a} and {result.b}", content, packed.texts).encode())
+    return write_bytes(path, frame.fill(f"{result.a} and {result.b}", content, packed.texts).encode())
 
 
-def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
+def _content(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) -> dict[str, Any]:
     layer_of = {layer.name: place for place, layer in enumerate(numbers.subjects.layers)}
     loss = _loss(result, numbers, packed)
     curves = [_curve(curve, layer_of, packed) for curve in numbers.curves]
@@ -128,8 +128,8 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> di
         "lost": list(first_lines(result)),
         "verdicts": None if result.verdicts is None else _verdicts(result.verdicts, layer_of),
         "facts": [(fact.name, fact.a, fact.b) for fact in result.facts],
-        "what": list(what_was_compared(result)),
-        "first": list(where_first(result)),
+        "what": list(describe_pairing(result)),
+        "first": list(describe_first(result)),
         "notes": result.notes,
         "parted": [_parting(parting, layer_of) for parting in result.parted[:_MOST_PARTINGS]],
         "parted_total": len(result.parted),
@@ -175,9 +175,9 @@ def _parting(parting: Parting, layer_of: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> dict[str, Any] | None:
+def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: PackedArrays) -> dict[str, Any] | None:
     columns = (curve.a, curve.b, curve.below, curve.above)
-    arrays = packed.try_put(steps_between(curve.iterations), *(narrowed(column) for column in columns))
+    arrays = packed.try_put(steps_between(curve.iterations), *(narrow(column) for column in columns))
     if arrays is None:
         return None
     subject = curve.subject
@@ -193,15 +193,15 @@ def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> d
     }
 
 
-def _loss(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any] | None:
+def _loss(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) -> dict[str, Any] | None:
     curves = None if result.loss is None else loss_curves(numbers.a, numbers.b)
     if result.loss is None or curves is None:
         return None
     columns = (curves.a, curves.b, curves.smooth_a, curves.smooth_b, 100 * curves.relative)
-    arrays = packed.try_put(steps_between(curves.iterations), *(narrowed(column) for column in columns))
+    arrays = packed.try_put(steps_between(curves.iterations), *(narrow(column) for column in columns))
     return {
         "name": curves.name.statistic,
-        "sentences": list(of_losses(result.loss)),
+        "sentences": list(describe_losses(result.loss)),
         "finding": result.loss.is_finding,
         "window": curves.window,
         "stable_since": result.loss.stable_since,

@@ -1,13 +1,13 @@
-"""Search for the series that depart: since which step, and how far.
+"""Search for departures: series that differ by more than noise, since when, and how far.
 
-Differences are measured on scales. Magnitudes differ by factors (an amax of 400 is as far from 200 as 0.04 from 0.02),
+Differences are measured on a scale. Magnitudes differ by factors (an amax of 400 is as far from 200 as 0.04 from 0.02),
 shares by points (6 % is as far from 5 % as 2 % from 1 %).
 
 The differences of runs of one config are noise, and their spread is the noise floor. One pair of runs has a single
-sample of a constant difference, such as between two initializations. So statistics borrow from similar ones: the spread
-of a *family*, one statistic of one tensor in all layers, is estimated from all its series together, for each part of
-the run. Parts are short at the beginning, since runs of one seed are equal before the first update. A series whose own
-spread is larger than its family's has its own.
+sample of a constant difference, such as between two initializations. Therefore the spread is estimated for a *family*
+(one statistic of one tensor in all layers) from all its series, separately for each part of the run. The first parts
+are short, since runs of one seed are equal before the first update. A series with a larger spread than its family keeps
+its own spread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def family(subject: Subject) -> tuple[str, str, str]:
 
 
 class Numbers(NamedTuple):
-    """The values of some series, by series and iteration: [n], with series as places in the request."""
+    """The values of some series, sorted by series and iteration, [n]; ``series`` are indices in the request."""
 
     series: Ints
     iterations: Ints
@@ -64,13 +64,14 @@ class Side:
         return int(self.run.series["count"][self.series[subject]].as_py())
 
     def read(self, subjects: Sequence[Subject]) -> Numbers:
-        """The values of some subjects, which are numbered by their places in the list; others are left out."""
+        """Read the values of subjects that this side has; ``series`` are indices in ``subjects``."""
         numbers = [self.series.get(subject, -1) for subject in subjects]
         wanted = [number for number in numbers if number >= 0]
         parts = []
         if wanted:
             table = self.run.values(wanted)
-            if self.run.thinned:  # an extreme says nothing of the steps around it, of which the other side may have all
+            # Downsampling keeps extremes, which must not be compared with all steps of the other side.
+            if self.run.thinned:
                 table = table.filter(pa.array(table["flags"].fill_null(0).to_numpy() & EXTREME == 0))
             place = np.full(max(wanted) + 1, -1, np.int64)
             place[wanted] = [number for number, series_number in enumerate(numbers) if series_number >= 0]
@@ -121,13 +122,13 @@ NO_NUMBER = 1000.0
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """A scale.
+    """A scale for differences of a statistic.
 
     Attributes:
-        least: the smallest spread that is believed, however little noise has been seen.
-        bound: the smallest difference that counts where no noise is known.
-        onto: values, and the magnitude of each one's series -> places on the scale.
-        back: places and magnitudes -> values.
+        least: the minimum spread, however small the observed noise.
+        bound: the smallest difference that counts without a noise floor.
+        onto: values, and the magnitude of each value's series -> positions on the scale.
+        back: positions and magnitudes -> values.
     """
 
     name: str
@@ -138,10 +139,10 @@ class NoiseScale:
     back: Callable[[Floats, Floats], Floats]
 
     def places(self, values: Floats, magnitudes: Floats) -> Floats:
-        """Place values on the scale, inf and nan too.
+        """Map values to positions on the scale, including inf and nan.
 
-        ``magnitudes`` are positive and equal in a whole series: for :data:`MAGNITUDE` its smallest magnitude above 0,
-        otherwise its ordinary size.
+        ``magnitudes`` are positive, and constant within a series: for :data:`MAGNITUDE` its smallest magnitude above 0,
+        otherwise its mean magnitude.
         """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             places = self.onto(values, magnitudes)
@@ -199,7 +200,7 @@ _BY_UNIT = {
 
 
 def scale_of(tensor: str, statistic: str) -> NoiseScale:
-    """The scale of a statistic; ``tensor`` is empty for a metric of the trainer or of a user's own feature."""
+    """The scale of a statistic; ``tensor`` is empty for a metric of the trainer or of a custom feature."""
     request = logged_request(statistic) if tensor else None
     if request is None:
         return SHARE if statistic.endswith("%") else LEVEL
@@ -219,25 +220,25 @@ _WILD = 3.0
 _MOST_PARTS = 16
 
 
-def grouped_quantile(groups: Ints, values: Floats, number: int, share: float) -> Floats:
-    """A quantile of the values of each group, by the nearest rank; nan of a group without values. ``groups`` are [n],
-    from 0 to ``number`` - 1.
+def grouped_quantile(groups: Ints, values: Floats, count: int, share: float) -> Floats:
+    """A quantile of each group's values, by the nearest rank; nan for an empty group. ``groups``: [n], from 0 to
+    ``count`` - 1.
     """
-    counts = np.bincount(groups, minlength=number)
+    counts = np.bincount(groups, minlength=count)
     ordered = values[np.lexsort((values, groups))]
     ranks = np.cumsum(counts) - counts + np.minimum((counts * share).astype(np.int64), counts - 1)
-    quantiles = np.full(number, np.nan)
+    quantiles = np.full(count, np.nan)
     has = counts > 0
     quantiles[has] = ordered[ranks[has]]
     return quantiles
 
 
-def grouped_spread(groups: Ints, values: Floats, number: int) -> Floats:
-    """The standard deviation of each group's values about 0, with the largest tenth clipped; nan of an empty group."""
+def grouped_spread(groups: Ints, values: Floats, count: int) -> Floats:
+    """The standard deviation of each group's values about 0, with the largest tenth clipped; nan for an empty group."""
     magnitudes = np.abs(values)
-    clipped = np.minimum(magnitudes, grouped_quantile(groups, magnitudes, number, _CLIPPED_AT)[groups])
+    clipped = np.minimum(magnitudes, grouped_quantile(groups, magnitudes, count, _CLIPPED_AT)[groups])
     with np.errstate(invalid="ignore"):
-        squares = np.bincount(groups, clipped**2, number) / np.bincount(groups, minlength=number)
+        squares = np.bincount(groups, clipped**2, count) / np.bincount(groups, minlength=count)
     return np.asarray(np.sqrt(squares) / _OF_CLIPPED)
 
 
@@ -246,9 +247,9 @@ class Noise:
     """Differences of runs of one config.
 
     Attributes:
-        series: [n], int64; consecutive for a series and a pair of runs.
-        iterations: [n], int64, ascending within a series and a pair.
-        pair: [n], int64: the pair of runs.
+        series: [n], int64; values of a series and a pair of runs are consecutive.
+        iterations: [n], int64; ascending within a series and a pair.
+        pair: [n], int64: the index of the pair of runs.
         differences: [n], on the statistic's scale.
     """
 
@@ -260,24 +261,24 @@ class Noise:
 
 @dataclass(frozen=True)
 class Spread:
-    """The ordinary spread of the series of some families.
+    """The spread of the noise, by family, part of the run, and series.
 
     Attributes:
-        edges: [parts - 1]: the first iterations of the parts of the run.
-        of_family: [families, parts].
+        edges: [parts - 1]: the first iteration of each part but the first.
+        by_family: [families, parts].
         ratio: [series]: the spread of the series, relative to its family; 1 or more.
     """
 
     edges: Ints
-    of_family: Floats
+    by_family: Floats
     ratio: Floats
 
     def at(self, families: Ints, series: Ints, iterations: Ints) -> Floats:
-        """The spread of a difference of a family's series at an iteration."""
-        return self.of_family[families, np.searchsorted(self.edges, iterations, "right")] * self.ratio[series]
+        """[n]: the spread of the noise, given family, series and iteration of each difference."""
+        return self.by_family[families, np.searchsorted(self.edges, iterations, "right")] * self.ratio[series]
 
 
-def measure(noise: Noise, family_of: Ints, families: int, least: Floats, lasting: int) -> Spread:
+def measure_noise(noise: Noise, family_of: Ints, families: int, least: Floats, lasting: int) -> Spread:
     """Estimate the spread of the noise.
 
     Args:
@@ -295,14 +296,15 @@ def measure(noise: Noise, family_of: Ints, families: int, least: Floats, lasting
     middle = grouped_quantile(its_family, of_series[known], families * parts, 0.5)
     tame = np.minimum(of_series[known], _WILD * middle[its_family])
     by_part = grouped_spread(its_family, tame, families * parts).reshape(families, parts)
-    of_family = np.fmax(_beside(by_part), least[:, None])
-    normed = noise.differences / of_family[family_of[noise.series], part]
-    return Spread(edges, of_family, np.fmax(grouped_spread(noise.series, normed, number), 1.0))
+    by_family = np.fmax(_max_with_neighbors(by_part), least[:, None])
+    normed = noise.differences / by_family[family_of[noise.series], part]
+    return Spread(edges, by_family, np.fmax(grouped_spread(noise.series, normed, number), 1.0))
 
 
 def _edges(steps: Ints, lasting: int) -> Ints:
-    """The first iterations of the parts of the run. The first parts have 1, 1, 2, 4, ... steps, as long as these are
-    shorter than the others: noise changes fastest in the first steps.
+    """The first iteration of each part of the run but the first.
+
+    The first parts have 1, 1, 2, 4, ... steps, up to the width of the others: noise changes fastest at the beginning.
     """
     parts = int(np.clip(len(steps) // (4 * lasting), 1, _MOST_PARTS))
     width = len(steps) // parts
@@ -310,10 +312,8 @@ def _edges(steps: Ints, lasting: int) -> Ints:
     return np.asarray(steps[np.concatenate([early, (np.arange(1, parts) * len(steps)) // parts])])
 
 
-def _beside(by_part: Floats) -> Floats:
-    """The largest value of each part and its neighbours; parts without noise have the value of the nearest other
-    one.
-    """
+def _max_with_neighbors(by_part: Floats) -> Floats:
+    """The maximum of each part and its neighbors; a part without noise gets the value of the nearest other part."""
     known = ~np.isnan(by_part)
     parts = by_part.shape[1]
     places = np.arange(parts)
@@ -330,25 +330,25 @@ _PART_OF_BOUND, _LEAST_BEGIN = 0.5, 4.0
 """A difference that has passed the bound began where it passed half of it, which is at least so many spreads."""
 
 
-class Found(NamedTuple):
-    """A lasting difference of a series. ``since`` is the first iteration after the last value without it."""
+class SeriesDeparture(NamedTuple):
+    """A series with a lasting difference. ``since``: its possible beginning, right after the last value without it."""
 
     subject: Subject
     since: int
     departure: StatisticDeparture
 
 
-class Compared(NamedTuple):
-    """The values of some series on both sides, by series and iteration.
+class ComparedValues(NamedTuple):
+    """The values of some series on both sides, sorted by series and iteration.
 
     Attributes:
-        series, iterations: [n]: of each value; series as places in ``subjects``.
+        series, iterations: [n]; ``series`` are indices in ``subjects``.
         a, b: [n].
         difference: [n]: on the scale.
-        spread: [n]: the ordinary spread; nan without a noise floor.
-        limit: [n]: the difference that counts.
-        below, above: [n]: the values that are just far enough from a to count; a itself if it is not finite.
-        begins: the places of the first values of lasting differences.
+        spread: [n]: the spread of the noise; nan without a noise floor.
+        limit: [n]: the smallest difference that counts.
+        below, above: [n]: the nearest values to a that count as different; a itself if it is not finite.
+        begins: the indices of the first values of lasting differences.
     """
 
     subjects: Sequence[Subject]
@@ -366,11 +366,11 @@ class Compared(NamedTuple):
 
 @dataclass
 class Search:
-    """The search for differences, with its counts.
+    """The search for lasting differences, with its counts.
 
     Attributes:
         lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
-        show: receives all compared values, in parts.
+        show: receives all compared values, in pieces.
         without_steps: the number of series without a common step.
         without_noise: the number of series without a baseline.
         all_equal: whether all values that pair are equal, to the last bit.
@@ -381,24 +381,24 @@ class Search:
     b: Side
     noise: Sequence[Side]
     lasting: int
-    show: Callable[[Compared], None] | None = None
+    show: Callable[[ComparedValues], None] | None = None
     without_steps: int = 0
     without_noise: int = 0
     all_equal: bool = True
     iterations: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
-    def run(self, subjects: Sequence[Subject]) -> Iterator[Found]:
+    def run(self, subjects: Sequence[Subject]) -> Iterator[SeriesDeparture]:
         ordered = sorted(subjects, key=family)
         counts = np.array([self.a.count(subject) for subject in ordered], np.int64)
         for piece in pieces(counts):
-            # In the order of the records nothing has to be sorted.
+            # In the order of the records, values need no sorting.
             part = sorted(ordered[piece], key=lambda subject: self.a.series.get(subject, math.inf))
-            yield from self._part(part)
+            yield from self._search_piece(part)
 
-    def _part(self, subjects: Sequence[Subject]) -> Iterator[Found]:
+    def _search_piece(self, subjects: Sequence[Subject]) -> Iterator[SeriesDeparture]:
         sides = [side.read(subjects) for side in (self.a, self.b, *self.noise)]
         scales = _Scales(subjects, sides)
-        series, iterations, ours, theirs = _both(sides[0], sides[1])
+        series, iterations, ours, theirs = _pair_values(sides[0], sides[1])
         self.iterations = np.union1d(self.iterations, iterations)
         counts = np.bincount(series, minlength=len(subjects))
         self.without_steps += int((counts == 0).sum())
@@ -406,14 +406,14 @@ class Search:
         place = scales.places(series, ours)
         difference = scales.places(series, theirs) - place
 
-        spread, bound = self._noise_at(scales, [sides[0], *sides[2:]], series, iterations)
+        spread, bound = self._noise_limits(scales, [sides[0], *sides[2:]], series, iterations)
         known = ~np.isnan(spread)
         limit = np.where(known, bound * spread, scales.bound[series])
         begin = np.where(known, np.minimum(limit, np.fmax(_LEAST_BEGIN, _PART_OF_BOUND * bound) * spread), limit)
         beyond_starts, beyond_lengths = _stretches(series, difference, limit)
         starts = beyond_starts[beyond_lengths >= np.minimum(self.lasting, counts[series[beyond_starts]])]
         starts = starts[np.unique(series[starts], return_index=True)[1]]
-        # The stretch in which it has begun.
+        # Extend the difference back to the beginning, by the lower threshold.
         begun_starts, begun_lengths = _stretches(series, difference, begin)
         within = np.searchsorted(begun_starts, starts, "right") - 1
         begins, lengths = begun_starts[within], begun_lengths[within]
@@ -421,15 +421,15 @@ class Search:
             finite = np.isfinite(ours)
             below, above = (np.where(finite, scales.values(series, place + way * limit), ours) for way in (-1, 1))
             values = (ours, theirs, difference, spread, limit, below, above)
-            self.show(Compared(subjects, series, iterations, *values, begins))
-        yield from self._described(
+            self.show(ComparedValues(subjects, series, iterations, *values, begins))
+        yield from self._describe_departures(
             subjects, begins, lengths, series, iterations, (ours, theirs, difference), (spread, limit)
         )
 
-    def _noise_at(
+    def _noise_limits(
         self, scales: _Scales, sides: Sequence[Numbers], series: Ints, iterations: Ints
     ) -> tuple[Floats, Floats]:
-        """The ordinary spread at each difference, and the multiple of it that counts; nan without known noise."""
+        """Return the spread of the noise at each difference, and the multiple of it that counts; nan without noise."""
         number = len(scales.family)
         noise = _noise(scales, sides)
         has = np.bincount(noise.series, minlength=number) > 0
@@ -437,13 +437,13 @@ class Search:
         if not has.any():
             nothing = np.full(len(series), np.nan)
             return nothing, nothing
-        spread = measure(noise, scales.family, scales.families, scales.least, self.lasting)
-        largest = _largest(noise, spread, scales, self.lasting)
+        spread = measure_noise(noise, scales.family, scales.families, scales.least, self.lasting)
+        largest = _largest_noise(noise, spread, scales, self.lasting)
         families = scales.family[series]
         bound = np.fmax(_LEAST_BOUND, _BEYOND_NOISE * largest[families])
         return np.where(has[series], spread.at(families, series, iterations), np.nan), bound
 
-    def _described(
+    def _describe_departures(
         self,
         subjects: Sequence[Subject],
         begins: Ints,
@@ -452,7 +452,7 @@ class Search:
         iterations: Ints,
         values: tuple[Floats, ...],
         limits: tuple[Floats, Floats],
-    ) -> Iterator[Found]:
+    ) -> Iterator[SeriesDeparture]:
         group = np.repeat(np.arange(len(begins)), lengths)
         inside = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(len(group))
         medians = [grouped_quantile(group, column[inside], len(begins), 0.5) for column in values]
@@ -463,7 +463,7 @@ class Search:
             subject = subjects[series[begin]]
             ours, theirs, difference = (float(column[number]) for column in medians)
             scale = scale_of(subject.tensor, subject.statistic)
-            if scale is MAGNITUDE and ours < 0 and theirs < 0:  # the smaller magnitude is the larger number
+            if scale is MAGNITUDE and ours < 0 and theirs < 0:  # the smaller magnitude is the larger value
                 difference = -difference
             is_known = not math.isnan(spread[begin])
             departure = StatisticDeparture(
@@ -481,7 +481,7 @@ class Search:
                 bound=float(limit[begin]),
             )
             is_first = not begin or series[begin - 1] != series[begin]
-            yield Found(subject, 0 if is_first else int(iterations[begin - 1]) + 1, departure)
+            yield SeriesDeparture(subject, 0 if is_first else int(iterations[begin - 1]) + 1, departure)
 
 
 class _Scales:
@@ -496,7 +496,9 @@ class _Scales:
         self.least = np.array([scale.least for scale in scales])
         self.bound = np.array([scale.bound for scale in scales])[self.family]
         levels = np.array([scale is LEVEL for scale in scales])[self.family]
-        self._magnitudes = np.where(levels, _ordinary(sides, len(subjects)), _smallest(sides, len(subjects)))
+        self._magnitudes = np.where(
+            levels, _mean_magnitudes(sides, len(subjects)), _smallest_magnitudes(sides, len(subjects))
+        )
 
     def places(self, series: Ints, values: Floats) -> Floats:
         return self._by_kind(NoiseScale.places, series, values)
@@ -513,9 +515,9 @@ class _Scales:
         return result
 
 
-def _smallest(sides: Sequence[Numbers], number: int) -> Floats:
-    """[series]: the smallest magnitude but 0 on any side; 1 without one."""
-    smallest = np.full(number, np.inf)
+def _smallest_magnitudes(sides: Sequence[Numbers], count: int) -> Floats:
+    """[series]: the smallest nonzero magnitude on any side; 1 without one."""
+    smallest = np.full(count, np.inf)
     for numbers in sides:
         magnitudes = np.abs(numbers.values)
         magnitudes[~(magnitudes > 0)] = np.inf
@@ -523,18 +525,18 @@ def _smallest(sides: Sequence[Numbers], number: int) -> Floats:
     return np.where(np.isfinite(smallest), smallest, 1.0)
 
 
-def _ordinary(sides: Sequence[Numbers], number: int) -> Floats:
-    ordinary = np.zeros(number)
+def _mean_magnitudes(sides: Sequence[Numbers], count: int) -> Floats:
+    ordinary = np.zeros(count)
     for numbers in sides:
         magnitudes = np.abs(numbers.values)
         finite = np.isfinite(magnitudes)
-        counts = np.bincount(numbers.series[finite], minlength=number)
-        mean = np.bincount(numbers.series[finite], magnitudes[finite], number) / np.maximum(counts, 1)
+        counts = np.bincount(numbers.series[finite], minlength=count)
+        mean = np.bincount(numbers.series[finite], magnitudes[finite], count) / np.maximum(counts, 1)
         ordinary = np.where(ordinary > 0, ordinary, mean)
     return np.where((ordinary > 0) & np.isfinite(ordinary), ordinary, 1.0)
 
 
-def _both(a: Numbers, b: Numbers) -> tuple[Ints, Ints, Floats, Floats]:
+def _pair_values(a: Numbers, b: Numbers) -> tuple[Ints, Ints, Floats, Floats]:
     stride = 1 + max((int(part.iterations.max()) for part in (a, b) if len(part.iterations)), default=0)
     ours, theirs = (part.series * stride + part.iterations for part in (a, b))
     _, first, second = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
@@ -544,7 +546,7 @@ def _both(a: Numbers, b: Numbers) -> tuple[Ints, Ints, Floats, Floats]:
 def _noise(scales: _Scales, sides: Sequence[Numbers]) -> Noise:
     parts = []
     for number, (first, other) in enumerate(combinations(sides, 2)):
-        series, iterations, ours, theirs = _both(first, other)
+        series, iterations, ours, theirs = _pair_values(first, other)
         difference = scales.places(series, theirs) - scales.places(series, ours)
         parts.append((series, iterations, np.full(len(series), number), difference))
     if not parts:
@@ -552,8 +554,8 @@ def _noise(scales: _Scales, sides: Sequence[Numbers]) -> Noise:
     return Noise(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
-def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Floats:
-    """[families]: the largest lasting difference in the noise, in multiples of its spread."""
+def _largest_noise(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Floats:
+    """[families]: the largest lasting difference within the noise, in multiples of its spread."""
     z = noise.differences / spread.at(scales.family[noise.series], noise.series, noise.iterations)
     largest = np.zeros(scales.families)
     if len(z) < lasting:
@@ -571,8 +573,8 @@ def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Flo
 
 
 def _stretches(series: Ints, difference: Floats, limit: Floats) -> tuple[Ints, Ints]:
-    """Return the starts and lengths of stretches of a series with differences beyond a limit on one side. Inf and nan
-    continue the stretch before them.
+    """Find stretches of a series with differences beyond a limit, of one sign; returns their starts and lengths. Inf
+    and nan continue the stretch before them.
     """
     size = np.abs(difference)
     state: npt.NDArray[np.int8] = np.where(size > limit, np.sign(difference), 0).astype(np.int8)

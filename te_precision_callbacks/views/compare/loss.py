@@ -29,14 +29,14 @@ Shares = Mapping[str, float]
 
 
 class LossCurves(NamedTuple):
-    """The losses of two sides at the steps that both have.
+    """The losses of two sides at their common steps. A *lost* loss is not finite from a step to the end of its run.
 
     Attributes:
-        steps: up to where either loss is lost, to the end of its run.
+        steps: the number of steps before either loss is lost.
         window: the steps of the running median.
-        smooth_a, smooth_b: [n], as running medians; nan from where either is lost.
-        relative: [n]: (b - a) / |a| of these; nan where either is no number.
-        lost_a, lost_b: where each is lost.
+        smooth_a, smooth_b: [n], running medians; nan after ``steps``.
+        relative: [n]: (b - a) / |a| of the running medians; nan where either is not finite.
+        lost_a, lost_b: the steps of each lost loss.
     """
 
     name: Subject
@@ -53,7 +53,7 @@ class LossCurves(NamedTuple):
 
 
 def loss_curves(a: Side, b: Side) -> LossCurves | None:
-    """The likeliest loss of two sides, preferably a lost one, since a trainer may log another number in its place."""
+    """The most likely loss among the metrics; preferably a lost loss, since a trainer may also log it filtered."""
     losses = {subject.statistic: subject for subject in a.scalars if subject in b.scalars}
     names = [losses[name] for name in loss_first(losses) if is_loss(name)]
     names.sort(key=lambda name: not (is_loss_of_training(name.statistic) and any(_lost(side, name) for side in (a, b))))
@@ -85,9 +85,7 @@ def _lost(side: Side, name: Subject) -> LostLoss | None:
 
 
 def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares, Shares]) -> LossComparison | None:
-    """Compare the losses of two sides; None without a common loss. ``shares`` are the precisions of each side, if
-    known.
-    """
+    """Compare the losses of two sides; None without a common loss. ``shares``: precision -> share of each side."""
     curves = loss_curves(a, b)
     if curves is None:
         return None
@@ -129,7 +127,7 @@ def _mean(values: Floats) -> float:
 
 
 def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
-    """The steps with losses far apart and similar running medians, unless the noise has such steps too."""
+    """Find steps with very different losses but similar running medians; None if the noise has such steps too."""
     factors = _spikes(curves)
     at = int(factors.argmax()) if factors.size else None
     if at is None or factors[at] < _SPIKE or any(_spikes(curve).max(initial=0.0) >= factors[at] for curve in noise):
@@ -139,8 +137,8 @@ def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
 
 
 def _spikes(curves: LossCurves) -> Floats:
-    """The factor between two losses in each step up to where one is lost; 1 where their running medians have a tenth of
-    it or more.
+    """The factor between two losses in each step before one is lost; 1 if the factor between their running medians is
+    a tenth of it or more.
     """
     a, b, x, y = (curve[: curves.steps] for curve in (curves.a, curves.b, curves.smooth_a, curves.smooth_b))
     factors = _factors(a, b)
@@ -148,16 +146,14 @@ def _spikes(curves: LossCurves) -> Floats:
 
 
 def _factors(a: Floats, b: Floats) -> Floats:
-    """The larger magnitude by the smaller one; inf where one of them alone is 0, inf or nan."""
+    """The larger magnitude divided by the smaller one; inf where only one of them is 0, inf or nan."""
     x, y = (np.where(np.isfinite(values), np.abs(values), np.inf) for values in (a, b))
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(x == y, 1.0, np.maximum(x, y) / np.minimum(x, y))
 
 
 def _smooth(values: Floats, steps: int, window: int) -> Floats:
-    """The running median over ``window`` steps, of fewer at both ends; nan where they have no number, and behind the
-    first ``steps``.
-    """
+    """The running median over ``window`` steps, fewer at both ends; nan without finite values, and after ``steps``."""
     medians = np.full(len(values), np.nan)
     if steps:
         padded = np.pad(values[:steps], (window // 2, window - 1 - window // 2), constant_values=np.nan)
@@ -169,7 +165,7 @@ def _smooth(values: Floats, steps: int, window: int) -> Floats:
 
 
 def _relative(x: Floats, y: Floats) -> Floats:
-    """(y - x) / |x|; nan where either is no number, inf where only x is 0, and 0 where both are."""
+    """(y - x) / |x|; nan where either is not finite, inf where only x is 0, and 0 where both are."""
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(x == y, 0.0, (y - x) / np.abs(x))
     return np.where(np.isfinite(x) & np.isfinite(y), relative, np.nan)
@@ -180,7 +176,7 @@ def _stable(steps: int) -> slice:
 
 
 def _kind(shares: Shares) -> str:
-    """``nvfp4`` or ``fp8`` where any of it is used, else ``high``; empty if nothing is known."""
+    """``nvfp4`` or ``fp8`` if any product uses it, else ``high``; empty if unknown."""
     for kind in ("nvfp4", "fp8"):
         if any(name in LOW_PRECISION[kind] for name in shares):
             return kind

@@ -1,10 +1,10 @@
 """Separates differences a layer introduces from those it inherits.
 
-A tensor inherits a difference if one of its sources has departed too, as early, in the same direction and by as much.
-The sources of an activation are the activations, outputs and weights before it; of a gradient the gradients and weights
-that the backward has passed; of an output the layer's activation and weight; of a weight, in later steps, its
-gradients. The records do not have the connections of layers: all earlier layers of the step count, in the order of a
-step: the forwards of layers, their backwards, then the optimizer and the trainer.
+A tensor inherits a difference if one of its sources departed too: as early, in the same direction and by as much. The
+sources of an activation are the activations, outputs and weights before it; of a gradient, the gradients and weights
+that the backward has passed; of an output, the layer's activation and weight; of a weight, its gradients in earlier
+steps. Records do not contain the connections of layers, so all earlier layers of the step are candidates. A step runs
+the forwards, the backwards, then the optimizer and the trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.views.compare.departures import Found
+from te_precision_callbacks.views.compare.departures import SeriesDeparture
 from te_precision_callbacks.views.compare.result import Parting
 
 Layer = tuple[str, str]
@@ -37,9 +37,9 @@ class StepPlace(NamedTuple):
 
 
 class Order:
-    """The order of execution of some runs of one model; the first run with a layer decides about its place.
+    """The execution order of a model, from several runs; the first run with a layer determines its place.
 
-    ``seen``: the order was recorded; otherwise layers are in the order of their first values.
+    ``seen``: whether the order was recorded; otherwise layers are in the order of their first values.
     """
 
     def __init__(self, runs: Iterable[RecordedRun]) -> None:
@@ -54,7 +54,7 @@ class Order:
                 if backward is not None:
                     self._backward.setdefault((scope or "", layer), backward)
         self.seen = bool(self._forward)
-        # Behind those that were seen come the others, as they come first in the records.
+        # Layers without a recorded place follow, in the order of the records.
         behind = max(self._forward.values(), default=-1.0) + 1
         for run in runs:
             for subject in run.subjects:
@@ -73,15 +73,15 @@ class Order:
 
 
 def _stage(scope: str) -> int:
-    """The turn of a pipeline stage in the forward: all stages run their first chunk, then their second one."""
+    """The place of a pipeline stage in the forward: all stages run their first chunk, then all their second chunk."""
     numbers = {name: int(number) for name, number in re.findall(r"(?:^|\.)(vpp|pp)(\d+)(?=\.|$)", scope)}
     return numbers.get("vpp", 0) * 1_000_000 + numbers.get("pp", 0)
 
 
 _SHARE = 0.75
-"""A tensor that has departed by this share of another one's difference accounts for it."""
+"""The minimum ratio of a source's difference to an inherited difference."""
 
-_MADE_OF: Mapping[str, tuple[str, ...]] = {
+_SOURCES: Mapping[str, tuple[str, ...]] = {
     "activation": ("activation", "weight", "output"),
     "gradient": ("gradient", "weight", "dgrad"),
     "output": ("activation", "weight"),
@@ -91,30 +91,32 @@ _MADE_OF: Mapping[str, tuple[str, ...]] = {
 }
 
 _MOST_LINKS = 10
-"""The sources behind one another that are seen later than what inherits them."""
+"""The maximum length of a chain of sources to correct, if sources have rarer values than inheriting tensors."""
 
 _IN_ORDER = ("activation", "gradient")
 
 _Key = tuple[str, str, str, int | None]
 
 
-def partings(departures: Iterable[Found], order: Order) -> list[Parting]:
-    tensors: dict[_Key, list[Found]] = {}
+def partings(departures: Iterable[SeriesDeparture], order: Order) -> list[Parting]:
+    tensors: dict[_Key, list[SeriesDeparture]] = {}
     for departed in departures:
         tensors.setdefault(_key(departed.subject), []).append(departed)
     for group in tensors.values():
         group.sort(key=lambda departed: -departed.departure.strength)
     sources = _Sources(tensors, order)
-    source_of = {key: sources.of(group) for key, group in tensors.items()}
-    began = _began(tensors, source_of)
+    source_of = {key: sources.find(group) for key, group in tensors.items()}
+    began = _first_iterations(tensors, source_of)
     made = {key: _parting(group, source_of[key]) for key, group in tensors.items()}
     return [made[key] for key in sorted(made, key=lambda key: (began[key], order.place(tensors[key][0].subject)))]
 
 
-def _began(tensors: Mapping[_Key, Sequence[Found]], source_of: Mapping[_Key, Found | None]) -> dict[_Key, int]:
-    """The iteration of each tensor's first difference; a source is not later than the tensors that inherit from it.
+def _first_iterations(
+    tensors: Mapping[_Key, Sequence[SeriesDeparture]], source_of: Mapping[_Key, SeriesDeparture | None]
+) -> dict[_Key, int]:
+    """The iteration of each tensor's first difference; a source is moved before the tensors that inherit from it.
 
-    A weight with values in every fifth step may seem to depart after its activations.
+    For example, a weight with values in every fifth step may seem to depart after the activations it affects.
     """
     began = {key: min(departed.departure.iteration for departed in group) for key, group in tensors.items()}
     for _ in range(_MOST_LINKS):
@@ -129,11 +131,11 @@ def _began(tensors: Mapping[_Key, Sequence[Found]], source_of: Mapping[_Key, Fou
 
 
 def _key(subject: Subject) -> _Key:
-    # A number of the trainer, or of a user's own feature, has no other that it could come from.
+    # Metrics of the trainer or of a custom feature have no source, so the statistic is part of the key.
     return subject.scope, subject.layer, subject.tensor or f"\0{subject.statistic}", subject.rank
 
 
-def _parting(group: Sequence[Found], source: Found | None) -> Parting:
+def _parting(group: Sequence[SeriesDeparture], source: SeriesDeparture | None) -> Parting:
     subject = group[0].subject
     first = min(group, key=lambda departed: departed.departure.iteration)
     return Parting(
@@ -150,26 +152,26 @@ def _parting(group: Sequence[Found], source: Found | None) -> Parting:
 
 
 class _Sources:
-    def __init__(self, tensors: Mapping[_Key, Sequence[Found]], order: Order) -> None:
+    def __init__(self, tensors: Mapping[_Key, Sequence[SeriesDeparture]], order: Order) -> None:
         self._by_key = tensors
         self._order = order
-        self._lines: dict[tuple[str, int | None, str], list[tuple[StepPlace, Found]]] = {}
+        self._lines: dict[tuple[str, int | None, str], list[tuple[StepPlace, SeriesDeparture]]] = {}
         for tensor in _IN_ORDER:
             placed = [
                 (self._place(departed, tensor), departed)
                 for group in tensors.values()
                 for departed in group
-                if departed.subject.tensor in _MADE_OF[tensor]
+                if departed.subject.tensor in _SOURCES[tensor]
             ]
             for place, departed in sorted(placed, key=lambda pair: pair[0]):
                 line = tensor, departed.subject.rank, departed.subject.statistic
                 self._lines.setdefault(line, []).append((place, departed))
 
-    def of(self, group: Sequence[Found]) -> Found | None:
-        """The source of a tensor's difference, by the strongest statistic that departs in a source too."""
+    def find(self, group: Sequence[SeriesDeparture]) -> SeriesDeparture | None:
+        """Find the source of a tensor's difference, by the strongest statistic that departs in a source too."""
         for departed in group:
             own, has_any = departed.departure.difference, False
-            for source in self._possible(departed):
+            for source in self._candidates(departed):
                 theirs, has_any = source.departure.difference, True
                 if theirs * own > 0 and abs(theirs) >= _SHARE * abs(own):
                     return source
@@ -177,22 +179,22 @@ class _Sources:
                 break
         return None
 
-    def _place(self, departed: Found, tensor: str) -> StepPlace:
+    def _place(self, departed: SeriesDeparture, tensor: str) -> StepPlace:
         return self._order.place(departed.subject._replace(tensor=tensor))
 
-    def _possible(self, departed: Found) -> Iterator[Found]:
-        """The differences of the same statistic that existed then: of earlier layers, the nearest first, or of the own
-        layer.
+    def _candidates(self, departed: SeriesDeparture) -> Iterator[SeriesDeparture]:
+        """Yield differences of the same statistic at that time, of earlier layers, nearest first; for outputs and
+        weights, of the same layer.
         """
         subject, at = departed.subject, departed.departure.iteration
         if subject.tensor in _IN_ORDER:
             line = self._lines.get((subject.tensor, subject.rank, subject.statistic), [])
             before = bisect_left(line, self._place(departed, subject.tensor), key=itemgetter(0))
-            sources: Iterable[Found] = (source for _, source in reversed(line[:before]))
+            sources: Iterable[SeriesDeparture] = (source for _, source in reversed(line[:before]))
         else:
             sources = (
                 source
-                for tensor in _MADE_OF.get(subject.tensor, ())
+                for tensor in _SOURCES.get(subject.tensor, ())
                 for source in self._by_key.get((subject.scope, subject.layer, tensor, subject.rank), ())
                 if source.subject.statistic == subject.statistic
             )

@@ -20,8 +20,7 @@ class ComparedVerdicts:
     """The verdicts of two runs.
 
     Attributes:
-        only_a, only_b: the findings that the other run does not have, by rule, tensor and layer; with these layers
-            only.
+        only_a, only_b: the findings that the other run lacks for that rule, tensor and layer; with these layers only.
         not_judged_in_a: the rules of ``only_b`` that were not checked in A.
     """
 
@@ -59,12 +58,12 @@ class ComparedVerdicts:
 
 def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
     ours, theirs = diagnose(a), diagnose(b)
-    only_b = tuple(_beyond(theirs, ours, "A"))
+    only_b = tuple(_missing_in(theirs, ours, "A"))
     unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in ours.judged)
-    return ComparedVerdicts(ours, theirs, tuple(_beyond(ours, theirs, "B")), only_b, tuple(unknown))
+    return ComparedVerdicts(ours, theirs, tuple(_missing_in(ours, theirs, "B")), only_b, tuple(unknown))
 
 
-def _beyond(findings: Iterable[Finding], others: Iterable[Finding], name: str) -> Iterator[Finding]:
+def _missing_in(findings: Iterable[Finding], others: Iterable[Finding], name: str) -> Iterator[Finding]:
     known: dict[tuple[str, str], set[str]] = defaultdict(set)
     for other in others:
         known[other.rule, other.tensor] |= set(other.layers or [""])
@@ -73,7 +72,7 @@ def _beyond(findings: Iterable[Finding], others: Iterable[Finding], name: str) -
         layers = tuple(layer for layer in finding.layers if layer not in has)
         if layers == finding.layers and not (not layers and "" in has):
             yield finding
-        elif layers:  # the described layer may be among those of the other run
+        elif layers:  # the other run may have the finding for the described layer
             seen = f"{finding.seen_in_words}; {name} has this finding too, in other layers"
             yield dataclasses.replace(finding, layers=layers, seen=seen, seen_at=None)
 
@@ -87,8 +86,8 @@ class ComparisonError(PrecisionDebugError, ValueError):
 
 @dataclass(frozen=True)
 class FactDifference:
-    """A fact that differs, such as ``versions.torch``, ``recipes``, ``coverage``, or an option of the config by its
-    path; its values are empty if a side does not have it.
+    """A fact that differs, such as ``versions.torch``, ``recipes``, ``coverage``, or the path of an option in the
+    config. A value is empty if that side does not have the fact.
     """
 
     name: str
@@ -98,10 +97,10 @@ class FactDifference:
 
 @dataclass(frozen=True)
 class StatisticDeparture:
-    """A statistic that departs, and stays away.
+    """A statistic with a lasting difference.
 
     Attributes:
-        steps: the number of steps of the series.
+        steps: the number of compared steps with the difference.
         to_the_end: whether it lasts to the end of the comparison.
         a, b: the medians of both sides over these steps.
         difference: the median of b - a over these steps, in ``unit``.
@@ -136,11 +135,11 @@ class Parting:
     Attributes:
         layer, tensor: empty for a metric of the trainer, such as the loss.
         rank: the rank of local values; None for reduced ones.
-        since: the first iteration of the possible beginning; earlier than ``iteration`` if the tensor has no values in
-            each step. Tensors that inherit from it come after it.
+        since: the first possible iteration of its beginning; earlier than ``iteration`` if the steps before it have no
+            values.
         departures: the statistics that depart, the strongest first.
-        origin: ``made here`` if no source of the tensor has departed by as much before; else ``inherited``.
-        source: the tensor that most of the difference comes from, such as ``layers.3.fc1 weight``; may be empty.
+        origin: ``made here`` if no source of the tensor departed by as much before; else ``inherited``.
+        source: the source of most of the difference, such as ``layers.3.fc1 weight``; may be empty.
     """
 
     scope: str
@@ -168,12 +167,12 @@ class Pairing:
     """The pairs of series.
 
     Attributes:
-        series: the number of series on both sides, with a common step.
-        without_steps: the number of series on both sides, without one.
+        series: the number of series on both sides, with common steps.
+        without_steps: the number of series on both sides, without common steps.
         only_a, only_b: the number of series on one side only.
         layers: the number of layers on both sides.
         first, last: the first and last common iteration.
-        with_other_rows: the layers with another number of rows in a step of B, such as with another batch size.
+        with_other_rows: the layers with a different number of rows in a step of B, for example by the batch size.
         steps: the number of common steps.
     """
 
@@ -194,7 +193,7 @@ class Pairing:
 
 @dataclass(frozen=True)
 class Floor:
-    """The noise floor: the baseline runs, and the number of series without a baseline, where fixed bounds hold."""
+    """The noise floor: the baseline runs, and the number of series without a baseline, which use fixed bounds."""
 
     sides: tuple[str, ...]
     without: int
@@ -206,8 +205,8 @@ class Yardstick:
 
     Attributes:
         bound: relative, such as 0.0025.
-        source: who has measured it.
-        holds: whether the losses are within it; None if the runs are not of these precisions.
+        source: who measured it.
+        holds: whether the losses are within it; None if it is for other precisions.
     """
 
     name: str
@@ -228,7 +227,7 @@ class LossSpike:
 
 @dataclass(frozen=True)
 class LostLoss:
-    """A loss that is not finite, to the end of its run. ``what`` is ``nan``, ``inf`` or ``-inf``, or several, such as
+    """A loss that is not finite up to the end of its run. ``what``: ``nan``, ``inf``, ``-inf``, or several, such as
     ``inf or nan``.
     """
 
@@ -242,14 +241,14 @@ class LossComparison:
     """The loss curves as running medians, up to the step where either is lost.
 
     Attributes:
-        steps: the number of common steps. Without any, the numbers below are nan.
+        steps: the number of common steps; without any, the values below are nan.
         window: the steps of the running median.
         stable_since: the first iteration of the stable phase, the last quarter.
         a, b: the means in the stable phase.
         relative: the mean of (b - a) / |a| in the stable phase.
-        largest: the largest |b - a| / |a| of the last three quarters.
-        floor: the largest magnitude of ``relative`` of a baseline.
-        spike: a spike that the running median hides; None if the noise has as much.
+        largest: the largest |b - a| / |a| in the last three quarters.
+        floor: the largest magnitude of ``relative`` among the baselines.
+        spike: a spike that the running median hides; None if the noise has similar spikes.
         precisions: the low precision of A and B, or else the most frequent one; empty if unknown.
         lost_a, lost_b: the steps where the loss of A and of B is lost.
     """
@@ -272,8 +271,8 @@ class LossComparison:
 
     @property
     def is_finding(self) -> bool:
-        """True if one loss is lost, there is a spike, or the difference exceeds the published bound for these runs, and
-        the noise.
+        """True if one loss is lost, a spike exists, or the difference exceeds both the published bound for these
+        precisions and the noise.
         """
         if self.spike is not None or (self.lost_a is None) != (self.lost_b is None):
             return True
@@ -286,15 +285,15 @@ class Comparison:
     """The differences between two runs.
 
     Attributes:
-        facts: other differences: config, versions, recipe, environment, coverage.
+        facts: differences of config, versions, recipe, environment and coverage.
         lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
         ordered: whether the order of execution is known; otherwise layers are in the order of their first values.
-        parted: the tensors that depart, by iteration, and within one by the order of execution.
+        parted: the tensors that depart, by iteration, then by execution order.
         all_equal: whether all values that pair are equal, to the last bit.
         loss: None if a side has no loss.
         notes: missing or damaged parts.
-        verdicts: the findings of the rules on both sides; None for a run with itself.
-        layers_apart: why only metrics of the trainer were compared, and the remedy; otherwise empty.
+        verdicts: the findings of the rules on both sides; None if both sides are the same run.
+        layers_apart: why no layers pair and only metrics of the trainer were compared, and the remedy; else empty.
     """
 
     a: str

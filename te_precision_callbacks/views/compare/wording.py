@@ -25,7 +25,7 @@ from te_precision_callbacks.views.compare.result import (
 MOST_NAMES = 3
 
 
-def what_was_compared(comparison: Comparison) -> Iterator[str]:
+def describe_pairing(comparison: Comparison) -> Iterator[str]:
     pairing, floor = comparison.pairing, comparison.floor
     steps = f"in {many(pairing.steps, 'step')}, from {pairing.first} to {pairing.last}"
     if pairing.first == pairing.last:
@@ -69,7 +69,7 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
         yield "The order of execution was not recorded: layers are in the order of their first values."
 
 
-def where_first(comparison: Comparison) -> Iterator[str]:
+def describe_first(comparison: Comparison) -> Iterator[str]:
     if comparison.all_equal:
         yield "All paired values are bit-identical."
         return
@@ -93,7 +93,7 @@ def where_first(comparison: Comparison) -> Iterator[str]:
 
 
 def first_lines(comparison: Comparison) -> Iterator[str]:
-    """The first thing to read: that no layer was compared, and which losses are no number any more, and since when."""
+    """Yield the most important lines: that no layers pair, and that a loss is not finite, since when."""
     if comparison.layers_apart:
         yield comparison.layers_apart
     loss = comparison.loss
@@ -108,7 +108,7 @@ def first_lines(comparison: Comparison) -> Iterator[str]:
             yield f"The {loss.name} of {side} is {lost.what} {when}{alone}."
 
 
-def of_losses(loss: LossComparison) -> Iterator[str]:
+def describe_losses(loss: LossComparison) -> Iterator[str]:
     is_lost = loss.lost_a is not None or loss.lost_b is not None
     if not loss.steps:
         yield f"No {loss.name} can be compared: one run has inf or nan from the first common step on."
@@ -159,7 +159,7 @@ def difference(departure: StatisticDeparture) -> str:
 
 
 def times(departure: StatisticDeparture) -> str:
-    """The difference as a multiple of the spread, or without a noise floor of the bound; empty with inf or nan."""
+    """The difference as a multiple of the noise, or of the bound without a noise floor; empty with inf or nan."""
     if abs(departure.difference) > NO_NUMBER:
         return ""
     measure = departure.bound if departure.spread is None else departure.spread
@@ -198,12 +198,12 @@ def show(comparison: Comparison) -> None:
     if verdicts is not None:
         _paragraphs("Findings that only B has", _new_findings(verdicts))
     _show_facts(comparison.facts)
-    _paragraphs("What was compared", what_was_compared(comparison))
-    _paragraphs("Where they diverge", where_first(comparison))
+    _paragraphs("What was compared", describe_pairing(comparison))
+    _paragraphs("Where they diverge", describe_first(comparison))
     if comparison.parted:
-        _show_parted(comparison)
+        _show_departures(comparison)
     if comparison.loss is not None:
-        _paragraphs("Loss", of_losses(comparison.loss))
+        _paragraphs("Loss", describe_losses(comparison.loss))
     for note in comparison.notes:
         typer.echo()
         terminal.show_text(f"Note: {note}", hanging=_INDENT)
@@ -244,7 +244,7 @@ def _show_facts(facts: Sequence[FactDifference]) -> None:
         terminal.show_text(f"and {len(facts) - _MOST_FACTS} more, which --json has.", _INDENT)
 
 
-def _show_parted(comparison: Comparison) -> None:
+def _show_departures(comparison: Comparison) -> None:
     rows: dict[tuple[Any, ...], list[Parting]] = {}
     for parting in comparison.parted:
         strongest = parting.strongest

@@ -45,9 +45,9 @@ def report_command(
     recorded, note = chosen_run(path, run)
     if note:
         terminal.show_text(note)
-    _show(first := recorded.notes)  # they say why there may be no numbers
+    _show(first := recorded.notes)  # before a ReportError, since they explain missing values
     written = write_report(recorded, output, device=chosen)
-    _show(recorded.notes[len(first) :])  # of what turned out to be damaged when it was read
+    _show(recorded.notes[len(first) :])  # notes on damage detected while reading
     size = written.stat().st_size
     terminal.show_text(f"{written}: {size / 1e6:.1f} MB")
     if size > MOST_BYTES:

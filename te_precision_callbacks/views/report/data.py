@@ -1,8 +1,8 @@
 """The data of a run's page.
 
 A page has a bounded size. It always has heat maps, with one byte for the worst value of a layer in a span of steps, and
-the exact worst value of each layer. The rest of the size goes to whole curves and histograms: first with findings, then
-of the worst layers, then all others.
+the exact worst value of each layer. The remaining budget goes to complete curves and histograms: first of series with
+findings, then of the worst layers, then of all others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.facts import speed_facts
 from te_precision_callbacks.views.report.overview import Columns, Overview, has_room_for, histograms, overviews, pieces
-from te_precision_callbacks.views.report.packing import Packed, PackedScale, narrowed, steps_between
+from te_precision_callbacks.views.report.packing import PackedArrays, PackedScale, narrow, steps_between
 from te_precision_callbacks.views.report.subjects import (
     FamilySeries,
     ReportError,
@@ -51,15 +51,13 @@ _FORMATS = (E4M3, E5M2, E2M1)
 
 
 def page_data(run: RecordedRun, most: int, device: Device | None = None) -> tuple[dict[str, Any], list[str]]:
-    """Choose the content of a page and its arrays, of at most ``most`` characters; raises ReportError for a run
-    without values.
-    """
+    """Choose the content and the arrays of a page, at most ``most`` characters; raises ReportError without values."""
     why = why_nothing_to_show(run)
     if why:
         raise ReportError(why)
     subjects, verdict = Subjects(run), diagnose(run)
-    packed = Packed(most)
-    chosen, columns, left_out = _fitted(run, subjects)
+    packed = PackedArrays(most)
+    chosen, columns, left_out = _choose_families(run, subjects)
     made = []
     for overview in overviews(run, chosen, columns):
         made.append(FamilyOnPage(overview, packed))
@@ -75,7 +73,7 @@ def page_data(run: RecordedRun, most: int, device: Device | None = None) -> tupl
         ],
         "layers": _layers(run, subjects),
         "scalars": _scalars(run, subjects, packed),
-        # A block of NVFP4 has a scale in E4M3, so all blocks together reach that much further down.
+        # Blocks of NVFP4 have E4M3 scales, which extend the range of a tensor downwards.
         "formats": {
             form.name: {
                 "max": form.max,
@@ -122,12 +120,12 @@ def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
             items.append({"layer": layer, "rank": rank, "value": value, "at": at})
         listed_families.append({"family": place, "items": items, "counted": bool(worst[family])})
 
-    def gravity(listed: dict[str, Any]) -> tuple[int, int]:
+    def priority(listed: dict[str, Any]) -> tuple[int, int]:
         request = made[listed["family"]].family.request
         name = "" if request is None else request.statistic.name
         return (_FIRST.index(name) if name in _FIRST else len(_FIRST), listed["family"])
 
-    return sorted(listed_families, key=gravity)
+    return sorted(listed_families, key=priority)
 
 
 MOST_PLACES = 200
@@ -149,14 +147,14 @@ def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str
 
 
 def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, Any]:
-    """A finding for a page; ``places``: layer, as in records -> its place in the page's list of layers."""
+    """A finding for a page; ``places``: layer, as in records -> its index in the page's list of layers."""
     content = finding.as_json()
     del content["layers"]
     layers = [places[layer] for layer in finding.layers if layer in places]
     return {**content, "places": layers[:MOST_PLACES], "layers_total": len(finding.layers)}
 
 
-def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], Columns, list[str]]:
+def _choose_families(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], Columns, list[str]]:
     kept: list[FamilySeries] = []
     rows = 0
     for family in sorted(subjects.families, key=lambda family: not family.family.has_direction):
@@ -174,7 +172,7 @@ def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], C
 
 
 class FamilyOnPage:
-    def __init__(self, overview: Overview, packed: Packed) -> None:
+    def __init__(self, overview: Overview, packed: PackedArrays) -> None:
         self.overview = overview
         family, request = overview.family, overview.family.request
         row = None if request is None else request.statistic
@@ -199,7 +197,7 @@ class FamilyOnPage:
                 str(rank): packed.put(scale.bytes(cells, overview.present[rank]))
                 for rank, cells in overview.cells.items()
             },
-            "worst": {str(rank): packed.put(narrowed(worst)) for rank, worst in overview.worst.items()},
+            "worst": {str(rank): packed.put(narrow(worst)) for rank, worst in overview.worst.items()},
             "worst_at": {str(rank): packed.put(at) for rank, at in overview.worst_at.items()},
             "curves": {},
         }
@@ -209,8 +207,8 @@ _CurvePlace = tuple[FamilyOnPage, int, int, int, int]
 """A series: its heat map, row, rank, number, and number of values."""
 
 
-def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: Packed, verdict: Verdict) -> int:
-    order = _by_interest(run, made, verdict)
+def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: PackedArrays, verdict: Verdict) -> int:
+    order = _by_priority(run, made, verdict)
     kept = 0
     for piece in pieces(np.array([count for *_, count in order], np.int64), 500_000):
         wanted = order[piece]
@@ -223,7 +221,7 @@ def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: Packed, 
             begin, end = np.searchsorted(numbers, [series, series + 1])
             counts = ~page_family.overview.family.leaves_out(flags[begin:end])
             steps, own = iterations[begin:end][counts], values[begin:end][counts]
-            references = packed.try_put(steps_between(steps), narrowed(own))
+            references = packed.try_put(steps_between(steps), narrow(own))
             if references is None:
                 misses += 1
                 continue
@@ -234,9 +232,10 @@ def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: Packed, 
     return kept
 
 
-def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdict) -> list[_CurvePlace]:
-    """All series: those with findings first; then of each statistic the worst, the second worst, and so on; then the
-    other statistics of these layers; then all others."""
+def _by_priority(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdict) -> list[_CurvePlace]:
+    """All series, by priority: with findings; the worst of each statistic, the second worst, and so on; the other
+    statistics of these layers; the rest.
+    """
     with_findings: dict[tuple[str, str], set[str]] = {}
     for finding in verdict:
         with_findings.setdefault((finding.tensor, finding.statistic), set()).update(finding.layers)
@@ -264,7 +263,9 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
     return [place for _, place in sorted(keyed, key=lambda entry: entry[0])]
 
 
-def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Collection[int]) -> list[dict[str, Any]]:
+def _histograms(
+    run: RecordedRun, subjects: Subjects, packed: PackedArrays, worst: Collection[int]
+) -> list[dict[str, Any]]:
     families = [family for family in subjects.histograms if (family.layer >= 0).all()]
     content: list[dict[str, Any]] = [
         {
@@ -286,7 +287,7 @@ def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Col
                 if (int(layer) in worst) == is_worst
             }
             for place, used, lowest, counts in histograms(run, family, columns, wanted) if columns is not None else ():
-                arrays = packed.try_put(narrowed(counts), used.first, used.last) if packed.size <= most else None
+                arrays = packed.try_put(narrow(counts), used.first, used.last) if packed.size <= most else None
                 if arrays is None:
                     return content
                 entry["counts"][f"{family.layer[place]}:{family.rank[place]}"] = {"arrays": arrays, "lowest": lowest}
@@ -320,7 +321,7 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
     ]
 
 
-def _scalars(run: RecordedRun, subjects: Subjects, packed: Packed) -> list[dict[str, Any]]:
+def _scalars(run: RecordedRun, subjects: Subjects, packed: PackedArrays) -> list[dict[str, Any]]:
     names = sorted(loss_first(run.curves), key=lambda name: name not in run.metrics)
     curves = [(name, run.curves[name]) for name in names]
     for family in subjects.free:
@@ -330,8 +331,8 @@ def _scalars(run: RecordedRun, subjects: Subjects, packed: Packed) -> list[dict[
             curves.append((name, Curve(table["iteration"].to_numpy(), table["value"].to_numpy())))
     content = []
     for name, (iterations, values) in curves:
-        shown = facts.thinned(values)
-        arrays = packed.try_put(iterations[shown], narrowed(values[shown]))
+        shown = facts.downsample(values)
+        arrays = packed.try_put(iterations[shown], narrow(values[shown]))
         if arrays is not None:
             content.append({"name": name, "total": len(values), "shown": len(shown), "arrays": arrays})
     return content

@@ -20,7 +20,7 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.speed.devices import Device, DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import LayerRow, StepSpeed, estimate_step, layer_rows
-from te_precision_callbacks.speed.printing import in_short
+from te_precision_callbacks.speed.printing import summarize_speed
 from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 from te_precision_callbacks.views.report.subjects import layer_name
 
@@ -28,8 +28,10 @@ _MOST_EVENTS = 2000
 _MOST_POINTS = 20_000
 
 
-def thinned(values: npt.NDArray[np.float64], most: int = _MOST_POINTS) -> npt.NDArray[np.int64]:
-    """Downsample to a maximum number of values: the smallest and the largest, or a nan, of each of equal pieces."""
+def downsample(values: npt.NDArray[np.float64], most: int = _MOST_POINTS) -> npt.NDArray[np.int64]:
+    """Downsample to a maximum number of values; returns indices of the minimum and maximum, or of a nan, of equal
+    pieces.
+    """
     if len(values) <= most:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), most // 2 + 1).astype(np.int64)
@@ -98,7 +100,7 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     if rows:
         facts["from"], facts["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
     durations = [
-        (time - earlier).total_seconds() / (iteration - before)  # records may be of every tenth step
+        (time - earlier).total_seconds() / (iteration - before)  # not every step has records
         for (segment, before, earlier), (other, iteration, time) in pairwise(rows)
         if segment == other and iteration > before
     ]
@@ -123,7 +125,7 @@ def segments(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a process start without the rows on amaxes, which name all layers. A rule checks them."""
+    """The facts of a process start without the long rows on amaxes, which a rule checks."""
     settings = facts.get("settings")
     if not isinstance(settings, dict):
         return dict(facts)
@@ -149,8 +151,8 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
     """Return the speed of the step at the end of a run, in milliseconds.
 
     Returns:
-        ``summary``, the answer in a sentence; ``device``, null if unknown; ``unknown``, why no times are expected and
-        the remedy, may be empty; and if times are expected ``total``, ``kinds``, ``advice`` and ``notes``.
+        ``summary``, a sentence; ``device``, null if unknown; ``unknown``, why there are no expected times, and the
+        remedy, or empty; and with expected times ``total``, ``kinds``, ``advice`` and ``notes``.
     """
     try:
         speed = estimate_step(step_of_run(run), device_of_run(run) if device is None else device)
@@ -160,7 +162,7 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
         return {"summary": "The speed of this run is unknown", "device": None, "unknown": unknown}
     json = speed.as_json()
     return {
-        "summary": f"The matrix products of a step: {in_short(speed)}",
+        "summary": f"The matrix products of a step: {summarize_speed(speed)}",
         "device": speed.device.title,
         "unknown": "",
         "kinds": _kinds(speed),

@@ -1,4 +1,4 @@
-"""Heat maps: layer by step for each statistic, in few columns, each cell the worst of its steps; and histograms."""
+"""Heat maps of each statistic, layers by spans of steps, where a cell is the worst value; and histograms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_COLUMNS, _FEWEST_COLUMNS = 400, 24
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a heat map: consecutive iterations that had values; [columns], the first and the last of each."""
+    """The columns of a heat map: the first and last iteration of each span, [columns]."""
 
     first: Ints
     last: Ints
@@ -37,11 +37,11 @@ class Columns:
     def of(cls, run: RecordedRun, most: int) -> Columns:
         """Divide the iterations of a run into columns of about equal size.
 
-        If steps were downsampled, a column begins at a remaining step, so that all layers have values in it.
+        If steps were downsampled, a column begins at a retained step, so that all layers have values in it.
         """
         parts = [table["iteration"].to_numpy() for table in (run.steps, run.scalars) if len(table)]
         if not len(run.steps):
-            parts += [np.unique(table["iteration"].to_numpy()) for table in _pieces_of_all(run)]
+            parts += [np.unique(table["iteration"].to_numpy()) for table in _value_pieces(run)]
         parts += [run.series[column].drop_null().to_numpy() for column in ("first", "last")]
         iterations = np.unique(np.concatenate(parts).astype(np.int64))
         if run.thinned:
@@ -53,7 +53,7 @@ class Columns:
 
     @classmethod
     def for_rows(cls, run: RecordedRun, rows: int) -> Columns:
-        """Return as many columns as a page has room for, given the rows of all heat maps."""
+        """Return as many columns as fit on a page, given the total number of rows of all heat maps."""
         return cls.of(run, min(max(_CELLS // max(rows, 1), _FEWEST_COLUMNS), _MOST_COLUMNS))
 
     def __len__(self) -> int:
@@ -70,14 +70,14 @@ def has_room_for(rows: int) -> bool:
     return rows * _FEWEST_COLUMNS <= _CELLS
 
 
-def _pieces_of_all(run: RecordedRun) -> Iterator[pa.Table]:
+def _value_pieces(run: RecordedRun) -> Iterator[pa.Table]:
     numbers = run.series["series"].to_numpy().astype(np.int64)
     counts = run.series["count"].fill_null(0).to_numpy().astype(np.int64)
     for piece in pieces(counts):
         yield run.values(numbers[piece].tolist())
 
 
-class WorstNumber(NamedTuple):
+class WorstValue(NamedTuple):
     value: float
     rank: int
     at: int
@@ -86,13 +86,13 @@ class WorstNumber(NamedTuple):
 class Overview:
     """A statistic of a tensor in all layers, over time.
 
-    Values of delayed scaling's first step, with the scale 1, are left out: they would hide all others.
+    Values of delayed scaling's first step, with the scale 1, are left out, since they would dominate the colors.
 
     Attributes:
         layers: [rows], the layers with the statistic, in the order of execution.
         cells: rank -> [rows, columns]: the worst value of the column; nan also without a value.
         present: rank -> [rows, columns], bool: whether there is a value.
-        series: rank -> [rows], the number of the series; -1 without one.
+        series: rank -> [rows], the index of the series; -1 without one.
         worst, worst_at: rank -> [rows]: the worst value of each layer, and its iteration; iteration -1 without one.
     """
 
@@ -117,7 +117,7 @@ class Overview:
         key = badness(values, self.sign)
         column = self.columns.column_of(iterations)
         starts = np.flatnonzero(np.diff(column, prepend=-1))
-        # The first value of the greatest badness in each column.
+        # The first of the worst values in each column.
         highest = np.maximum.reduceat(key, starts)
         is_highest = np.flatnonzero(key == np.repeat(highest, np.diff(np.append(starts, len(key)))))
         _, first = np.unique(column[is_highest], return_index=True)
@@ -133,14 +133,14 @@ class Overview:
         self.present = {rank: present[:, chosen] for rank, present in self.present.items()}
         return self
 
-    def worst_of_rows(self) -> dict[int, WorstNumber]:
-        worst: dict[int, WorstNumber] = {}
+    def worst_of_rows(self) -> dict[int, WorstValue]:
+        worst: dict[int, WorstValue] = {}
         bad: dict[int, float] = {}
         for rank in self.of.ranks:
             key = badness(self.worst[rank], self.sign).tolist()
             for row in np.flatnonzero(self.worst_at[rank] >= 0).tolist():
                 if row not in worst or key[row] > bad[row]:
-                    worst[row] = WorstNumber(float(self.worst[rank][row]), rank, int(self.worst_at[rank][row]))
+                    worst[row] = WorstValue(float(self.worst[rank][row]), rank, int(self.worst_at[rank][row]))
                     bad[row] = key[row]
         return worst
 
@@ -151,7 +151,7 @@ class Overview:
 
 
 def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
-    """Divide consecutive series into slices with a maximum number of values; a longer series is one slice."""
+    """Divide consecutive series into slices of at most ``most`` values; a longer series gets its own slice."""
     begin = total = 0
     for end, count in enumerate(counts.tolist()):
         if total + count > most and end > begin:
@@ -191,11 +191,11 @@ _MOST_HISTOGRAMS_AT_ONCE = 20_000
 def histograms(
     run: RecordedRun, of: FamilySeries, columns: Columns, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[int, Columns, int, Floats]]:
-    """The histograms of a family, layer by layer, added up over the steps of each column.
+    """Yield the histograms of a family, layer by layer, summed over the steps of each column.
 
     Yields:
-        The place of the series in the family, the columns with a histogram, the first bin with a count in any column,
-            and the counts from it on: [columns, bins].
+        The index of the series in the family, the columns with a histogram, the first nonempty bin, and the counts
+            from it on: [columns, bins].
     """
     bins = len(EXPONENT_COLUMNS)
     order = [

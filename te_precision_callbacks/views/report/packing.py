@@ -1,7 +1,7 @@
-"""Packs arrays for a page: each becomes a text of base64 that the browser unpacks, and a scale makes numbers bytes.
+"""Packs arrays for a page, as base64 that the browser unpacks; a scale quantizes values to bytes.
 
-The bytes of numbers with several bytes are stored apart (first all first bytes, then all second ones): smooth curves
-compress better so.
+The bytes of a number are stored in separate planes (all first bytes, then all second bytes), which compresses smooth
+curves better.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FAR = 1e-2
 
 @dataclass(frozen=True)
 class PackedScale:
-    """A scale that places finite numbers between two limits.
+    """A scale that maps finite values to bytes between two limits.
 
     Attributes:
-        kind: ``linear``; ``log`` for numbers that are not negative; ``asinh``, by asinh(value / bend), for both signs.
-        bend: below it an ``asinh`` scale is linear.
+        kind: ``linear``; ``log`` for nonnegative values; ``asinh``, asinh(value / bend), for both signs.
+        bend: an ``asinh`` scale is about linear below it.
         centred: whether the limits are the same on both sides of 0.
     """
 
@@ -48,7 +48,7 @@ class PackedScale:
 
     @classmethod
     def of(cls, values: Floats, *, centred: bool = False) -> PackedScale:
-        """The scale for some numbers: linear, unless they span several orders of magnitude."""
+        """Choose a scale for some values: linear, unless they span several orders of magnitude."""
         finite = values[np.isfinite(values)]
         if not finite.size:
             return cls("linear", 0.0, 1.0)
@@ -66,9 +66,9 @@ class PackedScale:
     def bytes(self, values: Floats, present: npt.NDArray[np.bool_]) -> Bytes:
         finite = present & np.isfinite(values)
         inner = finite & (values > 0) if self.kind == "log" else finite
-        low, high = self._place(np.array([self.low, self.high]))
+        low, high = self._transform(np.array([self.low, self.high]))
         width = high - low
-        place = self._place(np.where(inner, values, self.low))
+        place = self._transform(np.where(inner, values, self.low))
         level = np.rint((place - low) / width * (LEVELS - 1)) if width > 0 else np.zeros(values.shape)
         codes = np.where(inner, np.clip(level, 0, LEVELS - 1) + 1, 0)
         codes = np.where(finite & ~inner, ZERO, codes)
@@ -76,19 +76,19 @@ class PackedScale:
         codes = np.where(present & np.isposinf(values), INF, codes)
         return np.where(present & np.isneginf(values), MINUS_INF, codes).astype(np.uint8)
 
-    def _place(self, values: Floats) -> Floats:
+    def _transform(self, values: Floats) -> Floats:
         if self.kind == "log":
             return np.asarray(np.log(values))
         return values if self.kind == "linear" else np.asarray(np.arcsinh(values / self.bend))
 
 
-def compressed(data: bytes) -> str:
+def compress(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 6)).decode()
 
 
 @dataclass
-class Packed:
-    """The arrays of a page, within a budget of ``most`` characters of all texts."""
+class PackedArrays:
+    """The packed arrays of a page, within a budget of ``most`` characters."""
 
     most: int
     texts: list[str] = field(default_factory=list)
@@ -96,16 +96,16 @@ class Packed:
     _known: dict[str, int] = field(default_factory=dict)
 
     def put(self, values: npt.NDArray[Any]) -> dict[str, Any]:
-        """Store an array, whatever the budget; equal arrays are stored once. Returns the reference for the page."""
-        return self._kept(_packed(values), values)
+        """Store an array, ignoring the budget; equal arrays are stored once. Returns the reference for the page."""
+        return self._store(_pack(values), values)
 
     def try_put(self, *arrays: npt.NDArray[Any]) -> list[dict[str, Any]] | None:
-        texts = [_packed(values) for values in arrays]
+        texts = [_pack(values) for values in arrays]
         if self.size + sum(len(text) for text in texts if text not in self._known) > self.most:
             return None
-        return [self._kept(text, values) for text, values in zip(texts, arrays, strict=True)]
+        return [self._store(text, values) for text, values in zip(texts, arrays, strict=True)]
 
-    def _kept(self, text: str, values: npt.NDArray[Any]) -> dict[str, Any]:
+    def _store(self, text: str, values: npt.NDArray[Any]) -> dict[str, Any]:
         if text not in self._known:
             self._known[text] = len(self.texts)
             self.texts.append(text)
@@ -113,16 +113,16 @@ class Packed:
         return {"id": self._known[text], "dtype": values.dtype.name, "shape": list(values.shape)}
 
 
-def _packed(values: npt.NDArray[Any]) -> str:
+def _pack(values: npt.NDArray[Any]) -> str:
     flat = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False)
-    return compressed(flat.reshape(-1).view(np.uint8).reshape(-1, flat.itemsize).T.tobytes())
+    return compress(flat.reshape(-1).view(np.uint8).reshape(-1, flat.itemsize).T.tobytes())
 
 
 def steps_between(iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     return np.diff(iterations, prepend=0).astype(np.int32)
 
 
-def narrowed(values: Floats) -> npt.NDArray[Any]:
+def narrow(values: Floats) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
     return narrow if np.array_equal(narrow.astype(np.float64), values, equal_nan=True) else values

@@ -1,4 +1,4 @@
-"""The frame of an HTML page that needs nothing but itself. Its contents are the scripts in ``page/``."""
+"""The template of a self-contained HTML page, built from the scripts in ``page/``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.views.report.data import page_data
-from te_precision_callbacks.views.report.packing import LEVELS, compressed
+from te_precision_callbacks.views.report.packing import LEVELS, compress
 from te_precision_callbacks.views.report.subjects import ReportError
 
 MOST_BYTES = 10_000_000
@@ -36,20 +36,20 @@ class PageTemplate:
     """A page without its data.
 
     Args:
-        scripts: the files of the page's own script, after the shared ones; the last opens it.
+        scripts: the files of the page's own script, after the shared files; the last one renders the page.
     """
 
     def __init__(self, scripts: Sequence[str]) -> None:
-        script = "".join(_part(f"{name}.js") for name in (*_SHARED, *scripts))
+        script = "".join(_read_script(f"{name}.js") for name in (*_SHARED, *scripts))
         self._filled = {
-            "STYLE": _part("page.css"),
+            "STYLE": _read_script("page.css"),
             "SCRIPT": f'"use strict";\n(() => {{\n{script}}})();\n',
             "PLOTLY": _plotly(),
         }
-        self._frame = _part("page.html")
+        self._frame = _read_script("page.html")
         self.size = len(self._frame) + sum(map(len, self._filled.values()))
 
-    def filled(self, title: str, content: Mapping[str, Any], arrays: Sequence[str]) -> str:
+    def fill(self, title: str, content: Mapping[str, Any], arrays: Sequence[str]) -> str:
         content = {
             "version": version("te-precision-callbacks"),
             "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -59,7 +59,7 @@ class PageTemplate:
         filled = {
             **self._filled,
             "TITLE": html.escape(visible(title)),
-            "DATA": compressed(json.dumps(_visible(plain(content)), separators=(",", ":"), allow_nan=False).encode()),
+            "DATA": compress(json.dumps(_visible(plain(content)), separators=(",", ":"), allow_nan=False).encode()),
             "ARRAYS": "\n".join(arrays),
         }
         first, *others = self._frame.split("{{")
@@ -89,19 +89,17 @@ def write_report(
             run's own GPU.
 
     Raises:
-        ReportError: the run has no values, the file cannot be written, or its name ends otherwise.
+        ReportError: the run has no values, the file cannot be written, or its name does not end in ``.html``.
         MissingExtraError: plotly is not installed.
     """
     path = output_path(path)
     frame = PageTemplate(_OF_A_RUN)
     content, arrays = page_data(run, most - frame.size - FOR_FACTS, device)
-    return write_bytes(path, frame.filled(content["run"]["name"], content, arrays).encode())
+    return write_bytes(path, frame.fill(content["run"]["name"], content, arrays).encode())
 
 
 def output_path(path: str | os.PathLike[str]) -> Path:
-    """Check the path of a page before the work for it begins; raises ReportError for another ending or a missing
-    folder.
-    """
+    """Check the path of a page up front; raises ReportError for another ending or a missing folder."""
     path = Path(path)
     name, ending = visible(str(path)), path.suffix[1:]
     if path.is_dir():
@@ -115,7 +113,7 @@ def output_path(path: str | os.PathLike[str]) -> Path:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Write a file whole: another reader sees the former one or all of it."""
+    """Write a file atomically."""
     path = Path(path)
     try:
         replace_whole(path, lambda file: file.write(data))
@@ -126,13 +124,13 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
 
 @cache
 def _plotly() -> str:
-    """plotly.js, compressed. That takes a fifth of a second, once in a process."""
+    """plotly.js, compressed: cached, since compressing takes 0.2 s."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise MissingExtraError("te_precision_callbacks.views.report", "report") from None
-    return compressed(get_plotlyjs().encode())
+    return compress(get_plotlyjs().encode())
 
 
-def _part(name: str) -> str:
+def _read_script(name: str) -> str:
     return files("te_precision_callbacks.views.report").joinpath("page", name).read_text(encoding="utf-8")

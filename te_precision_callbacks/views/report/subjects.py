@@ -1,4 +1,4 @@
-"""The subjects of a run's numbers: its layers in the order of execution, and its families of statistics."""
+"""The layers of a run in the order of execution, and its families of statistics."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?=\.)")
 
 
 class ReportError(PrecisionDebugError, ValueError):
-    """A report that cannot be made: of a run without numbers, or in a file that cannot be written."""
+    """A report cannot be made: the run has no values, or the file cannot be written."""
 
 
 @dataclass(frozen=True)
 class ReportLayer:
-    """A layer of the run; ``block`` is its repeated part of the model, such as ``layers.3``, and may be empty. The
-    short names distinguish layers in plots, without control characters.
+    """A layer of the run; ``block`` is the repeated part of the model that contains it, such as ``layers.3``, or empty.
+    Short names are for plots, without control characters.
     """
 
     name: str
@@ -44,8 +44,13 @@ class ReportLayer:
 
 @dataclass(frozen=True)
 class FamilySeries:
-    """A statistic of a tensor: the numbers of its series in all layers and ranks, each with the index of its layer in
-    :attr:`Subjects.layers` (-1 without one), its rank (:data:`REDUCED` if reduced) and its count; all [n].
+    """The series of a statistic of a tensor in all layers and ranks; all arrays are [n].
+
+    Attributes:
+        series: indices of the series.
+        layer: indices in :attr:`Subjects.layers`; -1 without a layer.
+        rank: :data:`REDUCED` for reduced values.
+        count: the number of values.
     """
 
     family: Family
@@ -61,7 +66,7 @@ class FamilySeries:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that have local numbers, and :data:`REDUCED` where there are reduced ones; ascending."""
+        """The ranks with local values, and :data:`REDUCED` if there are reduced values; ascending."""
         return [int(rank) for rank in np.unique(self.rank)]
 
     @property
@@ -72,7 +77,7 @@ class FamilySeries:
 class Subjects:
     """The layers of a run in the order of execution, then layers that have not run, and its families of statistics.
 
-    ``free`` are the families of numbers without a layer.
+    ``free``: the families without a layer.
     """
 
     def __init__(self, run: RecordedRun) -> None:
@@ -91,7 +96,7 @@ class Subjects:
             rows = np.array(listed)
             all_series.append(FamilySeries(family, number[rows], layer[rows], rank[rows], count[rows]))
         places: dict[str, int] = {tensor: place for place, tensor in enumerate(TENSORS)}
-        # The order in which they were seen first is by chance.
+        # The order of their first values is arbitrary.
         all_series.sort(key=lambda series: places.get(series.family.tensor, len(places)))
         numbers = [series for series in all_series if not series.is_histogram]
         self.histograms = [series for series in all_series if series.is_histogram]
@@ -100,7 +105,7 @@ class Subjects:
 
 
 def layer_name(scope: str | None, layer: str | None) -> str:
-    """The name of a layer in a report: with the scope in front, unless it begins with the scope."""
+    """The name of a layer in a report: prefixed with the scope, unless it already begins with it."""
     if not layer or not scope or layer.startswith(f"{scope}."):
         return layer or ""
     return f"{scope}.{layer}"

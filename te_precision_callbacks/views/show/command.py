@@ -61,7 +61,7 @@ def show_command(
     """Show a run: the verdict, coverage, the loss, the worst layers by each statistic, the last events."""
     from te_precision_callbacks.runs.answers import why_nothing_to_show
     from te_precision_callbacks.runs.reading import chosen_run
-    from te_precision_callbacks.views.show.view import NothingToShowError, look
+    from te_precision_callbacks.views.show.view import NothingToShowError, read_view
 
     recorded, note = _wait_for_run(path, run, every) if follow else chosen_run(path, run)
     if note:
@@ -69,9 +69,9 @@ def show_command(
     chosen = recorded.run_id if note else run
 
     def read() -> RunView:
-        return look(chosen_run(path, chosen)[0], statistic or (), most)
+        return read_view(chosen_run(path, chosen)[0], statistic or (), most)
 
-    view = look(recorded, statistic or (), most)
+    view = read_view(recorded, statistic or (), most)
     is_drawn = follow and not as_json and terminal.is_terminal()
     if follow:
         view = _follow(view, read, every, _screen() if is_drawn else contextlib.nullcontext(lambda view: None))
@@ -116,7 +116,7 @@ def _follow(view: RunView, read: Callable[[], RunView], every: float, display: _
             begun = time.monotonic()
             try:
                 view = read()
-            except RunError:  # a file may be replaced while it is read
+            except RunError:  # a file may have been replaced during the read
                 failures += 1
                 if failures == _MOST_FAILURES:
                     raise

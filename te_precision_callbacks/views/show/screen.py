@@ -1,4 +1,4 @@
-"""Draws the view of a run, as wide as the terminal."""
+"""Renders the view of a run in the width of the terminal."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class Screen:
         if view.events:
             yield Text("\nLast events", style="bold")
             for event in view.events:
-                yield paragraph(event_in_words(event), _SEVERITY.get(event["severity"], ""))
+                yield paragraph(format_event(event), _SEVERITY.get(event["severity"], ""))
         for note in view.notes:
             if note not in run.unread:
                 yield paragraph(f"Note: {note}", "yellow")
 
 
-def event_in_words(event: ShownEvent) -> str:
+def format_event(event: ShownEvent) -> str:
     at = "" if event["iteration"] is None else f"step {event['iteration']}"
-    named = () if event["ranks"] == [0] else event["ranks"]  # rank 0 speaks for the run
+    named = () if event["ranks"] == [0] else event["ranks"]  # rank 0 is implied
     ranks = folded((f"rank {rank}" for rank in named), most=2)
     parts = [at, *ranks, event["kind"], event["layer"], event["text"]]
     return visible("  ".join(part for part in parts if part))
@@ -177,8 +177,8 @@ Floats = npt.NDArray[np.float64]
 def sparkline(iterations: npt.NDArray[np.int64], values: Floats, width: int, *, low_is_worse: bool = False) -> str:
     """A curve over time, of at most ``width`` characters.
 
-    Each character stands for equally many iterations, and shows the worst number among them, so that no peak is lost.
-    Where there is none, it is a blank; where one is inf or nan, an exclamation mark.
+    Each character covers the same number of iterations and shows their worst value, so peaks stay visible. A blank has
+    no value, an exclamation mark has an inf or nan.
     """
     if not len(values):
         return ""
@@ -202,7 +202,7 @@ def _levels(values: Floats) -> npt.NDArray[np.int64]:
         return np.empty(0, np.int64)
     if values.min() > 0 and values.max() / values.min() > _MANY_POWERS:
         values = np.log(values)
-    values = values / max(np.abs(values).max(), 1.0)  # so that no difference is beyond float64
+    values = values / max(np.abs(values).max(), 1.0)  # avoids overflow in differences
     low, high = values.min(), values.max()
     shares = (values - low) / (high - low) if high > low else np.zeros(len(values))
     return np.rint(shares * (len(_BARS) - 1)).astype(np.int64)

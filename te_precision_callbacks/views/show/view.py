@@ -30,7 +30,7 @@ from te_precision_callbacks.runs.recorded import Curve, it_has
 from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.devices import SpeedError
 from te_precision_callbacks.speed.estimate import estimate_step
-from te_precision_callbacks.speed.printing import in_short
+from te_precision_callbacks.speed.printing import summarize_speed
 from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
@@ -46,7 +46,7 @@ _LOST = (Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS)
 
 
 class NothingToShowError(PrecisionDebugError, ValueError):
-    """A run has no values, or none of a requested statistic."""
+    """A run has no values at all, or no values of a requested statistic."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class WorstSeries:
     """A statistic of one tensor, among the worst of the run.
 
     Attributes:
-        worst, worst_iteration: the worst value; the largest magnitude of a statistic without a worse direction.
+        worst, worst_iteration: the worst value, or the largest magnitude if the statistic has no worse direction.
         curve: all values, without delayed scaling's first step.
     """
 
@@ -74,11 +74,11 @@ class RunView:
 
     Attributes:
         speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
-        more: the command that prints the whole verdict.
-        outcome: a failure, and broken clauses of the contract, in lines.
+        more: the command that prints the complete verdict.
+        outcome: lines about a failure and broken clauses of the contract.
         facts: integration, recipes, GPU and ranks of the last process start.
-        coverage: precision -> its share of the multiply-adds; empty if it was not recorded.
-        other_steps: lines on steps with other products in low precision than the last one.
+        coverage: precision -> its share of the multiply-adds; empty if not recorded.
+        other_steps: lines on steps with other products in low precision than the last step.
         notes: missing, unmeasured or damaged parts.
     """
 
@@ -104,7 +104,7 @@ class RunView:
         return not (len(self.run.series) or self.scalars or self.coverage)
 
     def as_json(self) -> dict[str, Any]:
-        """The keys of ``te-precision show --json``; at the top the verdict, as :meth:`Verdict.as_json` has it."""
+        """The output of ``te-precision show --json``, beginning with :meth:`Verdict.as_json`."""
         run = self.run
         return {
             **{name: value for name, value in vars(self).items() if name not in ("run", "verdict")},
@@ -136,7 +136,7 @@ def _curve_as_json(curve: Curve) -> dict[str, Any]:
     return {"iterations": curve.iterations.tolist(), "values": curve.values.tolist()}
 
 
-def look(
+def read_view(
     run: RecordedRun,
     statistics: Sequence[str] = (),
     most: int = MOST_LAYERS,
@@ -144,11 +144,11 @@ def look(
     """Read the view of a run.
 
     Args:
-        statistics: names as in records, or without recipe and direction; by default losses in quantization come first.
+        statistics: names as in records, or without recipe and direction; by default, losses by quantization first.
         most: the number of layers of each statistic.
     """
     groups = _groups(run)
-    chosen = _chosen(groups, statistics, run)
+    chosen = _choose_statistics(groups, statistics, run)
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
     return RunView(
@@ -158,22 +158,22 @@ def look(
         more=_command(run, "diagnose"),
         status=format_status(run),
         outcome=tuple(outcome_notes(run)),
-        facts={} if segment is None else _in_short(segment.facts, segment.world),
+        facts={} if segment is None else _summarize_facts(segment.facts, segment.world),
         first=min(first, default=None),
         last=max(last, default=None),
         coverage=precision_shares(run),
         other_steps=tuple(other_steps_of_run(run)),
         scalars={name: run.metrics[name] for name in loss_first(run.metrics)},
-        worst={name: tuple(_worst(run, groups, name, most)) for name in chosen},
+        worst={name: tuple(_worst_series(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),
         events=tuple(map(_shown_event, run.events_of_ranks()[-MOST_EVENTS:])),
-        notes=(*no_step_note(run), *run.notes, *not_measured_notes(run), *_first_steps_alone(groups, chosen)),
+        notes=(*no_step_note(run), *run.notes, *not_measured_notes(run), *_only_first_steps(groups, chosen)),
     )
 
 
 def _speed(run: RecordedRun) -> str:
     try:
-        return f"{in_short(estimate_step(step_of_run(run), device_of_run(run)))}; more: {_command(run, 'speed')}"
+        return f"{summarize_speed(estimate_step(step_of_run(run), device_of_run(run)))}; more: {_command(run, 'speed')}"
     except SpeedError:
         return ""
 
@@ -187,7 +187,7 @@ def short_names(*columns: pa.ChunkedArray) -> ShortNames:
     return ShortNames(visible(name) for column in columns for name in column.unique().to_pylist() if name)
 
 
-def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
+def _only_first_steps(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
     names = [name for name in chosen if not _worst_numbers(groups[name])]
     if names:
         yield (
@@ -198,7 +198,7 @@ def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> I
 _SHORT = {"front_door": "integration", "recipes": "recipe", "gpu": "GPU", "te_backend": "Transformer Engine"}
 
 
-def _in_short(facts: Any, world: int) -> dict[str, str]:
+def _summarize_facts(facts: Any, world: int) -> dict[str, str]:
     parts = {}
     for key, name in _SHORT.items():
         value = facts.get(key)
@@ -242,24 +242,24 @@ def _rank(request: Request | None) -> tuple[int, str]:
     return (1 if request.statistic.of in _LOST else 2), request.label
 
 
-def _chosen(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) -> list[str]:
+def _choose_statistics(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) -> list[str]:
     if not wanted:
         with_worst = [
             name for name, group in groups.items() if any(series.family.has_direction for series in group.values())
         ]
-        # A statistic that is the same everywhere, such as no overflow at all, points at no layer.
-        telling = [name for name in with_worst if len(set(_worst_numbers(groups[name]).values())) > 1]
-        return (telling or with_worst)[:MOST_STATISTICS]
+        # A statistic that is equal in all layers, such as no overflow, does not point at a layer.
+        varying = [name for name in with_worst if len(set(_worst_numbers(groups[name]).values())) > 1]
+        return (varying or with_worst)[:MOST_STATISTICS]
     chosen: dict[str, None] = {}
     for name in wanted:
         matching = [label for label in groups if name == label or _is_of(label, name)]
         if not matching and len(run.series):
-            raise NothingToShowError(_why_nothing(run, name, list(groups)))
+            raise NothingToShowError(_missing_statistic(run, name, list(groups)))
         chosen |= dict.fromkeys(matching)
     return list(chosen)
 
 
-def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
+def _missing_statistic(run: RecordedRun, name: str, known: Sequence[str]) -> str:
     histogram = logged_request(name)
     if histogram is not None and histogram.statistic.is_histogram and name in run.series["statistic"].to_pylist():
         return f"{name!r} is a histogram, which has no worst value. See 'te-precision report'."
@@ -271,7 +271,7 @@ def _is_of(label: str, statistic: str) -> bool:
     return request is not None and request.statistic.name == statistic
 
 
-def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) -> Iterable[WorstSeries]:
+def _worst_series(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) -> Iterable[WorstSeries]:
     group = groups[name]
     family = next(iter(group.values())).family
     chosen = worst_first(most, family, _worst_numbers(group))

@@ -1,8 +1,7 @@
-"""Judges the result of a GEMM by products with random vectors, without waiting for the device.
+"""Checks the result C of a GEMM by products with random vectors, the probes, without waiting for the device.
 
-C x - expected x sums, for each row, the errors of the row's elements times x. It is compared with the standard
-deviation of the rounding error of this sum; C^T y does the same for columns. Columns of results are merged over
-micro-batches and ranks by adding, and by the maximum.
+Each row of (C - expected) x is the sum of the row's errors times x. It is compared with the standard deviation of its
+rounding error; C^T y does the same for columns. Results are merged over micro-batches and ranks by sums and maxima.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from te_precision_callbacks.gemm_error.factors import Factor, Swept
 
 @dataclass(frozen=True)
 class Accumulator:
-    """A model of how a device sums the products of a GEMM: ``group`` products are aligned at once to
-    ``fraction_bits``, and after ``interval`` products, if any, the sum is added to a separate float32.
+    """A model of the accumulator of a GEMM.
+
+    ``group`` products are aligned at once to ``fraction_bits``. After ``interval`` products, if set, the sum is added
+    to a separate float32.
 
     A tensor core aligns a group of products and the sum so far to their largest exponent, truncates the bits below the
     last one, and adds. Hopper keeps about 14 bits of FP8 products (DeepSeek-V3, arXiv 2412.19437, section 3.3: errors
@@ -45,7 +46,7 @@ class Accumulator:
 
         Args:
             k: the number of products.
-            terms, squares: the sums of the squared products, and the squared sums; both may be added up before.
+            terms, squares: the sum of the squared products, and the squared sum; each may be a total over several sums.
         """
         length = k if self.interval is None else min(k, self.interval)
         intervals = -(-k // length) if length else 1
@@ -67,7 +68,7 @@ HOPPER_SPLIT = Accumulator("14 bits, added in float32", 13, 32, 128)
 
 
 def accumulator_of(*operands: Any, split_accumulator: bool, capability: tuple[int, int] | None) -> Accumulator:
-    """Return the accumulator of a GEMM with these operands in memory; it is in FP8 if one has codes of eight bits.
+    """Return the accumulator of a GEMM with these operands in memory; it is an FP8 GEMM if one has 8-bit codes.
 
     ``capability`` is None for the reference backend, which sums in float32.
     """
@@ -121,7 +122,7 @@ def seed_of(*parts: object) -> int:
 def probes(rows: int, number: int, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return standard Gaussian vectors, [rows, number], from a separate generator.
 
-    They are reproducible on one kind of device. ``dtype`` None is :func:`thin_dtype`.
+    They are reproducible on one type of device. ``dtype`` is by default :func:`thin_dtype`.
     """
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
@@ -130,7 +131,7 @@ def probes(rows: int, number: int, seed: int, device: torch.device, dtype: torch
 
 
 def thin_dtype() -> torch.dtype:
-    """Return the dtype of thin products: float32, or float64 if torch may use TF32 or bfloat16 for float32."""
+    """Return the dtype of products with probes: float32, or float64 if torch may use TF32 or bfloat16 for float32."""
     return torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
 
 
@@ -153,7 +154,7 @@ class Thin(NamedTuple):
         right: C x, [n, probes].
         left: C^T y, [m, probes].
         row_squares, column_squares: the sums of squares of the rows and columns of C: [n] and [m]. For a product that
-            was never computed, of its terms: for row i the sum over j and k of (left_ik right_jk)^2.
+            is not computed, the sums of squares of its terms: for row i, (left_ik right_jk)^2 over j and k.
     """
 
     right: torch.Tensor
@@ -166,7 +167,7 @@ def thin(matrix: Factor, x: torch.Tensor, y: torch.Tensor) -> Thin:
     """Multiply an existing matrix, [n, m], with probes: x is [m, probes] and y is [n, probes]."""
     ones = torch.ones(matrix.shape[1], dtype=x.dtype, device=x.device)
     swept = matrix.sweep(from_k=x, from_rows=y, squares_from_k=ones, squares=True)
-    return Thin(*_there(swept.to_rows, swept.to_k, swept.squares_to_rows, swept.squares_to_k))
+    return Thin(*_present(swept.to_rows, swept.to_k, swept.squares_to_rows, swept.squares_to_k))
 
 
 class ProbedOperands(NamedTuple):
@@ -188,18 +189,18 @@ def product_and_operands(
 ) -> tuple[Thin, ProbedOperands]:
     """Return :func:`product`, and from the same sweeps ``left @ g.left`` and ``right @ g.right``; g is [k, probes]."""
     right_swept = right.sweep(from_rows=x, squares=True)
-    u, right_squares = _there(right_swept.to_k, right_swept.squares_to_k)
+    u, right_squares = _present(right_swept.to_k, right_swept.squares_to_k)
     left_swept = left.sweep(from_k=torch.cat([u, g.left], 1), from_rows=y, squares_from_k=right_squares, squares=True)
-    rows, w, row_terms, left_squares = _there(*left_swept)
+    rows, w, row_terms, left_squares = _present(*left_swept)
     again: Swept = right.sweep(from_k=torch.cat([w, g.right], 1), squares_from_k=left_squares)
-    columns, column_terms = _there(again.to_rows, again.squares_to_rows)
+    columns, column_terms = _present(again.to_rows, again.squares_to_rows)
     rows, left_g = torch.split(rows, [x.shape[1], g.left.shape[1]], 1)
     columns, right_g = torch.split(columns, [y.shape[1], g.right.shape[1]], 1)
     thinned = Thin(rows * alpha, columns * alpha, row_terms * alpha**2, column_terms * alpha**2)
     return thinned, ProbedOperands(left_g, right_g)
 
 
-def _there(*parts: torch.Tensor | None) -> list[torch.Tensor]:
+def _present(*parts: torch.Tensor | None) -> list[torch.Tensor]:
     return [part for part in parts if part is not None]
 
 
@@ -211,7 +212,7 @@ class GemmCall:
         k: the number of products in a sum.
         x, y: the probes, [m, probes] and [n, probes].
         bias: the bias, [m], if any.
-        before: the previous sum times the probes, if the product was added to one, multiplied by ``beta``.
+        before: the tensor to which the product was added, times the probes, if any; it was multiplied by ``beta``.
     """
 
     k: int
@@ -224,18 +225,18 @@ class GemmCall:
     beta: float = 1.0
 
 
-class Judged(NamedTuple):
-    """The error of a kernel: tensors on the device of the GEMM, scalars without a dimension.
+class KernelCheck(NamedTuple):
+    """The result of a kernel's check: tensors on the device of the GEMM, 0-dim unless noted.
 
     Attributes:
         error_square: |C x - expected|^2 over all probes, of finite rows.
         expected_square: |expected|^2, of the product alone.
-        gain_dot: <the product in C, expected>. Divided by ``expected_square`` it is the gain.
-        ratio: the largest ratio to the tolerance, of the whole, each row and each column. Above 1 is more than
-        rounding.
+        gain_dot: <the product in C, expected>; divided by ``expected_square``, the gain.
+        ratio: the largest ratio of error to tolerance, over the whole, all rows and all columns; above 1 is more than
+            rounding.
         rows, columns: the ratio of each row and column, [n] and [m].
-        counts: 1 if the product is checked; 0 if the rounding of the previous sum hides it, or if no row of the
-            expected product is finite. All other values are 0 then.
+        counts: 1 if the product is checked. 0 if the rounding of the previous sum hides it, or no row of the expected
+            product is finite; all other values are then 0.
     """
 
     error_square: torch.Tensor
@@ -247,8 +248,8 @@ class Judged(NamedTuple):
     counts: torch.Tensor
 
 
-def judged(run: Thin, expected: Thin, call: GemmCall) -> Judged:
-    added_right, added_left, before_rows, before_columns = _added(call, expected)
+def check_kernel(run: Thin, expected: Thin, call: GemmCall) -> KernelCheck:
+    added_right, added_left, before_rows, before_columns = _added_terms(call, expected)
     rows = _side(run.right - added_right, expected.right, run.row_squares, expected.row_squares, before_rows, call, 0)
     columns = _side(
         run.left - added_left, expected.left, run.column_squares, expected.column_squares, before_columns, call, 1
@@ -256,9 +257,9 @@ def judged(run: Thin, expected: Thin, call: GemmCall) -> Judged:
     expected_square = rows.expected.sum()
     before = torch.zeros_like(expected_square) if before_rows is None else before_rows.double().sum()
     hidden = before * rounding_variance(call.dtype) * call.x.shape[1] > MOST_BEFORE**2 * expected_square
-    counts = (rows.judged.any() & ~hidden).double()
+    counts = (rows.checked.any() & ~hidden).double()
     total = _ratio(rows.error.sum(), rows.tolerance.sum(), rows.broken.any())
-    return Judged(
+    return KernelCheck(
         rows.error.sum() * counts,
         expected_square * counts,
         rows.dot.sum() * counts,
@@ -269,27 +270,27 @@ def judged(run: Thin, expected: Thin, call: GemmCall) -> Judged:
     )
 
 
-def of_product(run: Thin, expected: Thin, call: GemmCall) -> torch.Tensor:
-    """Return the product alone in the result of the device, times x: [n, probes]."""
-    return run.right - _added(call, expected)[0]
+def remove_added(run: Thin, expected: Thin, call: GemmCall) -> torch.Tensor:
+    """Return the device's result times x, [n, probes], without the bias and the previous sum."""
+    return run.right - _added_terms(call, expected)[0]
 
 
 class _Side(NamedTuple):
-    """Rows, or columns; [rows], float64.
+    """The rows, or the columns, of a checked product: [rows], float64.
 
     Attributes:
         error, expected, dot: the sums over probes of squared errors, of squared expected values, and of products of
             actual and expected values.
         tolerance: the square of the largest healthy error.
-        judged, broken: whether the expected values are finite, and whether only they are.
-        ratio: the error over its tolerance.
+        checked, broken: whether the expected values are finite; whether they are, but not the actual values.
+        ratio: the error divided by its tolerance.
     """
 
     error: torch.Tensor
     expected: torch.Tensor
     dot: torch.Tensor
     tolerance: torch.Tensor
-    judged: torch.Tensor
+    checked: torch.Tensor
     broken: torch.Tensor
     ratio: torch.Tensor
 
@@ -305,12 +306,12 @@ def _side(
 ) -> _Side:
     run, expected = run.double(), expected.double()
     probes = run.shape[1]
-    judged = expected.isfinite().all(1) & terms.isfinite()
+    checked = expected.isfinite().all(1) & terms.isfinite()
     finite = run.isfinite().all(1) & run_squares.isfinite()
-    # In float16 a large result is correctly inf.
+    # In float16, inf is correct for a large result.
     saturates = terms * probes > (torch.finfo(call.dtype).max / 64) ** 2
-    broken = judged & ~finite & ~saturates
-    use = (judged & finite).unsqueeze(1)
+    broken = checked & ~finite & ~saturates
+    use = (checked & finite).unsqueeze(1)
     run, expected = torch.where(use, run, 0.0), torch.where(use, expected, 0.0)
     squares = expected.square().sum(1)
     run_squares, terms = (torch.where(use[:, 0], part.double(), 0.0) for part in (run_squares, terms))
@@ -320,19 +321,20 @@ def _side(
         rounded = rounded + 2 * (rounded + before_squares.double())
     tiny = torch.finfo(call.dtype).smallest_normal * torch.finfo(call.dtype).eps
     variance = rounded * rounding_variance(call.dtype) + other * tiny**2
-    # Twice: over few probes |expected|^2 may be smaller than it is on average.
+    # Doubled, since |expected|^2 over few probes may be below its mean.
     size = 2 * squares / probes
     variance = variance + call.accumulator.variance(call.k, terms, size)
     own = torch.finfo(call.x.dtype).eps
     variance = variance + own**2 * (call.k + other) * (terms + size + run_squares)
     error, tolerance = (run - expected).square().sum(1), variance * (bound(probes) ** 2 * probes)
     ratio = _ratio(error, tolerance, broken)
-    return _Side(error, squares, (run * expected).sum(1), tolerance, judged, broken, ratio)
+    return _Side(error, squares, (run * expected).sum(1), tolerance, checked, broken, ratio)
 
 
 def rounding_variance(dtype: torch.dtype) -> float:
-    """Return the largest variance of rounding to nearest, relative to the square of the value: its last bit is at most
-    eps of it, and the error is uniform over one bit."""
+    """Return the largest variance of rounding to nearest, relative to the squared value: the last bit is at most eps
+    times the value, and the error is uniform over one bit.
+    """
     return float(torch.finfo(dtype).eps) ** 2 / 12
 
 
@@ -342,7 +344,7 @@ def _ratio(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -
     return torch.where(broken, torch.inf, ratio).clamp(max=LARGEST_RATIO)
 
 
-def _added(
+def _added_terms(
     call: GemmCall, expected: Thin
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     right, left = torch.zeros_like(expected.right[:1]), torch.zeros_like(expected.left[:1])
@@ -362,14 +364,14 @@ def _added(
 
 
 def squares_of_difference(decoded: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return |decoded - original|^2 and |original|^2 in float64, over rows that are finite in both; [rows, probes]."""
+    """Return |decoded - original|^2 and |original|^2, float64, over rows of [rows, probes] that are finite in both."""
     decoded, original = decoded.double(), original.double()
     use = (decoded.isfinite() & original.isfinite()).all(1, keepdim=True)
     decoded, original = torch.where(use, decoded, 0.0), torch.where(use, original, 0.0)
     return (decoded - original).square().sum(), original.square().sum()
 
 
-def kernel_columns(kernel: Judged, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def kernel_columns(kernel: KernelCheck, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the columns of a kernel's error; positions are -inf if nothing is beyond its tolerance."""
     sums = torch.stack(
         [kernel.error_square, kernel.expected_square, kernel.gain_dot, kernel.counts, 1.0 - kernel.counts]
@@ -379,7 +381,7 @@ def kernel_columns(kernel: Judged, rank: int) -> tuple[torch.Tensor, torch.Tenso
         index = torch.arange(len(ratios), device=ratios.device, dtype=torch.float64)
         places += [torch.where(ratios > 1, sign * index, -math.inf).amax() for sign in (1, -1)]
     bad_rank = torch.where(kernel.ratio > 1, torch.full_like(kernel.ratio, rank), -math.inf)
-    # A float32 as a float64 has 29 zero bits, with room for the rank.
+    # A float32 converted to float64 has 29 zero bits, which hold the rank.
     ranked = (kernel.ratio.float().double().view(torch.int64) | rank).view(torch.float64)
     counts = [(ratios > 1).double().sum() for ratios in (kernel.rows, kernel.columns)]
     negated = torch.where(kernel.ratio > 1, torch.full_like(kernel.ratio, -rank), -math.inf)

@@ -11,7 +11,7 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.ranks import is_distributed, is_initialized, own_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
-from te_precision_callbacks.overflow.analysis import Find, Reader, advice_on_parameters
+from te_precision_callbacks.overflow.analysis import DetectedOverflow, Reader, advice_on_parameters
 from te_precision_callbacks.overflow.errors import (
     AbortAfterBatch,
     ActivationOverflowError,
@@ -29,12 +29,12 @@ If ranks stop together, an overflow found there waits for the next common look.
 """
 
 
-class Looking:
-    """Stops a run: the only part that waits for the device and for other ranks, and that raises.
+class OverflowChecker:
+    """Checks events and stops a run: the only part that waits for the device and other ranks, and that raises.
 
     Attributes:
-        messages: the messages to the ranks that stop together; opened in the first common look, unless a session has
-            set them.
+        messages: the messages to the ranks that stop together; a session sets them, or the first common look opens
+            them.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Looking:
         self._roots = roots
         self._options = options
         self._journal = journal
-        self._pending: Find | None = None
+        self._pending: DetectedOverflow | None = None
         self._dropped = 0  # events that this rank has checked alone since the last common look
         self.messages: Messages | None = None
         self._owns_messages = False
@@ -56,13 +56,13 @@ class Looking:
         """Check the training events since the last look; if ranks stop together, call this on all of them.
 
         Args:
-            may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
+            may_be_skipped: whether a GradScaler that has scaled the loss can still skip the step.
         """
         journal = self._journal
         if journal.closed or is_capturing():  # earlier events wait for the first look after the capture
             return
         self.has_looked = True
-        together = self._together()
+        together = self._is_collective()
         if not journal.due and (together or journal.failure is None):
             return
         messages = self._open_messages() if together else None
@@ -71,7 +71,7 @@ class Looking:
             journal.due = False
             find = self._look_at_training(may_be_skipped=may_be_skipped)
             if messages is not None:
-                find = self._agreed(find, messages)
+                find = self._agree(find, messages)
         except BaseException as error:  # the other ranks must not wait for this one
             if messages is not None:
                 messages.leave(error)
@@ -88,29 +88,31 @@ class Looking:
             try:
                 self.messages.open("to check for activation overflow")
             except RanksLostError as error:
-                self._warn_apart(error)
+                self._warn_disconnected(error)
         return self.messages
 
-    def _agreed(
-        self, own: Find | DetectionFailedError | None, messages: Messages
-    ) -> Find | DetectionFailedError | None:
-        """Return the earliest find of all ranks, or else a failure of any rank."""
+    def _agree(
+        self, own: DetectedOverflow | DetectionFailedError | None, messages: Messages
+    ) -> DetectedOverflow | DetectionFailedError | None:
+        """Return the earliest overflow of all ranks, or else a failure of any rank."""
         if not messages.is_open:
             return own
         why = "to check for activation overflow. A rank may not have trained in this step"
         try:
             sent = (own.failure, own.rank) if isinstance(own, DetectionFailedError) else own
-            entries = messages.pooled([] if sent is None else [sent], "overflow", why, Find | tuple[str, int])
+            entries = messages.pooled(
+                [] if sent is None else [sent], "overflow", why, DetectedOverflow | tuple[str, int]
+            )
         except RanksLostError as error:
-            self._warn_apart(error)
+            self._warn_disconnected(error)
             return own
-        finds = [entry for entry in entries if isinstance(entry, Find)]
+        finds = [entry for entry in entries if isinstance(entry, DetectedOverflow)]
         if finds:
             return min(finds, key=lambda find: find.sequence)
         failures = (entry for entry in entries if isinstance(entry, tuple))
         return next((DetectionFailedError(failure, rank=rank) for failure, rank in failures), None)
 
-    def _warn_apart(self, error: RanksLostError) -> None:
+    def _warn_disconnected(self, error: RanksLostError) -> None:
         logger.warning(
             "Activation overflow: this rank checks alone from now on. %s. If it finds an overflow, only this rank"
             " stops, and the others wait until the timeout of their process group.",
@@ -134,11 +136,11 @@ class Looking:
         batches = self._journal.batches
         if self._journal.closed:
             return
-        batches.looked = batches.looked or not batches.trains
+        batches.all_checked = batches.all_checked or not batches.trains
         find = self._look_at(self._journal.evaluation)
-        if find is None and batches.trains and self._together():
-            return  # a failure waits for the next common look
-        self._stop_if(find or self._failed())
+        if find is None and batches.trains and self._is_collective():
+            return  # the next common look raises a failure
+        self._stop_if(find or self._own_failure())
         if batches.is_over and not batches.trains:
             self._abort()
 
@@ -153,36 +155,36 @@ class Looking:
             self.messages.close()
         if error is None:
             self._stop_if(find)
-        self._begin_anew()
-        if isinstance(find, Find):
+        self._reset()
+        if isinstance(find, DetectedOverflow):
             self.reports += 1
             logger.error(find.report)
         elif find is not None:
             logger.error("Activation overflow detection has failed (%s).", find.failure, exc_info=failure)
 
-    def _together(self) -> bool:
+    def _is_collective(self) -> bool:
         return self._options.distributed and is_distributed(self._options.process_group)
 
-    def _look_at_training(self, *, may_be_skipped: bool = True) -> Find | DetectionFailedError | None:
+    def _look_at_training(self, *, may_be_skipped: bool = True) -> DetectedOverflow | DetectionFailedError | None:
         find = self._look_at(self._journal.training, may_be_skipped=may_be_skipped)
         find, self._pending, self._dropped = self._pending or find, None, 0
-        self._journal.batches.looked = True
-        return find or self._failed()
+        self._journal.batches.all_checked = True
+        return find or self._own_failure()
 
-    def _failed(self) -> DetectionFailedError | None:
+    def _own_failure(self) -> DetectionFailedError | None:
         failure = self._journal.failure
         return None if failure is None else DetectionFailedError(text_of(failure), rank=own_rank())
 
     def _make_room(self) -> None:
-        """Free the slots. A rank that stops together with others keeps a find for their next look."""
+        """Check events to free the slots. If ranks stop together, an overflow is kept for the next common look."""
         events = len(self._journal.training.events)
         find = self._look_at(self._journal.training)
-        if not self._together():
-            self._stop_if(find or self._failed())
+        if not self._is_collective():
+            self._stop_if(find or self._own_failure())
         self._pending = self._pending or find
         self._dropped += events
 
-    def _look_at(self, interval: Interval, *, may_be_skipped: bool = True) -> Find | None:
+    def _look_at(self, interval: Interval, *, may_be_skipped: bool = True) -> DetectedOverflow | None:
         journal = self._journal
         evaluation = interval is journal.evaluation
         try:
@@ -199,16 +201,16 @@ class Looking:
         finally:
             interval.clear()
 
-    def _stop_if(self, find: Find | DetectionFailedError | None) -> None:
+    def _stop_if(self, find: DetectedOverflow | DetectionFailedError | None) -> None:
         if find is None:
             return
         if isinstance(find, DetectionFailedError):
             cause = self._journal.failure if find.rank == own_rank() else None
-            self._begin_anew()
+            self._reset()
             raise find from cause
         self.reports += 1
         advice = self._advice_on_parameters(find) or find.advice
-        self._begin_anew()
+        self._reset()
         if find.rank == own_rank():
             logger.error("%s", find.report)
         over = (f" ({find.step})" if find.step else "") + (f" on rank {find.rank}" if is_initialized() else "")
@@ -224,7 +226,7 @@ class Looking:
             report=find.report,
         )
 
-    def _advice_on_parameters(self, find: Find) -> str:
+    def _advice_on_parameters(self, find: DetectedOverflow) -> str:
         try:
             return advice_on_parameters(self._roots, find.path)
         except Exception as error:  # the overflow must still be reported
@@ -235,6 +237,6 @@ class Looking:
         self.close()
         raise AbortAfterBatch(self._journal.batches.number)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._journal.clear()
         self.reader.history.clear()

@@ -14,16 +14,16 @@ from te_precision_callbacks.base.numerics.layouts import packed, stored, unpacke
 from te_precision_callbacks.config.keys import PROBES
 from te_precision_callbacks.gemm_error.codes import CodeCheck, check_codes, distance, rules_of
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
-from te_precision_callbacks.gemm_error.judging import (
+from te_precision_callbacks.gemm_error.kernel_check import (
     FLOAT32,
     HOPPER_FAST,
     HOPPER_SPLIT,
     KERNEL_MAXIMA,
     KERNEL_SUMS,
     GemmCall,
-    Judged,
+    KernelCheck,
     bound,
-    judged,
+    check_kernel,
     kernel_columns,
     probes,
     product,
@@ -38,12 +38,12 @@ from tests.replay.faults import KERNEL, QUANTIZER
 CPU = torch.device("cpu")
 
 
-def judge(gemm: Gemm, out: torch.Tensor, seed: int = 0, **more: object) -> Judged:
+def judge(gemm: Gemm, out: torch.Tensor, seed: int = 0, **more: object) -> KernelCheck:
     n, m, k = SIZES["n"], SIZES["m"], SIZES["k"]
     x, y = probes(m, PROBES, seed, CPU), probes(n, PROBES, seed + 1, CPU)
     expected = product(gemm.left, gemm.right, x, y)
     run = thin(factor_of(out, columnwise=False), x, y)
-    return judged(run, expected, GemmCall(k, out.dtype, x, y, **more))  # type: ignore[arg-type]
+    return check_kernel(run, expected, GemmCall(k, out.dtype, x, y, **more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -51,7 +51,7 @@ def judge(gemm: Gemm, out: torch.Tensor, seed: int = 0, **more: object) -> Judge
 def test_a_factor_is_the_operand_and_its_thin_products_are_those_of_the_whole(recipe: str, gemm: str) -> None:
     """In pieces too. The reference's own result is within rounding of float64, and nothing is found."""
     result = gemm_of(recipe, gemm)
-    left, right = (Factor(factor.memory, factor.turned, piece_bytes=1) for factor in (result.left, result.right))
+    left, right = (Factor(factor.memory, factor.is_transposed, piece_bytes=1) for factor in (result.left, result.right))
     whole_left, whole_right = result.left.matrix(), result.right.matrix()
     assert torch.equal(left.matrix(), whole_left)
     relative = {"delayed": 0.06, "current": 0.06, "block": 0.05, "mxfp8": 0.05}.get(recipe, 0.2)
@@ -111,9 +111,9 @@ def test_the_tolerance_is_of_the_accumulator(accumulator: object, mean: float) -
     x, y = probes(24, PROBES, 5, CPU), probes(24, PROBES, 6, CPU)
     expected = product(factor_of(left, columnwise=False), factor_of(right, columnwise=False), x, y)
     run = thin(factor_of(accumulated(left, right, accumulator).float(), columnwise=False), x, y)
-    assert judged(run, expected, GemmCall(2048, torch.float32, x, y, accumulator)).ratio < 1
+    assert check_kernel(run, expected, GemmCall(2048, torch.float32, x, y, accumulator)).ratio < 1
     if accumulator is not FLOAT32:
-        assert judged(run, expected, GemmCall(2048, torch.float32, x, y, FLOAT32)).ratio > 1
+        assert check_kernel(run, expected, GemmCall(2048, torch.float32, x, y, FLOAT32)).ratio > 1
 
 
 def test_what_is_added_to_the_product() -> None:
@@ -126,12 +126,14 @@ def test_what_is_added_to_the_product() -> None:
         before = size * torch.randn(SIZES["n"], SIZES["m"], generator=torch.Generator().manual_seed(2))
         run = thin(factor_of(gemm.out + bias + before, columnwise=False), x, y)
         of_before = thin(factor_of(before, columnwise=False), x, y)
-        result = judged(run, expected, GemmCall(SIZES["k"], torch.float32, x, y, bias=bias, before=of_before))
+        result = check_kernel(run, expected, GemmCall(SIZES["k"], torch.float32, x, y, bias=bias, before=of_before))
         assert result.counts == counts
         assert result.ratio < 1
     zero = torch.zeros(SIZES["n"], SIZES["m"])
     run = thin(factor_of(zero, columnwise=False), x, y)
-    result = judged(run, expected._replace(right=expected.right * 0, left=expected.left * 0), GemmCall(192, BF16, x, y))
+    result = check_kernel(
+        run, expected._replace(right=expected.right * 0, left=expected.left * 0), GemmCall(192, BF16, x, y)
+    )
     assert (result.ratio, result.gain_dot) == (0, 0)
 
 
@@ -160,7 +162,7 @@ def test_how_many_probes_it_takes() -> None:
 def on_rank(rank: int, rows: list[float], error: float) -> tuple[torch.Tensor, torch.Tensor]:
     ratios = torch.tensor(rows, dtype=torch.float64)
     first = torch.ones((), dtype=torch.float64)
-    result = Judged(first * error, first, first, ratios.amax(), ratios, torch.zeros(4, dtype=torch.float64), first)
+    result = KernelCheck(first * error, first, first, ratios.amax(), ratios, torch.zeros(4, dtype=torch.float64), first)
     return kernel_columns(result, rank)
 
 
@@ -189,7 +191,7 @@ def test_one_bad_device_is_not_averaged_away() -> None:
 def test_nothing_divided_by_nothing() -> None:
     """A product of zeros that is zero has no error; one that is not has an infinite one, and is a finding."""
     zero = torch.zeros((), dtype=torch.float64)
-    healthy = Judged(zero, zero, zero, zero, torch.zeros(3), torch.zeros(3), zero + 1)
+    healthy = KernelCheck(zero, zero, zero, zero, torch.zeros(3), torch.zeros(3), zero + 1)
     result = merged(kernel_columns(healthy, 0))
     assert (result["gemm_kernel_error"], result["gemm_gain"], result["gemm_kernel_ratio"]) == (0, 1, 0)
     result = merged(kernel_columns(healthy._replace(error_square=zero + 1), 0))
