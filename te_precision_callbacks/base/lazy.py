@@ -19,7 +19,7 @@ from functools import cache
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package that imports its names ``if TYPE_CHECKING:``."""
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports its names under ``if TYPE_CHECKING:``."""
 
     @cache
     def homes() -> dict[str, tuple[str, str]]:

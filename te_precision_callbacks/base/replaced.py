@@ -11,7 +11,7 @@ _MISSING = object()
 
 
 class Replaced:
-    """Replaces attributes; ``yields`` keeps a wrapper that someone has put around a replacement."""
+    """Replaces attributes until :meth:`put_back`; ``yields`` keeps attributes that were replaced again since."""
 
     def __init__(self, *, yields: bool = False) -> None:
         self._yields = yields
@@ -40,15 +40,15 @@ def _set(owner: Any, name: str, value: Any) -> None:
     elif value is _MISSING:
         vars(owner).pop(name, None)
     else:
-        vars(owner)[name] = value  # setattr of an OptimizedModule would set the attribute of what it wraps
+        vars(owner)[name] = value  # setattr of an OptimizedModule would set the attribute of the wrapped module
 
 
 class BeforeCalls:
-    """Call a method before each call of another object's method, with the same arguments, until it is removed.
+    """Calls a callback before each call of an object's method, with the same arguments, until :meth:`remove`.
 
     Args:
-        owner: gets the replacement in its ``__dict__``; other objects of its class keep their method.
-        before: a bound method; its object is not kept alive.
+        owner: the object; only its ``__dict__`` is changed, not its class.
+        before: a bound method, which is weakly referenced.
     """
 
     def __init__(self, owner: Any, name: str, before: Callable[..., None]) -> None:
@@ -56,7 +56,7 @@ class BeforeCalls:
         self._name = name
         self._own = getattr(owner, name)
         self._before = weakref.WeakMethod(before)
-        functools.update_wrapper(self, self._own, updated=())  # it may be another BeforeCalls, with the same attributes
+        functools.update_wrapper(self, self._own, updated=())  # not __dict__: _own may be another BeforeCalls
         self._replaced = Replaced(yields=True)
         self._replaced.replace(owner, name, self)
 

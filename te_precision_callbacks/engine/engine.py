@@ -77,13 +77,13 @@ OnFailure = Callable[[str, str, Exception], None]
 
 
 class Placement(NamedTuple):
-    """A layer's split over its tensor-parallel group, and the part of each tensor that TE shows.
+    """A layer's split over its tensor-parallel group, and the part of each tensor that features get from TE.
 
     Read from TE 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,base}.py`` and ``distributed.py:
     gather_along_first_dim``). *Parts*: each rank has a different part, and all count. *Alike*: each rank has the whole
-    tensor; the first rank's counts. *Terms*: each rank has a partial sum of full size, which TE adds only afterwards.
-    All terms count, so the statistics are not those of the sum. In addition, wgrad is a term of each data-parallel rank
-    and each micro-batch.
+    tensor, and only the first rank counts. *Terms*: each rank has a partial sum of full size, which TE reduces later.
+    All terms count, so the statistics are not the statistics of the sum. In addition, each data-parallel rank and each
+    micro-batch has its own term of wgrad.
 
     =================  ==================  =====================  =======================
     tensor             column-parallel     row-parallel           neither (all is copied)
@@ -96,12 +96,12 @@ class Placement(NamedTuple):
     dgrad              terms               parts                  alike, ``s`` parts
     =================  ==================  =====================  =======================
 
-    ``s``: with sequence parallelism. A column-parallel layer then shows its input before it is gathered, a row-parallel
-    layer its output gradient after it was gathered. With ``return_layernorm_output_gathered`` TE shows the input before
-    and after gathering: each element counts once more per rank.
+    ``s``: with sequence parallelism. Features then get the input of a column-parallel layer before it is gathered, and
+    the output gradient of a row-parallel layer after it was gathered. With ``return_layernorm_output_gathered`` they
+    get the input before and after gathering: each element counts once more per rank.
 
     Attributes:
-        first: whether no lower rank of the group reduces together with this one.
+        first: whether this is the lowest rank of the group among the ranks that reduce together.
         mode: ``column``, ``row`` or None, as Transformer Engine's ``parallel_mode``.
         sequence_parallel: whether activations are split along the sequence outside of the GEMMs.
     """
@@ -131,11 +131,11 @@ class StatisticsEngine:
     """Collects statistics of tensors during a step.
 
     Args:
-        on_failure: called with the failed operation, the tensor and the exception; by default each kind is logged once.
-            Other statistics of the tensor are still measured.
+        on_failure: called with the failed operation, the tensor and the exception, after which the tensor's other
+            statistics are still measured. By default, each operation is logged once.
 
     Attributes:
-        placements: layer -> its split. A layer without a placement counts as not split, except for its weight.
+        placements: layer -> its split. Without a placement, a layer counts as not split, except for its weight.
         series: the series of the run; None for a new table.
         iteration: the debug iteration of the last watched tensor.
         gemm_operands: receives operands of GEMMs in high precision; None without a session.
@@ -203,13 +203,13 @@ class StatisticsEngine:
             self._slots.ask(segment, _requests_of(of))
 
     def measure(self) -> None:
-        """Measure all queued tensors, each in one pass; on a GPU in one launch for all.
+        """Measure all queued tensors, each in one pass; on a GPU, in one launch for all tensors.
 
-        An exception is raised after all other tensors were measured.
+        An exception is raised only after the other tensors were measured.
         """
         if self._noted:
             noted, self._noted = self._noted, []
-            if is_capturing():  # a graph capture would record it, and each replay would add it again
+            if is_capturing():  # the captured pass would add the values again in each replay
                 self._say_captured(noted[0][0])
                 return
             self.has_news, self.iteration = True, noted[-1][0].iteration
@@ -341,11 +341,11 @@ _NONFINITE = "nonfinite_num"
 
 
 class _TableReading:
-    """Values of a table's rows; cached for all steps with the same due statistics."""
+    """Computes the values of a table's rows; cached for all steps with the same statistics."""
 
     def __init__(self, rows: Rows, table: SeriesTable) -> None:
         self._table = table
-        self._uncounted = [  # moments of tensors without a request for nonfinite_num: row, layer and tensor
+        self._uncounted = [  # row, layer and tensor of tensors with moments, but without a request for nonfinite_num
             (row, key.layer, key.tensor)
             for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True))
             if key.kind == Of.TENSOR.name and _NONFINITE not in labels
@@ -379,7 +379,7 @@ class _TableReading:
         return self._series, values
 
     def lost(self, table: Table, broken: set[tuple[str, str]]) -> _Numbers:
-        """``nonfinite_num`` of tensors without a request for it, from the first inf or nan on; extends ``broken``."""
+        """Return ``nonfinite_num`` of tensors that do not request it, once they had an inf or nan; extends ``broken``."""
         counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
         broken.update(self._uncounted[place][1:] for place in np.flatnonzero(counts).tolist())
         places = [place for place, key in enumerate(self._uncounted) if key[1:] in broken] if broken else []
@@ -410,7 +410,7 @@ _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class _QuantizedForm(NamedTuple):
-    """A quantized form of a tensor, as a :class:`Request` names it."""
+    """A quantized form of a tensor, with the fields of a :class:`Request`."""
 
     recipe: str
     columnwise: bool
@@ -418,7 +418,7 @@ class _QuantizedForm(NamedTuple):
 
 
 class _SegmentKind(NamedTuple):
-    """Source of a statistic; requests of one kind share a segment."""
+    """Source of statistics; requests of one kind share a segment."""
 
     of: Of
     form: _QuantizedForm | None = None
@@ -449,18 +449,18 @@ def _name_of(kind: _SegmentKind) -> str:
 _Key = tuple[str, str, int | None]
 
 _Wanted = Mapping[_SegmentKind, Sequence[Request]]
-"""What to measure of a tensor, and the statistics that follow."""
+"""Kinds to measure of a tensor -> requested statistics."""
 
 _MOST_PLANS = 256
 
 
 class _Plan(NamedTuple):
-    """Kinds to measure for a set of requests, and their slots.
+    """Kinds to measure for a set of requests, with their slots.
 
     Attributes:
         asked: the requests, kept alive because the cache uses their ids.
-        segments: layer, tensor and shard -> the segment of each kind, until placements change.
-        ready: layer, tensor and shard -> the passes that covered all requests last time.
+        segments: (layer, tensor, shard) -> the segment of each kind, until placements change.
+        ready: (layer, tensor, shard) -> the passes that covered all requests last time.
     """
 
     asked: Sequence[Sequence[Request]]
@@ -476,11 +476,11 @@ class _Pass(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """Passes that cover all requests for a tensor: one, or one for each block-scaled form.
+    """Cached passes that cover all requests for a tensor: one pass, or one per block-scaled form.
 
     Attributes:
-        moves: the slots' count of moves; another count invalidates this.
-        asked: the segments, and the requests for each.
+        moves: the slots' count of moves when cached; another count invalidates the passes.
+        asked: the segments, with their requests.
     """
 
     moves: int
@@ -524,16 +524,20 @@ class _Measuring:
 
     @property
     def unquantized_as(self) -> str | None:
-        """Recipe of own-recipe statistics in a layer without a recipe: its quantizer's, else current scaling.
+        """Recipe that is simulated for a tensor that is not quantized: its quantizer's, else current scaling.
 
-        None if the tensor is quantized, or the quantizer is unknown.
+        None if the tensor is quantized, or its quantizer is unknown.
         """
         if self._quantized is not None or self._unknown_quantizer is not None:
             return None
         return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
     def run(self, plan: _Plan) -> tuple[_Ready, Sequence[Pending]] | None:
-        """Measure the requested kinds. Returns passes to launch before :meth:`end`; None if all is done."""
+        """Measure the requested kinds.
+
+        Returns:
+            Passes to launch before :meth:`end`; None if nothing is left to do.
+        """
         slots, seen = self._engine._slots, self._engine._weights_seen
         key = self._watched.layer, self._watched.tensor, self._shard
         ready = plan.ready.get(key)
@@ -601,7 +605,7 @@ class _Measuring:
     def _fused(
         self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
     ) -> tuple[_Ready | None, Sequence[_SegmentKind]]:
-        """Return passes for all kinds that passes cover (one, or one per form), and the other kinds."""
+        """Return the passes (one, or one per form), and the kinds that they do not cover."""
         fused = [kind for kind in self._wanted if self._is_fusable(kind, held)]
         rest = [kind for kind in self._wanted if kind not in fused]
         if not fused:
@@ -625,7 +629,7 @@ class _Measuring:
         if kind.form is None:
             return kind.blocks is None
         data = held.get(kind.form)
-        if self._watched.values is None or data is None:  # without values, codes have nothing to be compared with
+        if self._watched.values is None or data is None:  # codes are compared with values
             return False
         return kind.of in _OF_CODES if isinstance(data, PerTensor) else data.fits(self._values)
 
@@ -702,7 +706,7 @@ class _Measuring:
         return settings if form.e5m2 is None else settings._replace(e5m2=form.e5m2)
 
     def _quantizer(self, columnwise: bool) -> Any:
-        """The quantizer of the tensor that a GEMM reads, else the layer's: a feature may have replaced the tensor."""
+        """Return the quantizer of the tensor that a GEMM reads, which a feature may have replaced; else the layer's."""
         return self._quantizer_of(self._watched.quantized(columnwise=columnwise))
 
     def _quantizer_of(self, quantized: Any) -> Any:
@@ -772,7 +776,7 @@ def _pass(form: _QuantizedForm | None, segments: Mapping[Of, SlotRange], *, in_b
 def _plain(values: torch.Tensor | None) -> torch.Tensor:
     if values is None:
         return torch.empty(0)
-    # Avoid a torch operation between GEMMs: for a small tensor it costs as much as everything else.
+    # Avoid a torch operation between GEMMs: for a small tensor it costs as much as the rest.
     return values if type(values) is torch.Tensor else values.detach()
 
 

@@ -1,9 +1,9 @@
 """Reads quantized tensors and simulates quantization, for quantization statistics.
 
-    found = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
-    would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8", "gradient"),
-                     columnwise=False)
-    would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
+    data = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
+    columns = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8", "gradient"),
+                       columnwise=False)
+    columns = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
 The simulation uses the recipe's arithmetic (:mod:`te_precision_callbacks.base.numerics.recipes`), not Transformer
 Engine's quantizers, so it also covers layers in high precision and GPUs without the format.
@@ -49,11 +49,16 @@ from te_precision_callbacks.statistics.table import OF_BLOCKS, Of
 
 
 class QuantizationError(PrecisionDebugError, RuntimeError):
-    """A statistic of a quantized tensor that cannot be computed."""
+    """A statistic of a quantized tensor cannot be computed."""
 
 
 class PerTensor(NamedTuple):
-    """A tensor in FP8 with one scale: its codes (uint8, the tensor's shape), and the factor from code to value."""
+    """An FP8 tensor with one scale.
+
+    Attributes:
+        codes: uint8, in the tensor's shape.
+        scale_inv: the factor from decoded code to value.
+    """
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
@@ -65,10 +70,10 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
 
     Args:
         quantized: a Float8, MXFP8, Float8 block-scaled or NVFP4 tensor or storage; scales may be in GEMM layout.
-        columnwise: which data. For per-tensor FP8 both are the rowwise data.
+        columnwise: whether to read the columnwise data; no difference for per-tensor FP8.
 
     Raises:
-        QuantizationError: the data are missing or Hadamard-transformed, or the format is another one.
+        QuantizationError: the data are missing or Hadamard-transformed, or the format is not supported.
     """
     if scaling_mode(quantized) == PER_TENSOR:
         codes = codes_of_tensor(quantized)
@@ -89,7 +94,7 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
 
 
 def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:
-    """As :meth:`Recipe.defaults`.
+    """Return the default settings of a recipe: :meth:`Recipe.defaults`.
 
     Raises:
         QuantizationError: delayed scaling, which is not simulated.
@@ -103,7 +108,7 @@ def settings_of(quantizer: Any) -> QuantizerSettings:
     Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``.
 
     Raises:
-        QuantizationError: an NVFP4 quantizer with "4over6" or an amax for each row, which is not simulated.
+        QuantizationError: an NVFP4 quantizer with "4over6" or an amax per row, which is not simulated.
     """
     for attribute, what in (("nvfp4_use_4over6", "4over6"), ("row_scaled_nvfp4", "an amax for each row")):
         if getattr(quantizer, attribute, False):
@@ -137,8 +142,8 @@ def simulate(
 
     Args:
         values: any shape, float64, float32, float16 or bfloat16; only finite elements count.
-        amax: float64 or float32, one element: the largest finite magnitude; 0 or below if none.
-        wanted: the kinds of columns; none for a tensor without elements.
+        amax: float64 or float32, one element: the largest finite magnitude; 0 or less without finite elements.
+        wanted: the kinds of columns to return. An empty tensor returns no columns.
 
     Raises:
         QuantizationError: delayed scaling, whose scale comes from the amaxes of earlier steps; or block statistics of a
@@ -164,7 +169,7 @@ def simulate(
     compared = joined([compared for compared, _, _ in columns], by_block)
     kept = columns[:1] if block is None else columns
     factors, stored_scales = (torch.cat([piece[index].reshape(-1) for piece in kept]) for index in (1, 2))
-    # One scale for the tensor always counts, as in a real quantized tensor.
+    # A per-tensor scale always counts, as in a real quantized tensor.
     occupied = torch.ones_like(factors, dtype=torch.bool) if block is None else None
     return columns_of(wanted, compared, Scales(factors, stored_scales, *simulated.limits), occupied, blocks)
 

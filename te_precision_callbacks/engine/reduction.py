@@ -1,17 +1,18 @@
 """Copies a step's measurements to the host, reduced over ranks, with one copy and one message.
 
 Segments are matched by name, so ranks may hold different layers, and a layer may rest on some ranks for a step. Names
-are exchanged only when a rank has a segment outside the common layout, which a flag in the vector of maxima shows
-without a further message.
+are exchanged only when a rank has a segment outside the common layout, which a flag in the vector of maxima signals
+without an extra message.
 
-The maxima also carry each rank's :class:`Stamp` and its negative. If the largest stamp is not the smallest, the ranks
-are in different iterations, and the merged values are dropped; so are they if counts of optimizer steps that were equal
-begin to differ: a rank has missed a step(). Counts that differ from the start, as with different optimizers, are only
-reported. If they were equal once, the next steps decide; until then values are not merged.
+The maxima also carry each rank's :class:`Stamp` and its negative. If the largest and the smallest stamp differ, the
+ranks are in different iterations, and the merged values are dropped. They are also dropped if the ranks' counts of
+optimizer steps begin to differ after they were equal: a rank has missed a step(). Counts that differ from the start, as
+with different optimizers, are only reported. If they were equal only once, the next steps decide which case it is;
+until then, values are not merged.
 
 Parts of a tensor on different ranks are added. Replicas (weights of a data-parallel group) are merged by maximum, even
-if some did not run the layer; tensor-parallel shards stay separate in the message and are added on the host. Different
-tensors under one name would be mixed: use separate process groups.
+if some ranks did not run the layer. Tensor-parallel shards stay separate in the message, and are added on the host.
+Different tensors with the same name would be mixed: use separate process groups for them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Stamp(NamedTuple):
     Attributes:
         iteration: the debug iteration.
         schedule: a hash of the schedules.
-        optimizer_steps: the rank's optimizer steps, higher if it skipped a step(). Negative if unknown, which is not
-            compared. May differ from the start.
+        optimizer_steps: number of the rank's optimizer steps, which is higher than on other ranks if it skipped a
+            step(). May differ from the start. Negative if unknown; then it is not compared.
     """
 
     iteration: int
@@ -64,7 +65,12 @@ NO_STAMP = Stamp(0, 0, -1)
 
 
 class Described(NamedTuple):
-    """Description of a segment, exchanged between ranks; ``outputs`` are labels of statistics."""
+    """Description of a segment, exchanged between ranks.
+
+    Attributes:
+        sums, maxima: names of the columns.
+        outputs: labels of statistics.
+    """
 
     key: SegmentKey
     sums: tuple[str, ...]
@@ -103,11 +109,11 @@ class Reduction:
     """Collects :class:`Segments` over ranks.
 
     Args:
-        messages: to other ranks; None for a single rank.
+        messages: the channel to other ranks; None for a single rank.
 
     Attributes:
-        local: whether the last values are local despite a requested reduction.
-        optimizers_differ: whether the ranks' numbers of optimizer steps differ in one iteration.
+        local: whether the last values are local although a reduction was requested.
+        optimizers_differ: whether the ranks had different numbers of optimizer steps in an iteration.
     """
 
     def __init__(self, messages: Messages | None, on_failure: OnFailure) -> None:
@@ -124,9 +130,9 @@ class Reduction:
         self._is_undecided = False
 
     def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
-        """Return the measurements since the last call; with ``reduce`` all ranks of the group must call this.
+        """Return the measurements since the last call. With ``reduce``, all ranks of the group must call this.
 
-        They are local if the reduction fails: see :attr:`local`.
+        If the reduction fails, the measurements are local (:attr:`local`).
         """
         messages = self.messages
         self.local = reduce and messages is not None
@@ -166,7 +172,7 @@ class Reduction:
             news = () if self._layout_version == slots.version and self._layout is not None else self._news(slots)
             if self._layout is not None:
                 if self._layout_version != slots.version and not news:
-                    self._lay_out(slots)  # new here, but known from other ranks
+                    self._lay_out(slots)  # the segments are new on this rank only
                 layout = self._layout
                 layout.pack(slots, stamp, changed=bool(news), requests=messages.requests)
                 messages.merge("statistics", why, layout.merged, layout.split)
@@ -267,24 +273,24 @@ _TRAILER = 2 * _PARTS + 1 + _REQUESTS
 """Elements after the maxima: a stamp, its negative, a flag for segments outside the layout, and the requests."""
 _CHANGED = -1 - _REQUESTS
 _DECISIVE = 3
-"""Iterations after which a missed step() is distinguishable from an optimizer that steps less often."""
+"""Iterations after which a missed step() can be distinguished from an optimizer that steps less often."""
 _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
 """Parts of a stamp before this index must be equal."""
 
 
 class _Layout:
-    """Places of all columns in the message and in this rank's vectors.
+    """Offsets of all columns in the message and in this rank's vectors.
 
-    The first part of the message is summed: for each output of each segment, the number of ranks on which it is due;
-    then the summed columns. The second part is merged by maximum: the maximum columns, all columns of replicas, the
-    stamp and its negative, and the flags.
+    The first part of the message is summed: a flag for each output of each segment, 1 if it is due on the rank, then
+    the summed columns. The second part is merged by maximum: the maximum columns, all columns of replicas, the stamp
+    and its negative, and the flags.
 
     Args:
         all_of_them: whether segments that do not contribute are included.
 
     Attributes:
-        merged: the message on the host, first local, then reduced.
-        split: number of summed elements.
+        merged: the message on the host, reduced in place.
+        split: number of elements in the summed part.
     """
 
     def __init__(self, described: Iterable[Described], slots: Segments, *, all_of_them: bool) -> None:
@@ -347,7 +353,7 @@ class _Layout:
         return self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
 
     def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, requests: Requests) -> None:
-        """Pack this rank's message on its device and copy it to the host; neutral where it has no values."""
+        """Pack this rank's message on its device, with neutral elements for absent values, and copy it to the host."""
         message = torch.full((len(self.merged) - _TRAILER,), NOTHING, dtype=torch.float64, device=self._device)
         message[: self.split] = 0.0
         due: list[float] = []
@@ -371,14 +377,14 @@ class _Layout:
         trailer[_CHANGED], trailer[_CHANGED + 1 :] = changed, requests
 
     def unpack(self, values: Values) -> list[Table]:
-        """Return segments with an output due on any rank, with replicas' shards added up."""
+        """Return the segments with an output that is due on any rank, with the shards of replicas added up."""
         due = values[: self._due] > 0
         tables = (block.table(*columns, values, due) for columns, block in self._blocks.items())
         return [table for table in tables if table is not None]
 
 
 class _Piece(NamedTuple):
-    """A segment's place in the message; ``segment`` is this rank's, None if it has nothing to send."""
+    """Offsets of a segment in the message; ``segment`` is None if this rank has nothing to send for it."""
 
     entry: Described
     segment: SlotRange | None
@@ -389,7 +395,7 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Block:
-    """Segments with the same columns; ``rows`` has a number for each tensor, shared by its shards."""
+    """Segments with the same columns; ``rows`` has a row index per tensor, shared by its shards."""
 
     pieces: list[tuple[_Piece, int]] = field(default_factory=list)
     rows: dict[SegmentKey, int] = field(default_factory=dict)
@@ -428,7 +434,7 @@ class _Block:
         cells = values[picked.cells]
         matrix = np.full((len(picked.rows.keys), cells.shape[1]), NOTHING)
         matrix[:, : len(sums)] = 0.0
-        # A replica that no rank has measured has sent no sum.
+        # No rank has measured this replica.
         added = np.where(cells[:, : len(sums)] == NOTHING, 0.0, cells[:, : len(sums)])
         np.add.at(matrix[:, : len(sums)], picked.row_of, added)
         np.maximum.at(matrix[:, len(sums) :], picked.row_of, cells[:, len(sums) :])
@@ -454,7 +460,7 @@ class _Block:
 
 
 _MOST_PATTERNS = 16
-"""Limit of cached combinations of due segments, which differ with the features' ``freq``."""
+"""Maximum number of cached combinations of due segments; features with different ``freq`` cause several."""
 
 
 class _Picked(NamedTuple):

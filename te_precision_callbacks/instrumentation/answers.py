@@ -1,15 +1,14 @@
-"""Decides in each forward of a Transformer Engine module whether it takes the debug path and whether a feature acts.
+"""Decides for each forward of a TE module whether it takes the debug path and whether a feature acts.
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active``
 (``pytorch/module/base.py``).
 
-It also detects forwards that use low-precision copies of outdated weights. A forward with ``is_first_microbatch=False``
-uses weights cached by an earlier forward. If a script never passes True again, these are the first step's (2.20.2:
+Detects stale cached weights: a forward with ``is_first_microbatch=False`` uses the low-precision weights that an
+earlier forward cached. If a script never passes True again, all steps use the weights of the first (2.20.2:
 ``_fp8_workspaces`` of the modules, and ``rowwise_gemm_tensor`` of ``DebugQuantizedTensor``).
 
-It reads the state of delayed scaling: of layers that ran before they had a scale, and of layers that only a CUDA graph
-runs. In a layer's first step the scale is 1, so most of a small gradient underflows. The layer's state before its first
-forward shows this: a resumed run may have the scales of its checkpoint.
+Reads the state of delayed scaling, before a layer's first forward and of layers in CUDA graphs. In a layer's first step
+the scale is 1, so most of a small gradient underflows, unless the run was resumed with the scales of its checkpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +53,11 @@ from te_precision_callbacks.statistics.series import log_name
 
 
 class _Look(NamedTuple):
-    """State of a module that was new in an iteration, and whether its scale is still the initial one."""
+    """A module's scales when they were first read.
+
+    Attributes:
+        is_empty: whether all scales are 1, without an amax history.
+    """
 
     scale: torch.Tensor
     iteration: int
@@ -76,7 +79,7 @@ class DelayedScalingLayers:
             self._looks[id(module)] = _Look(states[0].scale, iteration, is_empty)
 
     def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Collection[str]) -> frozenset[str]:
-        """Return the layers with a new, empty state in a step.
+        """Return the layers that ran without a scale in a step: their state was new and empty.
 
         Args:
             layers: the layers with statistics; layers of other ranks count if one of this rank does.
@@ -107,7 +110,7 @@ _STATES = (("scaling_fwd", "activation", 0), ("scaling_fwd", "weight", 1), ("sca
 
 
 def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``<layer>_<tensor>_scale_inv_max`` and ``_cur_amax`` of a layer in a CUDA graph: replays update both.
+    """Yield ``<layer>_<tensor>_scale_inv_max`` and ``_cur_amax`` of layers in a CUDA graph, which replays update.
 
     The history's last row has the amaxes of the last forward and backward, once the scales are updated.
 
@@ -128,8 +131,8 @@ class Answers:
     """The replacements of ``is_debug_iter`` and ``no_debug_features_active``.
 
     Attributes:
-        unwatched: other modules with a training forward.
-        ran: ids of modules with training forwards in this iteration.
+        unwatched: modules with a training forward that the session does not watch.
+        ran: ids of watched modules with a training forward in this iteration.
         current: the current forward of each thread.
         refused: the layers that Transformer Engine's debug path refuses.
     """
@@ -306,15 +309,18 @@ class Answers:
         return True
 
     def _leave_captured(self, module: torch.nn.Module) -> None:
-        """Leave a module in a graph capture alone. Whether the graph can be bypassed is known only afterwards."""
+        """Exclude a module from observation during a graph capture; :meth:`resolve_captured` decides afterwards."""
         self._captured[id(module)] = module, self.watched.fused.get(id(module))
         self.watched.leave_alone(module)
         if self.refused.strict:
             self._note_refusal(module, CUDA_GRAPH)
 
     def resolve_captured(self, bypassable: Collection[int], refused: Iterable[tuple[torch.nn.Module, str]]) -> None:
-        """Refuse modules captured in a step, except in graphs that can be bypassed (by id); ``refused`` has the
-        reasons.
+        """Refuse modules captured in a step, except in graphs that can be bypassed.
+
+        Args:
+            bypassable: ids of modules in such graphs.
+            refused: modules in other graphs, with reasons.
         """
         for module, why_not in refused:
             if id(module) in self.watched.modules and id(module) not in self.watched.refused:
@@ -363,7 +369,7 @@ _SMALL = {"FP8": 2.0**-16, "MXFP8": 2.0**-10, "NVFP4": 2.0**-4}
 
 
 def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield log name and :data:`STALE` of each weight that the forward in ``frame`` reads from the cache."""
+    """Yield log name and :data:`STALE` percentage of each weight that the forward in ``frame`` reads from the cache."""
     cached = module.__dict__.get("_fp8_workspaces")
     if not cached or frame is None or frame.f_locals.get("is_first_microbatch") is not False:
         return

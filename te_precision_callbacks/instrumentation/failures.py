@@ -19,7 +19,7 @@ from te_precision_callbacks.overflow.errors import STOPS
 logger = logging.getLogger(__name__)
 
 MOST_REPORTS = 20
-"""Maximum number of reported kinds; further kinds are only counted."""
+"""Maximum number of kinds of failures reported; further kinds are only counted."""
 
 ASKED_FOR: tuple[type[PrecisionDebugError], ...] = (
     ObservationError,  # strict=True
@@ -28,8 +28,8 @@ ASKED_FOR: tuple[type[PrecisionDebugError], ...] = (
     PrecisionFindingError,  # on_finding="stop"
     *STOPS,  # debug="activation_overflow"
 )
-"""Exceptions that a step raises in training; every other is a failure of observation. Wrong usage, such as a step
-without a model, raises a SessionError before the step runs.
+"""Exceptions that a step raises into training. All others are reported as failures of observation; wrong usage, such as
+a step without a model, raises a SessionError before the step runs.
 """
 
 
@@ -67,8 +67,8 @@ class ObservationFailures:
 
         Args:
             doing: the operation that failed.
-            of: the layer and tensor, the iteration, or another subject. Failures that differ only in this are of one
-                kind.
+            of: the layer and tensor, the iteration, or another object of the operation. Failures that differ only in
+                ``of`` are of one kind.
 
         Raises:
             ObservationError: with ``strict=True``.
@@ -113,7 +113,7 @@ class ObservationFailures:
             )
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
-        """Report once that a log folder is not writable: on rank 0 now, on others when they have something to write."""
+        """Report once that a log folder is not writable: on rank 0 now, on other ranks when they fail to write."""
         self.lost_folder, self._lost_by = folder.absolute(), error
         if self._rank == 0:
             self._report_lost_folder()
@@ -152,7 +152,7 @@ class ObservationFailures:
 
 
 def _is_of(folder: Path, error: BaseException | None) -> bool:
-    """A parent of the folder counts too."""
+    """Return whether an error's path is in the folder, or is one of its parents."""
     while error is not None:
         if isinstance(error, OSError) and isinstance(error.filename, (str, Path)):
             cause = Path(error.filename).absolute()

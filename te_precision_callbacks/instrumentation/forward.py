@@ -48,8 +48,9 @@ from te_precision_callbacks.statistics.schedule import Schedule
 
 
 class PaddedRows:
-    """Counts the rows that ``te.Fp8Padding`` adds in a collection step, for the sizes that low precision needs: the
-    scalar ``<module>_padded_rows%``, of the rows of experts' tokens.
+    """Measures the share of rows that ``te.Fp8Padding`` adds to experts' tokens, as ``<module>_padded_rows%``.
+
+    Low-precision GEMMs need these sizes. Only collection steps are counted.
 
     Args:
         is_due: whether this is a collection step.
@@ -141,7 +142,7 @@ class ForwardHooks:
         Args:
             refused: the ids of modules that must not take the debug path.
             operations: ``te.ops`` operations with GEMMs.
-            fused: ids of modules observed on their fused path -> steps that change their precision.
+            fused: id of a module observed on its fused path -> steps in which features change its precision.
             roots: the models that are searched for CUDA graphs.
         """
         self._release()
@@ -214,7 +215,7 @@ class ForwardHooks:
         return self.gemm_errors.before_sum(layer, gemm, out, kept)
 
     def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> Collection[tuple[int, str]]:
-        """Query a module's features on its fused path; return needed tensors as layer number and tensor name."""
+        """Query a module's features on its fused path; return the tensors they need as (layer index, tensor name)."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         if kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
@@ -358,10 +359,12 @@ def require(owner: Any, *names: str) -> None:
 
 
 class ExecutionOrder:
-    """Layer -> position of its first ``forward`` and ``backward``: a listener of the tap.
+    """Listener of the tap that records the order in which layers first run.
 
     Attributes:
-        has_grown: whether layers were added since the reader of the positions has unset it.
+        forward: layer -> position of its first forward.
+        backward: the same for its first backward.
+        has_grown: whether layers were added; the reader of the positions resets it.
     """
 
     def __init__(self) -> None:

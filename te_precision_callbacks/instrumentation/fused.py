@@ -46,7 +46,7 @@ HIGH_PRECISION_ON_FUSED_PATH: Mapping[str, tuple[frozenset[str], ...]] = {
 }
 """Module class -> for each of its layers, the tensors available in high precision on its fused path.
 
-LayerNormMLP may fuse the activation function and its derivative into the GEMMs that write the other two.
+LayerNormMLP may fuse the activation function and its derivative into the GEMMs that write the excluded tensors.
 """
 
 _OVERLAPPING = ("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgrad")
@@ -148,8 +148,9 @@ def choose(
 ) -> tuple[dict[int, tuple[Schedule, ...]], dict[str, NotFused]]:
     """Choose the modules to observe on their fused path.
 
-    Returns id -> steps that change its precision, on the debug path; and name -> reason of the other modules with
-    features.
+    Returns:
+        Id of a chosen module -> steps on the debug path, in which features change its precision; name of another module
+        with features -> reason.
 
     Raises:
         ConfigError: with ``"fused"``, if a module with features cannot be observed on its fused path.
@@ -196,7 +197,7 @@ class _Due(NamedTuple):
 
 
 _Watchers = tuple[tuple[str, tuple["Watcher", ...]], ...]
-"""A layer's tensors, each with the features that may observe it."""
+"""The tensors of a layer, with the features that may observe them."""
 
 
 class FusedObservation:
@@ -234,7 +235,7 @@ class FusedObservation:
         return min((due.upcoming for layer in layers if (due := self._due[layer]).upcoming is not None), default=None)
 
     def leave(self, layers: Sequence[str]) -> None:
-        """Until the next query: the module takes the debug path."""
+        """Stop observing layers until the next query, since their module takes the debug path."""
         for layer in layers:
             self._due.pop(layer, None)
 
@@ -304,7 +305,7 @@ def _queried(watchers: _Watchers, iteration: int) -> _Due:
 
 
 def _tensors(event: GemmEvent) -> Iterator[tuple[str, Any, Any]]:
-    """Yield a GEMM's tensors, in high precision and as given: each operand in its first GEMM, and the result."""
+    """Yield a GEMM's tensors by name, in high precision and as passed: operands in their first GEMM, and the result."""
     for operand in event.operands:
         if operand.first:
             plain = type(operand.given) in (torch.Tensor, torch.nn.Parameter)

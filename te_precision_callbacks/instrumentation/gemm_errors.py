@@ -3,8 +3,8 @@
 The kernel error follows from a GEMM's codes, scales and result. Format and quantizer errors need operands in high
 precision:
 
-- Weight and activation exist in the forward only, which multiplies them with the probes of the backward's GEMMs and
-  keeps only these vectors.
+- Weight and activation exist only in the forward, where they are multiplied with the probes of the backward's GEMMs.
+  Only the products are kept.
 - The gradient exists when the backward's GEMMs run.
 
 The fused path has the tensors of :data:`~te_precision_callbacks.instrumentation.fused.HIGH_PRECISION_ON_FUSED_PATH`,
@@ -126,7 +126,7 @@ class GemmErrors:
 
     Attributes:
         operands: operands in high precision, until their GEMM has run.
-        not_measured: (layer, GEMM) -> why it, or its format error, was not measured in any call.
+        not_measured: (layer, GEMM) -> why the GEMM, or its format error, was not measured in any call.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
@@ -153,7 +153,7 @@ class GemmErrors:
         self.operands.forget()
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Thin | None:
-        """Multiply the tensor that a GEMM is about to add to with the probes."""
+        """Multiply the accumulated tensor with the probes before a GEMM adds to it."""
         due = self._selected.due(layer, gemm, kept)
         if due is None or not isinstance(out, torch.Tensor) or is_quantized(out) or not out.numel() or is_capturing():
             return None
@@ -208,7 +208,7 @@ class GemmErrors:
             self.not_measured.pop((layer, gemm), None)
 
     def _prepare(self, event: GemmEvent) -> None:
-        """Multiply the forward's operands with the probes of all GEMMs with this operand A."""
+        """Multiply the forward's operands with the probes of all GEMMs that have them as operand A."""
         layer = event.layer
         for gemm, tensor in _FORWARD_OPERAND.items():
             due = self._selected.due(layer, gemm, event.kept)
@@ -324,12 +324,12 @@ def quiet(device: torch.device) -> Iterator[None]:
 
 
 def result_of(event: GemmEvent) -> Any:
-    """Return a GEMM's result before an activation function."""
+    """Return a GEMM's result, before a fused GELU."""
     return event.gelu_input if event.arguments.get("gelu") else event.out
 
 
 def why_not_seen(event: GemmEvent, before: Any) -> str:
-    """Return why a GEMM's product is unavailable; empty if it is available. ``before`` is the state before the sum."""
+    """Return why a GEMM's product is unavailable, or an empty string; ``before`` is the tensor that it was added to."""
     from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
 
     taken = event.arguments
@@ -373,7 +373,7 @@ def _accumulator(event: GemmEvent, left: Factor, right: Factor) -> Accumulator:
 
 
 def _rotated(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> torch.Tensor:
-    """Rotate probes for an operand with codes of a Hadamard transform."""
+    """Rotate probes for an operand that was quantized after a Hadamard transform."""
     if not isinstance(factor.memory, Stored) or not factor.memory.hadamard:
         return g
     mask = rules_of(operand.data._quantizer, columnwise=operand.columnwise).sign_mask

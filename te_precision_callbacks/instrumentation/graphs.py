@@ -55,7 +55,7 @@ def _closure(function: Any) -> Mapping[str, Any]:
 
 
 def _original(forward: Any) -> Any:
-    """A module may have another graph for evaluation."""
+    """Unwrap all graphs: a module may have another one for evaluation."""
     while isinstance(forward, _Bypass) or (_is_graphed(forward) and "orig_fwd" in _closure(forward)):
         forward = forward.original if isinstance(forward, _Bypass) else _closure(forward)["orig_fwd"]
     return forward
@@ -101,7 +101,7 @@ class _Captured:
 
 
 class _Bypass:
-    """The ``forward`` of a module in a collection step: ``original`` instead of ``graphed``."""
+    """Replacement of a graphed module's ``forward`` in a collection step: calls the original instead."""
 
     def __init__(self, module: torch.nn.Module, captured: _Captured, report: Callable[[], None]) -> None:
         self.graphed = module.__dict__["forward"]
@@ -121,7 +121,7 @@ class _Bypass:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give a copy of the module the forward that it would have without a session."""
+        """A copied module gets the forward that it would have without a session."""
         return self.graphed
 
 
@@ -219,7 +219,8 @@ class CudaGraphs:
         """Run all graphs again.
 
         Args:
-            ran: the modules that ran in the step; a graph's others are unused.
+            armed: ids of the modules to observe in the step.
+            ran: ids of the modules that ran. A graph's other armed modules are unused: they no longer bypass it.
         """
         for graph in self._graphs.values():
             if graph.is_bypassed:

@@ -37,7 +37,7 @@ class Sources(NamedTuple):
 
     Attributes:
         parameters: the parameters that are read.
-        find: their values by name -> (layer number, tensor name) -> tensor.
+        find: maps the parameters' values by name to the tensors by (layer index, tensor name).
     """
 
     parameters: tuple[str, ...]
@@ -45,7 +45,10 @@ class Sources(NamedTuple):
 
 
 def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
-    """Return a function that names the positional arguments of a TE function; ``known`` are those read, in TE 2.20.
+    """Return a function that names the positional arguments of a TE function.
+
+    Args:
+        known: the first parameters in TE 2.20.
 
     Raises:
         TypeError: a parameter is missing, as in another TE version.
@@ -165,12 +168,13 @@ class Callers:
 
     def __init__(self) -> None:
         self._callers: list[tuple[Any, str]] = []
-        self._modules = 0  # their number at the last search
+        self._modules = 0  # len(sys.modules) at the last search
 
     def find(self, functions: Mapping[Any, Sequence[str]]) -> list[tuple[Any, str]]:
-        """Return the importing modules, with their names of the functions; searches again after new imports.
+        """Return the importing modules, with the functions' names; searches again after new imports.
 
-        ``functions``: Python module of ``cpp_extensions`` -> names of functions.
+        Args:
+            functions: Python module of ``cpp_extensions`` -> names of functions.
         """
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)

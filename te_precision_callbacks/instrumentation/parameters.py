@@ -32,8 +32,8 @@ WITHOUT_GRADIENT = 6
 """Optimizer steps after which a parameter without a gradient is reported."""
 
 MOST_IDLE = 64
-"""The same where a similar parameter has a gradient and the module does not run: blocks may be skipped at random,
-experts may lack tokens.
+"""The same for a parameter whose module does not run while a similar parameter has a gradient: blocks may be skipped at
+random, experts may get no tokens.
 """
 
 LOST = 8
@@ -43,19 +43,19 @@ UNSTEPPED = 20
 """Consecutive debug iterations without a step of optimizers that stepped before."""
 
 UNCHANGED, SPAN = 3, 6
-"""Sampled steps that should have changed a weight, and the steps they must span."""
+"""Minimum of sampled steps that should have changed a weight, and of the steps that they span."""
 
 FEW_CHANGED, NEARLY_ALL = 0.05, 0.9
-"""Share of changed elements below which a weight stands still, and share of matrices that must stand still or have
-gradients of 0.
+"""Largest share of changed elements in a weight that hardly changes; smallest share of matrices that hardly change, or
+have gradients of 0, for a problem of the model.
 """
 
 LIKELY = 4.0
 """An update of this many units in the last place must change a weight."""
 
 APART, APART_CHECKS = 0.01, 2
-"""Share of sampled elements farther from the master weight than rounding explains, and the consecutive checks that must
-show it.
+"""Share of sampled elements that differ from the master weight by more than rounding, and the consecutive checks that
+must find it.
 """
 
 
@@ -85,8 +85,9 @@ class _Gap:
     """Consecutive optimizer steps without a gradient of a parameter.
 
     Attributes:
-        called: steps before which the module ran in training.
-        reached, ran: set by the hooks, since the last step.
+        called: the steps in which the module ran in training.
+        reached: whether a backward has reached the parameter since the last step.
+        ran: whether the module has run in training since the last step.
     """
 
     since: int
@@ -297,7 +298,7 @@ class ParameterWatch:
     def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
         """Check whether a backward reached a parameter since the last step.
 
-        By its gradient, or by a hook where none exists at the optimizer's step.
+        The gradient shows it, or a hook if the gradient is removed before the optimizer's step.
         """
         weight = parameter.weight
         if weight.grad is not None or held.grad is not None or getattr(weight, "grad_added_to_main_grad", False):
@@ -361,7 +362,7 @@ class ParameterWatch:
             parameter.reference, parameter.still_since = copy, iteration
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
-        """Compare weights, as the last forward used them, with master weights now and before the last step."""
+        """Compare the weights of the last forward with the master weights, now and before the last step."""
         for held, iteration, before in self._masters.pop(optimizer, ()):
             master = _master(optimizer, held)
             if master is not None:
@@ -571,8 +572,9 @@ def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
-    """Return the float32 master weight of a weight or a part of it: stepped by the optimizer, or in its state. A plain
-    float32 weight has none: TE's FusedAdam keeps one and does not step it.
+    """Return the float32 master weight, or its local part: stepped by the optimizer, or in the optimizer's state.
+
+    A float32 weight has none: TE's FusedAdam keeps one, but does not step it.
     """
     weight = held.parameter.weight
     tensor: Any = held.tensor
@@ -594,7 +596,7 @@ def _gradient(held: _Held) -> torch.Tensor | None:
 
 
 def _mean_squares(optimizer: Optimizer, held: _Held) -> tuple[torch.Tensor, ...]:
-    """Return a sample of Adam's mean squares of a parameter's gradients; nothing without them."""
+    """Return a sample of Adam's mean squares of a parameter's gradients, as a tuple of at most one tensor."""
     state = optimizer.state.get(held.tensor, {})
     squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if not isinstance(squares, torch.Tensor) or squares.dtype not in (torch.float32, torch.bfloat16):
@@ -611,14 +613,14 @@ def _should_move(
     gradient: torch.Tensor,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Return where a gradient's update far exceeds the weight's resolution: bool, of the same shape.
+    """Return a bool tensor, true where a gradient's update far exceeds the weight's resolution.
 
     Args:
         group: the options of the optimizer.
         relative: the relative rounding error of the weight's format.
         has_squares: whether the mean squares of gradients before this step are among the other tensors.
         values, gradient: the samples.
-        *others: the mean squares; the rounding error near 0 of a quantized weight.
+        *others: the mean squares, if any; for a quantized weight, the rounding error near 0.
     """
     size = gradient.float().abs()
     absolute = others[-1] if len(others) > has_squares else None
@@ -638,7 +640,7 @@ def _should_move(
 def _compare_with_master(
     batches: BatchedChecks, held: _Held, master: torch.Tensor, note: Callable[[float], None]
 ) -> None:
-    """Count the share of elements farther from the master weight than the weight's format rounds."""
+    """Measure the share of elements that differ from the master weight by more than the format's rounding."""
     weight = sample(held.parameter.weight, held.span)
     if weight is not None:
         apart = functools.partial(_is_apart, weight.relative)
@@ -654,7 +656,7 @@ def _is_apart(
 
 
 def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Uses one copy per dtype and device."""
+    """Return the names of weights with inf or nan, with one copy to the host per dtype and device."""
     plain: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, weight in weights:
         codes = weight

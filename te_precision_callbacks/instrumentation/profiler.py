@@ -1,7 +1,7 @@
 """Runs torch.profiler for some steps, with ranges around all modules' forwards, and yields to the user's profiler.
 
-A process has one profiler. A second one takes the first one's events, and exporting the first then ends the process
-(torch 2.13). The session therefore stops its profiler before another one starts. Read from torch 2.13:
+A process has one profiler. A second profiler takes the events of the first, and exporting the first then crashes the
+process (torch 2.13). The session therefore stops its profiler before another one starts. Read from torch 2.13:
 ``_prepare_trace`` and ``_start_trace`` of ``torch.autograd.profiler.profile``, which each profiler calls, and
 ``torch.autograd.profiler._is_profiler_enabled``.
 """
@@ -48,7 +48,7 @@ class StepProfiler:
         self._seams = Replaced(yields=True)
 
     def warm_up(self) -> bool:
-        """Start collecting events to drop, since the first are slow; return False if the user's profiler runs."""
+        """Start collecting events that are dropped, since the first are slow; return False if another profiler runs."""
         if profiler_runs():
             return False
         activities = [torch.profiler.ProfilerActivity.CPU]

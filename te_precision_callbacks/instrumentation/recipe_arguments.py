@@ -35,11 +35,11 @@ class Ignored:
     """An argument of a recipe that has no effect in some cases.
 
     Attributes:
-        recipe: the recipe's class.
-        argument: the argument and attribute.
-        holds: whether a recipe sets it without effect.
+        recipe: the name of the recipe's class.
+        argument: the name of the argument, also of the recipe's attribute.
+        holds: whether a recipe sets the argument without effect.
         place: ``module:name`` in ``transformer_engine``.
-        source: a text in its source.
+        source: a text in the source of ``place``.
     """
 
     recipe: str
@@ -52,7 +52,7 @@ class Ignored:
 
 
 def _is_set(recipe: Any, argument: str) -> bool:
-    """The default follows from the environment."""
+    """Return whether an argument differs from its default, which TE reads from the environment."""
     return bool(getattr(recipe, argument) != getattr(type(recipe), argument))
 
 
@@ -139,14 +139,14 @@ def computes_in_float16(modules: Iterable[_Computing]) -> bool:
 
 
 def amax_reductions(modules: Iterable[_Computing]) -> list[Row]:
-    """Return the ranks that reduce the amaxes of delayed scaling.
+    """Return over which ranks the amaxes of delayed scaling are reduced.
 
     Read from ``FP8GlobalStateManager.reduce_and_update_fp8_tensors``: over ``amax_reduction_group`` of ``te.autocast``,
-    or over all ranks without one, unless the recipe has ``reduce_amax=False``.
+    or over all ranks without a group, unless the recipe has ``reduce_amax=False``.
 
     Returns:
-        Rows with ``layers`` (names), ``reduced``, ``ranks`` (their number), ``tensor_parallel`` (the layer's number of
-        tensor-parallel ranks) and ``outside`` (how many of these do not take part).
+        Rows with ``layers`` (names), ``reduced``, and counts: ``ranks``, ``tensor_parallel`` (the layer's
+        tensor-parallel ranks) and ``outside`` (tensor-parallel ranks that do not take part).
     """
     rows: dict[tuple[bool, int, int, int], list[str]] = {}
     for module, layers in modules:
@@ -163,7 +163,7 @@ def amax_reductions(modules: Iterable[_Computing]) -> list[Row]:
 
 
 def _in_use(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Yield the metadata of quantizers. A module without quantizers has a recipe too, without meaning."""
+    """Yield FP8 metadata with quantizers; without quantizers, a module's recipe has no meaning."""
     return (meta for meta in metas_of(module) if "scaling_fwd" in meta or "scaling_bwd" in meta)
 
 

@@ -19,8 +19,8 @@ class AutocastRegions:
     """Compares each step's regions with the step before.
 
     Attributes:
-        excludes_more: whether the last complete step entered more regions with ``enabled=False`` than the step before:
-            layers in high precision since then are in one of these.
+        excludes_more: whether the last complete step entered more regions with ``enabled=False`` than the step before.
+            If so, layers that changed to high precision are in such a region.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class AutocastRegions:
         return self._before != before
 
     def _number(self, recipe: Any) -> int:
-        """Equal recipes share a number, since scripts may create one per step."""
+        """Return the index of a recipe; equal recipes share it, since scripts may create a recipe per step."""
         for number, known in enumerate(self._recipes):
             if known is recipe or known == recipe:
                 return number

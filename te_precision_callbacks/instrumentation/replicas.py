@@ -27,8 +27,8 @@ _WRAPPERS = frozenset(
 )
 
 _COLUMNS = 6
-"""Numbers of a parameter in a message: checksums of the start and of now, each with its negative; whether the parameter
-varies; the sum of its absolute values.
+"""Values per parameter in a message: its checksums at the start and now, each with its negative; whether its elements
+vary; the sum of its absolute values.
 """
 
 Sums = dict[str, tuple[float, float, float]]
@@ -53,14 +53,14 @@ class Replicas:
 
     @property
     def needs_start(self) -> bool:
-        """:meth:`begin` must precede the first optimizer step."""
+        """Return whether :meth:`begin` must be called, before the first optimizer step."""
         return self._start is None and self._ranks.several
 
     def begin(self) -> None:
         self._start = self._sums()
 
     def exchange(self, news: list[Problem], iteration: int, *, is_due: bool) -> list[Problem]:
-        """Return the problems of all ranks, equal on each; of this rank if alone.
+        """Return the problems of all ranks, equal on all ranks; without other ranks, those of this rank.
 
         Args:
             news: this rank's new problems.

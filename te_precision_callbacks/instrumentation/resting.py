@@ -1,7 +1,7 @@
-"""Tracks the precision of resting layers.
+"""Tracks the precision of resting layers (``watched.py``).
 
-Read from the state that a step's last forward left in a module: FP8 or not, its quantizers, and the dtype of its
-activations.
+The precision follows from the state that the last forward of a step left in a module: FP8 or not, the quantizers, and
+the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from te_precision_callbacks.layers.round_robin import RoundRobin
 
 
 class RestingLayers:
-    """Checks resting modules at the end of a step; arms those with a precision that was not seen."""
+    """Checks resting modules at the end of a step, and arms modules with a precision that was not seen before."""
 
     def __init__(self, audit: PrecisionAudit, query_again: Callable[[torch.nn.Module], None]) -> None:
         self._audit = audit
@@ -49,7 +49,11 @@ class RestingLayers:
         self._queried: dict[int, list[list[dict[LayerOperand, Format]]]] = {}
 
     def note_training(self, module: torch.nn.Module, *, idle: bool) -> None:
-        """Note a training forward of an armed module; ``idle`` if no feature acts in it, so it runs as if resting."""
+        """Record a training forward of an armed module.
+
+        Args:
+            idle: whether no feature acts in it, so that it runs like a resting module.
+        """
         self._trained_in_fp8[id(module)] = bool(module.fp8)
         state = _state_of(module) if idle else None
         if state is None:
@@ -61,7 +65,7 @@ class RestingLayers:
         self._new.append(module)
 
     def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:
-        """Return the modules that rested for the first time in the last step, when ``armed`` did not rest."""
+        """Return the modules that rested for the first time in the last step, in which ``armed`` were armed."""
         new, self._new = self._new, []
         return [module for module in new if id(module) not in armed]
 
@@ -109,7 +113,7 @@ class RestingLayers:
         ]
 
     def _enter(self, module: Any) -> None:
-        """Record the precision of a module in its first resting step: FP8 or not, as in its last armed step."""
+        """Record the precision of a module in its first resting step: FP8 if it trained in FP8 in its last armed step."""
         key, state = id(module), _state_of(module)
         fp8 = self._trained_in_fp8.get(key)
         self._last_state.pop(key, None)
@@ -124,9 +128,9 @@ class RestingLayers:
             self._audit.plan(self._audit.of_gemms_that_run(formats))
 
     def _check_state(self, module: torch.nn.Module, *, excluded: bool) -> None:
-        """Record a resting module's precision that the audit lacks, and arm the module once for each precision.
+        """Record a resting module's precision if it is new to the audit, and arm the module once per precision.
 
-        The last forward may have been an evaluation, so the forwards that are known to have trained count.
+        The last forward may have been an evaluation, so only known training forwards count.
         """
         key, state = id(module), _state_of(module)
         if state is None:
@@ -146,7 +150,7 @@ class RestingLayers:
             self._query_again(module)
 
     def _follow_trainable(self, checked: Iterable[torch.nn.Module]) -> None:
-        """Arm all modules if parameters of one were frozen or unfrozen, which changes the GEMMs of a backward."""
+        """Arm all modules if a parameter was frozen or unfrozen, which changes the GEMMs of a backward."""
         for module in checked:
             now = _trainable(module)
             if self._trainable.setdefault(id(module), now) != now:
@@ -163,7 +167,7 @@ class _State(NamedTuple):
 
 
 def _state_of(module: torch.nn.Module) -> _State | None:
-    """Return None before the first forward."""
+    """Return the state that a module's last forward left; None before the first forward."""
     attributes = module.__dict__
     if attributes["activation_dtype"] is None:
         return None

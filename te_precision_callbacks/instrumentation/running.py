@@ -22,14 +22,15 @@ class Forward:
 
     Attributes:
         layers: names of the module's layers; empty for an unobserved module.
-        has_events: whether its GEMMs are reported; not if an operation fuses several layers, since the layer is
-            unknown.
+        has_events: whether its GEMMs are reported. False if an operation fuses several layers, since the layer of a
+            GEMM is unknown.
         events: number of events so far.
-        half: LayerNormMLP's layer with the last GEMM; -1 at the start of a forward, 2 of a backward.
-        wanted: (layer number, tensor) that listeners need before quantization.
-        high: (layer number, tensor) -> tensor before quantization; None if ``wanted`` is empty.
-        recomputed: keys of tensors recomputed because a fused kernel quantized them.
-        kept: storage of listeners until the backward has run.
+        half: index of the LayerNormMLP layer with the last GEMM; -1 at the start of a forward, 2 at the start of a
+            backward.
+        wanted: (layer index, tensor name) of tensors that listeners need before quantization.
+        high: (layer index, tensor name) -> tensor before quantization; None if ``wanted`` is empty.
+        recomputed: the same keys, of tensors recomputed because a fused kernel quantized them.
+        kept: values that listeners keep until the backward has run.
     """
 
     __slots__ = (
@@ -82,10 +83,10 @@ class Forward:
             self.half = half
 
     def number_of(self, gemm: str, expert: int | None) -> int:
-        """Return the number of the layer with the next GEMM.
+        """Return the index of the layer with the next GEMM, and advance to it.
 
-        LayerNormMLP's forward, also when recomputed, runs fc1 before fc2, its backward fc2 before fc1, and dgrad before
-        wgrad of each.
+        LayerNormMLP's forward, also when recomputed, runs fc1 before fc2; its backward runs fc2 before fc1, and dgrad
+        before wgrad in each.
         """
         if expert is not None or not self._halves:
             return expert or 0
@@ -104,9 +105,11 @@ class _Here(threading.local):
     """State of a thread.
 
     Attributes:
-        inside: whether a GEMM runs, which may call another.
-        kind: kind of the current forward of operations, which run in an autograd Function, where training and
-            evaluation look the same.
+        entered: forward of the module that this thread has entered.
+        running: forward whose GEMMs this thread runs, in forward or backward.
+        inside: whether this thread is in a GEMM function, which may call another one.
+        kind: kind of the current forward of ``te.ops`` operations. They run in an autograd Function, in which training
+            and evaluation look the same.
     """
 
     entered: Forward | None = None
@@ -119,8 +122,8 @@ class Running:
     """The state of all threads.
 
     Attributes:
-        numbers: counts the iteration's products.
-        has_ranges: whether to put torch.profiler ranges around forwards, backwards and GEMMs.
+        numbers: counter of the iteration's GEMMs.
+        has_ranges: whether torch.profiler ranges are put around forwards, backwards and GEMMs.
     """
 
     def __init__(self) -> None:
@@ -135,15 +138,13 @@ class Running:
         self.here = _Here()
 
     def in_layer(self) -> bool:
-        """Return whether this thread runs a layer's GEMMs: all products inside have events."""
+        """Return whether this thread runs a layer's GEMMs, whose products all have events."""
         return self.here.inside or self.here.running is not None
 
     def call(
         self, forward: Forward | None, backward: bool, function: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> Any:
-        """Call a function as part of a forward, or of its backward. Its products have events, so dispatch modes skip
-        it.
-        """
+        """Call a function as part of a forward or its backward, hidden from dispatch modes: its products have events."""
         here = self.here
         before, here.running = here.running, forward
         try:
@@ -172,7 +173,7 @@ class CurrentForward(threading.local):
 
     Attributes:
         input_needs_gradient: whether its backward will run dgrad.
-        dgrad: the last dgrad quantizer built, until paired.
+        dgrad: the last dgrad quantizer that was built, until it is paired with the next one.
     """
 
     kind: ForwardKind

@@ -7,18 +7,18 @@ Read from Transformer Engine 2.20.2. While installed, the tap replaces:
   modules.
 - The modules' ``prepare_forward`` and ``end_forward``, and ``forward`` and ``backward`` of their autograd Functions.
   The layer is stored in the autograd context, since a backward runs in another thread.
-- ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) too, and ``forward`` and
-  ``backward`` of ``FusedAttnFunc``.
+- ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``), and ``forward`` and ``backward``
+  of ``FusedAttnFunc``.
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``tap_parts.py``).
 - The modules' ``materialize_weight_for_forward``, which gathers distributed weights.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
-- ``te.Linear.forward``, which ``torch.compile`` (torch 2.15) makes one operator of the graph without Python's calls. It
-  now runs outside the graph, as all other modules' forwards do.
+- ``te.Linear.forward``, from which ``torch.compile`` (torch 2.15) makes one operator, without Python calls. The
+  replacement runs outside the graph, like all other modules' forwards.
 - ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` with GEMMs.
 
-With ``fuse_wgrad_accumulation=True`` the wgrad GEMM adds to ``main_grad``, so a micro-batch's product never exists, and
-a difference of two sums is not exact. If a feature needs it, the same GEMM first runs into a separate tensor of
-``main_grad``'s type, without effect on training.
+With ``fuse_wgrad_accumulation=True`` the wgrad GEMM adds to ``main_grad``, so the wgrad of a micro-batch never exists,
+and the difference of two sums is not exact. If a feature needs this wgrad, the same GEMM first runs into a separate
+tensor of ``main_grad``'s dtype, without effect on training.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class GemmTap:
     """Calls listeners after each GEMM.
 
     Args:
-        enter: called in each forward with events, after its preparation, with the module and the kind; returns the
-            tensors that listeners need before quantization, as layer number and tensor name.
-        silent: called with the layers, the operation, and whether it was the backward, after a training forward or
-            backward without events, for example with its own GEMM kernel.
+        enter: called in each forward with events, after ``prepare_forward``, with the module and the kind; returns the
+            tensors that listeners need before quantization, as (layer index, tensor name).
+        silent: called after a training forward or backward without events, for example of an operation with its own
+            GEMM kernel, with the layers, the operation, and whether it was the backward.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class GemmTap:
         return bool(self._seams)
 
     def observe(self, modules: Mapping[int, Any], attentions: Mapping[int, str] | None = None) -> None:
-        """Set the ids of modules with events, which may change between steps, and attention modules' names by id."""
+        """Set the modules whose GEMMs are reported, and attention modules' names, by id; both may change per step."""
         self._observed = modules
         self._attention.names = attentions or {}
 
@@ -118,7 +118,7 @@ class GemmTap:
         layers: Mapping[int, Sequence[str]],
         operations: Iterable[NamedOperation],
     ) -> None:
-        """Set the modules' layers by id, and the ``te.ops`` operations with GEMMs, which all have events."""
+        """Set the modules' layers by id, and the ``te.ops`` operations, whose GEMMs are all reported."""
         self._layers = layers
         self.operations.watch(operations)
 
@@ -132,7 +132,7 @@ class GemmTap:
 
         Args:
             *listeners: called after each GEMM.
-            before: called before a GEMM adds to its result.
+            before: called before a GEMM accumulates into its result.
             ranges: put torch.profiler ranges around layers and their GEMMs.
         """
         self._listeners, self._before = listeners, before
@@ -143,7 +143,7 @@ class GemmTap:
             self._seams.put_back()
             self._running.forget()
 
-    # ------------------------------------------------------------------ what is replaced
+    # ------------------------------------------------------------------ installation
 
     def _install(self) -> None:
         from transformer_engine.pytorch.attention.dot_product_attention import backends
@@ -197,7 +197,7 @@ class GemmTap:
         for operation, name, method in methods_of_operations(tuple(arounds)):
             self._seams.replace(operation, name, arounds[name](method))
 
-    # ------------------------------------------------------------------ which layer runs
+    # ------------------------------------------------------------------ forwards and backwards
 
     def _around_prepare(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
@@ -255,7 +255,7 @@ class GemmTap:
         return end_forward
 
     def _named(self, function: Callable[..., Any], known: Sequence[str]) -> Named | None:
-        """Return a function that names arguments; None, which is reported, if a parameter is missing."""
+        """Return a function that names arguments; report a missing parameter, and return None."""
         try:
             return by_name(function, known)
         except TypeError as error:
@@ -302,7 +302,7 @@ class GemmTap:
         return backward
 
     def _around_gather(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the gathering of distributed weights: the forward gets shards."""
+        """Wrap the gathering of distributed weights, since the forward gets only shards."""
 
         @functools.wraps(upstream)
         def materialize_weight_for_forward(weights: Any) -> Any:
@@ -345,7 +345,7 @@ class GemmTap:
         except Exception as error:
             self._report("noting the unseen GEMMs of", forward.layers[0], error)
 
-    # ------------------------------------------------------------------ the GEMMs
+    # ------------------------------------------------------------------ GEMMs
 
     def _around(
         self, upstream: Callable[..., Any], known: Sequence[str], gemms: Gemms, *, grouped: bool = False
@@ -353,8 +353,8 @@ class GemmTap:
         """Wrap a GEMM function to report to the listeners.
 
         Args:
-            known: its first parameters in TE 2.20.
-            gemms: its arguments and its result -> A, B and result of each GEMM.
+            known: the function's first parameters in TE 2.20.
+            gemms: maps arguments and result to A, B and result of each GEMM.
             grouped: whether each GEMM belongs to an expert.
         """
         named = self._named(upstream, known)
@@ -386,7 +386,7 @@ class GemmTap:
         return tapped
 
     def _before_sums(self, forward: Forward | None, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
-        """Call ``before`` for the tensors that a call's GEMMs add to; an empty result without any."""
+        """Call ``before`` with each tensor that a GEMM of this call accumulates into, and return the results."""
         if self._before is None or forward is None or not forward.layers or not arguments.get("accumulate"):
             return ()
         try:
@@ -415,7 +415,7 @@ class GemmTap:
         return call
 
     def _warn_captured(self, forward: Forward | None) -> None:
-        """Warn that experts' numbers of rows, which are on the device, were not read: that would end the capture."""
+        """Warn that GEMMs are not observed: reading experts' row counts from the device would end the capture."""
         if not self._warned_captured:
             self._warned_captured = True
             logger.warning(
@@ -440,7 +440,7 @@ class GemmTap:
             tensor_b, tensor_a = OPERANDS[gemm]
             of_forward = forward or Forward((OUTSIDE,), ForwardKind.UNTOUCHED, "", halves=False)
             of_forward.events += 1
-            # LayerNormMLP(checkpoint=True) computes fc1 again in its own backward.
+            # LayerNormMLP(checkpoint=True) recomputes fc1 in its own backward.
             is_again = gemm == "fprop" and of_forward.half == 2
             for place, (a, b, out) in enumerate(gemms(arguments, result)):
                 expert = place if grouped and forward is not None else None
@@ -470,7 +470,7 @@ class GemmTap:
 
 
 def _with_own_wgrad(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``general_gemm`` to compute a micro-batch's wgrad alone for a quantizer that needs it."""
+    """Wrap ``general_gemm`` to first compute the wgrad of the micro-batch for a quantizer that needs it."""
 
     @functools.wraps(upstream)
     def general_gemm(*operands: Any, **keywords: Any) -> Any:

@@ -1,9 +1,8 @@
 """Parts of the tap: the layers of ``te.ops``, attention, and tensors that fused kernels write only in low precision.
 
 Read from Transformer Engine 2.20.2: ``OperationFuser.__call__`` (``pytorch/ops/fuser.py``), ``fuser_forward`` and
-``fuser_backward`` of the operations; of ``pytorch/module`` ``apply_normalization``, which modules call, and the
-functions returned by ``_act_func``: the activation function, its derivative, and the derivative fused with the bias
-gradient.
+``fuser_backward`` of the operations; and in ``pytorch/module``, ``apply_normalization`` and the functions that
+``_act_func`` returns: the activation function, its derivative, and the derivative fused with the bias gradient.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class OperationsTap:
         def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
             forward = getattr(contexts[0], "te_precision_forward", None) or unobserved()
             layers = self._layers_in(operation)
-            if len(layers) > 1 and forward.has_events:  # its forward is not the fused one
+            if len(layers) > 1 and forward.has_events:  # only the backward is fused
                 named = tuple(name for layer in layers for name in layer)
                 forward = Forward(named, forward.kind, forward.recipe, halves=False, has_events=False)
             before = forward.events
@@ -200,6 +199,7 @@ def _event(forward: Forward, given: Mapping[str, Any]) -> AttentionEvent:
 
 
 _QUANTIZER_OF_NORM = 5
+"""Position of the quantizer among the arguments of ``apply_normalization``."""
 
 
 class UnfusedTensors:
@@ -229,7 +229,7 @@ class UnfusedTensors:
         return apply_normalization
 
     def around_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``_act_func`` of LayerNormMLP: its functions return fc2's activation and fc1's gradient."""
+        """Wrap LayerNormMLP's ``_act_func``, whose functions return fc2's activation and fc1's gradient."""
 
         @functools.wraps(upstream)
         def act_func(*arguments: Any, **keywords: Any) -> Any:
@@ -243,8 +243,10 @@ class UnfusedTensors:
         return act_func
 
     def _around(self, function: Any, unfused: Any, number: int, tensor: str) -> Callable[..., Any]:
-        """Wrap a function with the result's quantizer as last argument; ``unfused`` returns the result in high
-        precision.
+        """Wrap a function whose last argument is the quantizer.
+
+        Args:
+            unfused: returns the result in high precision if the quantizer is None.
         """
 
         def around(*arguments: Any, **keywords: Any) -> Any:

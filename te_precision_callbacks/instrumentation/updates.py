@@ -22,8 +22,7 @@ from te_precision_callbacks.instrumentation.weight_samples import local
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 
 LEAST_RATE = 0.01
-"""Steps with a learning rate below this share of the largest one are skipped: at the end of a decay all updates vanish.
-"""
+"""Share of the largest learning rate below which steps are skipped: at the end of a decay all updates vanish."""
 
 _SAMPLE = 1024
 
@@ -39,7 +38,7 @@ class TrainedModel(Protocol):
         """The attached modules."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
-        """Yield each parameter once, with its name and module."""
+        """Yield name, parameter and module, once per parameter."""
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer steps a parameter of the model."""

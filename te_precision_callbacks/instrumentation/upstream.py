@@ -119,7 +119,7 @@ class Snapshot:
         self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
 
     def remember_module(self, module: torch.nn.Module) -> None:
-        """Only the first call for a module counts."""
+        """Save a module's attributes, if they were not saved before."""
         attributes = {name: module.__dict__.get(name, _MISSING) for name in _MODULE_ATTRIBUTES}
         self._modules.setdefault(id(module), (module, attributes))
 
@@ -224,8 +224,8 @@ class Inspector:
         self._stray_calls = StrayCalls(manager)
         manager._tensor_reduction_group = self._options.process_group
         self._api.begin(observation, reduce=self._options.reduce)
-        # Otherwise modules built from now on would raise that debugging started too late. Modules built before take
-        # part too, since this is a class attribute.
+        # Modules built from now on would otherwise raise an error that debugging started too late. As a class attribute
+        # it also applies to modules built before.
         TEDebugState.debug_enabled = True
 
     def _make_folder(self) -> None:
@@ -315,7 +315,7 @@ class Inspector:
         return manager._namespace_apis[registration.NAMESPACE]
 
     def only_looks(self, name: str) -> bool:
-        """Return whether a registered feature is an observing one of this project, with its ``inspect_tensor``."""
+        """Return whether a feature is an observing one of this project that does not override ``inspect_tensor``."""
         from te_precision_callbacks.features.base import ScheduledFeature
 
         feature: Any = self._api.namespace_features.get(name)
@@ -369,13 +369,11 @@ class Inspector:
         type(self._manager).initialize_training_step(self._manager, value)  # not StrayCalls
 
     def step(self) -> None:
-        """Advance the iteration, and let users' features log their statistics; with collectives unless
-        ``reduce=False``.
-        """
+        """Advance the iteration, and let users' features log their statistics, with collectives unless ``reduce=False``."""
         type(self._manager).step(self._manager)  # not StrayCalls
 
     def keep(self) -> None:
-        """Keep the debug manager: a reference to ``end_debug`` that a script holds drops it."""
+        """Restore the debug manager, which a script drops by calling its own reference to ``end_debug``."""
         if self._manager is not None:
             self._debug_api.DEBUG_MANAGER = self._manager
 
@@ -429,10 +427,11 @@ _INSTEAD = {
     " names of this function, and names that it assigns before attach() select layers, too.",
     "set_tensor_reduction_group": "process_group= is the group over which statistics are reduced.",
 }
-"""Function of ``nvdlfw_inspect.api`` -> the session's replacement."""
+"""Function of ``nvdlfw_inspect.api`` -> what replaces it in a session, for the warning."""
 
 _OF_THE_MANAGER = ("initialize_training_step", "step")
-"""Functions that only call the debug manager. They are replaced there, which covers references that a script holds."""
+"""Functions that only call the debug manager. They are replaced in the manager, also for references that a script has.
+"""
 
 _NAMING = "infer_and_assign_layer_names"
 
@@ -440,8 +439,8 @@ _NAMING = "infer_and_assign_layer_names"
 class StrayCalls:
     """Ignores, with a warning, a script's calls of nvidia-dlfw-inspect's API during a session.
 
-    A second ``step()``, for example, would silently skip every other iteration. A script's layer names count until the
-    session assigns its own. Read from nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
+    A second ``step()``, for example, would silently skip every other iteration. A script's layer names are used until
+    the session assigns its own. Read from nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -453,7 +452,7 @@ class StrayCalls:
         for name in _INSTEAD:
             if name != _NAMING:
                 setattr(manager if name in _OF_THE_MANAGER else debug_api, name, self._ignored(name))
-        manager.close = self._ignored("end_debug")  # of a reference that the script holds
+        manager.close = self._ignored("end_debug")  # called by a reference to end_debug that the script has
 
     def keep_names(self) -> None:
         import nvdlfw_inspect.api as debug_api
@@ -481,10 +480,10 @@ class StrayCalls:
 
 
 EVENTS_LIMIT = 256 << 20
-"""Size limit of a rank's event log. Only users' features repeat lines."""
+"""Size limit of a rank's event log, in bytes: users' features may repeat lines."""
 
 MOST_EVENTS_WAITING = 1 << 18
-"""Maximum queued lines; further ones are dropped."""
+"""Maximum number of queued lines; further lines are dropped."""
 
 EVENTS_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: FileLogger.initialize``."""
@@ -515,7 +514,7 @@ class EventLog(logging.Handler):
         """Start writing.
 
         Args:
-            in_full: write all lines; otherwise only warnings and errors, so a rank without any creates no file.
+            in_full: write all lines; otherwise only warnings and errors, so most ranks create no file.
         """
         if self._lines.file is None:
             self._lines.least = logging.NOTSET if in_full else logging.WARNING
@@ -540,7 +539,7 @@ class EventLog(logging.Handler):
 
 
 class _Lines:
-    """The thread's part of the log.
+    """The part of the event log that runs in the thread.
 
     Attributes:
         file: None until :meth:`EventLog.begin`.

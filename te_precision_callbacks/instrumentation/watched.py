@@ -28,8 +28,9 @@ class WatchedModules:
     """Arms modules, and lets them rest.
 
     Attributes:
-        refused: ids of modules that are left alone.
-        fused: ids of modules observed on their fused path -> steps that change their precision, on the debug path.
+        refused: ids of modules that the session does not act on.
+        fused: id of a module observed on its fused path -> steps on the debug path, in which features change its
+            precision.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class WatchedModules:
         return changed is not None and not any(schedule.at(iteration)[0] for schedule in changed)
 
     def next_change(self, module: torch.nn.Module, iteration: int) -> int | None:
-        """Return the next iteration that changes the precision of a module on its fused path."""
+        """Return the next iteration in which a feature changes the precision of a module on its fused path."""
         upcoming = (schedule.at(iteration)[1] for schedule in self.fused[id(module)])
         return min((step for step in upcoming if step is not None), default=None)
 
@@ -113,7 +114,7 @@ class WatchedModules:
             self._failures.report("checking the precision of", f"iteration {ended}", error)
 
     def query_again(self, module: torch.nn.Module) -> None:
-        """Arm a module that is not refused: its features are queried in its next forward."""
+        """Arm a module unless it is refused, so that its features are queried in its next forward."""
         if id(module) not in self.refused:
             reset_schedule(module)
             self._arm(module)
@@ -122,7 +123,7 @@ class WatchedModules:
         """Watch a module again after :meth:`leave_alone`.
 
         Args:
-            changed_steps: its value in ``fused``; None on the debug path.
+            changed_steps: its previous value in ``fused``; None if it takes the debug path.
         """
         self.refused.discard(id(module))
         if changed_steps is not None:

@@ -1,4 +1,4 @@
-"""Samples of weights: a few fixed elements of each, without waiting for the device."""
+"""Samples of weights: a few fixed elements per weight, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from te_precision_callbacks.base.numerics.layouts import NVFP4, is_quantized, scaling_mode, stored
 
 ROWS, ELEMENTS = 32, 1024
-"""Minimum rows and elements sampled of a larger weight; the maximum is twice as many."""
+"""Minimum number of sampled rows and elements of a larger weight; at most twice as many are sampled."""
 
 PLAIN_ROUNDING = 2.0**-7
 """Relative error of a bfloat16 or float16 weight truncated from its master weight."""
@@ -26,7 +26,8 @@ class WeightSample(NamedTuple):
     Attributes:
         values: float32 or the weight's own type, [rows, columns].
         relative: largest relative rounding error of the weight's format.
-        absolute: rounding error near 0 of a quantized weight; float32, [rows, columns]. Else None.
+        absolute: float32, [rows, columns]: the rounding error of a quantized weight near 0, or inf for a saturated
+            element. None for other weights.
     """
 
     values: torch.Tensor
@@ -93,13 +94,13 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     if factors.numel() > 1:
         factors = factors[rows // part.block[0], columns // part.block[1]]
     least = factors * (form.min_normal * 2.0 ** (-form.mantissa_bits - 1))
-    saturated = elements.abs() >= form.max  # what was above the range may be any number
+    saturated = elements.abs() >= form.max  # the element may have been any value above the range
     absolute = torch.where(saturated, torch.inf, least)
     return WeightSample(elements * factors, 2.0 ** (-form.mantissa_bits - 1), absolute)
 
 
 def _form(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that can be stacked."""
+    """Return a key that is equal for tensors that can be stacked."""
     return tensor.device, tensor.dtype, tensor.shape
 
 
@@ -112,10 +113,10 @@ class BatchedChecks:
         """Add a comparison.
 
         Args:
-            key: equal for the same comparison.
-            compare: takes stacks of such tensors, and returns bool of their shape, [tensors, rows, columns].
+            key: equal for equal comparisons, which are stacked.
+            compare: takes stacks of the tensors, and returns bool of the same shape, [samples, rows, columns].
             tensors: samples, [rows, columns].
-            note: gets the share of true elements.
+            note: called with the share of true elements.
         """
         self._waiting.setdefault((key, *map(_form, tensors)), (compare, []))[1].append((tensors, note))
 
@@ -127,10 +128,11 @@ class BatchedChecks:
             self._shares.append((are_true.flatten(1).float().mean(1), [note for _, note in members]))
 
     def copied(self) -> Callable[[], None] | None:
-        """Start copying the shares to the host, one copy per device; None if there are none.
+        """Start copying the shares to the host, one copy per device.
 
-        The returned function passes each share to its note. It waits for the copies, which have ended if called a step
-        later.
+        Returns:
+            A function that waits for the copies and passes each share to its note, or None without shares. Called a
+            step later, it does not have to wait.
         """
         if not self._shares:
             return None
@@ -152,7 +154,7 @@ class BatchedChecks:
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Yield the places of tensors of equal device, dtype and shape, with their stack: [tensors, ...]."""
+    """Stack tensors of equal device, dtype and shape: yield their indices and the stack, [tensors, ...]."""
     places: dict[Hashable, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(_form(tensor), []).append(place)
@@ -169,7 +171,7 @@ def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Start copying float32 numbers to the host; the returned function waits and returns them."""
+    """Start copying float32 values to the host; return a function that waits for the copy and returns them."""
     event = None
     if values.device.type == "cuda":
         device = values.device

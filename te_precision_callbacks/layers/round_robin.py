@@ -6,10 +6,10 @@ from typing import Generic, TypeVar
 Thing = TypeVar("Thing")
 
 AT_ONCE = 8
-"""The number of modules checked in a step without collection."""
+"""Number of modules checked per step without collection."""
 
 MANY = 4_000
-"""Above this number of modules, a step checks a quarter as many, since they are no longer in the CPU's cache."""
+"""Number of modules above which a step checks only a quarter as many, since they no longer fit the CPU cache."""
 
 
 class RoundRobin(Generic[Thing]):

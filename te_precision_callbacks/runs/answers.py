@@ -1,4 +1,4 @@
-"""Facts about a recorded run that several views show: its contents, precision shares, loss, and end."""
+"""Facts about a recorded run that several views show: contents, precision shares, loss, and how it ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def no_step_note(run: RecordedRun) -> list[str]:
 
 
 def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
-    """Map precision (or empty), and whether a product is of the backward, to its multiply-adds per step."""
+    """Return (precision or "", whether in the backward) -> multiply-adds per step."""
     counts: dict[tuple[str, bool], int] = defaultdict(int)
     for row in at_the_end(run.gemms).select(["precision", "backward", "macs"]).to_pylist():
         if row["macs"]:
@@ -50,7 +50,7 @@ def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
 
 
 def precision_shares(run: RecordedRun) -> dict[str, float]:
-    """Map precision to its share of the multiply-adds, from 0 to 1, largest first."""
+    """Return precision -> share of the multiply-adds, from 0 to 1, largest first."""
     macs: dict[str, int] = defaultdict(int)
     for (precision, _), count in multiply_adds(run).items():
         if precision:
@@ -82,18 +82,16 @@ def is_loss(name: str) -> bool:
 
 
 def is_loss_of_training(name: str) -> bool:
-    """Return whether a scalar can only be the training loss. Others, such as ``best_loss``, may be inf in a healthy
-    run.
-    """
+    """Return whether a scalar must be the training loss; others, such as ``best_loss``, may be inf in a healthy run."""
     return is_loss(name) and words_of(name) <= _TRAINING_WORDS
 
 
 def loss_first(names: Iterable[str]) -> list[str]:
-    """Sort names of scalars: the likeliest training loss first, then other losses, then all others."""
+    """Sort names of scalars: the most likely training loss first, then other losses, then all others."""
     return sorted(names, key=lambda name: (not is_loss(name), name != "loss", "train" not in name, name))
 
 
-# ---------------------------------------------------------------------- what ended it
+# ---------------------------------------------------------------------- end of the run
 
 
 def format_status(run: RecordedRun) -> str:
@@ -126,7 +124,7 @@ def _error_at_the_end(run: RecordedRun) -> tuple[str, int]:
 
 
 def ended_by(error: str) -> str:
-    """Return what ended a run without a failure, such as ``Ctrl-C``, from the first line of its error."""
+    """Return the cause, such as ``Ctrl-C``, that ended a run without a failure, from the first line of its error."""
     name, _, text = error.partition(":")
     if name == "SystemExit" and text.strip() not in ("", "0", "None"):
         return ""

@@ -1,4 +1,4 @@
-"""Conversion of a session's records into rows, in the sink's thread."""
+"""Converts a session's records into rows, in the sink's thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _MOST_PENDING = 1 << 26
 
 _FILES, _LEAST_FILE = 32, 1 << 15
-"""The limit is divided into this many files; and the least size of a closed file."""
+"""Number of files into which the limit is divided, and minimum size of a closed file in bytes."""
 
 
 class FactTables(NamedTuple):
@@ -32,7 +32,7 @@ class FactTables(NamedTuple):
 
 
 class StepJob(NamedTuple):
-    """A step's records, the time they arrived, and the seconds since the previous step."""
+    """A step's records, their time of arrival, and the seconds since the previous step."""
 
     records: StepRecords
     wall_time: float
@@ -40,12 +40,12 @@ class StepJob(NamedTuple):
 
 
 class Recording:
-    """Records what one rank writes of a run.
+    """Writes a rank's records of a run.
 
     Args:
         writes_reduced: whether this rank writes the reduced values.
-        limit: the most bytes for this rank.
-        begun: the start of the run, in seconds since the epoch; the first file may be much younger.
+        limit: maximum number of bytes for this rank.
+        begun: start of the run in seconds since the epoch; the first file may be created much later.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Recording:
             writer.put_run(**{**begun, **given, **self._facts.run})
         return writer
 
-    # ------------------------------------------------------------------ what is handed over
+    # ------------------------------------------------------------------ jobs
 
     def take(self, job: StepJob | Event | Scalars | FactTables) -> None:
         match job:
@@ -137,7 +137,7 @@ class Recording:
             self._take_numbers(records)
 
     def _go_back(self, iteration: int) -> None:
-        """Continue in another segment, after the training loop has returned to an earlier iteration."""
+        """Start another segment, since the training loop has returned to an earlier iteration."""
         self.writer.close()
         self.writer = self._open(self.writer.segment + 1, iteration, time.time())
         self._size_limit.follow(self.writer)
@@ -165,7 +165,7 @@ class Recording:
             writer.flush()
             self._size_limit.keep()
 
-    # ------------------------------------------------------------------ to the disk
+    # ------------------------------------------------------------------ files
 
     def flush(self) -> None:
         self.writer.flush()
@@ -174,7 +174,7 @@ class Recording:
         self._size_limit.keep()
 
     def end(self, error: BaseException | None, last: int = -1) -> None:
-        """Write everything, and how the segment has ended; ``last`` is the last iteration, -1 if unknown."""
+        """Write everything, with the end of the segment; ``last`` is the last iteration, -1 if unknown."""
         self._take_event(end_of(error, max(self._latest, last)))
         self.writer.close("ended" if error is None else "failed")
 
@@ -199,7 +199,7 @@ class _Numbers:
         if len(known) < len(table):
             known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
         new = series[known[series] < 0]
-        for number in np.unique(new).tolist() if len(new) else ():  # sorting nothing takes longer than all else here
+        for number in np.unique(new).tolist() if len(new) else ():  # np.unique is slow even for an empty array
             layer, family = table[number]
             scope = self._scopes.get(layer, "")
             known[number] = self.writer.series(

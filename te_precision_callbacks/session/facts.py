@@ -1,4 +1,4 @@
-"""The facts of a run as the tables that the record store keeps."""
+"""The facts of a run, as tables for the records."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from te_precision_callbacks.sinks.step_records import LayerInfo
 logger = logging.getLogger(__name__)
 
 MOST_SHARE = 0.05
-"""The share of the training time that facts may take where they change all the time."""
+"""Maximum share of the training time for collecting facts that change all the time."""
 
 REST_AFTER_A_FAILURE = 10.0
-"""Seconds until facts that could not be gathered are gathered again; the end of the run does not wait."""
+"""Seconds before facts are collected again after a failure, except at the end of the run."""
 
 _TRAINERS = ("lightning", "accelerate", "transformers", "megatron-core", "peft")
 """Packages whose version is recorded if they are in use."""
 
-# Read once in a process: reading takes a few milliseconds, and each start of a session asks.
+# Cached: reading takes a few milliseconds at each start of a session.
 _version_of_trainer = functools.cache(installed_version)
 
 Row = dict[str, Any]
@@ -68,7 +68,7 @@ class RunFacts:
         self._machine: Row | None = None
 
     def changed(self, *, at_last: bool = False) -> bool:
-        """Return whether there are new facts; False shortly after a slow collection, unless ``at_last``."""
+        """Return whether there are new facts to collect. False for a while after a collection, unless ``at_last``."""
         return self._state != self._taken and (at_last or time.perf_counter() >= self._rests_until)
 
     @property
@@ -307,13 +307,13 @@ class RunFacts:
 
 
 def _script() -> str:
-    """Return the path of the script; ``-c`` or ``-`` for code without a file, and empty at a prompt."""
+    """Return the path of the script; ``-c`` or ``-`` for code without a file, empty at an interactive prompt."""
     started = sys.argv[0] if sys.argv else ""
     return started if started in ("", "-", "-c") else os.path.abspath(started)
 
 
 def _place(sections: Sequence[Section], namespace: str, feature: str) -> tuple[str, str, int | None]:
-    """Return section, file and line of a layer's feature, which sections may spell otherwise; no line for a mapping."""
+    """Return section, file and line of a layer's feature, matched case-insensitively; no line for a mapping."""
     spelled = (
         (section, key)
         for section in sections

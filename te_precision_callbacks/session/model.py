@@ -52,7 +52,7 @@ _FOR_TRAINER = (
     " model.gradient_checkpointing_enable() and model._set_gradient_checkpointing(gradient_checkpointing_func="
     "transformer_engine.pytorch.checkpoint). With use_reentrant=False alone torch raises a CheckpointError."
 )
-"""What makes a checkpoint of the Hugging Face Trainer compute again in low precision."""
+"""Remedy for gradient checkpointing of the Hugging Face Trainer, which recomputes in high precision."""
 
 
 _BY_ACCELERATE = {
@@ -64,11 +64,13 @@ _BY_ACCELERATE = {
 }
 
 _MLP_MODES = {"fc1": "column", "fc2": "row"}
-"""The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
+"""Parallel modes of a LayerNormMLP's layers. Their weights are always split; ``set_parallel_mode`` only adds
+communication.
+"""
 
 
 def without_layers(goes_on: str, front_door: str = "") -> str:
-    """Return the warning that a model has no Transformer Engine layer, with a remedy for the integration."""
+    """Return the warning that a model has no Transformer Engine layers, with the integration's remedy."""
     return (
         "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear),"
         f" so there are no statistics. Training goes on {goes_on}.{_BY_ACCELERATE.get(front_door, '')}"
@@ -78,11 +80,11 @@ def without_layers(goes_on: str, front_door: str = "") -> str:
 def placements(
     modules: Iterable[NamedModule], reduced_over: torch.distributed.ProcessGroup | None
 ) -> dict[str, Placement]:
-    """Layer name -> placement, for the layers that have a tensor-parallel group of several ranks.
+    """Return layer name -> placement, for layers with a tensor-parallel group of several ranks.
 
     Read from Transformer Engine 2.20.2: ``tp_group``, ``tp_size``, ``parallel_mode`` and ``sequence_parallel`` of the
-    modules in ``pytorch/module``. Layers that differ from rank to rank under one name otherwise count as copies, unless
-    they have numbers (``Layer.by_number``), or ``process_group`` keeps them apart.
+    modules in ``pytorch/module``. Other layers with the same name on several ranks count as replicas, even if they
+    differ, unless they are named by number (``Layer.by_number``), or have separate process groups (``process_group=``).
     """
     placed: dict[str, Placement] = {}
     ranks_of = torch.distributed.get_process_group_ranks
@@ -94,7 +96,7 @@ def placements(
         rank = torch.distributed.get_rank(group)
         lower = ranks_of(group)[:rank]
         first = not lower if reduced_over is None else set(lower).isdisjoint(ranks_of(reduced_over))
-        # GroupedLinear communicates nothing, and shows the input of its GEMMs, which was gathered before the layer.
+        # GroupedLinear does not communicate: its input was gathered before the layer.
         gathers = getattr(module, "num_gemms", None) is None
         sequence_parallel = gathers and bool(getattr(module, "sequence_parallel", False))
         for layer in named.layers:
@@ -106,11 +108,11 @@ def placements(
 
 
 class NamedLayers:
-    """Finds the layers of a model, and names them alike on all ranks.
+    """Finds the layers of a model, and names them consistently on all ranks.
 
     Attributes:
         of_all: the layers of all ranks that reduce together.
-        given: layer -> the name that the script gave to it and to no other layer.
+        given: layer -> the name that the script gave it, if no other layer has the same.
     """
 
     def __init__(self, options: SessionOptions) -> None:
@@ -129,7 +131,7 @@ class NamedLayers:
 
     @property
     def other_names(self) -> dict[int, str]:
-        """The names of attention and operations of ``te.ops`` of this rank, by the id of the module."""
+        """Id of an attention module or ``te.ops`` operation of this rank -> its name."""
         operations = {id(named.module): named.layers[0] for named in self.operations if named.layers}
         return {**self._attentions, **operations}
 
@@ -180,8 +182,8 @@ class _Planned(NamedTuple):
 
     Attributes:
         sections: the features of all sections.
-        fused: the modules that are observed on their fused path, from :func:`choose`.
-        not_fused: the other modules with features -> the reason.
+        fused: the modules observed on their fused path, from :func:`choose`.
+        not_fused: name of another module with features -> reason.
     """
 
     plan: Plan
@@ -191,10 +193,10 @@ class _Planned(NamedTuple):
 
 
 class ObservedModel:
-    """Plans the config on the layers of a model, has the modules watched, and follows changes of the model.
+    """Applies the config to the layers of a model, watches its modules, and tracks changes of the model.
 
     Attributes:
-        model: an empty sequence before the attach.
+        model: an empty sequence before :meth:`attach`.
         flat_config: the config with its registered features.
     """
 
@@ -213,7 +215,7 @@ class ObservedModel:
         self._notices = context.notices
         self._refused = hooks.answers.refused
 
-    # ------------------------------------------------------------------ a model that is given
+    # ------------------------------------------------------------------ attach
 
     def attach(self, model: Model) -> None:
         options, inspector, ranks = self._options, self._inspector, self._context.ranks
@@ -285,14 +287,14 @@ class ObservedModel:
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
             logger.info('observe="auto": %s', format_paths(len(planned.fused), planned.not_fused))
 
-    # ------------------------------------------------------------------ the modules and parameters of the model
+    # ------------------------------------------------------------------ modules and parameters
 
     @property
     def roots(self) -> list[torch.nn.Module]:
         return [root for _, root in named_roots(self.model) or ()]
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The modules of the model into which hooks reach, by name; without the model itself."""
+        """Yield name and module for all modules on which hooks run, except the model itself."""
         names, roots = self.layers.paths(self.model), tuple(named_roots(self.model) or ())
         whole = {id(root) for _, root in roots}
         for _, module in watched_modules(roots):
@@ -307,7 +309,7 @@ class ObservedModel:
         return (parameter for root in self.roots for parameter in root.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
-        """The parameters of the model, each once, with the names of their modules before their own, and the modules."""
+        """Yield name, parameter and module, once per parameter."""
         names, seen = self.layers.paths(self.model), set[int]()
         for root in self.roots:
             for module in root.modules():
@@ -389,7 +391,7 @@ class ObservedModel:
                 else f"To change that, {REMEDIES[Reason.RECOMPUTED]}.",
             )
 
-    # ------------------------------------------------------------------ what Transformer Engine refuses
+    # ------------------------------------------------------------------ refused layers
 
     def warn_of_refused(self) -> None:
         if self._refused.warn(self._inspector.log):

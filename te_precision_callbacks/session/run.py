@@ -1,4 +1,4 @@
-"""One run of a session: made at its start, and dropped at its stop."""
+"""A run of a session, from its start to its stop."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ class Run:
 
     Attributes:
         live: True between start and stop.
-        hooks: the hooks in Transformer Engine's forwards.
         observation: the engine, and the recorder of dumps.
-        resume_audit: the fingerprints for checkpoints, and the audit of a resume.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class Run:
         self._ends: ProcessEnds | None = None
         self._overflowed: BaseException | None = None
         self.last_logging_step: int | None = None
-        # Not by the ranks of the run, which would keep the model as long as the results.
+        # A method of the run's ranks would keep the model alive as long as the results.
         leading = functools.partial(leads, options.process_group, reduce=options.reduce)
         failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
         self.context = context = RunContext(
@@ -169,8 +167,7 @@ class Run:
         self._loop_checks.note(optimizer)
         self.hooks.products.note_optimizer_step(optimizer)
         self._updates.after_step(optimizer)
-        # A backward that was not seen has left gradients, of the optimizer's own parameters or of copies of the
-        # weights. They are read from the device only in a step in which no backward was seen.
+        # A backward that was not seen has left gradients. They are read from the device only if no backward was seen.
         audit = self.context.results.audit
         if audit.lacks_backward and has_gradients(self.model.parameters()):
             audit.note_backward()
@@ -189,7 +186,7 @@ class Run:
                 return self._end_step(logging_step)
         except ASKED_FOR:
             raise
-        except Exception as error:  # of ours, which must not end the training; nor must the other ranks wait
+        except Exception as error:  # a bug of this package must neither end the training nor block the other ranks
             self.context.ranks.leave(error)
             self.context.failures.report("ending", f"iteration {self.context.failures.iteration}", error)
             return None
@@ -217,21 +214,21 @@ class Run:
                 on_all=(PrecisionContractError, PrecisionFindingError),
             ):
                 records = self._run_step(ending)
-            # Meet the ranks again after a separation; all continue at the largest iteration.
+            # Reconnect ranks that were disconnected; all continue at the largest iteration.
             steps = -1 if self.observation.engine.optimizers_differ else self._loop_checks.optimizer_steps
             common = context.ranks.look(context.iteration, steps)
             if common is not None and common != context.iteration:
                 self.count_from(common)
             self._profiling.begin(context.iteration)
             return records
-        except BaseException:  # the step counts
+        except BaseException:  # the failed step counts as an iteration
             context.inspector.iteration = iteration + 1
             self.hooks.arm()
             self._deliver_own(ending)
             raise
 
     def _run_step(self, ending: EndingStep) -> StepRecords | None:
-        """A step in order: collect, reduce, check, deliver, record."""
+        """Run the parts of a step in order: collect, reduce, check, deliver, record."""
         iteration = ending.iteration
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
@@ -241,7 +238,7 @@ class Run:
         self.model.end_step()
         self.hooks.padding.end_step()
         self._start_sinks()
-        self._profiling.write()  # where the run is recorded, which is known now
+        self._profiling.write()  # the folder of the records is known now
         # Reduce the statistics over the ranks, and begin the next iteration.
         ranks, optimizer_steps = self.context.ranks, self._loop_checks.optimizer_steps
         ranks.request(losses=ranks.leads and optimizer_steps > 1 and not self._trainer_scalars.has_loss)
@@ -297,7 +294,7 @@ class Run:
         except Exception as error:
             self.context.ranks.leave(error)
             self.context.failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
-            inspector.iteration = ending.iteration + 1  # it may have failed before it counted
+            inspector.iteration = ending.iteration + 1  # inspector.step() may have failed before counting
             self._collector.collect_local()
 
     def _check_facts(self, iteration: int, *, at_last: bool = False) -> None:
@@ -349,7 +346,7 @@ class Run:
     # ------------------------------------------------------------------ events
 
     def _send(self, *events: Event) -> None:
-        """Send the events of the parts, and more events, to the sinks and the rules. Findings are events too."""
+        """Send the queued events, and more events, to the sinks and the rules. Findings go only to the sinks."""
         queue = self.context.events
         queue += events
         while queue:
@@ -390,7 +387,7 @@ class Run:
         return logging_step
 
     def note_checkpoint(self, file: str) -> None:
-        """Report a checkpoint to the sinks; its file is empty if it is unknown."""
+        """Report a checkpoint to the sinks; ``file`` is empty if unknown."""
         iteration = self.context.iteration
         self.context.results.diagnosis.note_checkpoint(iteration, file)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
@@ -441,7 +438,7 @@ class Run:
                 ("leaving", "the other ranks", True, context.ranks.end),
             ]
             stack.callback(context.failures.summarize)
-            for doing, of, wanted, call in reversed(parts):  # a stack runs each one whatever fails before it
+            for doing, of, wanted, call in reversed(parts):  # the stack runs all parts, even if some of them fail
                 if wanted:
                     stack.callback(self._try, doing, of, call)
 
@@ -480,7 +477,7 @@ class Run:
 
     @property
     def _may_read_device(self) -> bool:
-        """False when a signal ends the process: the GPU may be waiting for another rank forever."""
+        """Return False if a signal ends the process: the GPU may wait for another rank forever."""
         return not (self._is_terminated and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def _check_parameters(self) -> None:
@@ -490,9 +487,9 @@ class Run:
             self._send()
 
     def _check_contract(self, error: BaseException | None) -> None:
-        """Check the contract if it was not checked before. An error that ends the run is not hidden."""
+        """Check the contract if it was not checked before, without hiding an error that ends the run."""
         attached, has_stepped = self.model.attached, self._loop_checks.has_stepped
-        has_step = has_stepped or error is None or self._loop_checks.has_trained  # an error may have left half a step
+        has_step = has_stepped or error is None or self._loop_checks.has_trained  # False if the first step failed
         if attached and has_step and not has_stepped:
             self._note_unended()
         if self._contract.keeper is None or self._is_terminated or (error is not None and not attached):
@@ -543,7 +540,7 @@ class Run:
         self._sinks.close(error)
 
     def _close_dumps(self, error: BaseException | None) -> None:
-        """Before a signal ends the process, only queued dumps are written."""
+        """Close the dumps; if a signal ends the process, only queued dumps are written."""
         try:
             if self._may_read_device:
                 self.overflow.close(error, self.observation.recorder)
@@ -566,7 +563,7 @@ class Run:
             self.context.results.iteration = self.context.iteration
             self.live = False
 
-    # ------------------------------------------------------------------ whether it still observes
+    # ------------------------------------------------------------------ forks
 
     @property
     def is_forked(self) -> bool:

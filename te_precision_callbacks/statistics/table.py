@@ -1,6 +1,6 @@
-"""Defines every statistic once: its name, formula and unit, and its computation from the measured columns.
+"""Defines every statistic: name, formula, unit, and computation from the measured columns.
 
-The tables of docs/statistics.md are made from :data:`STATISTICS` (tools/statistics_page.py). Upstream's names and
+The tables of docs/statistics.md are generated from :data:`STATISTICS` (tools/statistics_page.py). Upstream's names and
 formulas: Transformer Engine 2.20.2, ``debug/features/utils/stats_computation.py``.
 """
 
@@ -16,21 +16,21 @@ import numpy.typing as npt
 
 Values = npt.NDArray[np.float64]
 Columns = Mapping[str, Values]
-"""Column name (see :mod:`te_precision_callbacks.engine.kernels.columns`) -> values, float64, one a row."""
+"""Column name (see :mod:`te_precision_callbacks.engine.kernels.columns`) -> values, float64, [rows]."""
 
 BLOCKWISE = "max_blockwise_dynamic_range"
-"""The one statistic that takes parameters."""
+"""The only statistic with parameters."""
 
 
 SYMBOLS = (
     "x is an element of the high-precision tensor, y its quantized value: a code times its factor (`scale_inv`). n is"
     " the number of finite x."
 )
-"""The symbols of the formulas."""
+"""Explanation of the symbols in the formulas."""
 
 
 class Of(Enum):
-    """Source of a statistic; statistics with the same source are measured and kept together."""
+    """Source of a statistic; statistics with the same source are measured and stored together."""
 
     TENSOR = "the high-precision tensor"
     QUANTIZED = "the tensor and its quantized form"
@@ -45,13 +45,13 @@ class Of(Enum):
     GEMM_CODES_A = "the operand A of the GEMM that makes the tensor"
     GEMM_CODES_B = "the operand B of the GEMM that makes the tensor"
 
-    __hash__ = object.__hash__  # Enum's own is a function in Python, and this is hashed for each watched tensor
+    __hash__ = object.__hash__  # Enum's is a Python function, and members are hashed for each watched tensor
 
 
 class Worse(Enum):
     """Direction of worse values, shown in docs/statistics.md.
 
-    A magnitude has none: a layer with the largest amax, std or scale may be as healthy as the others.
+    Magnitudes have no worse direction: a layer with the largest amax, std or scale may be as healthy as the others.
     """
 
     HIGH = "high"
@@ -60,10 +60,10 @@ class Worse(Enum):
 
 
 OF_BLOCKS = frozenset({Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES})
-"""Sources that exist only for recipes with a scale for each block."""
+"""Sources that exist only for recipes with a scale per block."""
 
 OF_SCALES = frozenset({Of.SCALES, Of.SCALE_LIMITS})
-"""Sources that a tensor has that exists in its quantized form only."""
+"""Sources that are available even if a tensor exists only in quantized form."""
 
 
 OF_GEMMS = (Of.GEMM, Of.GEMM_FORMAT, Of.GEMM_CODES_A, Of.GEMM_CODES_B)
@@ -72,24 +72,23 @@ OF_GEMMS = (Of.GEMM, Of.GEMM_FORMAT, Of.GEMM_CODES_A, Of.GEMM_CODES_B)
 
 EXPONENT_COLUMNS = tuple(f"bin_{exponent}" for exponent in range(256))
 EXPONENT_EDGES = tuple(float(exponent - 127) for exponent in range(257))
-"""log2 of the edges of the histogram's bins, one more than bins; the first bin also has the subnormal numbers, and the
-last one larger numbers: :mod:`te_precision_callbacks.engine.kernels.columns`."""
+"""log2 of the edges of the histogram's 256 bins. The first bin also has subnormal numbers, the last one larger numbers:
+:mod:`te_precision_callbacks.engine.kernels.columns`."""
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """One row of the table.
+    """A row of the table.
 
     Attributes:
         name: as in a config, without recipe and direction.
         formula: in words and symbols; sums are over the finite elements of all micro-batches and ranks.
         unit: the unit of the value.
         value: computes the value from merged columns; None for the histogram, whose value is its columns.
-        of: its source.
+        of: the source.
         upstream: whether Transformer Engine 2.20 has the statistic.
-        worse: the direction of worse values. Lists of the worst layers are sorted by it, and have only
-            statistics with one.
-        signed: whether values of either sign are ordinary.
+        worse: the direction of worse values. Lists of the worst layers include only statistics with a direction.
+        signed: whether values of both signs are normal.
     """
 
     name: str
@@ -110,7 +109,7 @@ class Statistic:
         return self.unit in (_COUNT, _BLOCKS)
 
     def __reduce__(self) -> tuple[Callable[[str], Statistic], tuple[str]]:
-        """Pickle the statistic by its name: another process has the same table."""
+        """Pickle by name, since other processes have the same table."""
         return _row, (self.name,)
 
 
@@ -131,15 +130,15 @@ def _amax(columns: Columns) -> Values:
 
 
 def _spread(total: Values, squares: Values, count: Values, largest: Values, negated_least: Values) -> Values:
-    """The sample standard deviation from raw moments and extremes, 0 for fewer than two elements.
+    """Sample standard deviation from raw moments and extremes; 0 for fewer than two elements.
 
-    Cancellation in the moments leaves an error of some 100 * 2^-53 * mean^2 in the variance. So the result is clamped
-    to the bounds for n numbers with these extremes: range / sqrt(2 (n - 1)), if all others lie in the middle, and
-    range / 2 * sqrt(n / (n - 1)), if all are extremes (Popoviciu's inequality). Equal elements have 0.
+    Cancellation in the moments leaves an error of some 100 * 2^-53 * mean^2 in the variance. The result is therefore
+    clamped to the bounds for n numbers with these extremes: range / sqrt(2 (n - 1)) if all others lie in the middle,
+    and range / 2 * sqrt(n / (n - 1)) if all are extremes (Popoviciu's inequality). It is 0 for equal elements.
     """
     several = count > 1
     fewer = np.where(several, count - 1, 1.0)
-    with np.errstate(over="ignore", invalid="ignore"):  # squares of float64 elements may be beyond float64
+    with np.errstate(over="ignore", invalid="ignore"):  # squares of float64 elements may overflow
         width = np.where(several, largest + negated_least, 0.0)
         spread = np.sqrt(np.maximum(squares - _ratio(total * total, count), 0.0) / fewer)
     bounded = np.clip(spread, width / np.sqrt(2 * fewer), width / 2 * np.sqrt((fewer + 1) / fewer))
@@ -159,7 +158,7 @@ def _sqnr(columns: Columns) -> Values:
 
 
 def _if_any(largest: str, negated_least: str = "") -> Callable[[Columns], Values]:
-    """The largest number of a column, or its least one; 0 where there is no number."""
+    """Return a function for the largest or the smallest value of a column; 0 without a value."""
     return lambda c: _or_zero(np.isfinite(c[largest]), -c[negated_least] if negated_least else c[largest])
 
 
@@ -244,7 +243,7 @@ def _statistics() -> Iterable[Statistic]:
 
 
 def _norm_ratio(numerator: str, denominator: str) -> Callable[[Columns], Values]:
-    """The root of a ratio of sums of squares: inf where something is divided by nothing, 0 where both are 0."""
+    """Return a function for the root of a ratio of sums of squares: inf for x / 0, 0 for 0 / 0."""
 
     def value(columns: Columns) -> Values:
         above, below = columns[numerator], columns[denominator]
@@ -275,15 +274,15 @@ def _rank(columns: Columns) -> Values:
 
 
 RANK_BITS = (1 << 29) - 1
-"""The bits of a float64 below those of a float32. In ``ranked_ratio`` they have the rank, so that the maximum of all
-ranks brings its rank along."""
+"""Mask of the bits of a float64 below float32 precision. In ``ranked_ratio`` they contain the rank, so that the maximum
+over the ranks includes its rank."""
 
 
 SYMBOLS_OF_GEMMS = "; docs/gemm-error.md has the symbols"
 
 
 def _of_gemms() -> Iterable[Statistic]:
-    """The statistics of LogGemmError. C is the result, A and B are the operands as Transformer Engine names them."""
+    """Yield the statistics of LogGemmError. C is the result, A and B are the operands in Transformer Engine's terms."""
     symbols = SYMBOLS_OF_GEMMS
     relative, ratio = "relative", "tolerances"
     of_gemm = functools.partial(Statistic, of=Of.GEMM)
@@ -421,13 +420,13 @@ def _of_blocks() -> Iterable[Statistic]:
 STATISTICS: Mapping[str, Statistic] = {statistic.name: statistic for statistic in _statistics()}
 
 TENSOR_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in (Of.TENSOR, Of.EXPONENTS))
-"""The plain names that LogTensorStats takes."""
+"""Names that LogTensorStats accepts without parameters."""
 
 QUANTIZED_STATISTICS = tuple(
     name for name, s in STATISTICS.items() if s.of in (Of.QUANTIZED, Of.SCALES) or s.of in OF_BLOCKS
 )
-"""The names that LogFp8TensorStats and LogNvfp4TensorStats take, optionally with a recipe before and ``_columnwise``
-after the name."""
+"""Names that LogFp8TensorStats and LogNvfp4TensorStats accept, optionally with a recipe before and ``_columnwise`` after
+the name."""
 
 GEMM_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in OF_GEMMS)
-"""The statistics of LogGemmError, of the tensor that a GEMM makes."""
+"""Statistics of LogGemmError, recorded for the tensor that a GEMM computes."""

@@ -1,4 +1,4 @@
-"""Splitting of matrices into blocks, with padding, and joining. A block is its number of rows and columns."""
+"""Splits matrices into blocks, with padding, and joins them. A block is given as its numbers of rows and columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def as_matrix(values: torch.Tensor) -> torch.Tensor:
 
 
 def number(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of blocks along rows and columns, including partial blocks."""
+    """Return the numbers of rows and columns of blocks, including partial blocks."""
     (rows, columns), (height, width) = shape, block
     return -(-rows // height), -(-columns // width)
 
@@ -31,20 +31,20 @@ def tiled(matrix: torch.Tensor, block: tuple[int, int], filler: float = 0.0) -> 
 
 
 def in_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float = math.nan) -> torch.Tensor:
-    """Split a matrix into [blocks, elements], along a row of blocks first; ``filler`` pads partial blocks."""
+    """Split a matrix into [blocks, elements], in row-major order; ``filler`` pads partial blocks."""
     height, width = block
     return tiled(matrix, block, filler).transpose(1, 2).reshape(-1, height * width)
 
 
 def from_blocks(blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
-    """Join blocks to a matrix of a shape: the inverse of :func:`in_blocks`."""
+    """Join blocks into a matrix of a given shape, the inverse of :func:`in_blocks`."""
     (rows, columns), (height, width) = shape, block
     tiles = blocks.view(*number(shape, block), height, width).transpose(1, 2)
     return tiles.reshape(tiles.shape[0] * height, tiles.shape[2] * width)[:rows, :columns]
 
 
 def spread(block_values: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
-    """Repeat a number per block, [rows of blocks, columns of blocks], for each element: ``shape``."""
+    """Repeat the value of each block, [rows of blocks, columns of blocks], for its elements: ``shape``."""
     (height, width), (rows, columns) = block, shape
     if height > 1:
         block_values = block_values.repeat_interleave(height, 0)[:rows]
@@ -52,7 +52,7 @@ def spread(block_values: torch.Tensor, block: tuple[int, int], shape: tuple[int,
 
 
 def times_blocks(matrix: torch.Tensor, block_values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Multiply each element by the number of its block, [rows of blocks, columns of blocks]."""
+    """Multiply each element by the value of its block, [rows of blocks, columns of blocks]."""
     (height, width), (rows, columns) = block, matrix.shape
     if rows % height or columns % width:
         return matrix * spread(block_values, block, matrix.shape)

@@ -1,7 +1,7 @@
 """Conversion of large matrices on a CPU to FP8 and FP4 and back, in C++ (``conversions.cpp``).
 
-C++ reads the matrix once, plain torch five times or more. Plain torch is used, with the same bits, for small matrices,
-other devices, and without a C++ compiler.
+C++ reads the matrix once, plain torch five times or more. Plain torch, with bit-identical results, is used for small
+matrices, on other devices, and without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMALLEST = 1 << 15
 """Matrices with fewer elements use plain torch."""
 
 _ELEMENTS_AT_ONCE = 1 << 18
-"""Elements that plain torch transforms at once, so that intermediate results fit into a cache."""
+"""Elements that plain torch transforms at once, so that intermediate results fit the cache."""
 
 _SIZES = (ctypes.c_int64,) * 4
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
@@ -37,18 +37,17 @@ FILE = CppFile(
     },
     what="The reference backend converts to FP8 and FP4 and back by plain torch operations",
     times="twenty",
-    flags=["-ftree-loop-vectorize"],  # which torch forbids
+    flags=["-ftree-loop-vectorize"],  # torch's own flags disable it
 )
 
 
 def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: bool = False) -> torch.Tensor:
-    """Return the largest magnitude in each block: float32, [rows of blocks, columns of blocks]; edge blocks may be
-    partial.
+    """Return the largest magnitude per block, also of partial blocks: float32, [rows of blocks, columns of blocks].
 
-    Unless NaN spreads, plain torch synchronizes with the device.
+    Unless ``nan_spreads``, plain torch synchronizes with the device.
 
     Args:
-        nan_spreads: whether NaN makes a block NaN; else NaN is skipped, and a block of only NaN gives 0.
+        nan_spreads: whether a block with NaN returns NaN. If not, NaN is skipped, and a block of only NaN returns 0.
     """
     if _takes(matrix):
         source = _readable(matrix)
@@ -69,14 +68,15 @@ def encoded(
     fmt: FloatFormat,
     random: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Encode numbers times the factors of their blocks, rounded as by :meth:`FloatFormat.encode`, or at random.
+    """Multiply elements by the factors of their blocks and encode them, rounded to nearest or stochastically.
 
     Args:
         matrix: any float type, [rows, columns].
         factors: float32, [rows of blocks, columns of blocks].
-        fmt: E4M3, E5M2 or E2M1, which requires even numbers of columns.
-        random: float32, [rows, columns], in [0, 1), for E2M1 only: a number is rounded up where its distance from the
-            next smaller number, relative to the gap, exceeds this.
+        fmt: E4M3, E5M2, or E2M1, which requires an even number of columns.
+        random: float32, [rows, columns], in [0, 1), for stochastic rounding to E2M1. A magnitude is rounded up if its
+            distance from the next smaller one in E2M1, relative to the gap, exceeds this. None rounds to nearest, as
+            :meth:`FloatFormat.encode`.
 
     Returns:
         uint8, [rows, columns]; for E2M1 two codes per byte, [rows, columns / 2].
@@ -103,11 +103,11 @@ def decoded(
     block: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Decode codes as :func:`encoded` returns them, times the factors of their blocks if given: [rows, columns].
+    """Decode codes of :func:`encoded`, and multiply them by the factors of their blocks: [rows, columns].
 
     Args:
-        factors: float32, [rows of blocks, columns of blocks].
-        dtype: float32, or bfloat16, which must be able to hold the products.
+        factors: float32, [rows of blocks, columns of blocks]; None for 1.
+        dtype: float32, or bfloat16 if it represents the products exactly.
     """
     if _takes(codes):
         source, numbers = codes.contiguous(), table(fmt, codes.device)
@@ -124,13 +124,13 @@ def decoded(
 
 
 def transformed(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
-    """Multiply each group of 16 along the last dimension by a matrix in float64, rounded to float32 and to bfloat16.
+    """Multiply each group of 16 along the last dimension by a matrix, in float64; round to float32, then to bfloat16.
 
     Args:
-        matrix: bfloat16, [rows, a multiple of 16].
+        matrix: bfloat16, [rows, columns], columns a multiple of 16.
         transform: float64, [16, 16].
     """
-    # torch transposes a whole matrix in tiles, and a part of it number by number, which takes up to five times as long.
+    # torch copies a whole transposed matrix in tiles, but a part of it element by element: up to five times as slow.
     source = matrix.contiguous()
     result = torch.empty_like(source)
     if _takes(source):
@@ -148,7 +148,7 @@ def transformed(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
 
 def _stochastic_codes(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     magnitude = values.abs().clamp(max=E2M1.max)
-    # Numbers are 0.5 apart below 2, 1 below 4, 2 above: half of the power of two below the magnitude.
+    # The spacing of E2M1 is 0.5 below 2, 1 below 4, and 2 above: half of the power of two at or below the magnitude.
     binade = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
     apart = binade.clamp_(min=1.0).mul_(0.5)
     below = (magnitude / apart).floor_().mul_(apart)

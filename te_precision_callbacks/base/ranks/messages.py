@@ -1,11 +1,11 @@
 """Messages among the ranks of a run.
 
-A message begins with a header of fixed size, reduced by the maximum of its values and of their negatives. Unless it
-shows equal kinds and sizes on all ranks, nobody sends a payload. Values are then summed, or reduced by the maximum.
-Texts that differ are gathered on rank 0, which broadcasts their union. They are JSON: nothing is unpickled.
+A message starts with a header of fixed size, which contains values and their negatives, and is reduced by maximum. If
+kinds and sizes are equal on all ranks, the payload follows: values are summed, or reduced by maximum; texts that differ
+are gathered on rank 0, which broadcasts their union. Texts are JSON: nothing is unpickled.
 
-A rank that fails writes the reason into the store and closes its group. The others detect that in their current or
-next message, and leave too. A rank that hangs costs the others a timeout.
+A rank that fails writes the reason into the store, and closes its group. The other ranks detect this in their current
+or next message, and leave too. If a rank hangs, the others leave after a timeout.
 """
 
 from __future__ import annotations
@@ -49,24 +49,25 @@ EXCHANGING = 60.0
 """Timeout in seconds of a message, except in the first step."""
 
 FIRST_STEP = 300.0
-"""The longest timeout of messages in the first step, in which some ranks compile. A rank that skips its first
+"""Maximum timeout of messages in the first step, in which some ranks may compile. A rank that skips its first
 ``step()`` blocks the others for this time, once."""
 
 RECONNECTING = 10.0
 """Timeout for connecting during training."""
 
 POLLING, MOST_RETURNS = 8, 5
-"""Interval in steps at which separated ranks look for each other, and how often they reconnect at most. They are
-together again 26 to 34 steps after the separation."""
+"""Interval, in steps, at which disconnected ranks look for each other, and maximum number of reconnections. Ranks are
+connected again 26 to 34 steps after they were disconnected."""
 
 _HEADER = 9
-"""Numbers in the header: kind, number of sums and of maxima, hash of the text; their negatives; the text's length."""
+"""Length of the header: kind, number of sums, number of maxima, hash of the text; their negatives; length of the text.
+"""
 
 _ROOM = 500
-"""Maxima that travel in the header, so that a small message is one reduction."""
+"""Number of maxima that are sent with the header, so that a small message needs only one reduction."""
 
 _LEFT, _WAITS = "left", "waits"
-"""Keys in the store: why a rank has left, and the message in which a rank waits."""
+"""Keys in the store: why a rank has left, and the number of the message in which a rank waits."""
 
 _LONGEST_TEXT = 4000
 
@@ -76,8 +77,9 @@ class Departure:
     """The departure of a rank.
 
     Attributes:
-        kind: the class name of its exception, if any.
-        raises: whether the rank raises this exception to its caller, so that all ranks should.
+        text: the reason.
+        kind: the class name of the rank's exception, if any.
+        raises: whether the rank raises this exception to its caller, so that all ranks should raise it.
     """
 
     rank: int
@@ -90,9 +92,9 @@ class Requests(NamedTuple):
     """Requests of a rank to all ranks, sent with the values of a step.
 
     Attributes:
-        check: to check the contract.
-        stop: to stop.
-        losses: to send the training losses, which rank 0 lacks.
+        check: check the contract.
+        stop: stop the run.
+        losses: send the training losses, since rank 0 has none.
     """
 
     check: bool = False
@@ -101,7 +103,7 @@ class Requests(NamedTuple):
 
 
 class RanksLostError(PrecisionDebugError, RuntimeError):
-    """The ranks no longer exchange messages; ``departure`` is of the first rank that left, if known."""
+    """The ranks no longer exchange messages; ``departure`` is that of the first rank that left, if known."""
 
     def __init__(self, departure: Departure, message: str = "") -> None:
         super().__init__(message or departure.text)
@@ -109,20 +111,20 @@ class RanksLostError(PrecisionDebugError, RuntimeError):
 
 
 class Messages:
-    """This rank's messages to the others of a group. All ranks must make the same calls in the same order.
+    """Messages among the ranks of a group. All ranks must make the same calls in the same order.
 
-    Before :meth:`open`, and after any rank has left, nothing is sent.
+    Nothing is sent before :meth:`open`, or after a rank has left.
 
     Args:
-        group: the training's process group with these ranks; None for all. It carries no messages.
+        group: the training's process group with these ranks; None for all ranks. Messages are not sent over it.
         purpose: identifies these messages on all ranks.
 
     Attributes:
         rank, size: this rank in the group, and the number of ranks.
-        meetings: how often the ranks have met.
-        departure: why the ranks are separated.
-        requests: of this rank.
-        requested: the requests of any rank in this step; None without a message.
+        meetings: how often the ranks have connected.
+        departure: why the ranks are disconnected.
+        requests: this rank's requests.
+        requested: the requests of all ranks in this step, combined; None without a message.
         timeout: the timeout of a message in seconds.
     """
 
@@ -149,16 +151,16 @@ class Messages:
     def is_open(self) -> bool:
         return self._group is not None
 
-    # ------------------------------------------------------------------ the beginning and the end
+    # ------------------------------------------------------------------ connecting and leaving
 
     def open(self, why: str) -> None:
-        """Meet the other ranks; all must call this.
+        """Connect to the other ranks. All ranks must call this.
 
         Args:
             why: the purpose, for a warning: "to attach a session".
 
         Raises:
-            RanksLostError: the ranks have not met, and stay separated.
+            RanksLostError: the ranks could not connect, and stay disconnected.
         """
         keys: Any = None
         try:
@@ -172,7 +174,7 @@ class Messages:
             self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
         except RanksLostError as error:
             raise self._apart(error.departure.text) from error
-        except Exception as error:  # it must not be on this rank alone that anything is raised
+        except Exception as error:  # all ranks must raise
             self.decline(error, keys)
             raise self._apart(f"The ranks have not met: {_reason(error)}") from error
         except BaseException as error:
@@ -180,7 +182,7 @@ class Messages:
             raise
 
     def decline(self, error: BaseException, keys: Any = None) -> None:
-        """Refuse to meet the other ranks because of a failure; ``keys`` are of the meeting, if it has begun."""
+        """Refuse to connect because of a failure; ``keys`` are the keys of the meeting, if it has begun."""
         reason = _reason(error)
         own = reason if isinstance(error, MeetingFailed) else f"{self.name(self.rank)} has failed ({reason})"
         with contextlib.suppress(Exception):
@@ -191,7 +193,7 @@ class Messages:
         return next_keys(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self.rank)
 
     def settle(self) -> None:
-        """Allow reconnecting, and use short timeouts after the next message, which may still wait for compilation."""
+        """Allow reconnecting from now on, and use a shorter timeout after the next message, which waits for compiling."""
         if self._group is not None:
             self._return = _Return(self._keys)
 
@@ -205,13 +207,21 @@ class Messages:
         return RanksLostError(self.departure)
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
-        """Leave the group because of a failure, so the others leave too; see :class:`Departure` for ``raises``."""
+        """Leave the group because of a failure, so that the other ranks leave too.
+
+        Args:
+            raises: see :class:`Departure`.
+        """
         if self._group is not None:
             own = str(error) if isinstance(error, PrecisionDebugError) else _reason(error)
             self._leave(Departure(self.rank, own, type(error).__name__, raises))
 
     def part(self, why: str, *, for_good: bool) -> None:
-        """Leave the group on all ranks, at the same time for the same reason; ``for_good``: without reconnecting."""
+        """Leave the group, on all ranks at the same time and for the same reason.
+
+        Args:
+            for_good: never reconnect.
+        """
         self._leave(Departure(self.rank, why))
         if for_good:
             self._return = None
@@ -230,7 +240,7 @@ class Messages:
         if group is None:
             return
         try:
-            if group.is_whole:  # this rank is the first to leave; the store may be gone with another one
+            if group.is_whole:  # this rank is the first to leave; after another rank, the store may be gone
                 self._keys.set(_LEFT, json.dumps(asdict(departure) | {"text": departure.text[:_LONGEST_TEXT]}))
         except Exception as error:
             logger.info("%s cannot report why it has left: %s.", self.name(self.rank).capitalize(), _reason(error))
@@ -246,11 +256,12 @@ class Messages:
             kind: the kind of message, equal on all ranks.
             why: the purpose, for a warning: "to reduce statistics".
             numbers: a contiguous array.
-            sums: the number of leading values that are summed; others are reduced by the maximum.
-            text: a JSON list of entries of the type ``of``.
+            sums: number of leading values that are summed; the others are reduced by maximum.
+            text: a JSON list of entries.
+            of: the type of the entries.
 
         Raises:
-            RanksLostError: the ranks are separated.
+            RanksLostError: the ranks are disconnected.
         """
         group = self._group
         if group is None:
@@ -265,9 +276,9 @@ class Messages:
         except Exception as error:
             if isinstance(error, RanksLostError):
                 self._leave(error.departure)
-            elif type(error) is RuntimeError or isinstance(error, dist.DistError):  # of gloo, or of the store
+            elif type(error) is RuntimeError or isinstance(error, dist.DistError):  # from gloo or the store
                 self._leave(self._departure_of_another(error))
-            else:  # the others cannot know how far this rank has come: they go on, and it does too
+            else:  # this rank failed
                 self.leave(error)
             raise RanksLostError(self.departure, self._describe(self.departure)) from error
         except BaseException as error:
@@ -275,19 +286,19 @@ class Messages:
             raise
 
     def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
-        """Return the maximum of each number over the ranks; integers up to 2**53 are exact."""
+        """Return the maximum of each number over the ranks; exact for integers up to 2**53."""
         own = np.array(numbers, np.float64)
         self.merge(kind, why, own, 0)
         return tuple(own.tolist())
 
     def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
-        """Return the union of entries of a type that pydantic parses, on all ranks, lower ranks first."""
+        """Return the union of all ranks' entries, lower ranks first; ``of`` is their type, which pydantic parses."""
         text = _written(own, of)
         entries: list[Entry] = _read(self.merge(kind, why, np.empty(0), 0, text, of), of)
         return entries
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
-        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks."""
+        """Return global rank -> numbers; only for error messages, since the message grows with the number of ranks."""
         own = self._ranks[self.rank], tuple(numbers)
         return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
 
@@ -319,7 +330,7 @@ class Messages:
         try:
             if self._keys.check([_LEFT]):
                 return TypeAdapter(Departure).validate_json(self._keys.get(_LEFT))
-        except Exception as failure:  # of the store, which may be gone with the rank
+        except Exception as failure:  # the store may be gone with the rank
             logger.info("Why a rank has left is unknown: %s.", _reason(failure))
         line = str(error).partition("\n")[0]
         why = line.partition("]")[2].partition(". This is")[0].strip() or line
@@ -329,20 +340,20 @@ class Messages:
         who = self.name(departure.rank).capitalize()
         return f"{who} has failed: {departure.text}" if departure.kind else departure.text
 
-    # ------------------------------------------------------------------ together again
+    # ------------------------------------------------------------------ reconnecting
 
     def tick(self, iteration: int, optimizer_steps: int) -> int | None:
-        """Look for the other ranks, at the end of a step while this rank is separated; costs almost nothing.
+        """Try to reconnect at the end of a step, while the ranks are disconnected; costs almost nothing.
 
-        Ranks that are ready announce it in the store. The last one sets the step in which they connect: an optimizer
-        step, which all ranks count equally, or else an iteration.
+        Ranks announce in the store that they are ready. The last one sets the step in which all connect: a number of
+        optimizer steps if all ranks count them equally, otherwise an iteration.
 
         Args:
             iteration: the next iteration.
-            optimizer_steps: the number of optimizer steps on this rank; negative if ranks do not count them equally.
+            optimizer_steps: number of optimizer steps on this rank; negative if ranks do not count them equally.
 
         Returns:
-            The largest iteration of all ranks, if they have reconnected; else None.
+            The largest iteration of all ranks, if they have reconnected; otherwise None.
         """
         attempts = self._return
         if self._group is not None or attempts is None:
@@ -402,7 +413,7 @@ class _Return:
             self._is_ready = True
             if keys.add("ready", 1) == at.size:
                 by_iteration = keys.check(["by_iteration"])
-                when = (iteration if by_iteration else optimizer_steps) + POLLING + 2  # all have looked until then
+                when = (iteration if by_iteration else optimizer_steps) + POLLING + 2  # all ranks poll before then
                 keys.set("when", f"{int(by_iteration)} {when}")
         if keys.check(["when"]):
             which, when = map(int, keys.get("when").split())
@@ -425,7 +436,7 @@ def _adapter(of: Any) -> TypeAdapter[Any]:
 
 
 def _written(entries: Iterable[Hashable], of: Any) -> bytes:
-    """Serialize entries as JSON, without duplicates; inf and nan as Python's json writes them."""
+    """Serialize entries as JSON, without duplicates; inf and nan in the notation of Python's json."""
     return json.dumps(_adapter(of).dump_python(list(dict.fromkeys(entries)), mode="json")).encode()
 
 
@@ -435,7 +446,7 @@ def _read(text: bytes, of: Any) -> list[Any]:
 
 
 def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, of: Any) -> bytes:
-    padded = np.frombuffer(text.ljust(longest), np.uint8).copy()  # JSON may end with blanks
+    padded = np.frombuffer(text.ljust(longest), np.uint8).copy()  # JSON may have trailing spaces
     gathered = group.gather(padded)
     finish()
     union = b""
@@ -452,7 +463,7 @@ def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, 
 
 
 def _ranked(numbers: Numbers) -> npt.NDArray[np.int64]:
-    """Map floats to integers in the same order, with nan as the largest; gloo's own maximum may lose a nan."""
+    """Map floats to integers in the same order, with nan as the largest, since gloo's maximum may drop a nan."""
     bits = np.where(np.isnan(numbers), np.nan, numbers).view(np.int64)
     return bits ^ ((bits >> 63) & np.iinfo(np.int64).max)
 
@@ -487,7 +498,7 @@ class _Wait:
         return self._messages.name(self._messages.rank).capitalize()
 
     def _late(self) -> str:
-        """Format the ranks that are late. Only two ranks query the store, which takes a request per rank."""
+        """Format the ranks that are late. Only two ranks query the store, since this takes a request per rank."""
         messages, keys = self._messages, self._keys
         places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
         late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]
@@ -495,10 +506,10 @@ class _Wait:
 
 
 def _patience(group: dist.ProcessGroup | None) -> float:
-    """Return the timeout of a meeting in seconds: half of the timeout of the training's messages.
+    """Return the timeout of a meeting in seconds: half of the timeout of the training's process group.
 
-    Ranks load a model at different speeds, and a rank that waits in a collective of the training for one that waits
-    here must not time out first.
+    Ranks load a model at different speeds. A rank in a collective of the training, which waits for a rank in this
+    meeting, must not time out first.
     """
     try:
         training: Any = dist.group.WORLD if group is None else group

@@ -1,8 +1,8 @@
-"""Simulated recipes and block statistics on a CPU by ``torch.compile``: each input is read once.
+"""Simulated recipes and block statistics on a CPU by ``torch.compile``, which reads each input once.
 
-A kernel for each function and combination of dtypes is compiled for the first tensor of at least :data:`SMALLEST`
-elements (some seconds each, cached on disk by Inductor), once plain torch has measured :data:`PAYS_FROM` elements.
-Without a C++ compiler, plain torch does everything, which is logged once.
+Tensors of at least :data:`SMALLEST` elements are measured by compiled kernels, once plain torch has measured
+:data:`PAYS_FROM` elements. Each function and combination of dtypes is compiled once, in some seconds; Inductor caches
+the kernel on disk. Without a C++ compiler, plain torch measures everything, which is logged once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALLEST = 16_384
 """Minimum number of elements for the compiled pass."""
 
 PAYS_FROM = 2**31
-"""Elements measured in plain torch before a kernel is compiled: about as long as compiling takes."""
+"""Number of elements measured in plain torch before kernels are compiled: it takes about as long as compiling."""
 
 _PIECE = 2**22
 """Elements per call of a compiled kernel. If torch runs it as plain operations, for example under
@@ -43,8 +43,8 @@ _in_plain_torch = 0
 def takes(values: torch.Tensor) -> bool:
     """Return whether the compiled pass applies: a large CPU tensor, and no earlier failure.
 
-    Tensor subclasses are excluded, since dynamo may not support them, and so are dispatch modes: under one, torch
-    compiles nothing, and never again the functions called meanwhile.
+    Excludes tensor subclasses, which dynamo may not support, and calls under a dispatch mode: torch does not compile
+    there, and never compiles a function later that it called there.
     """
     if _failed or _in_plain_torch < PAYS_FROM or not _could_take(values):
         return False
@@ -80,8 +80,9 @@ def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
-    """Call ``function(rows, *others)``, compiled if :func:`takes` accepts ``rows``. Uncompiled if that fails, and for a
-    single row, for which torch would compile again.
+    """Call ``function(rows, *others)``, compiled if :func:`takes` accepts ``rows``.
+
+    It runs uncompiled if compilation fails, and for a single row, for which torch would recompile.
 
     Args:
         function: a function without branches on values; the same object in all calls, since it is compiled once per
@@ -106,9 +107,9 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
 
 
 def _compiled(function: Any) -> _Function:
-    """Compile the function with its own code object: torch gives up after 8 compilations of one code object.
+    """Compile a copy of the function with its own code object, since torch compiles a code object at most 8 times.
 
-    The 8 serve the caller's remaining modes: inference mode, number of threads, default dtype.
+    These 8 are left for modes of the caller: inference mode, number of threads, default dtype.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{len(_kernels)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

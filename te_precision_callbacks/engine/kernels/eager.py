@@ -1,7 +1,7 @@
 """The pass in plain torch, in pieces whose temporaries fit the CPU cache.
 
-For any device, without a compiler. Squares and sums are float64: the square of a float32 is exact and cannot overflow,
-and a sum of raw squares still resolves a spread of 1e-5 of the mean.
+Runs on any device, without a compiler. Squares and sums are float64: the square of a float32 is exact and cannot
+overflow, and a sum of raw squares resolves a standard deviation of 1e-5 of the mean.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from te_precision_callbacks.engine.kernels.columns import (
 )
 
 PIECE = 65_536
-"""Elements of a piece on a CPU: a float64 temporary is 512 KiB. Larger pieces were several times slower, since their
-temporaries leave the cache and are mapped anew each time.
+"""Elements of a piece on a CPU: a float64 temporary is 512 KiB. Larger pieces were several times slower: their
+temporaries do not fit the cache, and are allocated again each time.
 """
 
 PIECE_ELSEWHERE = 2**22
-"""Elements of a piece on another device, where a piece costs some 30 kernel launches."""
+"""Elements of a piece on another device, where each piece takes some 30 kernel launches."""
 
 
 def piece_size(values: torch.Tensor) -> int:
@@ -32,7 +32,7 @@ def piece_size(values: torch.Tensor) -> int:
 
 
 def flattened(values: torch.Tensor) -> torch.Tensor:
-    """Flatten in any order; no copy of a tensor without gaps, such as a transpose."""
+    """Flatten in any order, without copying a dense tensor such as a transpose."""
     if not values.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(values):
         return values.as_strided((values.numel(),), (1,))
     return values.reshape(-1)
@@ -148,7 +148,7 @@ def exponents(values: torch.Tensor) -> torch.Tensor:
 
 
 def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
-    """Count the integers 0 to ``number`` - 1; ``number`` itself is dropped. float64."""
+    """Count the integers 0 to ``number`` - 1, as float64; ``number`` itself is dropped."""
     counts = torch.zeros(number + 1, dtype=torch.float64, device=bins.device)
     if bins.device.type == "cpu":
         counts += torch.bincount(bins, minlength=number + 1)
@@ -166,7 +166,7 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
 
 
 _KEPT = ("maxima", "scale_maxima")
-"""Columns of :class:`Places` merged by maximum; the others are added."""
+"""Columns of :class:`ColumnPlaces` merged by maximum; the others are added."""
 
 
 def _columns(pending: Pending) -> dict[str, torch.Tensor]:

@@ -2,8 +2,8 @@
 
     columns(in_blocks, tensor, {Of.QUANTIZED, Of.LOSSES})    # sums and maxima of each kind
 
-For any device, without a compiler. Codes are decoded one band of rows at a time, so temporaries do not grow with the
-tensor.
+Runs on any device, without a compiler. Codes are decoded one band of rows at a time, so temporaries do not grow with
+the tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
 """Summed columns, and maximum columns."""
 
 _BAND = 2**24
-"""Elements of a band, unless a row of blocks has more: 64 MiB decoded. A band costs some 100 operations."""
+"""Elements of a band, unless a row of blocks has more: 64 MiB decoded. A band takes some 100 operations."""
 
 _BY_BLOCK = frozenset({Of.LOSSES, Of.SCALES, Of.SCALE_LIMITS})
 
@@ -47,7 +47,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
 
 
 def destinations(pending: Pending) -> dict[Of, tuple[int, int]]:
-    """Requested kinds of block statistics, and the offsets of their sums and maxima; -1 for none."""
+    """Return the requested kinds of block statistics -> offsets of their sums and maxima; -1 if it has none."""
     whole, own = pending.places, pending.of_blocks
     places = {
         Of.QUANTIZED: (whole.compared, -1),
@@ -60,7 +60,7 @@ def destinations(pending: Pending) -> dict[Of, tuple[int, int]]:
 
 
 def places_of(at: Callable[[Of], tuple[int, int]]) -> BlockPlaces:
-    """The inverse of :func:`destinations`; ``at`` has the offsets of the sums and maxima of each kind."""
+    """Inverse of :func:`destinations`: ``at`` returns the offsets of the sums and maxima of a kind."""
     (limits, _), losses, ranges = map(at, (Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES))
     return BlockPlaces(limits=limits, losses=losses[0], ranges=ranges[0], loss_maxima=losses[1], range_maxima=ranges[1])
 
@@ -69,8 +69,8 @@ def columns(tensor: InBlocks, values: torch.Tensor | None, wanted: Collection[Of
     """Compute the columns of the wanted kinds.
 
     Args:
-        values: the tensor before quantization, any shape and float dtype, if it exists.
-        wanted: the kinds; without ``values``, only kinds of the scales.
+        values: the tensor before quantization, any shape and float dtype, if available.
+        wanted: without ``values``, only kinds of scales.
 
     Raises:
         ValueError: the tensors differ in size.
@@ -169,14 +169,14 @@ def columns_of(
     """Compute the columns of the wanted kinds.
 
     Args:
-        compared: COMPARISON_SUMS, [5, blocks] if a kind needs each block.
-        occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` shows it.
+        compared: COMPARISON_SUMS, [5, blocks] if a kind needs single blocks, else [5, 1].
+        occupied: bool, [blocks]: true for a block with an element other than 0; None to derive it from ``compared``.
         blocks: [blocks, elements], before quantization; needed for the ranges.
     """
     kinds: dict[Of, SumsAndMaxima] = {}
     if occupied is None and compared is not None and needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
-    # The factor of a block of zeros depends on the recipe alone.
+    # The scale of a block of zeros says nothing about the tensor: it follows from the recipe.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
     if Of.SCALES in wanted:
         kinds[Of.SCALES] = eager.scale_columns(factors)
@@ -200,14 +200,14 @@ def _loss_columns(compared: torch.Tensor) -> SumsAndMaxima:
 
 def _limit_sums(scales: Scales, occupied: torch.Tensor) -> torch.Tensor:
     flushed = occupied & (scales.stored <= scales.low)
-    # Not "above the upper limit": a scale that is nan counts too.
+    # Negated, so that a scale of nan counts too.
     saturated = flushed | (occupied & ~(scales.stored < scales.high))
     number = torch.ones_like(occupied, dtype=torch.float64).sum()
     return torch.stack([number, saturated.sum(), flushed.sum(), number - occupied.sum()]).to(torch.float64)
 
 
 def limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """Largest magnitude of codes and factors; inf where the factor is 0, so everything underflows."""
+    """Largest magnitude that codes represent; inf where the factor is 0, where everything underflows."""
     return torch.where(factors == 0, math.inf, factors * number_format.max)
 
 
@@ -226,16 +226,16 @@ def range_columns(blocks: torch.Tensor) -> SumsAndMaxima:
 
 
 def largest_range(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Largest log2(max(abs(x)) / min(abs(x))) over the non-zero finite elements of any of the user's own blocks.
+    """Largest log2(max(abs(x)) / min(abs(x))) of a block, over its non-zero finite elements.
 
-    As ``max_blockwise_dynamic_range`` of Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py``),
+    Equals ``max_blockwise_dynamic_range`` of Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py``),
     except that a block at the edge may be partial, and non-finite elements are ignored.
 
     Args:
         values: any shape, any float dtype; the last dimension is a row.
 
     Returns:
-        float64, [1]; :data:`NOTHING` where no block has a non-zero finite element.
+        float64, [1]; :data:`NOTHING` if no block has a non-zero finite element.
     """
     matrix = as_matrix(values)
     if not matrix.numel():

@@ -1,6 +1,6 @@
-"""The pass on a CPU, in C++: each element is read once, in the processor's vectors; plain torch without a compiler.
+"""The pass on a CPU in C++, vectorized, which reads each element once. Without a compiler, plain torch is used.
 
-A call takes some microseconds where plain torch calls thirty operations, so small tensors gain most.
+A call takes some microseconds, where plain torch calls thirty operations, so small tensors gain most.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def takes(values: torch.Tensor) -> bool:
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
     """As :func:`te_precision_callbacks.engine.kernels.add`, for tensors that :func:`takes` accepts.
 
-    Calls no operation of torch for a tensor without gaps.
+    For a dense tensor it calls no torch operation.
     """
     for values, codes, scale_inv, e5m2, places, *_ in pending:
-        # Checking for gaps costs less than a torch operation that does nothing.
+        # The check is cheaper than a torch operation that does nothing.
         if not values.is_contiguous():
             values = (eager.flattened(values) if codes is None else values).contiguous()
         codes_format, at_codes, at_factor = 0, None, None

@@ -1,4 +1,4 @@
-"""Columns of a tensor and its block-scaled form from one pass, in Triton.
+"""Columns of a tensor and its block-scaled form, from one pass in Triton.
 
     triton_blocks.add(pending, sums, maxima)    # a Pending with in_blocks
 
@@ -7,10 +7,10 @@ transpose. Counts and extremes are exact; sums have the error bounds of
 :mod:`~te_precision_callbacks.engine.kernels.triton_parts`. Scales and dynamic ranges of blocks are computed and added
 in float64.
 
-A program takes tiles of 16 x 128 elements of the codes' matrix, or as many stacked tiles as a block has; a thread has
-16 elements of each. A block is reduced in each thread, then among its threads, which all have the result; totals take
-the first thread's. (Triton up to 3.6 adds a result shared by several threads from the wrong threads.) Exponents are
-counted in registers and added by integer atomics, so the order of additions does not matter.
+A program reads tiles of 16 x 128 elements of the codes' matrix, or several stacked tiles if a block is higher. Each
+thread has 16 elements of a tile. A block is reduced in each thread, then among its threads. All of these get the
+result, and totals use that of the first. (Triton up to 3.6 sums a result shared by several threads from the wrong
+threads.) Exponents are counted in registers and added by atomics; counts are integers, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     in :func:`te_precision_callbacks.engine.kernels.eager_blocks.columns`.
 
     Args:
-        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. Strides other than a matrix's
-            cost a contiguous copy.
+        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if their strides are
+            not a matrix's.
         sums, maxima: float64, 1-D, on the device of the tensor.
 
     Raises:
         TypeError: another dtype.
-        ValueError: the tensor and its quantized form differ in shape or device, or there is none.
+        ValueError: the tensor and its quantized form differ in shape or device, or ``in_blocks`` is missing.
     """
     values, quantized = pending.values.detach(), pending.in_blocks
     if quantized is None:
@@ -106,7 +106,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     matrix = quantized.matrix(values)
     if not matrix.numel():
         return
-    # Follow the tensor's memory order: it is larger than its codes, which a transpose has in columns then.
+    # Follow the memory order of the tensor, which is larger than its codes. A transposed tensor has them in columns.
     turned = matrix.stride(0) == 1 != matrix.stride(1)
     matrix = matrix.t() if turned else matrix
     height, width = quantized.block[::-1] if turned else quantized.block
@@ -121,7 +121,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     counts = torch.zeros(bins, dtype=torch.float64, device=values.device) if bins else None
     matrix, decoding = loadable(matrix)
     vector = BYTES_PER_LOAD // matrix.element_size()
-    if width == 1:  # each column of a thread has its own results
+    if width == 1:  # each column of a thread is in another block
         vector = min(vector, _COLUMN_VECTOR)
     memory = quantized.part.scale_memory
     compares = places.compared >= 0 or own.losses >= 0
@@ -263,8 +263,7 @@ def _measure(
     """Write row ``program_id`` of ``partials`` (``COLUMNS`` sums and counts, ``EXTREMES`` maxima), and add to
     ``counts``.
 
-    A step has [ROWS, THREADS, VECTOR] elements: thread t has one row and VECTOR columns, and the same of each LANE_ROWS
-    rows below.
+    A step has [ROWS, THREADS, VECTOR] elements: a thread has VECTOR columns of ROWS rows, which are LANE_ROWS apart.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -347,7 +346,7 @@ def _measure(
             row = first_row + row_in_tile
             mask = (row < row_count) & (column < column_count)
             offset = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-            # Elements beyond the end load as non-finite, so whatever excludes inf and NaN excludes them.
+            # Elements beyond the end load as non-finite, so that they are excluded like inf and NaN.
             x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
             count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
                 x, ROWS * VECTOR, SMALLEST_PLAIN, LARGEST_PLAIN
@@ -412,7 +411,7 @@ def _measure(
         if LIMITS:
             in_memory = _of_block(stored, has_scale, HEIGHT, WIDTH, LANE_ROWS, GROUP)
             is_flushed = occupied & (in_memory <= LOW)
-            # Not "above the upper limit": a scale that is nan counts too.
+            # Negated, so that a scale of nan counts too.
             is_saturated = is_flushed | (occupied & ((in_memory < HIGH) == 0))
             zero_count += (is_block & (occupied == 0)).to(tl.int32)
             flushed_count += is_flushed.to(tl.int32)
@@ -494,7 +493,7 @@ def _merge(
     ROWS: tl.constexpr,
     BINS: tl.constexpr,  # of exponents; 0 if not counted
 ) -> None:
-    """Merge the rows of ``partials``; a second program, where exponents are counted, merges the counts."""
+    """Merge the rows of ``partials``; a second program merges the counts of exponents, if any."""
     part = tl.program_id(0)
     if part == 0:
         column = tl.arange(0, WIDTH)
@@ -519,7 +518,7 @@ def _merge(
 def _add_to(
     sums: tl.tensor, place: tl.tensor, found: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
 ) -> None:
-    """Add the columns from ``BEGIN`` on at a place, unless it is -1."""
+    """Add ``NUMBER`` columns from ``BEGIN`` on to ``sums`` at offset ``place``, unless it is -1."""
     base = tl.where(column >= 0, place, 0)
     kept = sums + base + column - BEGIN
     add_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
@@ -529,7 +528,7 @@ def _add_to(
 def _raise_to(
     maxima: tl.tensor, place: tl.tensor, found: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
 ) -> None:
-    """As :func:`_add_to`, but with the maximum."""
+    """Like :func:`_add_to`, but merge by maximum."""
     base = tl.where(column >= 0, place, 0)
     kept = maxima + base + column - BEGIN
     raise_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
@@ -537,7 +536,7 @@ def _raise_to(
 
 @jit
 def _swizzled(row: tl.tensor, column: tl.tensor, tile_stride: tl.tensor) -> tl.tensor:
-    """Return a scale's index in GEMM order: :mod:`te_precision_callbacks.base.numerics.layouts`."""
+    """Return a scale's index in swizzled memory (:mod:`te_precision_callbacks.base.numerics.layouts`)."""
     at = (row // 128).to(tl.int64) * tile_stride + (column // 4) * 512
     return at + ((row % 32) * 16 + row % 128 // 32 * 4 + column % 4)
 
@@ -582,7 +581,7 @@ def _nothing(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> tl.tensor:
-    """A neutral number for each block of each thread, as from :func:`_in_thread`."""
+    """Return ``NUMBER`` for each block of each thread, in the shape of :func:`_in_thread`."""
     if HEIGHT == 1:
         neutral = tl.full([ROWS, THREADS], NUMBER, tl.int32)
     elif WIDTH == 1:
@@ -599,7 +598,7 @@ def _reduced(tile: tl.tensor, AXIS: tl.constexpr, IS_MAX: tl.constexpr) -> tl.te
 
 @jit
 def _in_thread(tile: tl.tensor, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Sum or maximum of each thread's elements of a block."""
+    """Reduce each thread's elements of a block, by sum or maximum."""
     if HEIGHT == 1:
         reduced = _reduced(tile, 2, IS_MAX)
     elif WIDTH == 1:
@@ -618,7 +617,7 @@ def _in_block(
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Sum or maximum over the threads of a block, for each of them: [PARTS]."""
+    """Reduce over the threads of a block, by sum or maximum; each thread gets the result: [PARTS]."""
     if HEIGHT == 1:
         rows: tl.constexpr = found.shape[0]
         groups: tl.constexpr = found.shape[1] // GROUP
@@ -653,7 +652,7 @@ def _of_block(
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Reduce a float32 of each element to one per block, by bits, so that nan survives: [blocks]."""
+    """Reduce float32 scales, equal within a block, to one per block: [PARTS]. Compares bits, so that nan survives."""
     bits = tl.where(there, scale.to(tl.int32, bitcast=True), -0x80000000)
     reduced = _in_thread(bits, True, HEIGHT, WIDTH)
     return _in_block(reduced, True, HEIGHT, WIDTH, LANE_ROWS, GROUP).to(tl.float32, bitcast=True)

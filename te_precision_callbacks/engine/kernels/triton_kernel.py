@@ -52,14 +52,14 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
 )
 
 _MAX_DIMENSIONS = 5
-# In one tile, without and with codes: enough loads in flight to hide memory latency, and few enough for the registers
-# of programs that share a processor.
+# Elements of a tile per thread, without and with codes: enough loads in flight to hide the memory latency, but few
+# enough for the registers of all programs on a processor.
 _ELEMENTS_PER_THREAD = {False: 32, True: 16}
 
 _MOST_TOGETHER = 4
-"""Tensors per launch; a GEMM has three."""
+"""Maximum number of tensors per launch; a GEMM has three."""
 
-# These differ between tensors; without this, Triton would compile separate kernels.
+# Arguments that differ between tensors. If specialized, Triton would compile separate kernels.
 _BEGINS = ["begin1", "begin2", "begin3"]
 _NUMBERS = [
     *(f"end{tensor}" for tensor in range(_MOST_TOGETHER)),
@@ -71,12 +71,12 @@ _jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_speciali
 
 
 def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
-    """Group tensors by launch: similar ones without gaps share one, up to :data:`_MOST_TOGETHER`.
+    """Group tensors by launch: up to :data:`_MOST_TOGETHER` similar dense tensors share a launch.
 
     Args:
-        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. More than 5 dimensions that
-            cannot be merged cost a contiguous copy. A quantized value is the decoded code times ``scale_inv``, in
-            float32; an element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv``.
+        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if more than 5
+            dimensions cannot be merged. A quantized value is the decoded code times ``scale_inv``, in float32. An
+            element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv``.
 
     Raises:
         TypeError: another dtype.
@@ -102,7 +102,7 @@ def _meet(places: ColumnPlaces, others: ColumnPlaces) -> bool:
 
 
 def _shared_launch(one: Pending) -> tuple[object, ...] | None:
-    """Return the properties that tensors in one launch share; None for a tensor measured alone."""
+    """Return a key that is equal for tensors that can share a launch; None for a tensor that cannot."""
     values, codes = one.values, one.codes
     if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
         return None
@@ -115,10 +115,10 @@ def _shared_launch(one: Pending) -> tuple[object, ...] | None:
 
 
 def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure tensors of one launch, and their quantized values if any, and merge the results.
+    """Measure tensors in one launch, with their quantized values if any, and merge the results.
 
-    The result is bit-identical for the same tensors, strides and device, together or alone. A quantized value that is
-    inf or NaN makes ``error_square_sum`` inf or NaN, unless its element is not finite either.
+    The result is bit-identical for the same tensors, strides and device, in any grouping. A quantized value of inf or
+    NaN makes ``error_square_sum`` inf or NaN, unless the element before quantization is not finite either.
 
     Args:
         sums, maxima: float64, 1-D, on the device of the tensors.
@@ -220,8 +220,8 @@ def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Te
 def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[int, int, int]]:
     """Merge dimensions: (size, stride of values, stride of codes), outermost first.
 
-    Only the pairing of elements matters, so dimensions are sorted by stride: any dense tensor, transposed or not,
-    becomes one dimension of stride 1.
+    The order of elements does not matter, only which code belongs to which element. Dimensions are therefore sorted by
+    stride, and any dense tensor, transposed or not, becomes one dimension of stride 1.
     """
     code_strides: Sequence[int] = [0] * values.dim() if codes is None else codes.stride()
     dimensions = [
@@ -238,7 +238,7 @@ def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[in
 
 @_jit_of_tensors
 def _measure(
-    # Up to four tensors; absent ones repeat the first, and no program takes them.
+    # Up to four tensors. Unused arguments repeat the first tensor, and no program reads them.
     values: tl.tensor,
     values1: tl.tensor,
     values2: tl.tensor,
@@ -260,7 +260,7 @@ def _measure(
     begin2: tl.tensor,
     begin3: tl.tensor,
     partials: tl.tensor,
-    # Sizes and strides, innermost first; the last of 5 needs no size, absent ones have 1 and 0.
+    # Sizes and strides, innermost first. The last of 5 dimensions needs no size; unused ones have size 1 and stride 0.
     size0: tl.tensor,
     size1: tl.tensor,
     size2: tl.tensor,
@@ -337,7 +337,7 @@ def _measure(
         seen += tl.minimum(numel - first, tile)
         index = first + row + lane
         mask = index < numel
-        # Divisions dominate the cost of several dimensions: a run within one row needs one for all.
+        # Divisions dominate the cost with several dimensions; a run within a row needs one for all of its elements.
         divided = first + row if WHOLE_RUNS else index
         if SMALL:
             divided = divided.to(tl.int32)
@@ -345,7 +345,7 @@ def _measure(
         if WHOLE_RUNS:
             offset += lane.to(tl.int64) * stride0
 
-        # Elements beyond the end load as non-finite, so whatever excludes inf and NaN excludes them.
+        # Elements beyond the end load as non-finite, so that they are excluded like inf and NaN.
         x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
         count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
             x, PER_THREAD, SMALLEST_PLAIN, LARGEST_PLAIN
@@ -390,7 +390,7 @@ def _measure(
     store_moments(sums, finite_total, seen, nonzero_count, total, square_total, abs_sum)
     if CODES != "":
         store_comparison(sums + 6, finite_total, underflow_count, overflow_count, error_square_sum, square_total)
-        # All programs of a tensor have the same scale; the first counts it.
+        # All programs of a tensor have the same scale; only the first counts it.
         wide = scale.to(tl.float64)
         counted = (program == 0) & (scale > 0.0) & (scale < float("inf"))
         tl.store(sums + 11, tl.where(counted, 1.0, 0.0).to(tl.float64))
@@ -410,12 +410,12 @@ def _merge(
     partials: tl.tensor,
     sums: tl.tensor,
     maxima: tl.tensor,
-    # Behind the last row of each tensor.
+    # End of each tensor's rows, exclusive.
     end0: tl.tensor,
     end1: tl.tensor,
     end2: tl.tensor,
     end3: tl.tensor,
-    # The places of each tensor's columns.
+    # Offsets of each tensor's columns.
     moments0: tl.tensor,
     maxima0: tl.tensor,
     compared0: tl.tensor,
