@@ -21,7 +21,7 @@ class CppFile:
     Args:
         functions: name -> ctypes of the arguments.
         what: the work that plain torch does if compilation fails, for the warning.
-        times: by which factor plain torch is slower at most, for the warning.
+        times: maximum slowdown of plain torch, for the warning.
         flags: compiler flags, after torch's own.
     """
 

@@ -30,7 +30,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def follow(stream: torch.cuda.Stream | None, tensors: Iterable[torch.Tensor]) -> None:
-    """Make the current stream wait for the stream that wrote tensors, whose memory is not reused before it has."""
+    """Make the current stream wait for the stream that wrote tensors, and keep their memory until then."""
     if stream is None:
         return
     reading = torch.cuda.current_stream(stream.device)

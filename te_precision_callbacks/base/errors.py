@@ -1,4 +1,6 @@
-"""The exceptions that several packages raise; others are defined where they are raised::
+"""The exceptions that several packages raise; others are defined where they are raised.
+
+Hierarchy::
 
     PrecisionDebugError
         OptionError                          an unknown keyword, or an invalid value

@@ -131,8 +131,8 @@ class StatisticsEngine:
     """Collects statistics of tensors during a step.
 
     Args:
-        on_failure: called with the failed operation, the tensor and the exception, after which the tensor's other
-            statistics are still measured. By default, each operation is logged once.
+        on_failure: called with the failed operation, the tensor and the exception; by default, each operation is logged
+            once. The tensor's other statistics are still measured.
 
     Attributes:
         placements: layer -> its split. Without a placement, a layer counts as not split, except for its weight.
@@ -379,7 +379,7 @@ class _TableReading:
         return self._series, values
 
     def lost(self, table: Table, broken: set[tuple[str, str]]) -> _Numbers:
-        """Return ``nonfinite_num`` of tensors that do not request it, once they had an inf or nan; extends ``broken``."""
+        """Return ``nonfinite_num`` of tensors that do not request it, after a first inf or nan; extends ``broken``."""
         counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
         broken.update(self._uncounted[place][1:] for place in np.flatnonzero(counts).tolist())
         places = [place for place, key in enumerate(self._uncounted) if key[1:] in broken] if broken else []
@@ -410,7 +410,7 @@ _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class _QuantizedForm(NamedTuple):
-    """A quantized form of a tensor, with the fields of a :class:`Request`."""
+    """A quantized form of a tensor; see :class:`Request`."""
 
     recipe: str
     columnwise: bool

@@ -8,7 +8,7 @@ import torch
 
 
 class GemmOperands:
-    """Keeps the operands of one module at a time; the first tensor of another module drops them.
+    """Keeps the operands of one module; the first tensor of another module drops them.
 
     Attributes:
         modules: layer -> id of its module.

@@ -146,8 +146,8 @@ def simulate(
         wanted: the kinds of columns to return. An empty tensor returns no columns.
 
     Raises:
-        QuantizationError: delayed scaling, whose scale comes from the amaxes of earlier steps; or block statistics of a
-            recipe without blocks.
+        QuantizationError: delayed scaling, since its scale comes from the amaxes of earlier steps; or block statistics
+            of a recipe without blocks.
     """
     simulated = _simulated(recipe)
     block = simulated.block(settings)

@@ -49,8 +49,7 @@ class Stamp(NamedTuple):
     """Values that must be equal on all ranks that reduce together; integers below 2**53, exact in float64.
 
     Attributes:
-        iteration: the debug iteration.
-        schedule: a hash of the schedules.
+        schedule: hash of the schedules.
         optimizer_steps: number of the rank's optimizer steps, which is higher than on other ranks if it skipped a
             step(). May differ from the start. Negative if unknown; then it is not compared.
     """

@@ -53,11 +53,7 @@ from te_precision_callbacks.statistics.series import log_name
 
 
 class _Look(NamedTuple):
-    """A module's scales when they were first read.
-
-    Attributes:
-        is_empty: whether all scales are 1, without an amax history.
-    """
+    """A module's scales when first read; ``is_empty`` if all are 1, without an amax history."""
 
     scale: torch.Tensor
     iteration: int
@@ -343,7 +339,7 @@ def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
     """Drop weights cached with ``is_first_microbatch`` in another iteration or in an evaluation.
 
     Transformer Engine would write the new weight with the cached weight's quantizer, which has the features and the
-    precision of its own iteration. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
+    precision of an earlier iteration. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
     """
     from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
 

@@ -142,7 +142,7 @@ class ForwardHooks:
         Args:
             refused: the ids of modules that must not take the debug path.
             operations: ``te.ops`` operations with GEMMs.
-            fused: id of a module observed on its fused path -> steps in which features change its precision.
+            fused: id of a module observed on its fused path -> steps with features that change its precision.
             roots: the models that are searched for CUDA graphs.
         """
         self._release()
@@ -359,11 +359,10 @@ def require(owner: Any, *names: str) -> None:
 
 
 class ExecutionOrder:
-    """Listener of the tap that records the order in which layers first run.
+    """Listener of the tap that records the execution order of layers.
 
     Attributes:
-        forward: layer -> position of its first forward.
-        backward: the same for its first backward.
+        forward, backward: layer -> position of its first forward or backward.
         has_grown: whether layers were added; the reader of the positions resets it.
     """
 

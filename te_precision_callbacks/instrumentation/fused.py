@@ -149,7 +149,7 @@ def choose(
     """Choose the modules to observe on their fused path.
 
     Returns:
-        Id of a chosen module -> steps on the debug path, in which features change its precision; name of another module
+        Id of a chosen module -> steps on the debug path, since features change its precision; name of another module
         with features -> reason.
 
     Raises:

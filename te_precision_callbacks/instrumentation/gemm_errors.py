@@ -122,7 +122,7 @@ class SelectedGemms(Generic[_OptionsT]):
 
 
 class GemmErrors:
-    """Measures the errors of selected GEMMs; see the module docstring.
+    """Measures the errors of selected GEMMs.
 
     Attributes:
         operands: operands in high precision, until their GEMM has run.

@@ -85,9 +85,8 @@ class _Gap:
     """Consecutive optimizer steps without a gradient of a parameter.
 
     Attributes:
-        called: the steps in which the module ran in training.
-        reached: whether a backward has reached the parameter since the last step.
-        ran: whether the module has run in training since the last step.
+        called: number of steps with a training forward of the module.
+        reached, ran: whether a backward reached the parameter, and the module ran in training, since the last step.
     """
 
     since: int
@@ -574,7 +573,7 @@ def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
 def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
     """Return the float32 master weight, or its local part: stepped by the optimizer, or in the optimizer's state.
 
-    A float32 weight has none: TE's FusedAdam keeps one, but does not step it.
+    None for a float32 weight: TE's FusedAdam keeps a master weight, but does not step it.
     """
     weight = held.parameter.weight
     tensor: Any = held.tensor

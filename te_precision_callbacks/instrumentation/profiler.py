@@ -35,7 +35,7 @@ def profiler_runs() -> bool:
 
 
 class StepProfiler:
-    """A torch profiler with the shapes of operators.
+    """A torch profiler with operator shapes.
 
     Attributes:
         given_up: whether another profiler's start discarded it.

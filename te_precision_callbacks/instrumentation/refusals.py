@@ -50,9 +50,9 @@ class DebugRefusal:
         why: the effect in debug mode.
         place: the refusing function of TE 2.20.2, below ``transformer_engine``; ``source`` is a text in it.
         of_module: whether the row applies to a module, before the first step.
-        of_effects: whether it applies to a module, given its features' effects on GEMMs.
+        of_effects: the same, given its features' effects on GEMMs.
         of_forward: whether it applies to a forward about to take the debug path.
-        lasts: whether it also applies to all later forwards, and to forwards in which no feature acts.
+        lasts: whether it applies to all later forwards, and to forwards without active features.
     """
 
     what: str

@@ -60,7 +60,7 @@ class Replicas:
         self._start = self._sums()
 
     def exchange(self, news: list[Problem], iteration: int, *, is_due: bool) -> list[Problem]:
-        """Return the problems of all ranks, equal on all ranks; without other ranks, those of this rank.
+        """Return the problems of all ranks, equal on each; or of this rank, if the ranks are not connected.
 
         Args:
             news: this rank's new problems.

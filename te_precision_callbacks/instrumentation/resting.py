@@ -65,7 +65,7 @@ class RestingLayers:
         self._new.append(module)
 
     def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:
-        """Return the modules that rested for the first time in the last step, in which ``armed`` were armed."""
+        """Return the modules that rested for the first time in the last step, when ``armed`` were armed."""
         new, self._new = self._new, []
         return [module for module in new if id(module) not in armed]
 
@@ -113,7 +113,7 @@ class RestingLayers:
         ]
 
     def _enter(self, module: Any) -> None:
-        """Record the precision of a module in its first resting step: FP8 if it trained in FP8 in its last armed step."""
+        """Record the precision of a module in its first resting step: FP8 or not, as in its last armed step."""
         key, state = id(module), _state_of(module)
         fp8 = self._trained_in_fp8.get(key)
         self._last_state.pop(key, None)

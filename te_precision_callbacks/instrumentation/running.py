@@ -29,7 +29,7 @@ class Forward:
             backward.
         wanted: (layer index, tensor name) of tensors that listeners need before quantization.
         high: (layer index, tensor name) -> tensor before quantization; None if ``wanted`` is empty.
-        recomputed: the same keys, of tensors recomputed because a fused kernel quantized them.
+        recomputed: keys of tensors recomputed because a fused kernel quantized them.
         kept: values that listeners keep until the backward has run.
     """
 
@@ -106,10 +106,10 @@ class _Here(threading.local):
 
     Attributes:
         entered: forward of the module that this thread has entered.
-        running: forward whose GEMMs this thread runs, in forward or backward.
+        running: forward that this thread executes, or its backward.
         inside: whether this thread is in a GEMM function, which may call another one.
-        kind: kind of the current forward of ``te.ops`` operations. They run in an autograd Function, in which training
-            and evaluation look the same.
+        kind: kind of the current forward of ``te.ops`` operations; within their autograd Function, training and
+            evaluation look the same.
     """
 
     entered: Forward | None = None
@@ -138,13 +138,13 @@ class Running:
         self.here = _Here()
 
     def in_layer(self) -> bool:
-        """Return whether this thread runs a layer's GEMMs, whose products all have events."""
+        """Return whether this thread runs a layer's GEMMs: all products have events."""
         return self.here.inside or self.here.running is not None
 
     def call(
         self, forward: Forward | None, backward: bool, function: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> Any:
-        """Call a function as part of a forward or its backward, hidden from dispatch modes: its products have events."""
+        """Call a function as part of a forward or backward, hidden from dispatch modes, since products have events."""
         here = self.here
         before, here.running = here.running, forward
         try:

@@ -12,7 +12,7 @@ Read from Transformer Engine 2.20.2. While installed, the tap replaces:
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``tap_parts.py``).
 - The modules' ``materialize_weight_for_forward``, which gathers distributed weights.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
-- ``te.Linear.forward``, from which ``torch.compile`` (torch 2.15) makes one operator, without Python calls. The
+- ``te.Linear.forward``, since ``torch.compile`` (torch 2.15) makes it one operator, without Python calls. The
   replacement runs outside the graph, like all other modules' forwards.
 - ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` with GEMMs.
 
@@ -109,7 +109,7 @@ class GemmTap:
         return bool(self._seams)
 
     def observe(self, modules: Mapping[int, Any], attentions: Mapping[int, str] | None = None) -> None:
-        """Set the modules whose GEMMs are reported, and attention modules' names, by id; both may change per step."""
+        """Set the modules with reported GEMMs, and attention modules' names, by id; both may change per step."""
         self._observed = modules
         self._attention.names = attentions or {}
 
@@ -118,7 +118,7 @@ class GemmTap:
         layers: Mapping[int, Sequence[str]],
         operations: Iterable[NamedOperation],
     ) -> None:
-        """Set the modules' layers by id, and the ``te.ops`` operations, whose GEMMs are all reported."""
+        """Set the modules' layers by id, and the ``te.ops`` operations; their GEMMs are always reported."""
         self._layers = layers
         self.operations.watch(operations)
 

@@ -198,8 +198,7 @@ def _event(forward: Forward, given: Mapping[str, Any]) -> AttentionEvent:
     )
 
 
-_QUANTIZER_OF_NORM = 5
-"""Position of the quantizer among the arguments of ``apply_normalization``."""
+_QUANTIZER_OF_NORM = 5  # position of the quantizer among the arguments of apply_normalization
 
 
 class UnfusedTensors:
@@ -229,7 +228,7 @@ class UnfusedTensors:
         return apply_normalization
 
     def around_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap LayerNormMLP's ``_act_func``, whose functions return fc2's activation and fc1's gradient."""
+        """Wrap the functions of LayerNormMLP's ``_act_func``, which return fc2's activation and fc1's gradient."""
 
         @functools.wraps(upstream)
         def act_func(*arguments: Any, **keywords: Any) -> Any:
@@ -243,7 +242,7 @@ class UnfusedTensors:
         return act_func
 
     def _around(self, function: Any, unfused: Any, number: int, tensor: str) -> Callable[..., Any]:
-        """Wrap a function whose last argument is the quantizer.
+        """Wrap a function with the quantizer as last argument.
 
         Args:
             unfused: returns the result in high precision if the quantizer is None.

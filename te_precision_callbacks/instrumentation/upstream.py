@@ -369,7 +369,7 @@ class Inspector:
         type(self._manager).initialize_training_step(self._manager, value)  # not StrayCalls
 
     def step(self) -> None:
-        """Advance the iteration, and let users' features log their statistics, with collectives unless ``reduce=False``."""
+        """Advance the iteration, and let users' features log statistics, with collectives unless ``reduce=False``."""
         type(self._manager).step(self._manager)  # not StrayCalls
 
     def keep(self) -> None:
@@ -498,9 +498,6 @@ class EventLog(logging.Handler):
             <time> - INFO - LAYER=fc1: Feature=LogTensorStats, API=inspect_tensor: activation
 
     Lines stay in memory until :meth:`begin`, since ranks may be unknown before.
-
-    Attributes:
-        thread: writes the lines.
     """
 
     def __init__(self, log_dir: Path) -> None:

@@ -29,8 +29,7 @@ class WatchedModules:
 
     Attributes:
         refused: ids of modules that the session does not act on.
-        fused: id of a module observed on its fused path -> steps on the debug path, in which features change its
-            precision.
+        fused: id of a module observed on its fused path -> steps on the debug path, to change its precision.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class WatchedModules:
         return changed is not None and not any(schedule.at(iteration)[0] for schedule in changed)
 
     def next_change(self, module: torch.nn.Module, iteration: int) -> int | None:
-        """Return the next iteration in which a feature changes the precision of a module on its fused path."""
+        """Return the next iteration with a feature that changes the precision of a module on its fused path."""
         upcoming = (schedule.at(iteration)[1] for schedule in self.fused[id(module)])
         return min((step for step in upcoming if step is not None), default=None)
 

@@ -125,7 +125,7 @@ def innermost_autograd_frame() -> str | None:
 
 
 def running_functions() -> Iterator[FunctionCtx | None]:
-    """Yield the contexts of autograd Functions whose forward is running, innermost first, up to a backward.
+    """Yield the contexts of autograd Functions with a running forward, innermost first, up to a backward.
 
     Yields None for a Function with ``setup_context``, which does not have a context yet.
     """

@@ -185,7 +185,7 @@ class Watched(NamedTuple):
     tp_group: dist.ProcessGroup | None = None
 
     def quantized(self, *, columnwise: bool = False) -> Any:
-        """Return the quantized tensor that the GEMM of a direction reads, or else that of the other direction."""
+        """Return the quantized tensor that the GEMM of a direction reads, else the other direction's, if any."""
         first, second = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
         if has_scale(first):
             return first

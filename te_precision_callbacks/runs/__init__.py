@@ -1,8 +1,8 @@
 """The records of a run, which sessions write as Parquet files, and their reader.
 
-    from te_precision_callbacks.runs import open_run
-    run = open_run("logs")                  # RecordedRun: Arrow tables, and typed access
-    run.grid("underflows%", "activation")   # layers x iterations
+from te_precision_callbacks.runs import open_run
+run = open_run("logs")                  # RecordedRun: Arrow tables, and typed access
+run.grid("underflows%", "activation")   # layers x iterations
 """
 
 from te_precision_callbacks.runs.reading import list_runs, open_run

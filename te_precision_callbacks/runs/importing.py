@@ -8,7 +8,7 @@
 The log joins layer, tensor and statistic with underscores, which they also contain. Names are split by the layers in
 the event logs, the tensors and the known statistics; other names stay whole.
 
-A series whose values are equal on all ranks becomes one series; otherwise there is one per rank.
+Values that are equal on all ranks become one series; otherwise, each rank has its own.
 """
 
 from __future__ import annotations
@@ -258,8 +258,8 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
 def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
     """Flag the first steps of delayed scaling, with a scale of 1, which logs do not mark.
 
-    The first iteration of a run is such a step for a tensor whose scale is 1 there and later not a power of two, or, if
-    it is iteration 0, for a tensor with a statistic that names delayed scaling.
+    The first iteration of a run is such a step for a tensor if its scale is 1 there and later not a power of two, or if
+    it is iteration 0 and the tensor has a statistic that names delayed scaling.
     """
     segments, iterations, series, values = (
         table[name].to_numpy() for name in ("segment", "iteration", "series", "value")

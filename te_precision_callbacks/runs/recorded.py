@@ -75,7 +75,6 @@ class Segment:
     Attributes:
         status: ``running``, ``ended``, ``failed`` after an error, or ``stopped without an end``; ``unknown`` for logs.
         started_at, ended_at: ISO 8601, UTC; empty if unknown.
-        first_iteration: the first debug iteration.
         world: number of ranks.
         facts: content of run.json: versions, environment, config_text, config_hash, recipes, front_door, gpu,
             capability, te_backend, ...

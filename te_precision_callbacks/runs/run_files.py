@@ -101,7 +101,7 @@ class DataFile(NamedTuple):
     """A file of a rank's table.
 
     Attributes:
-        first, last: its number; or the first and last number of the files that it replaces.
+        first, last: its number, or the numbers of the files that it replaces.
         interval: interval in steps after downsampling, or 1.
     """
 

@@ -26,8 +26,8 @@ MOST_WAITING = 1 << 24
 """Maximum number of values in the queue, about 300 MB; further steps are dropped."""
 
 LONGEST_SEARCH, LAST_SEARCH = 120.0, 10.0
-"""Timeouts in seconds of a rank that does not reduce with rank 0 and waits for rank 0's segment: during the session, and
-after its end."""
+"""Timeouts in seconds of a rank that does not reduce with rank 0 and waits for rank 0's segment: during the session,
+and after its end."""
 
 _PLACE = "place"
 """Key in the store for rank 0's segment."""
@@ -87,7 +87,7 @@ class RecordSink(EventSink):
         return self._run_id if self.place is None else self.place.run_id
 
     def go_on_with(self, run_id: str) -> None:
-        """Continue a recorded run, or start a new one if the folder does not have it; call before the segment exists."""
+        """Continue a recorded run, or start a new one if the folder does not have it; call before :meth:`begin`."""
         is_there = Path(run_id).name == run_id != "" and (self._runs / run_id).is_dir()
         self._run_id, self._is_new = (run_id, False) if is_there else (new_run_id(), True)
 

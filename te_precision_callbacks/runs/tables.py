@@ -1,7 +1,7 @@
 """Arrow schemas of recorded runs, and reading and writing of Parquet files and possibly truncated Arrow streams.
 
 Facts (:data:`LAYERS`, :data:`GEMMS`, :data:`OPERANDS`, :data:`STATES`, :data:`PLAN`) have a span of debug iterations,
-``since`` to ``until`` inclusive; ``until`` is null while the fact holds. A change adds a row instead of overwriting one.
+``since`` to ``until`` inclusive; ``until`` is null while the fact holds. Rows are added, never overwritten.
 
 Rows of values name their subject, so that other programs can read a file without this package.
 """
@@ -45,7 +45,7 @@ VALUES = pa.schema(
 
 LOCAL, STEP0, EXTREME = 1, FIRST_STEP, 8
 """Flags of a value: LOCAL, it belongs to one rank although statistics are reduced; STEP0, it is from the layer's first
-step of delayed scaling, with a scale of 1; EXTREME, its step was dropped, and it remains as an extreme of its series."""
+step of delayed scaling, with a scale of 1; EXTREME, its step was dropped, but it is an extreme of its series."""
 
 VECTORS = pa.schema(
     [

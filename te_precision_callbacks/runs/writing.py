@@ -82,7 +82,7 @@ class _Table:
 
     Args:
         batch: converts new rows to a batch.
-        close_bytes: size at which the open file is closed, at most :data:`CLOSE_BYTES`.
+        close_bytes: size limit of the open file, at most :data:`CLOSE_BYTES`.
 
     Attributes:
         waiting: upper bound of the bytes of new rows, if counted.
@@ -165,9 +165,9 @@ class RunWriter:
 
     Args:
         run_folder: the folder of the run.
-        segment: number of the segment, whose folder exists.
-        close_bytes: size at which open files are closed, at most :data:`CLOSE_BYTES`.
-        small_bytes: minimum of this size for steps, scalars and events, which are never downsampled.
+        segment: number of the segment; its folder exists.
+        close_bytes: size limit of open files, at most :data:`CLOSE_BYTES`.
+        small_bytes: minimum of this limit for steps, scalars and events, which are never downsampled.
 
     Attributes:
         run_id, segment, folder, rank: the run, its segment with the folder, and the rank.

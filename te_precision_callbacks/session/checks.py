@@ -44,7 +44,7 @@ MOST_NAMES = 1000
 
 
 class RuleChecks:
-    """Applies the rules during a run, warns of each finding once, and stops the run if ``on_finding=`` asks for it.
+    """Applies the rules during a run, warns of each finding once, and stops the run if ``on_finding=`` demands it.
 
     Findings are added to the events of the context.
     """
@@ -278,11 +278,7 @@ class ParameterChecks:
 
 
 class OverflowCheck:
-    """Detects activation overflow.
-
-    Attributes:
-        detector: None if detection is off, and before a model is attached.
-    """
+    """Detects activation overflow; ``detector`` is None without detection, and before a model is attached."""
 
     def __init__(self, context: RunContext) -> None:
         self.detector: DebugActivationOverflow | None = None

@@ -31,7 +31,7 @@ class RunResults:
     Attributes:
         started_at: the line of the script that started the session; empty before the start.
         filters_loss: whether the trainer filters inf and nan from the loss that it logs.
-        expects_low: the setting of the trainer that asks for low precision.
+        expects_low: the setting of the trainer that selects low precision.
         whole_run: the verdict on a resumed run including its earlier starts; None before the end, and for other runs.
         scales_loss: whether a GradScaler has stepped an optimizer of the model.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
@@ -101,7 +101,6 @@ class RunContext:
     """Shared state of a run.
 
     Attributes:
-        notices: messages that are logged only once.
         inspector: nvidia-dlfw-inspect, which counts the debug iterations.
         events: queue that the run sends to the sinks and to the rules.
     """

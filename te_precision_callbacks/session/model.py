@@ -112,7 +112,7 @@ class NamedLayers:
 
     Attributes:
         of_all: the layers of all ranks that reduce together.
-        given: layer -> the name that the script gave it, if no other layer has the same.
+        given: layer -> the script's name for it, if unique.
     """
 
     def __init__(self, options: SessionOptions) -> None:
@@ -182,7 +182,7 @@ class _Planned(NamedTuple):
 
     Attributes:
         sections: the features of all sections.
-        fused: the modules observed on their fused path, from :func:`choose`.
+        fused: see :func:`choose`.
         not_fused: name of another module with features -> reason.
     """
 
@@ -294,7 +294,7 @@ class ObservedModel:
         return [root for _, root in named_roots(self.model) or ()]
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield name and module for all modules on which hooks run, except the model itself."""
+        """Yield name and module for all modules that can run hooks, except the model itself."""
         names, roots = self.layers.paths(self.model), tuple(named_roots(self.model) or ())
         whole = {id(root) for _, root in roots}
         for _, module in watched_modules(roots):

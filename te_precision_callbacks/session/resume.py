@@ -240,7 +240,7 @@ _KEPT = 20
 
 
 class ResumedLoss:
-    """The last training losses before a checkpoint, with which a rule compares the first losses after a resume.
+    """The last training losses before a checkpoint; a rule compares the first losses after a resume with them.
 
     Attributes:
         restored: the losses of the checkpoint, oldest first, until :meth:`take_restored`.

@@ -132,7 +132,7 @@ class InspectSession:
 
     @property
     def observing(self) -> bool:
-        """Whether forwards are observed; set it to False during evaluation.
+        """True if forwards are observed; set it to False during evaluation.
 
         Forwards without gradients, or in eval mode, are never observed.
         """
@@ -162,7 +162,7 @@ class InspectSession:
         self._results.unconverted = dict(value)
 
     def expect_low_precision(self, why: str) -> None:
-        """Record the setting that asks for low precision, such as "Accelerate's mixed_precision is 'fp8'"."""
+        """Record the setting that selects low precision, such as "Accelerate's mixed_precision is 'fp8'"."""
         self._results.expects_low = why
 
     def note_unobserved(self, text: str) -> None:
@@ -195,7 +195,7 @@ class InspectSession:
     def precision(self) -> Precision:
         """The precision of each GEMM so far.
 
-        ``session.precision(at=120)`` returns that of one iteration, and raises a LookupError if it has not run.
+        ``session.precision(at=120)`` is for one iteration, and raises a LookupError if it has not run.
         """
         history = self._results.audit.history
         return Precision(history.whole(), history.at)

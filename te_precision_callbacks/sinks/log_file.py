@@ -63,7 +63,7 @@ LogJob = Callable[[], Iterable[str]]
 
 
 class LogFile:
-    """A log file; see the module docstring. Not thread-safe.
+    """A log file. Not thread-safe.
 
     Args:
         path: the file, which is created with its folder at the first write.

@@ -8,8 +8,8 @@
 ``te/worst_underflows%``               the worst value of the step, over all layers and tensors; also
                                        ``worst_overflows%``, ``worst_sqnr_db`` and ``nonfinite_num``
 ``te/findings``                        number of errors and warnings so far; also ``te/findings/<rule>``
-``te/all/<tensor>/<statistic>/max``    over the layers, in steps in which all layers have the statistic; also ``min``
-                                       and ``median``
+``te/all/<tensor>/<statistic>/max``    over the layers, in steps with the statistic of all layers; also ``min`` and
+                                       ``median``
 =====================================  ================================================================================
 
 TensorBoard and W&B group metrics by the part of the name before the first slash: each layer is a group, and the prefix
@@ -281,7 +281,6 @@ def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: in
     Args:
         writer: a ``SummaryWriter`` of ``torch.utils.tensorboard`` or tensorboardX.
         counts: counts by exponent.
-        step: the logging step.
     """
     filled, edges = _filled(counts)
     writer.add_histogram_raw(
@@ -323,6 +322,6 @@ class LoggerSink(Sink):
         Args:
             metrics: name -> value; empty if the step has only histograms.
             histograms: name -> counts by exponent, for :func:`add_to_tensorboard` and :func:`wandb_histogram`.
-            step: the logging step, equal to that of the trainer's own metrics of the batch.
+            step: the logging step of the trainer's own metrics of the batch.
         """
         raise NotImplementedError

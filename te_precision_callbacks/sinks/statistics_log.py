@@ -3,8 +3,8 @@
 <log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-<rank>.log
     <time> - INFO - fc1_activation_max   iteration=000002   value=4.318804740905762
 
-A line ends with ``rank=<rank>`` if its value is local although statistics are reduced over ranks. A run in the folder of
-an earlier run appends to the file, after a line that names the process.
+A line ends with ``rank=<rank>`` if its value is local although statistics are reduced over ranks. A run in an earlier
+run's folder appends to the file, after a line that names the process.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class StepRecords:
         histograms: series -> counts.
         local: whether the values are local although statistics are reduced over ranks: values collected after the last
             step, and all values while ranks are disconnected.
-        own: [values]: True for a local value, such as those of users' features. False for a value that is equal on all
-            ranks, or, while ranks are disconnected, is written by the first rank only.
+        own: [values]: True for a local value, as from users' features. False for a value that is equal on all ranks,
+            or, while ranks are disconnected, is written by the first rank only.
         observe_seconds: seconds that the session took at the end of the step, without sinks; None if unknown.
         unscaled: the layers that ran delayed scaling in this step with a scale of 1, before the first amax. Their
             quantization statistics do not count as worst values of a run.
@@ -148,9 +148,9 @@ class Event:
 
     Attributes:
         kind: ``nonfinite``, ``dump_written``, ...; see docs/records.md.
-        phase: ``forward``, ``backward``, ``step`` or ``checkpoint``; None if not relevant.
+        phase: ``forward``, ``backward``, ``step`` or ``checkpoint``, if relevant.
         layer, tensor, gemm: the subject; empty if there are several.
-        data: machine-readable details, as JSON values.
+        data: details, as JSON values.
         wall_time: seconds since the epoch.
     """
 
@@ -185,7 +185,7 @@ class Scalars:
 class Sink(Protocol):
     """Receiver of records. A sink that raises is reported once and dropped; with ``strict=True`` it ends the run.
 
-    The methods of the base class do nothing; override those that you need.
+    The methods of the base class do nothing; override what you need.
     """
 
     def start(self, run: RunInfo) -> None:

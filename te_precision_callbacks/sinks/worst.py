@@ -32,7 +32,7 @@ _Place = TypeVar("_Place", bound=Hashable)
 
 
 def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
-    """Return the values of a step that count as worst values, without those of delayed scaling's first step."""
+    """Return the values of a step that count as worst values: without delayed scaling's first step."""
     if not records.unscaled:
         return records.families
     return {

@@ -80,8 +80,7 @@ class Request:
         label: the statistic's name in logs.
         recipe: None for a statistic of the tensor itself; :data:`OWN_RECIPE`; or a recipe of :data:`RECIPES`, which is
             simulated if the layer runs another recipe.
-        columnwise: whether columnwise data are measured.
-        blocks: the blocks, for :data:`BLOCKWISE` only.
+        blocks: for :data:`BLOCKWISE` only.
         e5m2: whether elements are E5M2 instead of E4M3, for a recipe of :data:`WITH_ELEMENT_FORMAT`. None for the
             format of the layer's own quantizer if it has the recipe, else the recipe's default.
     """

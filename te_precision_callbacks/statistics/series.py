@@ -45,7 +45,7 @@ class Family:
 
     @property
     def is_of_delayed_scaling(self) -> bool:
-        """Whether the statistic describes delayed scaling, in a layer that runs it."""
+        """True if the statistic describes delayed scaling, in a layer that runs it."""
         return self.request is not None and self.request.recipe in (OWN_RECIPE, "fp8_delayed_scaling")
 
     @property
@@ -75,7 +75,7 @@ _SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0}
 
 
 def sign_of(worse: Worse | None) -> float:
-    """Return the factor by which a value grows as it gets worse; nan if its magnitude counts."""
+    """Return the factor that makes a value grow as it gets worse; nan if its magnitude counts."""
     return math.nan if worse is None else _SIGN.get(worse, math.nan)
 
 
@@ -103,7 +103,7 @@ class Series(NamedTuple):
 
 
 class SeriesTable:
-    """The series of a run, numbered in the order in which they are first seen."""
+    """The series of a run, numbered in order of first appearance."""
 
     def __init__(self) -> None:
         self._series: list[Series] = []

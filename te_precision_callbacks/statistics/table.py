@@ -84,7 +84,7 @@ class Statistic:
         name: as in a config, without recipe and direction.
         formula: in words and symbols; sums are over the finite elements of all micro-batches and ranks.
         unit: the unit of the value.
-        value: computes the value from merged columns; None for the histogram, whose value is its columns.
+        value: computes the value from merged columns; None for the histogram, which consists of its columns.
         of: the source.
         upstream: whether Transformer Engine 2.20 has the statistic.
         worse: the direction of worse values. Lists of the worst layers include only statistics with a direction.
@@ -425,8 +425,8 @@ TENSOR_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in (Of.
 QUANTIZED_STATISTICS = tuple(
     name for name, s in STATISTICS.items() if s.of in (Of.QUANTIZED, Of.SCALES) or s.of in OF_BLOCKS
 )
-"""Names that LogFp8TensorStats and LogNvfp4TensorStats accept, optionally with a recipe before and ``_columnwise`` after
-the name."""
+"""Names that LogFp8TensorStats and LogNvfp4TensorStats accept, optionally with a recipe before and ``_columnwise``
+after the name."""
 
 GEMM_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in OF_GEMMS)
 """Statistics of LogGemmError, recorded for the tensor that a GEMM computes."""

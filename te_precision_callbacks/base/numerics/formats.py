@@ -93,7 +93,7 @@ def table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _code_table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
-    """Return the code of each float32 number whose lower 16 bits are 0, indexed by its upper 16 bits."""
+    """Return the code of each float32 number with lower 16 bits of 0, indexed by its upper 16 bits."""
     high = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     values = torch.where(high < 1 << 15, high, high - (1 << 16)).mul(1 << 16).view(torch.float32)
     numbers = table(fmt, high.device)[: fmt.max_code + 1]

@@ -180,9 +180,8 @@ _ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_featu
 
 
 def asserted_refusals(*, tokens: int, in_features: int, out_features: int) -> list[Refusal]:
-    """Return the dimensions that ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` reject under any recipe.
-
-    They reject them even if features run all GEMMs in high precision.
+    """Return the dimensions that ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` reject under any recipe, even
+    with all GEMMs in high precision.
     """
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     return [

@@ -201,7 +201,7 @@ def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
 
 
 def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
-    """Return the rowwise or the columnwise data of a quantized tensor; None if it has none.
+    """Return the rowwise or the columnwise data of a quantized tensor, if any.
 
     Both directions of per-tensor FP8 have the same data, which are read from the layout that exists.
 
@@ -240,7 +240,7 @@ def logical_shape(tensor: Any) -> tuple[int, ...]:
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Reorder scales, [a multiple of 128, a multiple of 4], for a GEMM. Transpose those of columnwise MXFP8 before.
+    """Reorder scales, [a multiple of 128, a multiple of 4], for a GEMM; transposed for columnwise MXFP8 data.
 
     Tiles of 128 x 4 are stored in row-major order. Within a tile, the scale of row i and column j is at ``(i % 32) * 16
     + (i // 32) * 4 + j``.

@@ -50,9 +50,8 @@ class Nvfp4Rules:
 
     Attributes:
         square: whether 16 x 16 elements share a scale, instead of 1 x 16.
-        stochastic: whether rounding is stochastic.
         largest_scale: the largest scale in E4M3.
-        better_of_two: with "4over6", the error, "MAE" or "MSE", by which the better of two scales is chosen per block.
+        better_of_two: the error, "MAE" or "MSE", that selects the better of two scales per block ("4over6").
         error_in_scale_units: whether this error is in units of the E4M3 scale.
         nan_spreads: whether NaN makes the amax of its block NaN.
     """

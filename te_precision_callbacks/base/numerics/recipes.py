@@ -67,7 +67,7 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe whose result depends on the tensor only.
+    """A recipe without state: its result depends only on the tensor.
 
     Attributes:
         side: number of elements along a block; None for the whole tensor.

@@ -12,7 +12,7 @@ Usage::
     factors = nvfp4_factors(E4M3.decode(stored), amax)  # of the decoded codes
 
 All tensors are float32, rounded as in the kernels of Transformer Engine 2.20. Tensors are divided only by tensors:
-torch computes number / tensor as a reciprocal and a product, whose last digit differs for some values. Except
+torch computes number / tensor as a reciprocal and a product, which may differ in the last digit. Except
 :func:`amax_of`, no function synchronizes, and all can be compiled into a kernel. Sources:
 ``common/recipe/recipe_common.cuh`` (current and FP8 block scaling), ``common/recipe/delayed_scaling.cu``,
 ``common/util/ptx_arch_spec.cuh`` (E8M0), ``common/cast/nvfp4/core_nvfp4.cuh``.
@@ -77,8 +77,8 @@ def delayed_scaling(
     """Return the amax history and the scale of delayed scaling after a step.
 
     Equals ``kernel_bulk``: the newest amax is ``newest``, or row 0 of the history if ``newest`` is 0. If the newest
-    amax is not 0, the history moves up by one row, the newest amax becomes its last row, and row 0 becomes 0. If amax is
-    finite and above 0, the scale becomes ``largest_number / amax``, at most the largest float32. Otherwise it is
+    amax is not 0, the history moves up by one row, the newest amax becomes its last row, and row 0 becomes 0. The scale
+    becomes ``largest_number / amax``, at most the largest float32, if amax is finite and above 0; otherwise it is
     unchanged.
 
     Args:

@@ -43,7 +43,7 @@ AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
 
 def devices() -> list[Any]:
-    """Create gloo devices: on the user's interfaces, or the address that reaches ``MASTER_ADDR``, or torch's default."""
+    """Create gloo devices on the user's interfaces, the address that reaches ``MASTER_ADDR``, or torch's default."""
     create = dist.ProcessGroupGloo.create_device
     names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
     if names:
@@ -136,7 +136,7 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all connections are open, as far as this process can detect; False in a forked process."""
+        """True if all connections are open, as far as this process can detect; False in a forked process."""
         return self._gloo is not None and _connections(self._sockets) == self._sockets
 
     def close(self) -> None:

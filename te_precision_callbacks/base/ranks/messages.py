@@ -77,7 +77,6 @@ class Departure:
     """The departure of a rank.
 
     Attributes:
-        text: the reason.
         kind: the class name of the rank's exception, if any.
         raises: whether the rank raises this exception to its caller, so that all ranks should raise it.
     """
@@ -94,7 +93,7 @@ class Requests(NamedTuple):
     Attributes:
         check: check the contract.
         stop: stop the run.
-        losses: send the training losses, since rank 0 has none.
+        losses: send the training losses to rank 0.
     """
 
     check: bool = False
@@ -103,7 +102,7 @@ class Requests(NamedTuple):
 
 
 class RanksLostError(PrecisionDebugError, RuntimeError):
-    """The ranks no longer exchange messages; ``departure`` is that of the first rank that left, if known."""
+    """The ranks no longer exchange messages; ``departure`` is the first rank's departure, if known."""
 
     def __init__(self, departure: Departure, message: str = "") -> None:
         super().__init__(message or departure.text)
@@ -193,7 +192,7 @@ class Messages:
         return next_keys(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self.rank)
 
     def settle(self) -> None:
-        """Allow reconnecting from now on, and use a shorter timeout after the next message, which waits for compiling."""
+        """Allow reconnecting, and use a shorter timeout after the next message, which may wait for compilation."""
         if self._group is not None:
             self._return = _Return(self._keys)
 
@@ -345,8 +344,8 @@ class Messages:
     def tick(self, iteration: int, optimizer_steps: int) -> int | None:
         """Try to reconnect at the end of a step, while the ranks are disconnected; costs almost nothing.
 
-        Ranks announce in the store that they are ready. The last one sets the step in which all connect: a number of
-        optimizer steps if all ranks count them equally, otherwise an iteration.
+        Ranks announce in the store that they are ready. The last one sets the step to connect in: a number of optimizer
+        steps if all ranks count them equally, otherwise an iteration.
 
         Args:
             iteration: the next iteration.

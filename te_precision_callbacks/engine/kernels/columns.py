@@ -129,7 +129,7 @@ class Pending(NamedTuple):
         codes: uint8, the FP8 codes in the shape of ``values``, if any.
         scale_inv: float32, one element: the factor from decoded code to value.
         e5m2: whether the codes are E5M2, not E4M3.
-        in_blocks: a block-scaled tensor, instead of ``codes`` and ``scale_inv``.
+        in_blocks: instead of ``codes`` and ``scale_inv``.
     """
 
     values: torch.Tensor

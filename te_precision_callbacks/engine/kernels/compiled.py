@@ -82,7 +82,7 @@ def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
     """Call ``function(rows, *others)``, compiled if :func:`takes` accepts ``rows``.
 
-    It runs uncompiled if compilation fails, and for a single row, for which torch would recompile.
+    It runs uncompiled if compilation fails, and for a single row, since torch would recompile.
 
     Args:
         function: a function without branches on values; the same object in all calls, since it is compiled once per

@@ -1,4 +1,4 @@
-"""The pass in plain torch, in pieces whose temporaries fit the CPU cache.
+"""The pass in plain torch, in pieces small enough for the CPU cache.
 
 Runs on any device, without a compiler. Squares and sums are float64: the square of a float32 is exact and cannot
 overflow, and a sum of raw squares resolves a standard deviation of 1e-5 of the mean.

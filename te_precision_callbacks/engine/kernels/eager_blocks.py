@@ -47,7 +47,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
 
 
 def destinations(pending: Pending) -> dict[Of, tuple[int, int]]:
-    """Return the requested kinds of block statistics -> offsets of their sums and maxima; -1 if it has none."""
+    """Return the requested kinds of block statistics -> offsets of their sums and maxima, or -1."""
     whole, own = pending.places, pending.of_blocks
     places = {
         Of.QUANTIZED: (whole.compared, -1),

@@ -8,8 +8,8 @@ transpose. Counts and extremes are exact; sums have the error bounds of
 in float64.
 
 A program reads tiles of 16 x 128 elements of the codes' matrix, or several stacked tiles if a block is higher. Each
-thread has 16 elements of a tile. A block is reduced in each thread, then among its threads. All of these get the
-result, and totals use that of the first. (Triton up to 3.6 sums a result shared by several threads from the wrong
+thread has 16 elements of a tile. A block is reduced in each thread, then among its threads. All of them get the result,
+and totals use only the first thread's. (Triton up to 3.6 sums a result shared by several threads from the wrong
 threads.) Exponents are counted in registers and added by atomics; counts are integers, so their order does not matter.
 """
 

@@ -220,8 +220,8 @@ def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Te
 def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[int, int, int]]:
     """Merge dimensions: (size, stride of values, stride of codes), outermost first.
 
-    The order of elements does not matter, only which code belongs to which element. Dimensions are therefore sorted by
-    stride, and any dense tensor, transposed or not, becomes one dimension of stride 1.
+    The order of elements does not matter, if values and codes have the same. Dimensions are therefore sorted by stride,
+    and any dense tensor, transposed or not, becomes one dimension of stride 1.
     """
     code_strides: Sequence[int] = [0] * values.dim() if codes is None else codes.stride()
     dimensions = [

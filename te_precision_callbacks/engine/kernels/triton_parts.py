@@ -229,7 +229,7 @@ def decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 @jit
 def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Moments without extremes of a tile without inf and NaN, whose squares fit float32."""
+    """Moments without extremes of a tile without inf and NaN, if the squares fit float32."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     mean = float_sum / PER_THREAD
     deviation = x - mean[None, :, None]
