@@ -70,7 +70,7 @@ class ScriptWatch:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.session: InspectSession | None = None
         self._options = options
-        self._models: list[torch.nn.Module] = []
+        self._models: dict[str, torch.nn.Module] = {}
         self._called: set[str] = set()
         self._in_evaluation = False
         self._waiting: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -86,6 +86,7 @@ class ScriptWatch:
         self._handles: list[Any] = []
         self._has_called = self._has_attached = self._has_ended = False
         self._process = os.getpid()
+        self._exit: SystemExit | None = None
 
     # ------------------------------------------------------------------ begin and end
 
@@ -102,14 +103,18 @@ class ScriptWatch:
         self._replace(torch.amp.GradScaler, "step", self._before_scaler_step, after=self._after_scaler_step)
         if torch.distributed.is_available():
             self._replace(torch.distributed, "destroy_process_group", self._before_group_ends)
-        self._replace(os, "_exit", lambda *_: self.stop())
+        self._replace(os, "_exit", lambda status: self.stop(SystemExit(status) if status else None))
+        self._replace(sys, "exit", self._before_exit)
         # before a session's own, which reports an error
         self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=101)
 
     def _stop_at_exit(self) -> None:
         from te_precision_callbacks.session.endings import uncaught
 
-        self.stop(uncaught())
+        self.stop(uncaught() or self._exit)
+
+    def _before_exit(self, status: Any = None) -> None:
+        self._exit = None if status in (None, 0) else SystemExit(status)
 
     def stop(self, error: BaseException | None = None) -> None:
         """Stop the session and remove the hooks. Warn if a model was called and nothing was observed."""
@@ -138,7 +143,7 @@ class ScriptWatch:
 
     def _end_training(self) -> None:
         session, self.session = self.session, None
-        self._models, self._iterations = [], 0
+        self._models, self._iterations = {}, 0
         self._waiting.clear()
         if session is not None:
             session.stop()
@@ -205,10 +210,10 @@ class ScriptWatch:
 
         self._search.replace(torch.nn.Module, "__call__", call)
 
-    def _consider(self, module: torch.nn.Module) -> None:
+    def _consider(self, module: torch.nn.Module, name: str = "") -> None:
         if torch._C._current_graph_task_id() != -1:  # a recomputation inside of a backward
             return
-        if not any(module in model.modules() for model in self._models):
+        if not any(module in model.modules() for model in self._models.values()):
             trained = _trained(module)
             if not trained or self._is_replaced():
                 return
@@ -217,7 +222,7 @@ class ScriptWatch:
                 optimizer for optimizer in optimizers_of_process() if not trained.isdisjoint(held_ids(optimizer))
             ]
             if optimizers:
-                self._attach(module, optimizers)
+                self._attach(module, optimizers, name)
         self._search.put_back()
 
     def _is_replaced(self) -> bool:
@@ -228,14 +233,15 @@ class ScriptWatch:
             self._end()
         return is_replaced
 
-    def _attach(self, model: torch.nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def _attach(self, model: torch.nn.Module, optimizers: Iterable[Optimizer], name: str) -> None:
         from te_precision_callbacks.session import InspectSession
 
         gc.collect()
         if not self._waiting:  # another training has ended, with its optimizers
             self._end_training()
         self._has_attached = True
-        self._models.append(model)
+        # The first model's layers keep their names when another one is found.
+        self._models[name or (f"model{len(self._models)}" if self._models else "")] = model
         for optimizer in optimizers:
             self._others.discard(optimizer)
             self._waiting.setdefault(optimizer, True)
@@ -243,8 +249,7 @@ class ScriptWatch:
             self.session = InspectSession.from_options(_checked(self._options))
             self.session.start(front_door="watch", gives_way=True)
             self.session.follow(self)
-        # The first model's layers keep their names when another one is found.
-        self.session.attach({f"model{number}" if number else "": root for number, root in enumerate(self._models)})
+        self.session.attach(dict(self._models))
 
     # ------------------------------------------------------------------ the step
 
@@ -252,7 +257,7 @@ class ScriptWatch:
         """Wait for the optimizer in each iteration if it steps the model; else search for its model once more."""
         if optimizer in self._waiting or optimizer in self._others:
             return
-        if any(not _trained(model).isdisjoint(held_ids(optimizer)) for model in self._models):
+        if any(not _trained(model).isdisjoint(held_ids(optimizer)) for model in self._models.values()):
             self._waiting[optimizer] = True
             return
         self._others.add(optimizer)
@@ -282,17 +287,17 @@ class ScriptWatch:
 
     def _before_megatron(self, *_: Any, model: Any = None, forward_only: bool = False, **__: Any) -> None:
         if not forward_only:
-            self._consider_stages(model if isinstance(model, list) else [model])
+            self._consider_stages([("", stage) for stage in (model if isinstance(model, list) else [model])])
 
     def _before_pipeline(self, schedule: Any, *_: Any, **__: Any) -> None:
         stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-        self._consider_stages([stage.submod for stage in stages])
+        self._consider_stages([(name_of_stage(stage), stage.submod) for stage in stages])
 
-    def _consider_stages(self, stages: Sequence[torch.nn.Module]) -> None:
+    def _consider_stages(self, stages: Sequence[tuple[str, torch.nn.Module]]) -> None:
         if self._search and torch.is_grad_enabled():
-            for stage in stages:
+            for name, stage in stages:
                 if stage.training:
-                    self._consider(stage)
+                    self._consider(stage, name)
             if not self._has_ended and self._iterations < self._search_until:
                 self._begin_search()
 
@@ -329,6 +334,7 @@ class ScriptWatch:
     def _before_backward(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if torch._C._current_graph_task_id() != -1:  # a recomputation inside a backward
             return
+        self._exit = None  # the script has caught it
         loss, gradient = tensors[0], gradients[0]
         if len(tensors) == 1 and loss.numel() == 1 and (gradient is None or gradient.numel() == 1):
             value = self._values.get(loss, loss)
@@ -365,6 +371,17 @@ class ScriptWatch:
         logger.warning(
             "After %d backward passes %s. In this process: %s. %s.", self._backwards, seen, optimizers, _ADVICE
         )
+
+
+def name_of_stage(stage: Any) -> str:
+    """Return a prefix for the layers of a pipeline's later stage, unless the whole model numbers them.
+
+    Layers of the same name on different ranks would be merged.
+    """
+    names = [name.split(".") for name, _ in stage.submod.named_modules()]
+    numbers = [next((int(part) for part in parts if part.isdigit()), -1) for parts in names]
+    first = min((number for number in numbers if number >= 0), default=0)
+    return f"stage{stage.stage_index}" if stage.stage_index and not first else ""
 
 
 def _engine(before_backward: Any) -> Any:

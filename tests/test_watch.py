@@ -22,7 +22,7 @@ from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.watch import BACKWARDS, ScriptWatch, read_options
+from te_precision_callbacks.watch import BACKWARDS, ScriptWatch, name_of_stage, read_options
 from tests.forked import executable
 from tests.reference.processes import run
 
@@ -218,7 +218,7 @@ def test_the_stages_of_a_pipeline_attach_before_its_schedule(
     else:
         monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self, step: train_step(step))
         schedule: Any = object.__new__(type("Schedule", (PipelineScheduleSingle,), {"_step_microbatches": None}))
-        schedule._stage = types.SimpleNamespace(submod=model)
+        schedule._stage = types.SimpleNamespace(submod=model, stage_index=0)
     with watched(tmp_path) as watch:
         optimizer = sgd(model)
         if kind == "megatron":
@@ -240,11 +240,11 @@ def test_the_inference_of_shapes_in_a_pipeline_is_not_observed(tmp_path: Path, m
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         models = [Model() for _ in range(2)]
-        optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.01)
         stages = [PipelineStage(model, index, 2, torch.device("cpu")) for index, model in enumerate(models)]
         schedule = ScheduleInterleaved1F1B(stages, 2, loss_fn=torch.nn.functional.mse_loss)
         known = []
         with watched(tmp_path):
+            optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.01)
             for step in range(2):
                 losses: list[torch.Tensor] = []
                 schedule.step(batch(step), target=batch(step), losses=losses)
@@ -252,9 +252,19 @@ def test_the_inference_of_shapes_in_a_pipeline_is_not_observed(tmp_path: Path, m
                 optimizer.step()
                 optimizer.zero_grad()
         assert losses_of(tmp_path) == pytest.approx(known)
+        assert set(open_run(tmp_path).ordered_layers) == {"first", "last", "stage1.first", "stage1.last"}
         assert not [finding for finding in diagnose(open_run(tmp_path)).findings if finding.rule == "nonfinite"]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("first", "name"), [(0, "stage1"), (4, ""), (None, "stage1")])
+def test_the_name_of_a_stage(first: int | None, name: str) -> None:
+    """Layers that are numbered in the whole model need no prefix."""
+    blocks = {str(first): torch.nn.Sequential(torch.nn.Linear(2, 2))} if first is not None else {"x": Model()}
+    submod = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict(blocks), "norm": torch.nn.Identity()})
+    assert name_of_stage(types.SimpleNamespace(submod=submod, stage_index=1)) == name
+    assert not name_of_stage(types.SimpleNamespace(submod=submod, stage_index=0))
 
 
 def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -> None:
@@ -412,6 +422,10 @@ if sys.argv[1] == "raises":
     raise ValueError("at the end")
 if sys.argv[1] == "leaves":
     os._exit(0)
+if sys.argv[1] == "leaves with 3":
+    os._exit(3)
+if sys.argv[1] == "exits with 2":
+    sys.exit(2)
 """
 
 
@@ -433,15 +447,19 @@ def test_processes(tmp_path: Path) -> None:
         "ends": ([*RUN, "--watch", "--log-dir", "ends"], {}),
         "leaves": ([*WATCH, "--log-dir", "leaves"], {}),
         "raises": ([*WATCH, "--set", "log_dir=raises"], {}),
+        "leaves with 3": ([*WATCH, "--log-dir", "leaves with 3"], {}),
+        "exits with 2": ([*WATCH, "--log-dir", "exits with 2"], {}),
         "variable": (RUN, {"TE_PRECISION_WATCH": json.dumps({"log_dir": "variable"})}),
     }
     for name, (command, variables) in ways.items():
         result = call(tmp_path, [*command, "train.py", name], **variables)
-        assert result.returncode == (1 if name == "raises" else 0), result.stderr
+        status = {"raises": 1, "leaves with 3": 3, "exits with 2": 2}.get(name, 0)
+        assert result.returncode == status, result.stderr
+        assert (f"stopped: SystemExit: {status}" in result.stderr) == (status > 1)
         assert result.stdout == plain.stdout.replace("ends", name)
         assert "te-precision: " in result.stderr
         (segment,) = open_run(tmp_path / name).segments
-        assert segment.status == ("failed" if name == "raises" else "ended")
+        assert segment.status == ("failed" if status else "ended")
 
 
 @pytest.mark.processes

@@ -13,13 +13,14 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
@@ -68,7 +69,7 @@ class Problem(NamedTuple):
 
     Attributes:
         what: ``no_gradient``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``, ``unstepped``,
-            ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still`` or ``nonfinite``; from :mod:`replicas`,
+            ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept`` or ``nonfinite``; from :mod:`replicas`,
             ``differs``, ``differs_from_start`` or ``no_reduction``.
         name: the parameter; empty for a problem of the model.
         number: number of steps, or percentage of elements.
@@ -116,6 +117,8 @@ class _Parameter:
         zeroed: last consecutive sampled iterations with only gradients of 0.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
+        arrivals: sampled iteration -> for each optimizer step, whether its gradient was still there whenever another
+            one arrived before the next step.
     """
 
     name: str
@@ -134,6 +137,7 @@ class _Parameter:
     zeroed: tuple[int, ...] = ()
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
+    arrivals: dict[int, list[list[torch.Tensor | bool]]] = field(default_factory=dict)
 
     def note_expected(self, iteration: int, share: float) -> None:
         if share > 0:
@@ -191,6 +195,7 @@ class ParameterWatch:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
+        self._clearing: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         self._batches = BatchedChecks()
         self._reading: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
@@ -209,6 +214,8 @@ class ParameterWatch:
         for parameter in self._parameters.values():
             if parameter.gap is not None:
                 parameter.gap.unhook()
+        for handle in self._clearing.values():
+            handle.remove()
         for cache in (self._parameters, self._held, self._masters):
             cache.clear()
 
@@ -229,8 +236,11 @@ class ParameterWatch:
                 entry.parameter.held_until = iteration
             self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
             self._compare_masters(optimizer)
+            if optimizer in self._clearing:
+                self._clearing.pop(optimizer).remove()
             if self._is_due:
                 self._has_sampled = True
+                self._watch_clearing(optimizer, held)
                 self._sample(optimizer, held)
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
@@ -323,6 +333,27 @@ class ParameterWatch:
         gap.steps += 1
         gap.called += gap.ran
         gap.ran = False
+
+    def _watch_clearing(self, optimizer: Optimizer, held: list[_Held]) -> None:
+        """Check, until the optimizer steps again, whether a matrix's gradient is cleared before others arrive."""
+        matrices = [
+            entry.parameter
+            for entry in held
+            if entry.tensor is entry.parameter.weight and entry.tensor.dim() > 1 and entry.tensor.grad is not None
+        ]
+        if matrices:
+            parameter = matrices[0]
+            arrivals: list[torch.Tensor | bool] = []
+            parameter.arrivals.setdefault(self._iteration, []).append(arrivals)
+
+            def note(_: torch.Tensor) -> None:
+                gradient = parameter.weight.grad
+                if gradient is None:
+                    arrivals.append(False)
+                elif gradient.layout is torch.strided and not is_capturing():
+                    arrivals.append(local(gradient).any())
+
+            self._clearing[optimizer] = parameter.weight.register_hook(outside_of_dynamo(note))
 
     def _sample(self, optimizer: Optimizer, all_held: list[_Held]) -> None:
         iteration, batches = self._iteration, self._batches
@@ -464,6 +495,7 @@ class ParameterWatch:
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
         yield from self._whole_model()
+        yield from self._kept()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
             yield from self._not_held()
 
@@ -498,6 +530,19 @@ class ParameterWatch:
                 yield Problem(
                     "still", parameter.name, parameter.still_since, parameter.still_until - parameter.still_since
                 )
+
+    def _kept(self) -> Iterator[Problem]:
+        """Find gradients that are not cleared. Arrivals are read 2 steps later, when the device has computed them."""
+        for parameter in self._parameters.values():
+            kept = [
+                (iteration, any(arrivals and all(arrivals) for arrivals in steps))
+                for iteration, steps in parameter.arrivals.items()
+                if any(steps) and iteration + 2 < self._ended
+            ][-UNCHANGED:]
+            if len(kept) == UNCHANGED:
+                self.checked.add("kept-gradient")
+                if all(is_kept for _, is_kept in kept):
+                    yield Problem("kept", parameter.name, kept[0][0], UNCHANGED)
 
     def _not_held(self) -> Iterator[Problem]:
         held = self._held_parameters()

@@ -11,7 +11,7 @@ import torch
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import SessionError
-from te_precision_callbacks.base.optimizers import held_ids
+from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_alike
@@ -333,12 +333,21 @@ class ObservedModel:
     def _warn_of_unwatched(self) -> None:
         unwatched = self.hooks.answers.unwatched
         if unwatched and self._notices.first("unwatched"):
-            logger.warning(
-                "%s trains outside the model that the session was given, so it is not observed. If it was added to the"
-                " model since, call attach(model) of the session again. Modules in a plain list or dict are not found:"
-                " use torch.nn.ModuleList or ModuleDict, or give model= several models.",
-                ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in unwatched)),
-            )
+            names = ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in unwatched))
+            stepped = {held for optimizer in optimizers_of_process() for held in held_ids(optimizer)}
+            if any(id(parameter) in stepped for module in unwatched for parameter in module.parameters()):
+                self._context.note_unobserved(f"{names}: trained outside the model that the session was given")
+                remedy = (
+                    "trains outside the model that the session was given, so it is not observed. If it was added to the"
+                    " model since, call attach(model) of the session again. Modules in a plain list or dict are not"
+                    " found: use torch.nn.ModuleList or ModuleDict, or give model= several models."
+                )
+            else:
+                remedy = (
+                    "runs in training mode with gradients, but no optimizer holds its parameters, so it is not"
+                    " observed. If it should not train, call its eval(), or use torch.no_grad()."
+                )
+            logger.warning("%s %s", names, remedy)
 
     def note_order(self) -> None:
         order = self.hooks.order

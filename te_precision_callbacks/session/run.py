@@ -455,7 +455,7 @@ class Run:
 
     def _hand_over(self, error: BaseException | None, logging_step: int | None) -> None:
         self.model.warn_of_refused()
-        self._loop_checks.end()
+        self._loop_checks.end(error)
         if not self._files.in_full and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
             # Nothing has failed on this rank, or all ranks stop.
             self._sinks.passed_over = self._files.sinks

@@ -164,9 +164,18 @@ class LoopChecks:
                 optimizer, count, "Ignore this warning if one debug iteration is to hold so many of them."
             )
 
-    def end(self) -> None:
-        """Warn at the end of a run that never called ``step()`` although an optimizer stepped several times."""
+    def end(self, error: BaseException | None) -> None:
+        """Warn at the end of a run that never called ``step()`` although an optimizer stepped several times.
+
+        If no optimizer has stepped either, record that in the verdict.
+        """
         if not self.has_stepped:
+            front_door = self._context.loop.front_door
+            if not (error or self._steps) and self._model.hooks.order.forward and front_door != "watch":
+                self._context.note_unobserved(
+                    "no step was counted, so all that ran belongs to debug iteration"
+                    f" {self._context.iteration}. {_REMEDIES.get(front_door, _REMEDY)}"
+                )
             for optimizer, count in list(self._steps.items()):
                 if count > 1:
                     self._warn_of_forgotten_step(optimizer, count, "")

@@ -21,7 +21,7 @@ from tests.diagnosis.planted import Loss, in_fp8, trained
 from tests.forked import ranks
 
 STEPS = 12
-PARAMETERS = ("missing-gradient", "frozen-weight", "replicas-differ", "no-reduction")
+PARAMETERS = ("missing-gradient", "frozen-weight", "kept-gradient", "replicas-differ", "no-reduction")
 
 
 class Block(torch.nn.Module):
@@ -222,6 +222,48 @@ def test_experts_without_tokens(tmp_path: Path) -> None:
         tmp_path / "grouped", grouped, adamw(grouped), loss=lambda _: grouped(inputs, [16, 16, 0, 0]).square().mean()
     )
     assert not [finding for finding in of_parameters(verdict) if finding.severity != "note"]
+
+
+@pytest.mark.parametrize(
+    ("clears", "micro_batches", "finds"),
+    [("never", 1, True), ("never", 3, True), ("after 3 micro-batches", 3, True), ("before each backward", 1, False)],
+)
+def test_gradients_that_are_not_cleared(tmp_path: Path, clears: str, micro_batches: int, finds: bool) -> None:
+    model = Model()
+    optimizer = adamw(model)
+    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+        for step in range(9):
+            for micro_batch in range(micro_batches):
+                if clears == "before each backward":
+                    optimizer.zero_grad(set_to_none=step % 2 == 0)
+                model.loss(micro_batches * step + micro_batch).backward()
+                if clears == "after 3 micro-batches":
+                    optimizer.step()  # one indentation too deep
+            if clears == "after 3 micro-batches":
+                optimizer.zero_grad()
+            else:
+                optimizer.step()
+            session.step()
+    assert [(finding.rule, finding.since) for finding in of_parameters(session.findings)] == [
+        ("kept-gradient", 0)
+    ] * finds
+    assert "kept-gradient" in session.findings.judged
+    assert diagnose(tmp_path) == session.findings
+
+
+def test_gradients_of_a_discriminator_that_are_cleared_late(tmp_path: Path) -> None:
+    """Before its own backward, not before that of the generator."""
+    models = torch.nn.ModuleDict({"generator": Block(), "discriminator": Block()})
+    optimizers = {name: adamw(part) for name, part in models.items()}
+    with InspectSession(model=models, log_dir=tmp_path, report=False) as session:
+        for _ in range(9):
+            for name in ("discriminator", "generator"):
+                optimizers[name].zero_grad()
+                models["discriminator"](models["generator"](torch.randn(16, 32))).square().mean().backward()
+                optimizers[name].step()
+            session.step()
+    assert not of_parameters(session.findings)
+    assert "kept-gradient" in session.findings.judged
 
 
 @pytest.mark.parametrize("detaches", [False, True])

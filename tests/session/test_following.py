@@ -95,13 +95,30 @@ def test_an_end_of_upstream_is_ignored_and_said(
 # ------------------------------------------------------------------ a model that changes
 
 
-def test_a_module_outside_of_the_tree_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_module_outside_of_the_tree(tmp_path: Path, caplog: pytest.LogCaptureFixture, is_held: bool) -> None:
     net = Net()
+    optimizer = None
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
         net.extra = [te.Linear(32, 32, name="in_a_list")]
+        if is_held:
+            optimizer = torch.optim.SGD(net.extra[0].parameters())
         train(session, net)
     (text,) = said(caplog)
-    assert "Linear 'in_a_list' trains outside the model" in text
+    seen = "trains outside the model" if is_held else "no optimizer holds its parameters"
+    assert f"Linear 'in_a_list' {seen}" in text.replace("runs in training mode with gradients, but ", "")
+    assert ("'in_a_list': trained outside the model" in session.findings.summary) == is_held
+    del optimizer
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_loop_without_any_step(tmp_path: Path, runs: bool) -> None:
+    net = Net()
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for _ in range(3 * runs):
+            net(torch.randn(16, 32)).sum().backward()
+    assert ("no step was counted" in session.findings.summary) == runs
+    assert ("Call step() of the session" in session.findings.summary) == runs
 
 
 def test_a_model_that_has_changed_is_attached_again(tmp_path: Path, keeper: Keeper) -> None:
@@ -224,6 +241,22 @@ def test_a_forgotten_step_in_accelerate(tmp_path: Path, caplog: pytest.LogCaptur
     (text,) = said_of_steps(caplog)
     assert "SGD has stepped 3 times" in text
     assert "Call debugger.step() after each batch" in text
+
+
+class WithoutSteps(lightning.Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.net(batch).pow(2).mean())
+
+
+def test_a_lightning_module_without_steps(tmp_path: Path) -> None:
+    callback = PrecisionDebugCallback(CONFIG, log_dir=tmp_path)
+    lightning.trainer(tmp_path, callbacks=[callback]).fit(WithoutSteps(), lightning.loader(3))
+    assert "no step was counted" in callback.session.findings.summary
+    assert "step the optimizers that self.optimizers() returns" in callback.session.findings.summary
 
 
 class Manual(lightning.Plain):

@@ -83,6 +83,12 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "Copy the master weights into the weights after the optimizer step and before the next forward",
         ),
     },
+    "kept-gradient": {
+        "kept": _Kind(
+            "in {number:.0f} sampled steps the gradient of {names} was not cleared after the optimizer's step, so the"
+            " next gradient was added to it"
+        )
+    },
     "replicas-differ": {
         "differs": _Kind("{names}: ranks that had the same values now have different ones"),
         "differs_from_start": _Kind(
@@ -198,6 +204,27 @@ RULES = (
         judge=functools.partial(ParameterRule, "frozen-weight"),
         essential=True,
         consequence_of=("missing-gradient", "dead-gradient"),
+    ),
+    Rule(
+        id="kept-gradient",
+        title="gradients are not cleared between optimizer steps",
+        subject="model",
+        needs="3 sampled steps of an optimizer of torch.optim's class, each followed by a backward",
+        collect=_COLLECT,
+        condition=(
+            "the gradient of one matrix for each optimizer is not 0 each time that another is added to it between two"
+            " steps of the optimizer, in 3 consecutive sampled steps"
+        ),
+        silent="gradients in other places than .grad, such as Megatron's main_grad and FSDP's shards",
+        severity="warning",
+        source="arithmetic; the number of steps is ours",
+        why="each step repeats all gradients since the start",
+        disproof="gradients accumulate over several optimizer steps on purpose",
+        remedy=(
+            "Call optimizer.zero_grad() after each optimizer step. With several micro-batches, step the optimizer only"
+            " after the last one"
+        ),
+        judge=functools.partial(ParameterRule, "kept-gradient"),
     ),
     Rule(
         id="replicas-differ",
