@@ -117,8 +117,7 @@ class _Parameter:
         zeroed: last consecutive sampled iterations with only gradients of 0.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
-        arrivals: sampled iteration -> for each optimizer step, whether its gradient was still there whenever another
-            one arrived before the next step.
+        arrivals: sampled iteration -> per optimizer step, whether each next gradient found the old one uncleared.
     """
 
     name: str
