@@ -88,9 +88,9 @@ def test_all_ranks_have_the_same_bits_of_sums_maxima_and_texts(tmp_path: Path, s
         before = dist.distributed_c10d._world.group_count, dist.group.WORLD._get_sequence_number_for_group()
         own = numbers[sent.rank].copy()
         sent.merge("a", "to a", own, 3000)
-        entries = sent.pooled([f"own {sent.rank}", "shared"], "names", "to name", str)
-        assert sent.pooled(["equal", "equal"], "names", "to name", str) == ["equal"]
-        assert sent.pooled([float("inf")], "names", "to name", float) == [float("inf")]
+        entries = sent.pool([f"own {sent.rank}", "shared"], "names", "to name", str)
+        assert sent.pool(["equal", "equal"], "names", "to name", str) == ["equal"]
+        assert sent.pool([float("inf")], "names", "to name", float) == [float("inf")]
         after = dist.distributed_c10d._world.group_count, dist.group.WORLD._get_sequence_number_for_group()
         assert after == before, "the training's groups have counted nothing"
         return own, entries

@@ -50,14 +50,14 @@ class CppFile:
         """Compile the file at the first call; return whether it succeeded."""
         if not self.functions and not self.failed:
             try:
-                self.functions = self.loaded()
+                self.functions = self.load()
             except Exception as error:
                 self.failed = True
                 what, times = self._fallback
-                say_not_compiled(logger, what, times, error)
+                warn_not_compiled(logger, what, times, error)
         return bool(self.functions)
 
-    def loaded(self, flags: Sequence[str] = ()) -> dict[str, Any]:
+    def load(self, flags: Sequence[str] = ()) -> dict[str, Any]:
         """Compile, or load from torch's cache (2.13, ``_inductor/codecache.py``).
 
         Without ``needs_vec_isa=False``, torch would first test the processor for vector instructions.
@@ -77,7 +77,7 @@ class CppFile:
         return functions
 
 
-def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:
+def warn_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:
     if isinstance(error, OSError):
         advice = "Compiled code is kept in a folder of torch's: let TORCHINDUCTOR_CACHE_DIR name one to write to."
     else:

@@ -46,7 +46,7 @@ class OptionError(PrecisionDebugError, TypeError):
 
 
 @contextmanager
-def named_as(names: Mapping[str, str]) -> Iterator[None]:
+def rename_keywords(names: Mapping[str, str]) -> Iterator[None]:
     """Replace keywords in error messages by the user's arguments (keyword -> argument), such as ``--observe=``."""
     try:
         yield

@@ -22,7 +22,7 @@ class Notices:
 
 
 @contextmanager
-def gathered_warnings() -> Iterator[list[str]]:
+def collect_warnings() -> Iterator[list[str]]:
     """Collect warnings instead of logging them; the list is filled at the end of the block."""
     texts: list[str] = []
     package = logging.getLogger(_PACKAGE)

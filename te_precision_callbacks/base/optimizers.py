@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 
 def optimizers_of_process() -> list[Optimizer]:
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Optimizer)]
 
 
 def held_ids(optimizer: Any) -> Iterator[int]:
@@ -26,7 +26,7 @@ def after_closure(
     With a closure, as used by Lightning and by LBFGS, forward and backward run inside the step.
     """
 
-    def followed(closure: Callable[[], Any]) -> Callable[[], Any]:
+    def wrap(closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
             loss = closure()
             act()
@@ -35,7 +35,7 @@ def after_closure(
         return run
 
     if len(args) > 1 and callable(args[1]):
-        return (args[0], followed(args[1]), *args[2:]), dict(keywords)
+        return (args[0], wrap(args[1]), *args[2:]), dict(keywords)
     if callable(closure := keywords.get("closure")):
-        return args, {**keywords, "closure": followed(closure)}
+        return args, {**keywords, "closure": wrap(closure)}
     return None

@@ -10,24 +10,24 @@ from typing import Any
 _MISSING = object()
 
 
-class Replaced:
-    """Replaces attributes until :meth:`put_back`; ``yields`` keeps attributes that were replaced again since."""
+class Replacements:
+    """Replaces attributes until :meth:`restore`; ``keeps_later`` keeps attributes that were replaced again since."""
 
-    def __init__(self, *, yields: bool = False) -> None:
-        self._yields = yields
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+    def __init__(self, *, keeps_later: bool = False) -> None:
+        self._keeps_later = keeps_later
+        self._saved: list[tuple[Any, str, Any, Any]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._replaced)
+        return bool(self._saved)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name, _MISSING), value))
+        self._saved.append((owner, name, vars(owner).get(name, _MISSING), value))
         _set(owner, name, value)
 
-    def put_back(self) -> None:
-        while self._replaced:
-            owner, name, before, value = self._replaced.pop()
-            if not self._yields or vars(owner).get(name) is value:
+    def restore(self) -> None:
+        while self._saved:
+            owner, name, before, value = self._saved.pop()
+            if not self._keeps_later or vars(owner).get(name) is value:
                 _set(owner, name, before)
 
 
@@ -57,8 +57,8 @@ class BeforeCalls:
         self._own = getattr(owner, name)
         self._before = weakref.WeakMethod(before)
         functools.update_wrapper(self, self._own, updated=())  # not __dict__: _own may be another BeforeCalls
-        self._replaced = Replaced(yields=True)
-        self._replaced.replace(owner, name, self)
+        self._saved = Replacements(keeps_later=True)
+        self._saved.replace(owner, name, self)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         before = self._before()
@@ -70,4 +70,4 @@ class BeforeCalls:
         return getattr, (self.owner, self._name)
 
     def remove(self) -> None:
-        self._replaced.put_back()
+        self._saved.restore()

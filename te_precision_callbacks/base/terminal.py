@@ -69,11 +69,11 @@ class Wrapped(Text):
     """Text that breaks names of layers and files after a separator if they are longer than a line."""
 
     def wrap(self, console: Console, width: int, **options: Any) -> Lines:
-        text = _WORD.sub(lambda word: _in_lines(word[0], width), self.plain)
+        text = _WORD.sub(lambda word: _break_name(word[0], width), self.plain)
         return Text(text, self.style, overflow="fold").wrap(console, width, **options)
 
 
-def _in_lines(word: str, width: int) -> str:
+def _break_name(word: str, width: int) -> str:
     lines = [""]
     for part in _SEPARATED.split(word):
         if lines[-1] and cell_len(lines[-1] + part) > width:

@@ -24,9 +24,9 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.errors import named_as
+from te_precision_callbacks.base.errors import rename_keywords
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.base.notices import gathered_warnings
+from te_precision_callbacks.base.notices import collect_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import RECIPES, Observe
 from te_precision_callbacks.check.accelerate_conversion import Conversion, Converted
@@ -175,7 +175,7 @@ def check_command(
     target = None if device is None else device_named(device)
     if target is not None and recipe is not None and recipe in RECIPES:
         target.check_recipe(recipe)  # which says what to do for this device
-    with gathered_warnings() as more, without_collections():
+    with collect_warnings() as more, without_collections():
         checked, made_on, converted = _checked(
             model,
             recipe or _AUTO,
@@ -211,7 +211,7 @@ def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
     if not Path(path).expanduser().is_file():
         load_config(path)  # whose error is one of use
     try:
-        with gathered_warnings() as warnings:
+        with collect_warnings() as warnings:
             return load_config(path), warnings
     except ConfigError as error:
         if as_json:
@@ -256,7 +256,7 @@ def _checked(
     if convert is not None:
         recipe, notes = recipe_of_accelerate(recipe)
     recipe_named(recipe)  # a wrong name is reported before a model is made
-    with named_as({"observe": "--observe", "require": "--require"}):
+    with rename_keywords({"observe": "--observe", "require": "--require"}):
         check_value("observe", observe)
         contract = read_contract(require)
     check = functools.partial(

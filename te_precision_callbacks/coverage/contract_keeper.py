@@ -69,7 +69,7 @@ class ContractKeeper:
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
         self._changes = changes
-        ranks.put_note(note=iteration >= self._first and self._checked != changes)
+        ranks.request_check(note=iteration >= self._first and self._checked != changes)
 
     def end_step(
         self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
@@ -79,10 +79,10 @@ class ContractKeeper:
         all ranks.
         """
         first = iteration if self._first is None else self._first
-        asks = iteration == first or (iteration > first and iteration % ASKING == 0)
+        send = iteration == first or (iteration > first and iteration % ASKING == 0)
         if not ranks.several:
-            ranks.put_note(note=iteration >= first and self._checked != changes)
-        noted = ranks.noted(asks=asks)
+            ranks.request_check(note=iteration >= first and self._checked != changes)
+        noted = ranks.check_requested(send=send)
         # What was found after the numbers of a step were sent travels with the next ones; that step is checked then.
         changed_at, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
         if not noted:
@@ -93,7 +93,7 @@ class ContractKeeper:
             self._checked, own = self._changes, coverage_at(changed_at)
         products = shared_products(own, ranks, "products to check")
         coverage = Coverage(products, state=shared_state(own.state, ranks, "types to check"))
-        if ranks.several and not ranks.are_together:
+        if ranks.several and not ranks.are_connected:
             return None
         if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
             self._checked = -1  # there is nothing but forwards yet: a later step is checked
@@ -106,7 +106,7 @@ class ContractKeeper:
         self._checked_until = self._checked
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
         when = f"checked after step {iteration}"
-        raises = self._on_broken == "raise" and bool(broken) and ranks.still_together()
+        raises = self._on_broken == "raise" and bool(broken) and ranks.check_connected()
         self._unchecked = "" if broken else left_out(self._contract, coverage)
         if broken:
             return self._report_broken(broken, coverage, when, raises=raises)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
 )
 
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
@@ -72,7 +72,7 @@ class ModelWatch:
         self._in_gemm_layer = in_gemm_layer
         self._count = count
         self._is_muted = False
-        self._replaced = Replaced(yields=True)
+        self._replaced = Replacements(keeps_later=True)
 
     def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
         """Watch a model, after :meth:`close`. The first step is counted. ``modules`` maps ids to paths and modules."""
@@ -106,7 +106,7 @@ class ModelWatch:
     def close(self) -> None:
         self.active = self.counting = False
         self.state.close()
-        self._replaced.put_back()
+        self._replaced.restore()
         self.failure = ""
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)

@@ -24,7 +24,7 @@ from te_precision_callbacks.base.numerics.layouts import (
     Stored,
     is_quantized,
     stored,
-    unpacked,
+    unpack_fp4,
 )
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import (
@@ -419,7 +419,7 @@ def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Te
 
 def _decoded(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Tensor]]:
     if part.element_format.dtype is None:
-        data = part.element_format.decode(unpacked(part.codes))
+        data = part.element_format.decode(unpack_fp4(part.codes))
         shape = direction.shape
         in_memory = (*shape[-1:], *shape[:-1]) if part.transposed else shape
         yield f"{direction.data}_unpacked_values", data.reshape(in_memory)

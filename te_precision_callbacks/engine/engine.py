@@ -46,8 +46,8 @@ from te_precision_callbacks.engine.kernels.columns import (
     SCALE_MAXIMA,
     SCALE_SUMS,
     BlockPlaces,
+    BlockScaledTensor,
     ColumnPlaces,
-    InBlocks,
     Pending,
 )
 from te_precision_callbacks.engine.kernels.eager import scale_columns
@@ -147,7 +147,7 @@ class StatisticsEngine:
         self.has_news = False
         self.iteration = 0
         self.series = SeriesTable() if series is None else series
-        self._readings: WeakKeyDictionary[Rows, _TableReading] = WeakKeyDictionary()
+        self._readings: WeakKeyDictionary[Rows, _TableReader] = WeakKeyDictionary()
         self._slots = Segments()
         self._reduction = Reduction(None, self._report)
         self._noted: list[tuple[Watched, list[Sequence[Request]]]] = []
@@ -196,11 +196,11 @@ class StatisticsEngine:
             sums, maxima: float64, the columns of ``of``.
         """
         self.has_news, self.iteration = True, iteration
-        with _ready():
+        with _without_autograd():
             key = SegmentKey(layer, tensor, of.name)
             segment = self._slots.segment(key, *_COLUMNS[of], sums.device, contributes=True)
             self._slots.merge(segment, sums, maxima)
-            self._slots.ask(segment, _requests_of(of))
+            self._slots.request(segment, _requests_of(of))
 
     def measure(self) -> None:
         """Measure all queued tensors, each in one pass; on a GPU, in one launch for all tensors.
@@ -210,13 +210,13 @@ class StatisticsEngine:
         if self._noted:
             noted, self._noted = self._noted, []
             if is_capturing():  # the captured pass would add the values again in each replay
-                self._say_captured(noted[0][0])
+                self._warn_captured(noted[0][0])
                 return
             self.has_news, self.iteration = True, noted[-1][0].iteration
-            with _ready():
+            with _without_autograd():
                 self._measure(noted)
 
-    def _say_captured(self, watched: Watched) -> None:
+    def _warn_captured(self, watched: Watched) -> None:
         if self.notices.first("captured"):
             logger.warning(
                 "%s %s is not measured: a CUDA graph is being captured, and its replays call no feature. Further"
@@ -226,11 +226,11 @@ class StatisticsEngine:
             )
 
     def _measure(self, noted: Iterable[tuple[Watched, Sequence[Sequence[Request]]]]) -> None:
-        left: dict[torch.device, list[tuple[_Measuring, _Ready, Sequence[Pending]]]] = {}
+        left: dict[torch.device, list[tuple[_Measurement, _CachedPasses, Sequence[Pending]]]] = {}
         failure: Exception | None = None
         for watched, asked in noted:
             try:
-                measuring = _Measuring(self, watched)
+                measuring = _Measurement(self, watched)
                 passes = measuring.run(self._plan(asked, measuring.unquantized_as))
             except Exception as error:
                 failure = failure or error
@@ -249,9 +249,9 @@ class StatisticsEngine:
         key = tuple(map(id, asked)), unquantized_as
         plan = self._plans.get(key)
         if plan is None:
-            plan = _Plan(asked, _wanted(asked, unquantized_as), {}, {})
+            plan = _Plan(asked, _group_by_kind(asked, unquantized_as), {}, {})
             if all(type(requests) is tuple for requests in asked):
-                if len(self._plans) >= _MOST_PLANS:
+                if len(self._plans) >= _MAX_PLANS:
                     self._plans.clear()
                 self._plans[key] = plan
         return plan
@@ -262,13 +262,13 @@ class StatisticsEngine:
         return measurements
 
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        with _ready():
+        with _without_autograd():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         readings = [(self._reading(table.rows), table) for table in tables]
         measured = [
             numbers
             for reading, table in readings
-            for numbers in (reading.numbers(table), reading.lost(table, self._broken))
+            for numbers in (reading.numbers(table), reading.nonfinite_counts(table, self._broken))
         ]
         return Measured(
             self.series,
@@ -278,14 +278,14 @@ class StatisticsEngine:
             local=self._reduction.local,
         )
 
-    def _reading(self, rows: Rows) -> _TableReading:
+    def _reading(self, rows: Rows) -> _TableReader:
         reading = self._readings.get(rows)
         if reading is None:
-            reading = self._readings[rows] = _TableReading(rows, self.series)
+            reading = self._readings[rows] = _TableReader(rows, self.series)
         return reading
 
     def forget(self) -> None:
-        with _ready():
+        with _without_autograd():
             self._slots.reset()
         self.has_news = False
         self._weights_seen.clear()
@@ -296,18 +296,18 @@ def _requests_of(of: Of) -> Sequence[Request]:
     return tuple(Request(name, row) for name, row in STATISTICS.items() if row.of is of)
 
 
-_IS_READY = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _made_ready() -> Iterator[None]:
+def _disable_autograd() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
-def _ready() -> AbstractContextManager[None]:
+def _without_autograd() -> AbstractContextManager[None]:
     """Disable gradients and inference mode: tensors created in inference mode cannot be changed later."""
-    return _made_ready() if torch.is_grad_enabled() or torch.is_inference_mode_enabled() else _IS_READY
+    return _disable_autograd() if torch.is_grad_enabled() or torch.is_inference_mode_enabled() else _NO_CONTEXT
 
 
 def _log_failure_once() -> OnFailure:
@@ -320,7 +320,7 @@ def _log_failure_once() -> OnFailure:
     return log
 
 
-class _PickedRows(Mapping[str, npt.NDArray[np.float64]]):
+class _SelectedRows(Mapping[str, npt.NDArray[np.float64]]):
     def __init__(self, columns: Mapping[str, npt.NDArray[np.float64]], rows: npt.NDArray[np.intp]) -> None:
         self._columns = columns
         self._rows = rows
@@ -335,12 +335,12 @@ class _PickedRows(Mapping[str, npt.NDArray[np.float64]]):
         return len(self._columns)
 
 
-_Numbers = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
+_SeriesValues = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
 
 _NONFINITE = "nonfinite_num"
 
 
-class _TableReading:
+class _TableReader:
     """Computes the values of a table's rows; cached for all steps with the same statistics."""
 
     def __init__(self, rows: Rows, table: SeriesTable) -> None:
@@ -371,14 +371,14 @@ class _TableReading:
         ]
         self._histograms = [(_COLUMNS[of][0], *zip(*pairs, strict=True)) for of, pairs in histograms.items()]
 
-    def numbers(self, table: Table) -> _Numbers:
+    def numbers(self, table: Table) -> _SeriesValues:
         values = np.empty(len(self._series))
         for statistic, rows, places in self._formulas:
             if statistic.value is not None:
-                values[places] = statistic.value(_PickedRows(table.columns, rows))
+                values[places] = statistic.value(_SelectedRows(table.columns, rows))
         return self._series, values
 
-    def lost(self, table: Table, broken: set[tuple[str, str]]) -> _Numbers:
+    def nonfinite_counts(self, table: Table, broken: set[tuple[str, str]]) -> _SeriesValues:
         """Return ``nonfinite_num`` of tensors that do not request it, after a first inf or nan; extends ``broken``."""
         counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
         broken.update(self._uncounted[place][1:] for place in np.flatnonzero(counts).tolist())
@@ -451,7 +451,7 @@ _Key = tuple[str, str, int | None]
 _Wanted = Mapping[_SegmentKind, Sequence[Request]]
 """Kinds to measure of a tensor -> requested statistics."""
 
-_MOST_PLANS = 256
+_MAX_PLANS = 256
 
 
 class _Plan(NamedTuple):
@@ -466,7 +466,7 @@ class _Plan(NamedTuple):
     asked: Sequence[Sequence[Request]]
     wanted: _Wanted
     segments: dict[_Key, dict[_SegmentKind, SlotRange]]
-    ready: dict[_Key, _Ready]
+    ready: dict[_Key, _CachedPasses]
 
 
 class _Pass(NamedTuple):
@@ -475,7 +475,7 @@ class _Pass(NamedTuple):
     of_blocks: BlockPlaces | None = None
 
 
-class _Ready(NamedTuple):
+class _CachedPasses(NamedTuple):
     """Cached passes that cover all requests for a tensor: one pass, or one per block-scaled form.
 
     Attributes:
@@ -489,7 +489,7 @@ class _Ready(NamedTuple):
     asked: Sequence[tuple[SlotRange, Sequence[Request]]]
 
 
-def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
+def _group_by_kind(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
     wanted: dict[_SegmentKind, list[Request]] = {}
     for request in itertools.chain.from_iterable(asked):
         of_layer = unquantized_as is not None and request.recipe == OWN_RECIPE
@@ -501,7 +501,7 @@ def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _
 _OF_CODES = frozenset({Of.QUANTIZED, Of.SCALES})
 
 
-class _Measuring:
+class _Measurement:
     def __init__(self, engine: StatisticsEngine, watched: Watched) -> None:
         self._engine = engine
         self._watched = watched
@@ -532,7 +532,7 @@ class _Measuring:
             return None
         return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
-    def run(self, plan: _Plan) -> tuple[_Ready, Sequence[Pending]] | None:
+    def run(self, plan: _Plan) -> tuple[_CachedPasses, Sequence[Pending]] | None:
         """Measure the requested kinds.
 
         Returns:
@@ -542,38 +542,38 @@ class _Measuring:
         key = self._watched.layer, self._watched.tensor, self._shard
         ready = plan.ready.get(key)
         if ready is not None and ready.moves == slots.moves and ready.device == self._values.device:
-            again = self._by(ready)
+            again = self._reuse_passes(ready)
             if again is not None:
                 return ready, again
         self._segments = plan.segments.setdefault(key, {})
         for kind, requests in plan.wanted.items():
             segment = self._segment(kind)
             if segment.key in seen or not self._values.numel():
-                slots.ask(segment, requests)
+                slots.request(segment, requests)
             else:
                 self._wanted[kind] = requests
         if not self._wanted:
             return None
-        held: dict[_QuantizedForm, PerTensor | InBlocks | None] = {}
+        held: dict[_QuantizedForm, PerTensor | BlockScaledTensor | None] = {}
         for form in dict.fromkeys(kind.form for kind in self._wanted if kind.form is not None):
             try:
-                held[form] = self._held(form)
+                held[form] = self._read_quantized(form)
             except Exception as error:
-                self._failed(form, error)
-        ready, rest = self._fused(held)
-        self._measure_apart(rest, held)
+                self._report_failure(form, error)
+        ready, rest = self._plan_passes(held)
+        self._measure_separately(rest, held)
         if ready is None:
             return None
         if not rest and len(self._wanted) == len(plan.wanted):
             plan.ready[key] = ready
         return ready, [self._pending(pass_, None if pass_.form is None else held[pass_.form]) for pass_ in ready.passes]
 
-    def end(self, ready: _Ready) -> None:
+    def end(self, ready: _CachedPasses) -> None:
         for segment, requests in ready.asked:
             segment.measured = True
-            self._asked(segment, requests)
+            self._mark_requested(segment, requests)
 
-    def _by(self, ready: _Ready) -> Sequence[Pending] | None:
+    def _reuse_passes(self, ready: _CachedPasses) -> Sequence[Pending] | None:
         if not self._values.numel() or self._watched.values is None:
             return None
         seen = self._engine._weights_seen
@@ -582,29 +582,29 @@ class _Measuring:
         pending: list[Pending] = []
         for pass_ in ready.passes:
             try:
-                held = None if pass_.form is None else self._held(pass_.form)
+                held = None if pass_.form is None else self._read_quantized(pass_.form)
             except Exception:  # the retry reports it
                 return None
-            if pass_.form is not None and not self._suits(pass_, held):
+            if pass_.form is not None and not self._can_reuse(pass_, held):
                 return None
             pending.append(self._pending(pass_, held))
         return pending
 
-    def _suits(self, pass_: _Pass, held: PerTensor | InBlocks | None) -> bool:
+    def _can_reuse(self, pass_: _Pass, held: PerTensor | BlockScaledTensor | None) -> bool:
         if pass_.of_blocks is None:
             return isinstance(held, PerTensor)
-        return isinstance(held, InBlocks) and held.fits(self._values)
+        return isinstance(held, BlockScaledTensor) and held.fits(self._values)
 
-    def _pending(self, pass_: _Pass, held: PerTensor | InBlocks | None) -> Pending:
+    def _pending(self, pass_: _Pass, held: PerTensor | BlockScaledTensor | None) -> Pending:
         if isinstance(held, PerTensor):
             return Pending(self._values, held.codes, held.scale_inv, held.e5m2, pass_.places)
         if held is not None and pass_.of_blocks is not None:
             return Pending(self._values, None, None, False, pass_.places, held, pass_.of_blocks)
         return Pending(self._values, None, None, False, pass_.places)
 
-    def _fused(
-        self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
-    ) -> tuple[_Ready | None, Sequence[_SegmentKind]]:
+    def _plan_passes(
+        self, held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
+    ) -> tuple[_CachedPasses | None, Sequence[_SegmentKind]]:
         """Return the passes (one, or one per form), and the kinds that they do not cover."""
         fused = [kind for kind in self._wanted if self._is_fusable(kind, held)]
         rest = [kind for kind in self._wanted if kind not in fused]
@@ -620,12 +620,17 @@ class _Measuring:
                 raise QuantizationError("the layer has moved to another device within a step")
             at[first if kind.form is None else kind.form][kind.of] = segment
         passes = [
-            _pass(form, of, in_blocks=form is not None and isinstance(held[form], InBlocks)) for form, of in at.items()
+            _pass(form, of, in_blocks=form is not None and isinstance(held[form], BlockScaledTensor))
+            for form, of in at.items()
         ]
-        ready = _Ready(slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused])
+        ready = _CachedPasses(
+            slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused]
+        )
         return ready, rest
 
-    def _is_fusable(self, kind: _SegmentKind, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> bool:
+    def _is_fusable(
+        self, kind: _SegmentKind, held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
+    ) -> bool:
         if kind.form is None:
             return kind.blocks is None
         data = held.get(kind.form)
@@ -633,8 +638,8 @@ class _Measuring:
             return False
         return kind.of in _OF_CODES if isinstance(data, PerTensor) else data.fits(self._values)
 
-    def _measure_apart(
-        self, kinds: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
+    def _measure_separately(
+        self, kinds: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
     ) -> None:
         """Measure kinds that no pass covers: ranges of blocks, simulated recipes, scales without the tensor."""
         for kind in kinds:
@@ -645,7 +650,7 @@ class _Measuring:
             if wanted:
                 self._compare(form, data, wanted)
 
-    def _held(self, form: _QuantizedForm) -> PerTensor | InBlocks | None:
+    def _read_quantized(self, form: _QuantizedForm) -> PerTensor | BlockScaledTensor | None:
         """Return the quantized data that a GEMM reads; None if the form must be simulated."""
         quantized = self._watched.quantized(columnwise=form.columnwise)
         if quantized is None and form.recipe == OWN_RECIPE and self._unknown_quantizer is not None:
@@ -660,14 +665,14 @@ class _Measuring:
         except QuantizationError as error:
             if its_recipe is None:
                 raise
-            self._say_simulated(form, str(error))
+            self._warn_simulated(form, str(error))
             return None
         if isinstance(held, PerTensor) and self._watched.values is not None and held.codes.shape != self._values.shape:
             sizes = f"{tuple(held.codes.shape)}, the tensor before quantization {tuple(self._values.shape)}"
             raise QuantizationError(f"the quantized tensor has the shape {sizes}")
         return held
 
-    def _compare(self, form: _QuantizedForm, held: PerTensor | InBlocks | None, wanted: Set[Of]) -> None:
+    def _compare(self, form: _QuantizedForm, held: PerTensor | BlockScaledTensor | None, wanted: Set[Of]) -> None:
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
         refused: dict[str, Set[Of]] = {}
         if self._watched.values is None:
@@ -678,20 +683,20 @@ class _Measuring:
         try:
             columns = self._columns(form._replace(recipe=its_recipe), held, wanted) if wanted else {}
         except Exception as error:
-            self._failed(form, error)
+            self._report_failure(form, error)
             return
         for of in wanted & columns.keys():
             self._merge(_SegmentKind(of, form), columns[of])
         for reason, kinds in refused.items():
             if kinds:
-                self._failed(form, QuantizationError(reason), kinds)
+                self._report_failure(form, QuantizationError(reason), kinds)
 
     def _columns(
-        self, form: _QuantizedForm, held: PerTensor | InBlocks | None, wanted: Set[Of]
+        self, form: _QuantizedForm, held: PerTensor | BlockScaledTensor | None, wanted: Set[Of]
     ) -> Mapping[Of, SumsAndMaxima]:
         if isinstance(held, PerTensor):
             return {Of.SCALES: scale_columns(held.scale_inv)}
-        if isinstance(held, InBlocks):
+        if isinstance(held, BlockScaledTensor):
             return eager_blocks.columns(held, self._watched.values, wanted)
         finite = torch.where(self._values.isfinite(), self._values.abs(), 0.0)
         settings = self._settings(form)
@@ -724,18 +729,18 @@ class _Measuring:
     def _merge(self, kind: _SegmentKind, columns: SumsAndMaxima) -> None:
         segment = self._segment(kind)
         self._engine._slots.merge(segment, *columns)
-        self._asked(segment, self._wanted[kind])
+        self._mark_requested(segment, self._wanted[kind])
 
-    def _asked(self, segment: SlotRange, requests: Sequence[Request]) -> None:
-        self._engine._slots.ask(segment, requests)
+    def _mark_requested(self, segment: SlotRange, requests: Sequence[Request]) -> None:
+        self._engine._slots.request(segment, requests)
         if self._watched.tensor == _WEIGHT:  # a step's micro-batches share the weight
             self._engine._weights_seen.add(segment.key)
 
-    def _failed(self, form: _QuantizedForm, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
+    def _report_failure(self, form: _QuantizedForm, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
         labels = self._labels(form, of)
         self._engine.on_failure(labels, f"of {self._watched.layer} {self._watched.tensor}", error)
 
-    def _say_simulated(self, form: _QuantizedForm, why: str) -> None:
+    def _warn_simulated(self, form: _QuantizedForm, why: str) -> None:
         if self._engine.notices.first(why):
             logger.warning(
                 "%s of %s %s: simulated from the high-precision tensor, with the settings of the layer's own quantizer,"

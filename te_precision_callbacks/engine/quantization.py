@@ -19,27 +19,27 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks, padded
+from te_precision_callbacks.base.numerics.blocks import as_matrix, pad_to_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
 from te_precision_callbacks.base.numerics.layouts import (
     MXFP8,
     NVFP4,
     PER_TENSOR,
     LayoutError,
-    codes_of_tensor,
     fp8_format,
+    per_tensor_codes,
     scaling_mode,
     stored,
 )
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.engine.kernels import compiled, eager
-from te_precision_callbacks.engine.kernels.columns import InBlocks
+from te_precision_callbacks.engine.kernels.columns import BlockScaledTensor
 from te_precision_callbacks.engine.kernels.eager_blocks import (
     Scales,
     SumsAndMaxima,
     columns_of,
-    joined,
+    join_comparisons,
     limit,
     needs_blocks,
     range_columns,
@@ -65,7 +65,7 @@ class PerTensor(NamedTuple):
     e5m2: bool
 
 
-def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
+def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
     """Return the contents of a quantized tensor of Transformer Engine.
 
     Args:
@@ -76,7 +76,7 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
         QuantizationError: the data are missing or Hadamard-transformed, or the format is not supported.
     """
     if scaling_mode(quantized) == PER_TENSOR:
-        codes = codes_of_tensor(quantized)
+        codes = per_tensor_codes(quantized)
         if codes is None:
             raise QuantizationError("the quantized tensor holds neither its data nor their transpose")
         return PerTensor(codes, quantized._scale_inv, fp8_format(quantized) is E5M2)
@@ -90,7 +90,7 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
     if part.hadamard:
         raise QuantizationError(f"the {direction} data are of a random Hadamard transform of the tensor")
     square = part.mode in (MXFP8, NVFP4) and getattr(quantized._quantizer, "with_2d_quantization", False)
-    return InBlocks(part, (max(part.block),) * 2 if square else part.block)
+    return BlockScaledTensor(part, (max(part.block),) * 2 if square else part.block)
 
 
 def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:
@@ -99,7 +99,7 @@ def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> Q
     Raises:
         QuantizationError: delayed scaling, which is not simulated.
     """
-    return _simulated(recipe).defaults(tensor, e5m2=e5m2)
+    return _simulated_recipe(recipe).defaults(tensor, e5m2=e5m2)
 
 
 def settings_of(quantizer: Any) -> QuantizerSettings:
@@ -121,7 +121,7 @@ def settings_of(quantizer: Any) -> QuantizerSettings:
     )
 
 
-def _simulated(recipe: str) -> Recipe:
+def _simulated_recipe(recipe: str) -> Recipe:
     if recipe not in RECIPES:
         raise QuantizationError(
             f"{recipe} can be read only in a layer that runs it: its scale comes from the amaxes of earlier steps"
@@ -149,24 +149,24 @@ def simulate(
         QuantizationError: delayed scaling, since its scale comes from the amaxes of earlier steps; or block statistics
             of a recipe without blocks.
     """
-    simulated = _simulated(recipe)
+    simulated = _simulated_recipe(recipe)
     block = simulated.block(settings)
     if block is None and not OF_BLOCKS.isdisjoint(wanted):
         raise QuantizationError(no_blocks(recipe))
     if not values.numel():
         return {}
     if block is None:
-        blocks = _in_rows(values)
+        blocks = _split_into_rows(values)
     else:
         matrix = as_matrix(values)
-        blocks = in_blocks(matrix.t() if columnwise else matrix, block)
+        blocks = split_into_blocks(matrix.t() if columnwise else matrix, block)
     if set(wanted) == {Of.RANGES}:
         return {Of.RANGES: range_columns(blocks)}
     tensor_amax = amax.reshape(()).clamp(0.0, FLOAT32_MAX).to(torch.float32)
     by_block = block is not None and needs_blocks(wanted)
     simulation = _simulation(recipe, settings, by_block)
     columns = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
-    compared = joined([compared for compared, _, _ in columns], by_block)
+    compared = join_comparisons([compared for compared, _, _ in columns], by_block)
     kept = columns[:1] if block is None else columns
     factors, stored_scales = (torch.cat([piece[index].reshape(-1) for piece in kept]) for index in (1, 2))
     # A per-tensor scale always counts, as in a real quantized tensor.
@@ -187,7 +187,7 @@ def _simulation(
     return simulation
 
 
-def _in_rows(values: torch.Tensor) -> torch.Tensor:
+def _split_into_rows(values: torch.Tensor) -> torch.Tensor:
     row = math.gcd(values.numel(), 4096)
     row = row if row >= 256 else 4096
-    return padded(eager.flattened(values).unsqueeze(0), (1, row), math.nan).view(-1, row)
+    return pad_to_blocks(eager.flatten(values).unsqueeze(0), (1, row), math.nan).view(-1, row)

@@ -63,7 +63,7 @@ NO_STAMP = Stamp(0, 0, -1)
 """Placeholder for a caller without a stamp."""
 
 
-class Described(NamedTuple):
+class SegmentDescription(NamedTuple):
     """Description of a segment, exchanged between ranks.
 
     Attributes:
@@ -119,7 +119,7 @@ class Reduction:
         self.messages = messages
         self.local = self.optimizers_differ = False
         self._on_failure = on_failure
-        self._agreed: dict[SegmentKey, Described] = {}
+        self._agreed: dict[SegmentKey, SegmentDescription] = {}
         self._layout: _Layout | None = None
         self._layout_version = -1
         self._own_layout: _Layout | None = None
@@ -156,7 +156,7 @@ class Reduction:
 
     def _collect_own(self, slots: Segments) -> list[Table]:
         if self._own_layout is None or self._own_version != slots.version:
-            self._own_layout = _Layout(map(_describe, slots.segments.values()), slots, all_of_them=True)
+            self._own_layout = _Layout(map(_describe, slots.segments.values()), slots, include_all=True)
             self._own_version = slots.version
         layout = self._own_layout
         layout.pack(slots, NO_STAMP, changed=False, requests=Requests())
@@ -168,29 +168,31 @@ class Reduction:
             " step() and is in an iteration without due statistics"
         )
         while True:
-            news = () if self._layout_version == slots.version and self._layout is not None else self._news(slots)
+            news = (
+                () if self._layout_version == slots.version and self._layout is not None else self._new_segments(slots)
+            )
             if self._layout is not None:
                 if self._layout_version != slots.version and not news:
-                    self._lay_out(slots)  # the segments are new on this rank only
+                    self._update_layout(slots)  # the segments are new on this rank only
                 layout = self._layout
                 layout.pack(slots, stamp, changed=bool(news), requests=messages.requests)
                 messages.merge("statistics", why, layout.merged, layout.split)
                 if not layout.has_one_stamp() or self._has_missed_a_step(layout, stamp):
-                    self._part(messages, stamp)
+                    self._leave_out_of_step(messages, stamp)
                 if not layout.has_changed():
                     messages.requested = layout.requested()
                     if layout.has_one_optimizer_count():
                         self._agreements, self._last_agreement = self._agreements + 1, stamp.iteration
                     return layout
-            for entry in messages.pooled(news, "names of statistics", why, Described):
+            for entry in messages.pool(news, "names of statistics", why, SegmentDescription):
                 known = self._agreed.get(entry.key)
                 outputs = dict.fromkeys([*(known.outputs if known else ()), *entry.outputs])
                 self._agreed[entry.key] = entry._replace(outputs=tuple(outputs))
-            self._lay_out(slots)
+            self._update_layout(slots)
 
     def _has_missed_a_step(self, layout: _Layout, stamp: Stamp) -> bool:
         self._is_undecided = False
-        apart = layout.optimizer_steps_apart()
+        apart = layout.optimizer_step_difference()
         if not apart or not self._agreements or self.optimizers_differ:
             return False
         since = stamp.iteration - self._last_agreement
@@ -198,7 +200,7 @@ class Reduction:
         return not self._is_undecided and (self._agreements > 1 or 2 * apart < since)
 
     def _note_optimizers(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
-        if layout.optimizer_steps_apart() and not self.optimizers_differ and not self._is_undecided:
+        if layout.optimizer_step_difference() and not self.optimizers_differ and not self._is_undecided:
             self.optimizers_differ = True
             if messages.rank == 0:
                 logger.warning(
@@ -208,31 +210,31 @@ class Reduction:
                     stamp.iteration,
                 )
 
-    def _news(self, slots: Segments) -> list[Described]:
-        news: list[Described] = []
+    def _new_segments(self, slots: Segments) -> list[SegmentDescription]:
+        news: list[SegmentDescription] = []
         for described in map(_describe, slots.segments.values()):
             known = self._agreed.get(described.key)
             if known is None or not set(described.outputs) <= set(known.outputs):
                 news.append(described)
         return news
 
-    def _lay_out(self, slots: Segments) -> None:
-        self._layout = _Layout(sorted(self._agreed.values(), key=_order), slots, all_of_them=False)
+    def _update_layout(self, slots: Segments) -> None:
+        self._layout = _Layout(sorted(self._agreed.values(), key=_order), slots, include_all=False)
         self._layout_version = slots.version
 
-    def _part(self, messages: Messages, stamp: Stamp) -> None:
+    def _leave_out_of_step(self, messages: Messages, stamp: Stamp) -> None:
         """End the messages after a stamp mismatch.
 
         Raises:
             RanksDifferError: always.
         """
         stamps = messages.by_rank(stamp, "stamps", "to find out who is out of step")
-        error = _out_of_step({rank: Stamp(*row) for rank, row in stamps.items()})
+        error = _out_of_step_error({rank: Stamp(*row) for rank, row in stamps.items()})
         messages.part("they are out of step", for_good=len({row[1] for row in stamps.values()}) > 1)
         raise error
 
 
-def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
+def _out_of_step_error(stamps: Mapping[int, Stamp]) -> RanksDifferError:
     """Return the error for a mismatch: global rank -> stamp."""
 
     def of(part: str) -> dict[int, int]:
@@ -257,11 +259,11 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
     )
 
 
-def _describe(segment: SlotRange) -> Described:
-    return Described(segment.key, segment.sums, segment.maxima, tuple(segment.outputs))
+def _describe(segment: SlotRange) -> SegmentDescription:
+    return SegmentDescription(segment.key, segment.sums, segment.maxima, tuple(segment.outputs))
 
 
-def _order(described: Described) -> tuple[str, str, str, int]:
+def _order(described: SegmentDescription) -> tuple[str, str, str, int]:
     layer, tensor, kind, shard = described.key
     return layer, tensor, kind, -1 if shard is None else shard
 
@@ -292,7 +294,7 @@ class _Layout:
         split: number of elements in the summed part.
     """
 
-    def __init__(self, described: Iterable[Described], slots: Segments, *, all_of_them: bool) -> None:
+    def __init__(self, described: Iterable[SegmentDescription], slots: Segments, *, include_all: bool) -> None:
         self._device = next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
         entries = list(described)
         self._due = sum(len(entry.outputs) for entry in entries)
@@ -303,7 +305,7 @@ class _Layout:
         due, added, largest = 0, self._due, self.split
         for entry in entries:
             segment = slots.segments.get(entry.key)
-            if segment is not None and not (segment.contributes or all_of_them):
+            if segment is not None and not (segment.contributes or include_all):
                 segment = None
             replicated = entry.key.shard is not None
             sums_at = largest if replicated else added
@@ -325,7 +327,7 @@ class _Layout:
         self.merged = np.empty(largest + _TRAILER)
         self._host = torch.from_numpy(self.merged)
         self._moves = [
-            (on, of, _places(sources, widths).to(on), _places(targets, widths).to(self._device))
+            (on, of, _indices(sources, widths).to(on), _indices(targets, widths).to(self._device))
             for (on, of), ranges in moves.items()
             for sources, targets, widths in [np.array(ranges).T]
             if widths.any()
@@ -341,12 +343,12 @@ class _Layout:
         largest, smallest = self._stamps()[:, :_PARTS_COMPARED]
         return bool((largest == -smallest).all())
 
-    def optimizer_steps_apart(self) -> int:
+    def optimizer_step_difference(self) -> int:
         largest, smallest = self._stamps()[:, -1]
         return 0 if largest == NOTHING else int(largest + smallest)
 
     def has_one_optimizer_count(self) -> bool:
-        return not self.optimizer_steps_apart() and bool(self._stamps()[0, -1] > 0)
+        return not self.optimizer_step_difference() and bool(self._stamps()[0, -1] > 0)
 
     def _stamps(self) -> npt.NDArray[np.float64]:
         return self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
@@ -358,8 +360,8 @@ class _Layout:
         due: list[float] = []
         resting: list[int] = []
         for entry, segment, _, sums_at, _ in self._pieces:
-            asked = segment.due if segment is not None else ()
-            due.extend(map(asked.__contains__, entry.outputs))
+            labels = segment.due if segment is not None else ()
+            due.extend(map(labels.__contains__, entry.outputs))
             if segment is not None and not segment.measured and entry.key.shard is not None:
                 resting.extend(range(sums_at, sums_at + len(entry.sums)))
         vectors = {on: {"sums": sums, "maxima": maxima} for on, sums, maxima in slots.vectors()}
@@ -385,7 +387,7 @@ class _Layout:
 class _Piece(NamedTuple):
     """Offsets of a segment in the message; ``segment`` is None if this rank has nothing to send for it."""
 
-    entry: Described
+    entry: SegmentDescription
     segment: SlotRange | None
     due_at: int
     sums_at: int
@@ -398,7 +400,7 @@ class _Block:
 
     pieces: list[tuple[_Piece, int]] = field(default_factory=list)
     rows: dict[SegmentKey, int] = field(default_factory=dict)
-    _picked: dict[bytes, _Picked] = field(default_factory=dict)
+    _selections: dict[bytes, _Selection] = field(default_factory=dict)
 
     def add(self, piece: _Piece) -> None:
         self.pieces.append((piece, self.rows.setdefault(piece.entry.key._replace(shard=None), len(self.rows))))
@@ -425,49 +427,49 @@ class _Block:
         if not flags.any():
             return None
         pattern = flags.tobytes()
-        picked = self._picked.get(pattern)
-        if picked is None:
-            if len(self._picked) == _MOST_PATTERNS:
-                self._picked.clear()
-            picked = self._picked[pattern] = self._pick(flags.tolist())
-        cells = values[picked.cells]
-        matrix = np.full((len(picked.rows.keys), cells.shape[1]), NOTHING)
+        selection = self._selections.get(pattern)
+        if selection is None:
+            if len(self._selections) == _MAX_PATTERNS:
+                self._selections.clear()
+            selection = self._selections[pattern] = self._select(flags.tolist())
+        cells = values[selection.cells]
+        matrix = np.full((len(selection.rows.keys), cells.shape[1]), NOTHING)
         matrix[:, : len(sums)] = 0.0
         # No rank has measured this replica.
         added = np.where(cells[:, : len(sums)] == NOTHING, 0.0, cells[:, : len(sums)])
-        np.add.at(matrix[:, : len(sums)], picked.row_of, added)
-        np.maximum.at(matrix[:, len(sums) :], picked.row_of, cells[:, len(sums) :])
-        return Table(picked.rows, dict(zip((*sums, *maxima), matrix.T, strict=True)))
+        np.add.at(matrix[:, : len(sums)], selection.row_of, added)
+        np.maximum.at(matrix[:, len(sums) :], selection.row_of, cells[:, len(sums) :])
+        return Table(selection.rows, dict(zip((*sums, *maxima), matrix.T, strict=True)))
 
-    def _pick(self, due: Sequence[bool]) -> _Picked:
+    def _select(self, due: Sequence[bool]) -> _Selection:
         outputs: dict[int, dict[str, None]] = {}
         chosen: list[int] = []
         rows: list[int] = []
         flags = iter(due)
         for index, (piece, row) in enumerate(self.pieces):
-            asked = [label for label in piece.entry.outputs if next(flags)]
-            if asked:
-                outputs.setdefault(row, {}).update(dict.fromkeys(asked))
+            labels = [label for label in piece.entry.outputs if next(flags)]
+            if labels:
+                outputs.setdefault(row, {}).update(dict.fromkeys(labels))
                 chosen.append(index)
                 rows.append(row)
         keys, place = list(self.rows), {row: number for number, row in enumerate(outputs)}
-        return _Picked(
-            Rows([keys[row] for row in outputs], [tuple(asked) for asked in outputs.values()]),
+        return _Selection(
+            Rows([keys[row] for row in outputs], [tuple(labels) for labels in outputs.values()]),
             self._cells[chosen],
             np.array([place[row] for row in rows], dtype=np.intp),
         )
 
 
-_MOST_PATTERNS = 16
+_MAX_PATTERNS = 16
 """Maximum number of cached combinations of due segments; features with different ``freq`` cause several."""
 
 
-class _Picked(NamedTuple):
+class _Selection(NamedTuple):
     rows: Rows
     cells: npt.NDArray[np.intp]
     row_of: npt.NDArray[np.intp]
 
 
-def _places(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:
+def _indices(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:
     before = np.cumsum(widths) - widths
     return torch.from_numpy(np.repeat(starts - before, widths) + np.arange(widths.sum()))

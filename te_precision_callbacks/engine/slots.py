@@ -61,7 +61,7 @@ class SlotRange:
     outputs: dict[str, None] = field(default_factory=dict)
     due: set[str] = field(default_factory=set)
     measured: bool = False
-    asked: Sequence[Request] | None = None
+    last_requests: Sequence[Request] | None = None
     parts: tuple[_Vectors, torch.Tensor, torch.Tensor] | None = None
 
 
@@ -169,10 +169,10 @@ class Segments:
             self.version += 1
         return segment
 
-    def ask(self, segment: SlotRange, requests: Sequence[Request]) -> None:
-        if segment.asked is requests:
+    def request(self, segment: SlotRange, requests: Sequence[Request]) -> None:
+        if segment.last_requests is requests:
             return
-        segment.asked = requests
+        segment.last_requests = requests
         segment.due.update([request.label for request in requests])
         if not segment.due <= segment.outputs.keys():
             segment.outputs.update(dict.fromkeys(request.label for request in requests))
@@ -211,7 +211,7 @@ class Segments:
         kept = {vectors for on in self._devices.values() for vectors in on.reset()}
         for segment in self.segments.values():
             segment.due.clear()
-            segment.asked = None
+            segment.last_requests = None
             segment.measured = False
             if segment.parts is not None and segment.parts[0] not in kept:
                 segment.parts = None  # it would keep dropped vectors alive

@@ -179,4 +179,4 @@ def _decoded(part: Stored, factors: torch.Tensor, place: slice) -> torch.Tensor:
     if factors.numel() == 1:
         return elements.mul_(factors.view(()))
     height = part.block[0]
-    return blocks.times_blocks(elements, factors[place.start // height : -(-place.stop // height)], part.block)
+    return blocks.multiply_by_blocks(elements, factors[place.start // height : -(-place.stop // height)], part.block)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.errors import SessionError
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
@@ -121,7 +121,7 @@ class ForwardHooks:
         )
         self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.armed))
         self._graphs = CudaGraphs()
-        self._seams = Replaced()
+        self._seams = Replacements()
         self._has_ranges = self._is_capturing = self._paused_before = False
 
     def put_ranges(self, *, wanted: bool) -> None:
@@ -339,7 +339,7 @@ class ForwardHooks:
 
     def remove(self) -> None:
         self._release()
-        self._seams.put_back()
+        self._seams.restore()
         self.answers.forget()
 
     def _release(self) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.speed.trace.range_names import layer_range
 
@@ -45,7 +45,7 @@ class StepProfiler:
         self.runs = False
         self.given_up = False
         self._profile: Any = None
-        self._seams = Replaced(yields=True)
+        self._seams = Replacements(keeps_later=True)
 
     def warm_up(self) -> bool:
         """Start collecting events that are dropped, since the first are slow; return False if another profiler runs."""
@@ -71,7 +71,7 @@ class StepProfiler:
 
     def stop(self) -> Any:
         """Stop, and return the profile for :func:`export`, if any."""
-        self._seams.put_back()
+        self._seams.restore()
         profile, self._profile = self._profile, None
         runs, self.runs = self.runs, False
         if profile is None:

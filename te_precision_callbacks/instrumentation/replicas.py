@@ -66,7 +66,7 @@ class Replicas:
             news: this rank's new problems.
             is_due: whether ranks exchange checksums; equal on all ranks.
         """
-        if not self._ranks.several or not self._ranks.are_together:
+        if not self._ranks.several or not self._ranks.are_connected:
             return news
         self._news += news
         if not is_due:

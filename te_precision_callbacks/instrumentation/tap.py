@@ -33,7 +33,7 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, class_names
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force
 from te_precision_callbacks.coverage.seen_products import ModelProducts
@@ -101,7 +101,7 @@ class GemmTap:
         self._layers: Mapping[int, Sequence[str]] = {}
         self._observed: Mapping[int, Any] = {}
         self._callers = Callers()
-        self._seams = Replaced(yields=True)
+        self._seams = Replacements(keeps_later=True)
         self._warned_captured = False
 
     @property
@@ -140,7 +140,7 @@ class GemmTap:
         if (listeners or ranges) and not self._seams:
             self._install()
         elif not (listeners or ranges) and self._seams:
-            self._seams.put_back()
+            self._seams.restore()
             self._running.forget()
 
     # ------------------------------------------------------------------ installation

@@ -29,7 +29,7 @@ from te_precision_callbacks.base.errors import (
 )
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
@@ -96,7 +96,7 @@ class Snapshot:
         from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        self._globals = Replaced()
+        self._globals = Replacements()
         self._globals.replace(Registry, "data", {name: _copied(entry) for name, entry in Registry.data.items()})
         self._globals.replace(APICacheIdentifier, "_call_details", vars(APICacheIdentifier).get("_call_details"))
         for owner, names in (
@@ -143,7 +143,7 @@ class Snapshot:
             if python_logger.level != level:  # setting it visits all loggers of the process
                 python_logger.setLevel(level)
             python_logger.propagate = propagate
-        self._globals.put_back()
+        self._globals.restore()
         if self._timestamp is None:
             os.environ.pop(_TIMESTAMP_VARIABLE, None)
         else:

@@ -100,7 +100,7 @@ class Looking:
         why = "to look for activation overflow together. Perhaps a rank has not trained in this step"
         try:
             sent = (own.failure, own.rank) if isinstance(own, DetectionFailedError) else own
-            entries = messages.pooled([] if sent is None else [sent], "overflow", why, Find | tuple[str, int])
+            entries = messages.pool([] if sent is None else [sent], "overflow", why, Find | tuple[str, int])
         except RanksLostError as error:
             self._warn_apart(error)
             return own

@@ -183,7 +183,7 @@ class ContractCheck:
             shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
             results.coverage.put_of_ranks(shared)
             is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step", bool))
-            is_over = is_over or not self._ranks.are_together  # disconnected ranks cannot share products
+            is_over = is_over or not self._ranks.are_connected  # disconnected ranks cannot share products
             self._shares_left = 0 if is_over else self._shares_left - 1
         if keeper is not None:
             changes = self._changes
@@ -248,7 +248,7 @@ class ParameterChecks:
             self._ranks.leave(error)
             self._failures.report("comparing", "the parameters of the ranks", error)
         self._watch.begin_step(iteration + 1)
-        self._record(problems, iteration, of_all=self._ranks.are_together)
+        self._record(problems, iteration, of_all=self._ranks.are_connected)
 
     def end(self, iteration: int) -> None:
         """Check all parameters for inf and nan at the end of a run."""

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.accumulating import accumulated
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
-from te_precision_callbacks.base.numerics.layouts import packed, stored, unpacked
+from te_precision_callbacks.base.numerics.layouts import pack_fp4, stored, unpack_fp4
 from te_precision_callbacks.config.keys import PROBES
 from te_precision_callbacks.gemm_error.codes import CodeCheck, check_codes, distance, rules_of
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
@@ -307,4 +307,4 @@ def test_the_distance_of_neighbours() -> None:
         numbers = torch.tensor([number_format.value(code) for code in range(number_format.max_code + 1)]).double()
         middles = (numbers[1:] + numbers[:-1]) / 2
         assert torch.equal(distance(middles, number_format), numbers[1:] - numbers[:-1])
-    assert torch.equal(unpacked(packed(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))), torch.tensor([1, 2, 3, 4]))
+    assert torch.equal(unpack_fp4(pack_fp4(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))), torch.tensor([1, 2, 3, 4]))

@@ -14,7 +14,7 @@ import torch
 from te_precision_callbacks.base.compiling import CppFile
 from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, FloatFormat, table
-from te_precision_callbacks.base.numerics.layouts import packed, unpacked
+from te_precision_callbacks.base.numerics.layouts import pack_fp4, unpack_fp4
 
 SMALLEST = 1 << 15
 """Matrices with fewer elements use plain torch."""
@@ -49,19 +49,21 @@ def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: b
     Args:
         nan_spreads: whether a block with NaN returns NaN. If not, NaN is skipped, and a block of only NaN returns 0.
     """
-    if _takes(matrix):
-        source = _readable(matrix)
-        out = torch.empty(blocks.number(matrix.shape, block), dtype=torch.float32, device=matrix.device)
-        FILE.functions[_AMAXES](*_read(source), *block, nan_spreads, out.data_ptr(), torch.get_num_threads())
+    if _uses_cpp(matrix):
+        source = _as_cpp_input(matrix)
+        out = torch.empty(blocks.block_counts(matrix.shape, block), dtype=torch.float32, device=matrix.device)
+        FILE.functions[_AMAXES](
+            *_matrix_arguments(source), *block, nan_spreads, out.data_ptr(), torch.get_num_threads()
+        )
         return out
-    tiles = blocks.tiled(matrix.abs(), block)
+    tiles = blocks.as_tiles(matrix.abs(), block)
     amaxes = tiles.amax((1, 3))
     if not nan_spreads and bool(amaxes.isnan().any()):
         amaxes = tiles.masked_fill(tiles.isnan(), 0.0).amax((1, 3))
     return amaxes.float()
 
 
-def encoded(
+def encode_blocks(
     matrix: torch.Tensor,
     factors: torch.Tensor,
     block: tuple[int, int],
@@ -81,35 +83,40 @@ def encoded(
     Returns:
         uint8, [rows, columns]; for E2M1 two codes per byte, [rows, columns / 2].
     """
-    if _takes(matrix):
-        source, block_factors = _readable(matrix), factors.contiguous()
+    if _uses_cpp(matrix):
+        source, block_factors = _as_cpp_input(matrix), factors.contiguous()
         drawn = None if random is None else random.contiguous()
         columns = matrix.shape[1] * fmt.bits // 8
         out = torch.empty(matrix.shape[0], columns, dtype=torch.uint8, device=matrix.device)
         FILE.functions[_ENCODE](
-            *(*_read(source), *block, block_factors.data_ptr(), None if drawn is None else drawn.data_ptr()),
+            *(
+                *_matrix_arguments(source),
+                *block,
+                block_factors.data_ptr(),
+                None if drawn is None else drawn.data_ptr(),
+            ),
             *(fmt.mantissa_bits, out.data_ptr(), torch.get_num_threads()),
         )
         return out
-    values = blocks.times_blocks(matrix.float(), factors, block)
+    values = blocks.multiply_by_blocks(matrix.float(), factors, block)
     codes = fmt.encode(values) if random is None else _stochastic_codes(values, random)
-    return packed(codes) if fmt.bits == 4 else codes
+    return pack_fp4(codes) if fmt.bits == 4 else codes
 
 
-def decoded(
+def decode_blocks(
     codes: torch.Tensor,
     fmt: FloatFormat,
     factors: torch.Tensor | None,
     block: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Decode codes of :func:`encoded`, and multiply them by the factors of their blocks: [rows, columns].
+    """Decode codes of :func:`encode_blocks`, and multiply them by the factors of their blocks: [rows, columns].
 
     Args:
         factors: float32, [rows of blocks, columns of blocks]; None for 1.
         dtype: float32, or bfloat16 if it represents the products exactly.
     """
-    if _takes(codes):
+    if _uses_cpp(codes):
         source, numbers = codes.contiguous(), table(fmt, codes.device)
         block_factors = None if factors is None else factors.contiguous()
         out = torch.empty(codes.shape[0], codes.shape[1] * 8 // fmt.bits, dtype=dtype, device=codes.device)
@@ -119,11 +126,11 @@ def decoded(
             *(out.data_ptr(), dtype == torch.float32, torch.get_num_threads()),
         )
         return out
-    values = fmt.decode(unpacked(codes) if fmt.bits == 4 else codes)
-    return (values if factors is None else blocks.times_blocks(values, factors, block)).to(dtype)
+    values = fmt.decode(unpack_fp4(codes) if fmt.bits == 4 else codes)
+    return (values if factors is None else blocks.multiply_by_blocks(values, factors, block)).to(dtype)
 
 
-def transformed(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
+def transform_groups(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
     """Multiply each group of 16 along the last dimension by a matrix, in float64; round to float32, then to bfloat16.
 
     Args:
@@ -133,7 +140,7 @@ def transformed(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
     # torch copies a whole transposed matrix in tiles, but a part of it element by element: up to five times as slow.
     source = matrix.contiguous()
     result = torch.empty_like(source)
-    if _takes(source):
+    if _uses_cpp(source):
         count, numbers = source.numel() // len(transform), transform.contiguous()
         FILE.functions[_TRANSFORM](
             *(source.data_ptr(), count, numbers.data_ptr(), result.data_ptr(), torch.get_num_threads())
@@ -156,13 +163,13 @@ def _stochastic_codes(values: torch.Tensor, random: torch.Tensor) -> torch.Tenso
     return E2M1.codes_of(below.add_(apart.mul_(up)).copysign_(values))
 
 
-def _takes(matrix: torch.Tensor) -> bool:
+def _uses_cpp(matrix: torch.Tensor) -> bool:
     return matrix.device.type == "cpu" and matrix.numel() >= SMALLEST and FILE.is_compiled()
 
 
-def _readable(matrix: torch.Tensor) -> torch.Tensor:
+def _as_cpp_input(matrix: torch.Tensor) -> torch.Tensor:
     return (matrix if matrix.dtype in (torch.float32, torch.bfloat16) else matrix.float()).contiguous()
 
 
-def _read(matrix: torch.Tensor) -> tuple[int, ...]:
+def _matrix_arguments(matrix: torch.Tensor) -> tuple[int, ...]:
     return matrix.data_ptr(), matrix.dtype == torch.float32, *matrix.shape

@@ -37,7 +37,7 @@ class FloatFormat(Bits):
         if self.dtype is None:
             bits = values.view(torch.int32)
             # All numbers at which the code changes end in more than 16 zero bits. Lower bits only break ties.
-            return self._looked_up(((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0))
+            return self._look_up(((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0))
         codes = values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
         negative_nan = 0x80 | (self.nan_code or 0)
         # The minimum of a tensor with NaN is NaN: one pass, without a temporary.
@@ -46,9 +46,9 @@ class FloatFormat(Bits):
 
     def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """Encode float32 numbers that the format represents exactly; faster than :meth:`encode` for FP4."""
-        return self.encode(numbers) if self.dtype else self._looked_up((numbers.view(torch.int32) >> 16) & 0xFFFF)
+        return self.encode(numbers) if self.dtype else self._look_up((numbers.view(torch.int32) >> 16) & 0xFFFF)
 
-    def _looked_up(self, upper: torch.Tensor) -> torch.Tensor:
+    def _look_up(self, upper: torch.Tensor) -> torch.Tensor:
         return _code_table(self, upper.device).index_select(0, upper.reshape(-1)).view(upper.shape)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ class ScaleMemory(NamedTuple):
     """The scales of blocks in memory order.
 
     Attributes:
-        matrix: float32, or codes as uint8; [rows of blocks, columns of blocks] or larger, as :func:`unswizzled`
+        matrix: float32, or codes as uint8; [rows of blocks, columns of blocks] or larger, as :func:`unswizzle`
             accepts it.
         swizzled: whether the scales are in GEMM order.
         transposed: whether swizzled scales are [columns of blocks, rows of blocks].
@@ -73,7 +73,7 @@ class ScaleMemory(NamedTuple):
         """Return the scales as [rows of blocks, columns of blocks], with padding."""
         if not self.swizzled:
             return self.matrix
-        compact = unswizzled(self.matrix)
+        compact = unswizzle(self.matrix)
         return compact.t() if self.transposed else compact
 
 
@@ -114,11 +114,11 @@ class Stored:
         """Stored scale per block: [rows of blocks, columns of blocks]."""
         if self.mode == PER_TENSOR:  # even an empty tensor has a scale
             return self.scale_memory.matrix
-        rows, columns = blocks.number(self.matrix_shape, self.block)
+        rows, columns = blocks.block_counts(self.matrix_shape, self.block)
         return self.scale_memory.in_rows()[:rows, :columns]
 
     def elements(self, rows: slice = slice(None)) -> torch.Tensor:
-        codes = unpacked(self.codes[rows]) if self.element_format.bits == 4 else self.codes[rows]
+        codes = unpack_fp4(self.codes[rows]) if self.element_format.bits == 4 else self.codes[rows]
         return self.element_format.decode(codes)
 
     def block_scales(self) -> torch.Tensor:
@@ -133,7 +133,7 @@ class Stored:
 
     def matrix(self) -> torch.Tensor:
         """Dequantize in memory order: float32, [rows, columns]."""
-        return blocks.times_blocks(self.elements(), self.factors(), self.block)
+        return blocks.multiply_by_blocks(self.elements(), self.factors(), self.block)
 
     def dequantized(self) -> torch.Tensor:
         """Dequantize: float32, in the tensor's shape; still transformed if :attr:`hadamard`."""
@@ -226,7 +226,7 @@ def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
     return _block_fp8(tensor, mode, data, scales, columnwise)
 
 
-def codes_of_tensor(tensor: Any) -> torch.Tensor | None:
+def per_tensor_codes(tensor: Any) -> torch.Tensor | None:
     """Return the codes of per-tensor FP8 in the tensor's shape; None if it has no data."""
     data, transposed = _per_tensor_data(tensor, columnwise=False)
     return data.movedim(0, -1) if data is not None and transposed else data
@@ -239,7 +239,7 @@ def logical_shape(tensor: Any) -> tuple[int, ...]:
     return part.shape
 
 
-def swizzled(scales: torch.Tensor) -> torch.Tensor:
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
     """Reorder scales, [a multiple of 128, a multiple of 4], for a GEMM; transposed for columnwise MXFP8 data.
 
     Tiles of 128 x 4 are stored in row-major order. Within a tile, the scale of row i and column j is at ``(i % 32) * 16
@@ -250,18 +250,18 @@ def swizzled(scales: torch.Tensor) -> torch.Tensor:
     return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
 
 
-def unswizzled(scales: torch.Tensor) -> torch.Tensor:
+def unswizzle(scales: torch.Tensor) -> torch.Tensor:
     rows, columns = _tiles(scales)
     tiled = scales.reshape(rows, columns, 32, 4, SWIZZLE_COLUMNS)
     return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
 
 
-def unpacked(codes: torch.Tensor) -> torch.Tensor:
+def unpack_fp4(codes: torch.Tensor) -> torch.Tensor:
     """Unpack FP4 codes to one per byte: uint8, the last dimension twice as long."""
     return torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
 
 
-def packed(codes: torch.Tensor) -> torch.Tensor:
+def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
@@ -386,7 +386,7 @@ def _scale_memory(
 ) -> ScaleMemory:
     if swizzled:
         _tiles(scales)
-    needed = blocks.number(shape, block)
+    needed = blocks.block_counts(shape, block)
     has = tuple(scales.shape[::-1] if transposed else scales.shape)
     if len(has) != 2 or any(there < needs for there, needs in zip(has, needed, strict=True)):
         raise LayoutError(

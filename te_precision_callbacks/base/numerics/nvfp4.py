@@ -32,9 +32,9 @@ from dataclasses import dataclass
 
 import torch
 
-from te_precision_callbacks.base.numerics.conversions import block_amaxes, encoded, transformed
+from te_precision_callbacks.base.numerics.conversions import block_amaxes, encode_blocks, transform_groups
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
-from te_precision_callbacks.base.numerics.layouts import packed
+from te_precision_callbacks.base.numerics.layouts import pack_fp4
 from te_precision_callbacks.base.numerics.scaling import nvfp4_block_scales, nvfp4_encode_scale, nvfp4_multiplier
 
 BLOCK = 16
@@ -84,20 +84,22 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tu
         part = slice(first, first + step)
         rows_of = slice(None) if amax.numel() == 1 else part
         if rules.better_of_two is None:
-            codes[part], scales[part] = _one_scale(matrix[part], encode_scale[rows_of], rules)
+            codes[part], scales[part] = _quantize_with_one_scale(matrix[part], encode_scale[rows_of], rules)
         else:
             tensor_scales = amax.view(-1, 1)[rows_of], encode_scale[rows_of]
-            codes[part], scales[part] = _better_of_two_scales(matrix[part], *tensor_scales, rules)
+            codes[part], scales[part] = _quantize_with_better_scale(matrix[part], *tensor_scales, rules)
     return codes, scales
 
 
-def _one_scale(rows: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_with_one_scale(
+    rows: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
+) -> tuple[torch.Tensor, torch.Tensor]:
     scales = E4M3.encode(nvfp4_block_scales(_block_amax(rows, rules), encode_scale))
     random = torch.rand(rows.shape, dtype=torch.float32, device=rows.device) if rules.stochastic else None
-    return encoded(rows, _multiplier(scales, encode_scale, rules), (1, BLOCK), E2M1, random), scales
+    return encode_blocks(rows, _multiplier(scales, encode_scale, rules), (1, BLOCK), E2M1, random), scales
 
 
-def _better_of_two_scales(
+def _quantize_with_better_scale(
     rows: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale each block's largest element to 6, or to 4 if the error is then smaller ("4over6")."""
@@ -105,14 +107,14 @@ def _better_of_two_scales(
     base = _block_amax(rows, rules)
     base = base / torch.full_like(base, E2M1.max) * encode_scale
     scales_6, scales_4 = E4M3.encode(base), E4M3.encode(base * 1.5)
-    codes_6, error_6 = _candidate(blocks, scales_6, amax, encode_scale, rules)
-    codes_4, error_4 = _candidate(blocks, scales_4, amax, encode_scale, rules)
+    codes_6, error_6 = _quantize_candidate(blocks, scales_6, amax, encode_scale, rules)
+    codes_4, error_4 = _quantize_candidate(blocks, scales_4, amax, encode_scale, rules)
     take_4 = error_4 < error_6
     codes = torch.where(take_4.unsqueeze(-1), codes_4, codes_6)
-    return packed(codes.view(rows.shape)), torch.where(take_4, scales_4, scales_6)
+    return pack_fp4(codes.view(rows.shape)), torch.where(take_4, scales_4, scales_6)
 
 
-def _candidate(
+def _quantize_candidate(
     blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules).unsqueeze(-1))
@@ -160,7 +162,7 @@ def random_hadamard_transform(matrix: torch.Tensor, sign_mask: int) -> torch.Ten
     not matter, and rounds to float32, then to bfloat16. It always rounds to bfloat16, which upstream's fused kernel
     skips with ``NVTE_USE_FAST_MATH=1``.
     """
-    return transformed(matrix, _matrix(sign_mask, matrix.device)) if matrix.numel() else matrix.contiguous()
+    return transform_groups(matrix, _matrix(sign_mask, matrix.device)) if matrix.numel() else matrix.contiguous()
 
 
 def rotated(vectors: torch.Tensor, sign_mask: int) -> torch.Tensor:

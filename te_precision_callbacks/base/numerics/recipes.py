@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import as_matrix, from_blocks, in_blocks
+from te_precision_callbacks.base.numerics.blocks import as_matrix, join_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 from te_precision_callbacks.base.numerics.scaling import (
     FLOAT32_MAX,
@@ -169,7 +169,7 @@ def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> tor
         columnwise: whether blocks have 32 rows instead of 32 elements of the last dimension.
     """
     matrix, block = as_matrix(values).to(torch.float32), (32, 1) if columnwise else (1, 32)
-    blocks = in_blocks(matrix, block, 0.0)
+    blocks = split_into_blocks(matrix, block, 0.0)
     amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(1, keepdim=True)
     rounded = _mxfp8(blocks, amax, amax, QuantizerSettings(e5m2), FLOAT32_MAX)
-    return from_blocks(rounded.values, block, (matrix.shape[0], matrix.shape[1])).reshape(values.shape)
+    return join_blocks(rounded.values, block, (matrix.shape[0], matrix.shape[1])).reshape(values.shape)

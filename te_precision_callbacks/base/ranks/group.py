@@ -147,7 +147,7 @@ class Group:
                     connection.shutdown(socket.SHUT_RDWR)
         if self._running and not self._sockets:  # the destructor would wait for the operations
             with contextlib.suppress(RuntimeError):
-                threading.Thread(target=_hold, args=(gloo, self._running), daemon=True).start()
+                threading.Thread(target=_wait_for_operations, args=(gloo, self._running), daemon=True).start()
         self._running = []
 
     def forget(self) -> None:
@@ -158,7 +158,7 @@ class Group:
         self._gloo, self._sockets = None, {}
 
 
-def _hold(gloo: Any, running: Sequence[Any]) -> None:
+def _wait_for_operations(gloo: Any, running: Sequence[Any]) -> None:
     for work in running:
         with contextlib.suppress(RuntimeError):
             work.wait()

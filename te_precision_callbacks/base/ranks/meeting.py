@@ -56,16 +56,16 @@ def shared_store(prefix: str) -> Any:
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
     store.set_timeout(timedelta(seconds=_ANSWER))
-    return below(prefix, store)
+    return prefixed_store(prefix, store)
 
 
-def below(prefix: str, store: Any) -> Any:
+def prefixed_store(prefix: str, store: Any) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
 def next_keys(store: Any, rank: int) -> Any:
     """Return the keys of this rank's next meeting. Each rank counts its own, so a late rank finds earlier decisions."""
-    return below(str(store.add(f"meetings/{rank}", 1)), store)
+    return prefixed_store(str(store.add(f"meetings/{rank}", 1)), store)
 
 
 def meet(keys: Any, at: RankPlace, wait: float, longest: float, why: str) -> Group:
@@ -82,16 +82,16 @@ def meet(keys: Any, at: RankPlace, wait: float, longest: float, why: str) -> Gro
     """
     listening = devices()
     keys.add("versions", PROTOCOL)
-    _all_come(keys, _ARRIVED, at, wait, f"not all of them have come within {wait:g} s", _warning(at, why))
+    _wait_for_all(keys, _ARRIVED, at, wait, f"not all of them have come within {wait:g} s", _warning(at, why))
     if keys.add("versions", 0) != PROTOCOL * at.size:
         raise MeetingFailed(
             f"they have different versions of te-precision-callbacks ({at.name(at.rank)} has version {PROTOCOL} of the"
             " messages)"
         )
-    group = Group(below("gloo", keys), at.rank, at.size, listening, CONNECTING, longest)
+    group = Group(prefixed_store("gloo", keys), at.rank, at.size, listening, CONNECTING, longest)
     try:
         # Otherwise a rank could leave before another one has connected to it.
-        _all_come(keys, _CONNECTED, at, CONNECTING, f"not all of them have connected within {CONNECTING:g} s")
+        _wait_for_all(keys, _CONNECTED, at, CONNECTING, f"not all of them have connected within {CONNECTING:g} s")
     except BaseException:
         group.close()
         raise
@@ -106,7 +106,7 @@ def refuse(keys: Any, why: str) -> None:
             keys.set(f"{phase}/decision", why)
 
 
-def _all_come(
+def _wait_for_all(
     keys: Any, phase: str, at: RankPlace, wait: float, missing: str, on_wait: Callable[[], None] = lambda: None
 ) -> None:
     until = time.monotonic() + wait

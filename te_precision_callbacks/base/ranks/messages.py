@@ -33,9 +33,9 @@ from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
     MeetingFailed,
     RankPlace,
-    below,
     meet,
     next_keys,
+    prefixed_store,
     refuse,
     shared_store,
 )
@@ -63,7 +63,7 @@ _HEADER = 9
 """Length of the header: kind, number of sums, number of maxima, hash of the text; their negatives; length of the text.
 """
 
-_ROOM = 500
+_HEADER_MAXIMA = 500
 """Number of maxima that are sent with the header, so that a small message needs only one reduction."""
 
 _LEFT, _WAITS = "left", "waits"
@@ -141,7 +141,7 @@ class Messages:
         self._keys: Any = None
         self._count = 0
         self.timeout = EXCHANGING
-        self._return: _Return | None = None
+        self._reconnection: _Reconnection | None = None
 
     def name(self, rank: int) -> str:
         return f"rank {self._ranks[rank]}"
@@ -164,18 +164,18 @@ class Messages:
         keys: Any = None
         try:
             self.close()
-            self._return = None
+            self._reconnection = None
             if not has_other_ranks(self.group):
                 raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
-            wait = _patience(self.group)
+            wait = _meeting_timeout(self.group)
             keys = self._new_meeting()
             self._connect(keys, wait, why)
             self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
         except RanksLostError as error:
-            raise self._apart(error.departure.text) from error
+            raise self._disconnect(error.departure.text) from error
         except Exception as error:  # all ranks must raise
             self.decline(error, keys)
-            raise self._apart(f"The ranks have not met: {_reason(error)}") from error
+            raise self._disconnect(f"The ranks have not met: {_reason(error)}") from error
         except BaseException as error:
             self.decline(error, keys)
             raise
@@ -194,14 +194,14 @@ class Messages:
     def settle(self) -> None:
         """Allow reconnecting, and use a shorter timeout after the next message, which may wait for compilation."""
         if self._group is not None:
-            self._return = _Return(self._keys)
+            self._reconnection = _Reconnection(self._keys)
 
     def _connect(self, keys: Any, wait: float, why: str) -> None:
         self._group = meet(keys, self._at, wait, 2 * FIRST_STEP, why)
         self._keys, self._count = keys, 0
         self.meetings += 1
 
-    def _apart(self, why: str) -> RanksLostError:
+    def _disconnect(self, why: str) -> RanksLostError:
         self._leave(Departure(self.rank, why))
         return RanksLostError(self.departure)
 
@@ -223,13 +223,13 @@ class Messages:
         """
         self._leave(Departure(self.rank, why))
         if for_good:
-            self._return = None
+            self._reconnection = None
 
     def _leave(self, departure: Departure) -> None:
         self.departure = departure
         self._close(departure)
-        if self._return is not None:
-            self._return.put_off()
+        if self._reconnection is not None:
+            self._reconnection.put_off()
 
     def close(self) -> None:
         self._close(Departure(self.rank, f"{self.name(self.rank).capitalize()} has ended its session"))
@@ -268,8 +268,8 @@ class Messages:
         self._count += 1
         try:
             finish = functools.partial(group.finish, _Wait(self, self._keys, self._count, why).check)
-            union = self._exchanged(group, finish, kind, numbers, sums, text, of)
-            if self._return is not None:
+            union = self._exchange(group, finish, kind, numbers, sums, text, of)
+            if self._reconnection is not None:
                 self.timeout = EXCHANGING
             return union
         except Exception as error:
@@ -290,26 +290,26 @@ class Messages:
         self.merge(kind, why, own, 0)
         return tuple(own.tolist())
 
-    def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
+    def pool(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
         """Return the union of all ranks' entries, lower ranks first; ``of`` is their type, which pydantic parses."""
-        text = _written(own, of)
-        entries: list[Entry] = _read(self.merge(kind, why, np.empty(0), 0, text, of), of)
+        text = _to_json(own, of)
+        entries: list[Entry] = _from_json(self.merge(kind, why, np.empty(0), 0, text, of), of)
         return entries
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
         """Return global rank -> numbers; only for error messages, since the message grows with the number of ranks."""
         own = self._ranks[self.rank], tuple(numbers)
-        return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
+        return dict(sorted(self.pool([own], kind, why, tuple[int, tuple[int, ...]])))
 
-    def _exchanged(
+    def _exchange(
         self, group: Group, finish: Callable[[], None], kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
     ) -> bytes:
-        ranked = _ranked(numbers[sums:])
+        ranked = _to_ordered_integers(numbers[sums:])
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         equal = zlib.crc32(kind.encode()), sums, ranked.size, digest
-        header = np.zeros(_HEADER + _ROOM, np.int64)
+        header = np.zeros(_HEADER + _HEADER_MAXIMA, np.int64)
         header[:_HEADER] = *equal, *(-number for number in equal), len(text)
-        header[_HEADER : _HEADER + ranked.size] = ranked[:_ROOM]
+        header[_HEADER : _HEADER + ranked.size] = ranked[:_HEADER_MAXIMA]
         group.maximum(header)
         finish()
         alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
@@ -318,11 +318,11 @@ class Messages:
             raise RanksLostError(Departure(self.rank, f"The ranks are at different places. {remedy}"))
         if sums:
             group.add(numbers[:sums])
-        if ranked.size > _ROOM:
-            group.maximum(ranked[_ROOM:])
+        if ranked.size > _HEADER_MAXIMA:
+            group.maximum(ranked[_HEADER_MAXIMA:])
         finish()
-        ranked[:_ROOM] = header[_HEADER : _HEADER + ranked.size]
-        numbers[sums:] = _numbers_of(ranked)
+        ranked[:_HEADER_MAXIMA] = header[_HEADER : _HEADER + ranked.size]
+        numbers[sums:] = _from_ordered_integers(ranked)
         return text if alike[-1] else _union(group, finish, text, int(header[_HEADER - 1]), of)
 
     def _departure_of_another(self, error: Exception) -> Departure:
@@ -354,7 +354,7 @@ class Messages:
         Returns:
             The largest iteration of all ranks, if they have reconnected; otherwise None.
         """
-        attempts = self._return
+        attempts = self._reconnection
         if self._group is not None or attempts is None:
             return None
         try:
@@ -376,7 +376,7 @@ class Messages:
         return int(largest)
 
 
-class _Return:
+class _Reconnection:
     def __init__(self, keys: Any) -> None:
         self._keys = keys  # of the last meeting
         self._attempt = 0
@@ -386,7 +386,7 @@ class _Return:
         self._meets: tuple[bool, int] | None = None
 
     def keys_of_attempt(self) -> Any:
-        return below(f"again/{self._attempt}", self._keys)
+        return prefixed_store(f"again/{self._attempt}", self._keys)
 
     def put_off(self) -> None:
         self._attempt += 1  # the interval doubles
@@ -434,12 +434,12 @@ def _adapter(of: Any) -> TypeAdapter[Any]:
     return TypeAdapter(list[of])
 
 
-def _written(entries: Iterable[Hashable], of: Any) -> bytes:
+def _to_json(entries: Iterable[Hashable], of: Any) -> bytes:
     """Serialize entries as JSON, without duplicates; inf and nan in the notation of Python's json."""
     return json.dumps(_adapter(of).dump_python(list(dict.fromkeys(entries)), mode="json")).encode()
 
 
-def _read(text: bytes, of: Any) -> list[Any]:
+def _from_json(text: bytes, of: Any) -> list[Any]:
     entries: list[Any] = _adapter(of).validate_python(json.loads(text))
     return entries
 
@@ -451,7 +451,7 @@ def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, 
     union = b""
     if gathered:
         texts = dict.fromkeys(array.tobytes() for array in gathered)
-        union = _written((entry for own in texts for entry in _read(own, of)), of)
+        union = _to_json((entry for own in texts for entry in _from_json(own, of)), of)
     size = np.array([len(union)])
     group.broadcast(size)
     finish()
@@ -461,13 +461,13 @@ def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, 
     return shared.tobytes()
 
 
-def _ranked(numbers: Numbers) -> npt.NDArray[np.int64]:
+def _to_ordered_integers(numbers: Numbers) -> npt.NDArray[np.int64]:
     """Map floats to integers in the same order, with nan as the largest, since gloo's maximum may drop a nan."""
     bits = np.where(np.isnan(numbers), np.nan, numbers).view(np.int64)
     return bits ^ ((bits >> 63) & np.iinfo(np.int64).max)
 
 
-def _numbers_of(ranked: npt.NDArray[np.int64]) -> Numbers:
+def _from_ordered_integers(ranked: npt.NDArray[np.int64]) -> Numbers:
     bits = ranked ^ ((ranked >> 63) & np.iinfo(np.int64).max)
     return bits.view(np.float64)
 
@@ -485,18 +485,20 @@ class _Wait:
             self._is_noted = True
             self._keys.set(f"{_WAITS}/{messages.rank}", self._count)
         if passed >= messages.timeout:
-            text = f"{self._who} has waited {messages.timeout:g} s for {self._late()}, {self._why}"
+            text = f"{self._who} has waited {messages.timeout:g} s for {self._format_late_ranks()}, {self._why}"
             raise RanksLostError(Departure(messages.rank, text))
         if passed >= meeting.WAITING and not self._has_warned:
             self._has_warned = True
             if messages.rank <= 1:
-                logger.warning("%s has waited %g s for %s, %s.", self._who, meeting.WAITING, self._late(), self._why)
+                logger.warning(
+                    "%s has waited %g s for %s, %s.", self._who, meeting.WAITING, self._format_late_ranks(), self._why
+                )
 
     @property
     def _who(self) -> str:
         return self._messages.name(self._messages.rank).capitalize()
 
-    def _late(self) -> str:
+    def _format_late_ranks(self) -> str:
         """Format the ranks that are late. Only two ranks query the store, since this takes a request per rank."""
         messages, keys = self._messages, self._keys
         places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
@@ -504,7 +506,7 @@ class _Wait:
         return format_ranks(sorted(messages._ranks[rank] for rank in late)) if late else "other ranks"
 
 
-def _patience(group: dist.ProcessGroup | None) -> float:
+def _meeting_timeout(group: dist.ProcessGroup | None) -> float:
     """Return the timeout of a meeting in seconds: half of the timeout of the training's process group.
 
     Ranks load a model at different speeds. A rank in a collective of the training, which waits for a rank in this

@@ -58,7 +58,7 @@ class Ranks:
         return torch.distributed.get_world_size(self._group) if self.several else 1
 
     @property
-    def are_together(self) -> bool:
+    def are_connected(self) -> bool:
         return self.messages is not None and self.messages.is_open
 
     @property
@@ -76,7 +76,7 @@ class Ranks:
                 self.messages = Messages(self._group, "session")
             self.messages.open("to attach a session")
         except RanksLostError as error:
-            self._lost("meeting", error)
+            self._handle_lost_ranks("meeting", error)
         except Exception as error:  # this rank has not announced itself yet
             self.messages = self.messages or Messages(self._group, "session")
             self.messages.decline(error)
@@ -143,7 +143,7 @@ class Ranks:
         if self.messages is not None:
             self.messages.close()
 
-    def _lost(self, doing: str, error: RanksLostError) -> None:
+    def _handle_lost_ranks(self, doing: str, error: RanksLostError) -> None:
         departure = error.departure
         if departure.raises and self._errors and self.messages is not None:
             kind = next((error for error in self._errors if error.__name__ == departure.kind), self._errors[0])
@@ -156,7 +156,7 @@ class Ranks:
         """Return the entries of all ranks, without duplicates; ``kind`` must be equal on all ranks, also below."""
         own = list(entries)
         why = f"to tell them: {kind}"
-        return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why, of), own)
+        return self._exchange(f"exchanging {kind}", lambda messages: messages.pool(own, kind, why, of), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
         def added(messages: Messages) -> list[float]:
@@ -186,14 +186,14 @@ class Ranks:
         try:
             return exchange(self.messages)
         except RanksLostError as error:
-            self._lost(doing, error)
+            self._handle_lost_ranks(doing, error)
             return own
 
-    def still_together(self) -> bool:
+    def check_connected(self) -> bool:
         self.any("agreement", "judging", own=False)
-        return not self.several or self.are_together
+        return not self.several or self.are_connected
 
-    def put_note(self, *, note: bool) -> None:
+    def request_check(self, *, note: bool) -> None:
         self._note = note
         self.request(check=note)
 
@@ -208,16 +208,16 @@ class Ranks:
             self.messages.requests = self.messages.requests._replace(**requests)
             self.messages.requested = None
 
-    def noted(self, *, asks: bool) -> bool:
+    def check_requested(self, *, send: bool) -> bool:
         """Return whether a rank requests a check. In a step without values, ``asks`` sends an extra message."""
         if not self.several:
             return self._note
         if self.messages is None or not self.messages.is_open:
             return False
-        if self.messages.requested is None and asks:
+        if self.messages.requested is None and send:
             check = self.any("notes", "to ask whether precision has changed", own=self._note)
             self.messages.requested = Requests(check=check)
-        return bool(self.messages.requested and self.messages.requested.check) and self.are_together
+        return bool(self.messages.requested and self.messages.requested.check) and self.are_connected
 
     def stop_together(self, *, own: bool) -> bool:
         """Return whether all ranks stop now. A request is sent with the next values, so all get it in the same step."""

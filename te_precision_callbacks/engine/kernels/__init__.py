@@ -54,7 +54,7 @@ def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: tor
 def _pass_for(values: torch.Tensor) -> Pass:
     if values.device.type == "cuda" and values.element_size() <= 4:
         return _on_gpu
-    if native.takes(values):
+    if native.accepts(values):
         return native.add
     return eager.add
 
@@ -66,8 +66,8 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
     try:
         from te_precision_callbacks.engine.kernels import triton_blocks, triton_kernel
 
-        for together in triton_kernel.grouped([tensor for tensor in pending if tensor.in_blocks is None]):
-            triton_kernel.add_together(together, sums, maxima)
+        for together in triton_kernel.group_by_launch([tensor for tensor in pending if tensor.in_blocks is None]):
+            triton_kernel.add_group(together, sums, maxima)
             left = [tensor for tensor in left if not any(tensor is done for done in together)]
         while left:
             triton_blocks.add(left[0], sums, maxima)

@@ -79,7 +79,7 @@ class BlockPlaces(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InBlocks:
+class BlockScaledTensor:
     """A block-scaled tensor.
 
     Attributes:
@@ -137,7 +137,7 @@ class Pending(NamedTuple):
     scale_inv: torch.Tensor | None
     e5m2: bool
     places: ColumnPlaces
-    in_blocks: InBlocks | None = None
+    in_blocks: BlockScaledTensor | None = None
     of_blocks: BlockPlaces = BlockPlaces()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from te_precision_callbacks.base.compiling import say_not_compiled
+from te_precision_callbacks.base.compiling import warn_not_compiled
 from te_precision_callbacks.engine.kernels import eager
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _in_plain_torch = 0
 """Elements measured in plain torch that the compiled pass could have measured."""
 
 
-def takes(values: torch.Tensor) -> bool:
+def accepts(values: torch.Tensor) -> bool:
     """Return whether the compiled pass applies: a large CPU tensor, and no earlier failure.
 
     Excludes tensor subclasses, which dynamo may not support, and calls under a dispatch mode: torch does not compile
@@ -51,7 +51,7 @@ def takes(values: torch.Tensor) -> bool:
     return _get_current_dispatch_mode() is None and _has_compiler()
 
 
-def leaves(values: torch.Tensor) -> None:
+def count_uncompiled(values: torch.Tensor) -> None:
     global _in_plain_torch
     if _could_take(values):
         _in_plain_torch += values.numel()
@@ -68,19 +68,19 @@ def _has_compiler() -> bool:
 
         cpp_builder.get_cpp_compiler()
     except Exception as error:
-        say_not_compiled(logger, "Statistics on the CPU are computed by plain torch operations", "thirty", error)
+        warn_not_compiled(logger, "Statistics on the CPU are computed by plain torch operations", "thirty", error)
         return False
     return True
 
 
 def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Split a matrix into pieces of rows that suit :func:`run`."""
-    size = _PIECE if takes(rows) else eager.piece_size(rows)
+    size = _PIECE if accepts(rows) else eager.piece_size(rows)
     return torch.split(rows, max(1, size // rows.shape[1]))
 
 
 def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
-    """Call ``function(rows, *others)``, compiled if :func:`takes` accepts ``rows``.
+    """Call ``function(rows, *others)``, compiled if :func:`accepts` accepts ``rows``.
 
     It runs uncompiled if compilation fails, and for a single row, since torch would recompile.
 
@@ -89,12 +89,12 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
             combination of dtypes.
         rows: a matrix; its shape may differ between calls.
     """
-    if takes(rows) and rows.shape[0] > 1:
+    if accepts(rows) and rows.shape[0] > 1:
         dtypes = tuple(tensor.dtype for tensor in (rows, *others))
         kernel = _kernels.get((function, dtypes))
         try:
             if kernel is None:
-                kernel = _kernels[function, dtypes] = _compiled(function)
+                kernel = _kernels[function, dtypes] = _compile(function)
             if not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")) and torch.is_autocast_cache_enabled():
                 return kernel(rows, *others)
             # torch recompiles if a guarded mode differs, so the modes are fixed here.
@@ -102,11 +102,11 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
                 return kernel(rows, *others)
         except Exception as error:
             _give_up(error)
-    leaves(rows)
+    count_uncompiled(rows)
     return function(rows, *others)
 
 
-def _compiled(function: Any) -> _Function:
+def _compile(function: Any) -> _Function:
     """Compile a copy of the function with its own code object, since torch compiles a code object at most 8 times.
 
     These 8 are left for modes of the caller: inference mode, number of threads, default dtype.
@@ -120,4 +120,4 @@ def _give_up(error: Exception) -> None:
     global _failed
     if not _failed:
         _failed = True
-        say_not_compiled(logger, "Statistics on the CPU are computed by plain torch operations", "thirty", error)
+        warn_not_compiled(logger, "Statistics on the CPU are computed by plain torch operations", "thirty", error)

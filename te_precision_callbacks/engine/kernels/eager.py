@@ -31,14 +31,14 @@ def piece_size(values: torch.Tensor) -> int:
     return PIECE if values.device.type == "cpu" else PIECE_ELSEWHERE
 
 
-def flattened(values: torch.Tensor) -> torch.Tensor:
+def flatten(values: torch.Tensor) -> torch.Tensor:
     """Flatten in any order, without copying a dense tensor such as a transpose."""
     if not values.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(values):
         return values.as_strided((values.numel(),), (1,))
     return values.reshape(-1)
 
 
-def widened(values: torch.Tensor) -> torch.Tensor:
+def widen(values: torch.Tensor) -> torch.Tensor:
     """Convert to float32; float64 stays."""
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
@@ -52,7 +52,7 @@ def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         float64, [6, rows] and [3, rows].
     """
-    x = widened(values)
+    x = widen(values)
     zeroed = _finite_or(0.0, x)
     magnitude = zeroed.abs()
     wide = zeroed.to(torch.float64)
@@ -99,7 +99,7 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
     Returns:
         float64, [5, rows].
     """
-    x = widened(values)
+    x = widen(values)
     magnitude = x.abs()
     finite = magnitude < math.inf
     signal = torch.where(finite, x, 0.0).to(torch.float64)
@@ -134,7 +134,7 @@ def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def exponents(values: torch.Tensor) -> torch.Tensor:
     """EXPONENT_BINS counts of a tensor of any shape and float dtype: float64, [256]."""
-    x = widened(values.reshape(-1))
+    x = widen(values.reshape(-1))
     if x.dtype == torch.float64:
         bits = x.view(torch.int64) & 0x7FFFFFFFFFFFFFFF
         exponent = ((bits >> 52) - 1023 + 127).clamp(0, EXPONENT_BINS - 1).to(torch.int32)
@@ -171,7 +171,7 @@ _KEPT = ("maxima", "scale_maxima")
 
 def _columns(pending: Pending) -> dict[str, torch.Tensor]:
     values, codes, scale_inv, e5m2, places, *_ = pending
-    flat = flattened(values) if codes is None else values.reshape(-1)
+    flat = flatten(values) if codes is None else values.reshape(-1)
     number_format = E5M2 if e5m2 else E4M3
     flat_codes = None if codes is None else codes.reshape(-1)
     scale = None if scale_inv is None else scale_inv.reshape(())

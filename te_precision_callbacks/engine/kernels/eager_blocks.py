@@ -15,10 +15,16 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks, padded
+from te_precision_callbacks.base.numerics.blocks import as_matrix, pad_to_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.engine.kernels import compiled, eager
-from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING, BlockPlaces, InBlocks, Pending
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    NOTHING,
+    BlockPlaces,
+    BlockScaledTensor,
+    Pending,
+)
 from te_precision_callbacks.statistics.names import Blocks
 from te_precision_callbacks.statistics.table import Of
 
@@ -65,7 +71,7 @@ def places_of(at: Callable[[Of], tuple[int, int]]) -> BlockPlaces:
     return BlockPlaces(limits=limits, losses=losses[0], ranges=ranges[0], loss_maxima=losses[1], range_maxima=ranges[1])
 
 
-def columns(tensor: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
+def columns(tensor: BlockScaledTensor, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
     """Compute the columns of the wanted kinds.
 
     Args:
@@ -80,29 +86,29 @@ def columns(tensor: InBlocks, values: torch.Tensor | None, wanted: Collection[Of
     factors, scales = part.factors()[::down, ::along], part.block_scales()[::down, ::along]
     merged: dict[Of, SumsAndMaxima] = {}
     for of_rows, of_blocks in _bands(tensor):
-        band = matrix if matrix is None else in_blocks(matrix[of_rows], tensor.block)
+        band = matrix if matrix is None else split_into_blocks(matrix[of_rows], tensor.block)
         its_factors = factors[of_blocks].reshape(-1, 1)
         compared = occupied = None
         if band is not None and (Of.QUANTIZED in wanted or Of.LOSSES in wanted):
-            elements = in_blocks(part.elements(of_rows), tensor.block, 0.0)
-            compared = _compared(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
+            elements = split_into_blocks(part.elements(of_rows), tensor.block, 0.0)
+            compared = _compare_blocks(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
         elif needs_blocks(wanted):
-            occupied = _occupied(in_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band)
+            occupied = _occupied(split_into_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band)
         its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *tensor.limits)
-        merged = _merged(merged, columns_of(wanted, compared, its_scales, occupied, band))
+        merged = _merge_columns(merged, columns_of(wanted, compared, its_scales, occupied, band))
     return merged
 
 
-def _bands(tensor: InBlocks) -> Iterator[tuple[slice, slice]]:
+def _bands(tensor: BlockScaledTensor) -> Iterator[tuple[slice, slice]]:
     (rows, row), height = tensor.part.matrix_shape, tensor.block[0]
     step = max(1, _BAND // max(1, height * row))
     for first in range(0, -(-rows // height), step):
         yield slice(first * height, (first + step) * height), slice(first, first + step)
 
 
-def _merged(merged: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> dict[Of, SumsAndMaxima]:
+def _merge_columns(merged: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> dict[Of, SumsAndMaxima]:
     return {
-        of: (_both(torch.add, merged[of][0], sums), _both(torch.maximum, merged[of][1], maxima))
+        of: (_merge_optional(torch.add, merged[of][0], sums), _merge_optional(torch.maximum, merged[of][1], maxima))
         if of in merged
         else columns_of_kind
         for of, columns_of_kind in more.items()
@@ -110,7 +116,7 @@ def _merged(merged: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> d
     }
 
 
-def _both(
+def _merge_optional(
     merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], first: torch.Tensor | None, other: torch.Tensor | None
 ) -> torch.Tensor | None:
     return other if first is None or other is None else merge(first, other)
@@ -133,7 +139,7 @@ def needs_blocks(wanted: Collection[Of]) -> bool:
     return not _BY_BLOCK.isdisjoint(wanted)
 
 
-def _compared(
+def _compare_blocks(
     blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor, number_format: FloatFormat, *, by_block: bool
 ) -> torch.Tensor:
     """COMPARISON_SUMS of blocks and decoded codes: [5, blocks], or [5, 1] over all blocks."""
@@ -141,7 +147,7 @@ def _compared(
     pieces = compiled.pieces(blocks)
     sizes = [len(piece) for piece in pieces]
     others = zip(torch.split(elements, sizes), torch.split(factors, sizes), strict=True)
-    return joined(
+    return join_comparisons(
         [compiled.run(function, piece, *other) for piece, other in zip(pieces, others, strict=True)], by_block
     )
 
@@ -155,7 +161,7 @@ def _comparison(number_format: FloatFormat, by_block: bool) -> Callable[..., tor
     return comparison
 
 
-def joined(compared: Sequence[torch.Tensor], by_block: bool) -> torch.Tensor:
+def join_comparisons(compared: Sequence[torch.Tensor], by_block: bool) -> torch.Tensor:
     return torch.cat(list(compared), 1) if by_block else torch.cat(list(compared), 1).sum(1, keepdim=True)
 
 
@@ -250,7 +256,7 @@ def _largest_range(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     height = min(blocks.size, matrix.shape[0]) if blocks.dims == 2 else 1
     width = min(blocks.size, matrix.shape[1])
     # Padding zeros are ignored, like the tensor's own zeros.
-    whole = padded(matrix, (height, width), 0.0)
+    whole = pad_to_blocks(matrix, (height, width), 0.0)
     pieces = [compiled.run(_extremes, piece) for piece in compiled.pieces(whole.reshape(-1, width))]
     # Reduce rows first, without a transposed copy; then the rows of a tile.
     tiles = (whole.shape[0] // height, height, whole.shape[1] // width)
@@ -267,6 +273,6 @@ def _log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tenso
 
 def _extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Largest magnitude of each row, or 0; and smallest above 0, or inf."""
-    magnitude = eager.widened(pieces).abs()
+    magnitude = eager.widen(pieces).abs()
     counted = (magnitude > 0) & (magnitude < math.inf)
     return torch.where(counted, magnitude, 0.0).amax(1), torch.where(counted, magnitude, math.inf).amin(1)

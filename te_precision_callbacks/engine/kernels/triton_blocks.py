@@ -36,8 +36,8 @@ from te_precision_callbacks.engine.kernels.columns import (
     SCALE_MAXIMA,
     SCALE_SUMS,
     BlockPlaces,
+    BlockScaledTensor,
     ColumnPlaces,
-    InBlocks,
     Pending,
 )
 from te_precision_callbacks.engine.kernels.triton_parts import (
@@ -54,7 +54,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     is_finite,
     jit,
     loadable,
-    merged_rows,
+    merge_rows,
     program_count,
     raise_at,
     store_comparison,
@@ -179,8 +179,8 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         )
 
 
-def _quantized(found: InBlocks, *, compares: bool) -> tuple[torch.Tensor | None, ...]:
-    part, memory = found.part, found.part.scale_memory
+def _quantized(tensor: BlockScaledTensor, *, compares: bool) -> tuple[torch.Tensor | None, ...]:
+    part, memory = tensor.part, tensor.part.scale_memory
     scales = memory.matrix.contiguous() if memory.swizzled else memory.matrix
     return part.codes if compares else None, scales, part.amax
 
@@ -189,10 +189,10 @@ def _turned(pair: Sequence[int], turned: bool) -> Sequence[int]:
     return pair[::-1] if turned else pair
 
 
-def _formats(found: InBlocks, *, compares: bool, turned: bool) -> dict[str, Any]:
-    part, memory = found.part, found.part.scale_memory
-    low, high = found.limits
-    down, along = _turned(found.stored_again, turned)
+def _formats(tensor: BlockScaledTensor, *, compares: bool, turned: bool) -> dict[str, Any]:
+    part, memory = tensor.part, tensor.part.scale_memory
+    low, high = tensor.limits
+    down, along = _turned(tensor.stored_again, turned)
     return {
         "CODES": part.element_format.name.lower() if compares else "",
         "LARGEST": part.element_format.max,
@@ -335,12 +335,12 @@ def _measure(
         largest = tl.where(factor == 0.0, float("inf"), factor * LARGEST)
 
         # Per block and thread, the inputs of the columns.
-        inside = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        finite_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        underflows_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        overflows_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        largest_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        above_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR).to(tl.uint32)
+        inside = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        finite_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        underflows_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        overflows_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        largest_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        above_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR).to(tl.uint32)
         for first_row in range(top, tl.minimum(top + tile_rows * STEPS, row_count), tile_rows):
             seen += tl.minimum(row_count - first_row, tile_rows) * tl.minimum(column_count - left, tile_columns)
             row = first_row + row_in_tile
@@ -497,7 +497,7 @@ def _merge(
     part = tl.program_id(0)
     if part == 0:
         column = tl.arange(0, WIDTH)
-        total, largest = merged_rows(partials, 0, programs, column, COLUMNS, EXTREMES, ROWS)
+        total, largest = merge_rows(partials, 0, programs, column, COLUMNS, EXTREMES, ROWS)
         _add_to(sums, moments_at, total, column, 0, 6)
         _add_to(sums, compared_at, total, column, 6, 5)
         _add_to(sums, scales_at, total, column, 11, 3)
@@ -516,22 +516,22 @@ def _merge(
 
 @jit
 def _add_to(
-    sums: tl.tensor, place: tl.tensor, found: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
+    sums: tl.tensor, place: tl.tensor, tensor: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
 ) -> None:
     """Add ``NUMBER`` columns from ``BEGIN`` on to ``sums`` at offset ``place``, unless it is -1."""
     base = tl.where(column >= 0, place, 0)
     kept = sums + base + column - BEGIN
-    add_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
+    add_at(kept, tensor, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
 
 
 @jit
 def _raise_to(
-    maxima: tl.tensor, place: tl.tensor, found: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
+    maxima: tl.tensor, place: tl.tensor, tensor: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
 ) -> None:
     """Like :func:`_add_to`, but merge by maximum."""
     base = tl.where(column >= 0, place, 0)
     kept = maxima + base + column - BEGIN
-    raise_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
+    raise_at(kept, tensor, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
 
 
 @jit
@@ -573,7 +573,7 @@ def _log2_of_ratio(largest: tl.tensor, smallest: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _nothing(
+def _neutral(
     NUMBER: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -592,7 +592,7 @@ def _nothing(
 
 
 @jit
-def _reduced(tile: tl.tensor, AXIS: tl.constexpr, IS_MAX: tl.constexpr) -> tl.tensor:
+def _reduce(tile: tl.tensor, AXIS: tl.constexpr, IS_MAX: tl.constexpr) -> tl.tensor:
     return tl.max(tile, AXIS) if IS_MAX else tl.sum(tile, AXIS)
 
 
@@ -600,17 +600,17 @@ def _reduced(tile: tl.tensor, AXIS: tl.constexpr, IS_MAX: tl.constexpr) -> tl.te
 def _in_thread(tile: tl.tensor, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
     """Reduce each thread's elements of a block, by sum or maximum."""
     if HEIGHT == 1:
-        reduced = _reduced(tile, 2, IS_MAX)
+        reduced = _reduce(tile, 2, IS_MAX)
     elif WIDTH == 1:
-        reduced = _reduced(tile, 0, IS_MAX)
+        reduced = _reduce(tile, 0, IS_MAX)
     else:
-        reduced = _reduced(_reduced(tile, 2, IS_MAX), 0, IS_MAX)
+        reduced = _reduce(_reduce(tile, 2, IS_MAX), 0, IS_MAX)
     return reduced
 
 
 @jit
 def _in_block(
-    found: tl.tensor,
+    tensor: tl.tensor,
     IS_MAX: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -619,20 +619,20 @@ def _in_block(
 ) -> tl.tensor:
     """Reduce over the threads of a block, by sum or maximum; each thread gets the result: [PARTS]."""
     if HEIGHT == 1:
-        rows: tl.constexpr = found.shape[0]
-        groups: tl.constexpr = found.shape[1] // GROUP
-        apart = tl.reshape(found, [rows, groups, GROUP])
-        blocks = _reduced(apart, 2, IS_MAX)[:, :, None]
+        rows: tl.constexpr = tensor.shape[0]
+        groups: tl.constexpr = tensor.shape[1] // GROUP
+        apart = tl.reshape(tensor, [rows, groups, GROUP])
+        blocks = _reduce(apart, 2, IS_MAX)[:, :, None]
     elif WIDTH == 1:
-        vector: tl.constexpr = found.shape[1]
-        lanes: tl.constexpr = found.shape[0] // LANE_ROWS
-        apart = tl.reshape(found, [LANE_ROWS, lanes, vector])
-        blocks = _reduced(apart, 0, IS_MAX)[None, :, :]
+        vector: tl.constexpr = tensor.shape[1]
+        lanes: tl.constexpr = tensor.shape[0] // LANE_ROWS
+        apart = tl.reshape(tensor, [LANE_ROWS, lanes, vector])
+        blocks = _reduce(apart, 0, IS_MAX)[None, :, :]
     else:
-        across: tl.constexpr = found.shape[0] // (LANE_ROWS * GROUP)
-        apart = tl.reshape(found, [LANE_ROWS, across, GROUP])
-        blocks = _reduced(_reduced(apart, 2, IS_MAX), 0, IS_MAX)[None, :, None]
-    return tl.reshape(tl.broadcast_to(blocks, apart.shape), [found.numel])
+        across: tl.constexpr = tensor.shape[0] // (LANE_ROWS * GROUP)
+        apart = tl.reshape(tensor, [LANE_ROWS, across, GROUP])
+        blocks = _reduce(_reduce(apart, 2, IS_MAX), 0, IS_MAX)[None, :, None]
+    return tl.reshape(tl.broadcast_to(blocks, apart.shape), [tensor.numel])
 
 
 @jit

@@ -40,7 +40,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     exponent_counts,
     jit,
     loadable,
-    merged_rows,
+    merge_rows,
     program_count,
     raise_at,
     store_comparison,
@@ -70,7 +70,7 @@ _jit_of_tensors: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_special
 _jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_NUMBERS)
 
 
-def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
+def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
     """Group tensors by launch: up to :data:`_MOST_TOGETHER` similar dense tensors share a launch.
 
     Args:
@@ -88,7 +88,11 @@ def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
         _check(tensor.values, tensor.codes, tensor.scale_inv)
         key = _shared_launch(tensor)
         group = None if key is None else open_groups.get(key)
-        if group is None or len(group) == _MOST_TOGETHER or any(_meet(tensor.places, other.places) for other in group):
+        if (
+            group is None
+            or len(group) == _MOST_TOGETHER
+            or any(_overlap(tensor.places, other.places) for other in group)
+        ):
             group = []
             groups.append(group)
             if key is not None:
@@ -97,7 +101,7 @@ def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
     return groups
 
 
-def _meet(places: ColumnPlaces, others: ColumnPlaces) -> bool:
+def _overlap(places: ColumnPlaces, others: ColumnPlaces) -> bool:
     return any(place == other >= 0 for place, other in zip(places, others, strict=True))
 
 
@@ -114,7 +118,7 @@ def _shared_launch(one: Pending) -> tuple[object, ...] | None:
     return values.dtype, codes is None, one.e5m2, one.places.exponents >= 0
 
 
-def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
     """Measure tensors in one launch, with their quantized values if any, and merge the results.
 
     The result is bit-identical for the same tensors, strides and device, in any grouping. A quantized value of inf or
@@ -147,13 +151,13 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
     partials = torch.empty((ends[-1], columns + extremes), dtype=torch.float64, device=values.device)
     code_name, largest = CODE_FORMATS[e5m2]
     alone = len(together) == 1
-    begins = _filled(ends[:-1], ends[-1])[:-1]
+    begins = _pad_arguments(ends[:-1], ends[-1])[:-1]
     with torch.cuda.device(values.get_device()):
         _measure[(ends[-1],)](
-            *_filled(elements, None if alone else elements[0]),
-            *_filled(all_codes, None if alone else all_codes[0]),
-            *_filled([tensor.scale_inv for tensor in together], None if alone else first.scale_inv),
-            *_filled([tensor.values.numel() for tensor in together], None if alone else values.numel()),
+            *_pad_arguments(elements, None if alone else elements[0]),
+            *_pad_arguments(all_codes, None if alone else all_codes[0]),
+            *_pad_arguments([tensor.scale_inv for tensor in together], None if alone else first.scale_inv),
+            *_pad_arguments([tensor.values.numel() for tensor in together], None if alone else values.numel()),
             *begins,
             partials,
             *[size for size, _, _ in inner],
@@ -179,8 +183,8 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
             partials,
             sums,
             maxima,
-            *_filled(ends, 0),
-            *[place for tensor in _filled(together, first) for place in tensor.places],
+            *_pad_arguments(ends, 0),
+            *[place for tensor in _pad_arguments(together, first) for place in tensor.places],
             COMPARED=at.compared,
             SCALES=at.scales,
             EXPONENTS=at.exponents,
@@ -192,7 +196,7 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
     return None
 
 
-def _filled(given: Sequence[Any], filling: Any) -> list[Any]:
+def _pad_arguments(given: Sequence[Any], filling: Any) -> list[Any]:
     return [*given, *[filling] * (_MOST_TOGETHER - len(given))]
 
 
@@ -301,14 +305,14 @@ def _measure(
     programs = tl.num_programs(0)
     if not ALONE:
         which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
-        begin = _chosen(which, 0, begin1, begin2, begin3)
-        programs = _chosen(which, begin1, begin2, begin3, programs) - begin
+        begin = _select(which, 0, begin1, begin2, begin3)
+        programs = _select(which, begin1, begin2, begin3, programs) - begin
         program -= begin
-        values = tl.multiple_of(_chosen(which, values, values1, values2, values3), 16)
-        numel = tl.multiple_of(_chosen(which, numel, numel1, numel2, numel3), 16)
+        values = tl.multiple_of(_select(which, values, values1, values2, values3), 16)
+        numel = tl.multiple_of(_select(which, numel, numel1, numel2, numel3), 16)
         if CODES != "":
-            codes = tl.multiple_of(_chosen(which, codes, codes1, codes2, codes3), 16)
-            scale_inv = _chosen(which, scale_inv, scale_inv1, scale_inv2, scale_inv3)
+            codes = tl.multiple_of(_select(which, codes, codes1, codes2, codes3), 16)
+            scale_inv = _select(which, scale_inv, scale_inv1, scale_inv2, scale_inv3)
 
     run: tl.constexpr = THREADS * VECTOR
     row = (tl.arange(0, ROWS) * run)[:, None, None].to(tl.int64)
@@ -451,40 +455,40 @@ def _merge(
 ) -> None:
     """Merge the rows of tensor ``program_id(0)``, columns from ``program_id(1) * WIDTH`` on."""
     which = tl.program_id(0)
-    first = _chosen(which, 0, end0, end1, end2)
-    end = _chosen(which, end0, end1, end2, end3)
+    first = _select(which, 0, end0, end1, end2)
+    end = _select(which, end0, end1, end2, end3)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_sum = column < COLUMNS
     is_maximum = (column >= COLUMNS) & (column < COLUMNS + EXTREMES)
 
-    total, largest = merged_rows(partials, first, end, column, COLUMNS, EXTREMES, ROWS)
+    total, largest = merge_rows(partials, first, end, column, COLUMNS, EXTREMES, ROWS)
 
-    begin = _chosen(which, moments0, moments1, moments2, moments3)
+    begin = _select(which, moments0, moments1, moments2, moments3)
     base = tl.where(column >= 0, begin, 0)
     within = column
     if COMPARED >= 0:
-        compared = _chosen(which, compared0, compared1, compared2, compared3)
-        scales = _chosen(which, scales0, scales1, scales2, scales3)
+        compared = _select(which, compared0, compared1, compared2, compared3)
+        scales = _select(which, scales0, scales1, scales2, scales3)
         base = tl.where(column >= SCALES, scales, tl.where(column >= COMPARED, compared, base))
         within = column - tl.where(column >= SCALES, SCALES, tl.where(column >= COMPARED, COMPARED, 0))
     if EXPONENTS >= 0:
-        exponents = _chosen(which, exponents0, exponents1, exponents2, exponents3)
+        exponents = _select(which, exponents0, exponents1, exponents2, exponents3)
         base = tl.where(column >= EXPONENTS, exponents, base)
         within = tl.where(column >= EXPONENTS, column - EXPONENTS, within)
     add_at(sums + base + within, total, is_sum & (base >= 0))
 
     extreme = column - COLUMNS
-    base = tl.where(column >= 0, _chosen(which, maxima0, maxima1, maxima2, maxima3), 0)
+    base = tl.where(column >= 0, _select(which, maxima0, maxima1, maxima2, maxima3), 0)
     within = extreme
     if COMPARED >= 0:
-        scale_maxima = _chosen(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
+        scale_maxima = _select(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
         base = tl.where(extreme >= SCALE_MAXIMA, scale_maxima, base)
         within = tl.where(extreme >= SCALE_MAXIMA, extreme - SCALE_MAXIMA, extreme)
     raise_at(maxima + base + within, largest, is_maximum & (base >= 0))
 
 
 @jit
-def _chosen(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
+def _select(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
     return tl.where(which == 0, first, tl.where(which == 1, second, tl.where(which == 2, third, fourth)))
 
 

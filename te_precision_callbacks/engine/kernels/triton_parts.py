@@ -176,7 +176,7 @@ def store_extremes(at: tl.tensor, maximum: tl.tensor, negated_min: tl.tensor, ab
 
 
 @jit
-def merged_rows(
+def merge_rows(
     partials: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,

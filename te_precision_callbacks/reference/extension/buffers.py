@@ -72,7 +72,7 @@ def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool
     out = padded(scales, shape)
     if not swizzled or not out.numel():
         return out
-    return layouts.swizzled(out.t()).reshape(tuple(shape)) if along_columns else layouts.swizzled(out)
+    return layouts.swizzle(out.t()).reshape(tuple(shape)) if along_columns else layouts.swizzle(out)
 
 
 @torch.no_grad()

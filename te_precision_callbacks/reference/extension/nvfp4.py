@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics.conversions import block_amaxes
-from te_precision_callbacks.base.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, packed, unpacked
+from te_precision_callbacks.base.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, pack_fp4, unpack_fp4
 from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantized, random_hadamard_transform
 from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
@@ -234,7 +234,7 @@ def _check_options(quantizer: Any, matrix: torch.Tensor, out: Any) -> None:
 @torch.no_grad()
 def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
     """The transpose of packed E2M1 codes: uint8, [rows, columns / 2], rows even, to [columns, rows / 2]."""
-    result = packed(unpacked(input).t())
+    result = pack_fp4(unpack_fp4(input).t())
     return result.contiguous() if out is None else out.copy_(result)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics import layouts
-from te_precision_callbacks.base.numerics.conversions import decoded
+from te_precision_callbacks.base.numerics.conversions import decode_blocks
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
@@ -139,7 +139,7 @@ def logical_shape(tensor: Any) -> tuple[int, ...]:
 
 def _decoded(part: Stored, dtype: torch.dtype) -> torch.Tensor:
     factors = None if part.mode == layouts.PER_TENSOR else part.block_scales()
-    values = decoded(part.codes, part.element_format, factors, part.block, dtype)
+    values = decode_blocks(part.codes, part.element_format, factors, part.block, dtype)
     return values.t() if part.transposed else values
 
 
