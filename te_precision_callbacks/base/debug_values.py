@@ -32,20 +32,20 @@ def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> t
         if part is None:
             continue
         if not isinstance(part, str):
-            raise UnknownDebugOptionError(f"debug= takes names, not {part!r}. The names are {_format_names(valid)}.")
+            raise UnknownDebugOptionError(f"debug= takes names, not {part!r}. The names are {_join_names(valid)}.")
         for name in part.split():
             if name not in valid:
                 close = difflib.get_close_matches(name, valid, n=1)
                 meant = f" Did you mean {close[0]!r}?" if close and "," not in name else ""
                 raise UnknownDebugOptionError(
-                    f"There is no debug option {name!r}.{meant} The options are {_format_names(valid)}; separate several"
+                    f"There is no debug option {name!r}.{meant} The options are {_join_names(valid)}; separate several"
                     " by spaces."
                 )
             names[name] = None
     return tuple(names)
 
 
-def _format_names(valid: Sequence[str]) -> str:
+def _join_names(valid: Sequence[str]) -> str:
     return ", ".join(map(repr, valid))
 
 

@@ -58,7 +58,7 @@ class StepProfiler:
         self._profile.prepare_trace()
         engine: Any = torch.autograd.profiler.profile
         for name in ("_prepare_trace", "_start_trace"):
-            self._seams.replace(engine, name, self._around(getattr(engine, name)))
+            self._seams.replace(engine, name, self._wrap(getattr(engine, name)))
         return True
 
     def start(self) -> bool:
@@ -81,21 +81,21 @@ class StepProfiler:
         profile.stop_trace()
         return profile if runs else None
 
-    def _around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
-        def begins(profiler: Any, *arguments: Any, **keywords: Any) -> Any:
+        def start_or_yield(profiler: Any, *arguments: Any, **keywords: Any) -> Any:
             own = getattr(self._profile, "profiler", None)
             if own is not None and profiler is not own:
                 self.given_up = True
                 if not self.runs:  # the other profiler takes over the warm-up
                     self._profile = None
-                _keep_for_ever(self.stop())
+                _leak(self.stop())
             return upstream(profiler, *arguments, **keywords)
 
-        return begins
+        return start_or_yield
 
 
-def _keep_for_ever(profile: Any) -> None:
+def _leak(profile: Any) -> None:
     # Freeing a discarded profile would end the process (torch 2.13).
     for kept in (profile, getattr(getattr(profile, "profiler", None), "kineto_results", None)):
         if kept is not None:
@@ -109,19 +109,19 @@ def export(profile: Any, path: Path) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
-    plain = beside.with_suffix("")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
+    plain = temporary.with_suffix("")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             profile.export_chrome_trace(str(plain))
         # torch's own compression, line by line, takes eight times as long.
-        with open(plain, "rb") as lines, gzip.open(beside, "wb", compresslevel=6) as packed:
+        with open(plain, "rb") as lines, gzip.open(temporary, "wb", compresslevel=6) as packed:
             shutil.copyfileobj(lines, packed, 1 << 20)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
         plain.unlink(missing_ok=True)
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 class ModuleRanges:
@@ -141,12 +141,12 @@ class ModuleRanges:
             self._handles.pop().remove()
 
 
-class _Open(threading.local):
+class _OpenRanges(threading.local):
     def __init__(self) -> None:
         self.ranges: list[tuple[torch.nn.Module, record_function]] = []
 
 
-_open = _Open()
+_open = _OpenRanges()
 
 
 @outside_of_dynamo

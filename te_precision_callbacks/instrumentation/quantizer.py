@@ -229,6 +229,6 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
                 self._failures.report("recomputing", f"{self.layer_name} wgrad", error)
 
 
-def quantizer_of(current: CurrentForward, failures: ObservationFailures) -> type[SessionQuantizer]:
+def make_quantizer_class(current: CurrentForward, failures: ObservationFailures) -> type[SessionQuantizer]:
     members = {"_current": current, "_failures": failures, "__module__": __name__}
     return cast("type[SessionQuantizer]", type("DebugQuantizer", (SessionQuantizer,), members))

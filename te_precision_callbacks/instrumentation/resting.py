@@ -45,7 +45,7 @@ class RestingLayers:
         self._trained_in_fp8: dict[int, bool] = {}
         self._seen_in: dict[int, _State] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}
-        self._turns = RoundRobin(list(modules.values()))
+        self._round_robin = RoundRobin(list(modules.values()))
         self._queried: dict[int, list[list[dict[LayerOperand, Format]]]] = {}
 
     def note_training(self, module: torch.nn.Module, *, idle: bool) -> None:
@@ -69,7 +69,7 @@ class RestingLayers:
         new, self._new = self._new, []
         return [module for module in new if id(module) not in armed]
 
-    def follow(
+    def check_resting(
         self,
         iteration: int,
         armed: Collection[int],
@@ -89,20 +89,20 @@ class RestingLayers:
             excluded: whether modules now in high precision are in ``te.autocast(enabled=False)``.
         """
         self._audit.leave(iteration)
-        checked: Iterable[torch.nn.Module] = self._turns.take(len(armed))
-        self._follow_trainable(checked)
+        checked: Iterable[torch.nn.Module] = self._round_robin.take(len(armed))
+        self._check_trainable(checked)
         for module in new:
-            self._enter(module)
+            self._record_first_rest(module)
         if new:
             self._audit.leave(iteration)
         self._ran = ran
-        for module in self._moved(new, armed):
+        for module in self._changed_modules(new, armed):
             self._check_state(module, excluded=excluded)
-        if all_at_once or self._moved(checked, armed):
-            for module in self._moved(self._modules.values(), armed):
+        if all_at_once or self._changed_modules(checked, armed):
+            for module in self._changed_modules(self._modules.values(), armed):
                 self._check_state(module, excluded=excluded)
 
-    def _moved(self, checked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
+    def _changed_modules(self, checked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
         states = self._last_state
         return [
             module
@@ -112,7 +112,7 @@ class RestingLayers:
             and module.__dict__["activation_dtype"] is not None
         ]
 
-    def _enter(self, module: Any) -> None:
+    def _record_first_rest(self, module: Any) -> None:
         """Record the precision of a module in its first resting step: FP8 or not, as in its last armed step."""
         key, state = id(module), _state_of(module)
         fp8 = self._trained_in_fp8.get(key)
@@ -137,19 +137,19 @@ class RestingLayers:
             return
         self._last_state[key] = state
         ran = {(state.fp8, True)} if self._ran is None else self._ran.get(key, set())
-        of_forwards = []
+        formats_by_forward = []
         for fp8, with_gradients in sorted(ran):
             formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
-            of_forwards.append(formats if with_gradients else of_fprop(formats))
-        if not any(with_gradients for _, with_gradients in ran) or all(map(self._audit.holds, of_forwards)):
+            formats_by_forward.append(formats if with_gradients else of_fprop(formats))
+        if not any(with_gradients for _, with_gradients in ran) or all(map(self._audit.holds, formats_by_forward)):
             return
-        for formats in of_forwards:
+        for formats in formats_by_forward:
             self._audit.plan(self._audit.of_gemms_that_run(formats), excluded=excluded)
-        if of_forwards not in self._queried.setdefault(key, []):
-            self._queried[key].append(of_forwards)
+        if formats_by_forward not in self._queried.setdefault(key, []):
+            self._queried[key].append(formats_by_forward)
             self._query_again(module)
 
-    def _follow_trainable(self, checked: Iterable[torch.nn.Module]) -> None:
+    def _check_trainable(self, checked: Iterable[torch.nn.Module]) -> None:
         """Arm all modules if a parameter was frozen or unfrozen, which changes the GEMMs of a backward."""
         for module in checked:
             now = _trainable(module)

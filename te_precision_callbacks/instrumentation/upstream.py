@@ -97,7 +97,9 @@ class Snapshot:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         self._globals = Replacements()
-        self._globals.replace(Registry, "data", {name: _copied(entry) for name, entry in Registry.data.items()})
+        self._globals.replace(
+            Registry, "data", {name: _copy_registry_entry(entry) for name, entry in Registry.data.items()}
+        )
         self._globals.replace(APICacheIdentifier, "_call_details", vars(APICacheIdentifier).get("_call_details"))
         for owner, names in (
             (inspect_logging, ("LOGGER",)),
@@ -150,7 +152,7 @@ class Snapshot:
             os.environ[_TIMESTAMP_VARIABLE] = self._timestamp
 
 
-def _copied(namespace_data: Any) -> Any:
+def _copy_registry_entry(namespace_data: Any) -> Any:
     entry = copy.copy(namespace_data)
     entry.features = dict(entry.features)
     entry.feat_api_to_features = copy.deepcopy(entry.feat_api_to_features)
@@ -286,7 +288,7 @@ class Inspector:
             debug_api.DEBUG_MANAGER = DebugManager(
                 None,
                 feature_dirs=[*map(str, self._options.feature_dirs), *own, *upstream],
-                statistics_logger=_logger_into(scalars),
+                statistics_logger=_make_scalar_logger(scalars),
                 log_dir=str(self._log_dir),
             )
         except SystemExit as error:
@@ -314,7 +316,7 @@ class Inspector:
         manager: Any = debug_api.DEBUG_MANAGER
         return manager._namespace_apis[registration.NAMESPACE]
 
-    def only_looks(self, name: str) -> bool:
+    def only_observes(self, name: str) -> bool:
         """Return whether a feature is an observing one of this project that does not override ``inspect_tensor``."""
         from te_precision_callbacks.features.base import ScheduledFeature
 
@@ -349,7 +351,7 @@ class Inspector:
     def name_module(self, module: torch.nn.Module, name: str) -> None:
         if self._snapshot is None or self._stray_calls is None:
             raise SessionError("The session is not running.")
-        self._stray_calls.keep_names()
+        self._stray_calls.ignore_naming()
         self._snapshot.remember_module(module)
         module.__dict__["name"] = name
         reset_schedule(module)
@@ -408,7 +410,7 @@ def reset_schedule(module: torch.nn.Module) -> None:
         _set_attribute(module, name, _NOT_RUN_YET.get(name, _MISSING))
 
 
-def _logger_into(scalars: ScalarBuffer) -> Any:
+def _make_scalar_logger(scalars: ScalarBuffer) -> Any:
     from nvdlfw_inspect.logging import BaseLogger
 
     class ScalarLogger(BaseLogger):  # type: ignore[misc]  # upstream is untyped
@@ -418,7 +420,7 @@ def _logger_into(scalars: ScalarBuffer) -> Any:
     return ScalarLogger()
 
 
-_INSTEAD = {
+_EXPLANATIONS = {
     "initialize": "The session has started nvidia-dlfw-inspect, with the session's config=.",
     "initialize_training_step": "start_step= or session.iteration sets the debug iteration.",
     "step": "The session's own step() counts the debug iterations.",
@@ -429,7 +431,7 @@ _INSTEAD = {
 }
 """Function of ``nvdlfw_inspect.api`` -> what replaces it in a session, for the warning."""
 
-_OF_THE_MANAGER = ("initialize_training_step", "step")
+_MANAGER_FUNCTIONS = ("initialize_training_step", "step")
 """Functions that only call the debug manager. They are replaced in the manager, also for references that a script has.
 """
 
@@ -448,16 +450,16 @@ class StrayCalls:
 
         self._notices = Notices()
         self._manager = manager
-        self._replaced = {name: getattr(debug_api, name) for name in _INSTEAD if name not in _OF_THE_MANAGER}
-        for name in _INSTEAD:
+        self._replaced = {name: getattr(debug_api, name) for name in _EXPLANATIONS if name not in _MANAGER_FUNCTIONS}
+        for name in _EXPLANATIONS:
             if name != _NAMING:
-                setattr(manager if name in _OF_THE_MANAGER else debug_api, name, self._ignored(name))
-        manager.close = self._ignored("end_debug")  # called by a reference to end_debug that the script has
+                setattr(manager if name in _MANAGER_FUNCTIONS else debug_api, name, self._make_ignoring(name))
+        manager.close = self._make_ignoring("end_debug")  # called by a reference to end_debug that the script has
 
-    def keep_names(self) -> None:
+    def ignore_naming(self) -> None:
         import nvdlfw_inspect.api as debug_api
 
-        setattr(debug_api, _NAMING, self._ignored(_NAMING))
+        setattr(debug_api, _NAMING, self._make_ignoring(_NAMING))
 
     def remove(self) -> None:
         """Restore the API's functions; the manager's replacements end with the manager."""
@@ -467,13 +469,13 @@ class StrayCalls:
         for name, function in self._replaced.items():
             setattr(debug_api, name, function)
 
-    def _ignored(self, name: str) -> Callable[..., None]:
+    def _make_ignoring(self, name: str) -> Callable[..., None]:
         def ignored(*_: Any, **__: Any) -> None:
             if self._notices.first(name):
                 logger.warning(
                     "The script calls debug_api.%s() while the session is running. The call is ignored. %s",
                     name,
-                    _INSTEAD[name],
+                    _EXPLANATIONS[name],
                 )
 
         return ignored
@@ -482,7 +484,7 @@ class StrayCalls:
 EVENTS_LIMIT = 256 << 20
 """Size limit of a rank's event log, in bytes: users' features may repeat lines."""
 
-MOST_EVENTS_WAITING = 1 << 18
+MAX_QUEUED_EVENTS = 1 << 18
 """Maximum number of queued lines; further lines are dropped."""
 
 EVENTS_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
@@ -505,7 +507,7 @@ class EventLog(logging.Handler):
         self.setFormatter(logging.Formatter(EVENTS_FORMAT))
         self._folder = log_dir / EVENTS_FOLDER
         self._lines = _Lines()
-        self.thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MOST_EVENTS_WAITING)
+        self.thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MAX_QUEUED_EVENTS)
 
     def begin(self, *, in_full: bool) -> None:
         """Start writing.
@@ -514,7 +516,7 @@ class EventLog(logging.Handler):
             in_full: write all lines; otherwise only warnings and errors, so most ranks create no file.
         """
         if self._lines.file is None:
-            self._lines.least = logging.NOTSET if in_full else logging.WARNING
+            self._lines.min_level = logging.NOTSET if in_full else logging.WARNING
             path = self._folder / log_file_name(own_rank())
             file = LogFile(path, EVENTS_LIMIT, "")
             file.note_progress = self.thread.note_progress
@@ -540,16 +542,16 @@ class _Lines:
 
     Attributes:
         file: None until :meth:`EventLog.begin`.
-        least: the lowest level to write.
+        min_level: the lowest level to write.
     """
 
     def __init__(self) -> None:
         self.file: LogFile | None = None
-        self.least = logging.NOTSET
+        self.min_level = logging.NOTSET
 
     def take(self, job: tuple[int, str]) -> bool:
         level, line = job
-        if self.file is not None and level >= self.least:
+        if self.file is not None and level >= self.min_level:
             self.file.append(line)
         return self.file is not None
 

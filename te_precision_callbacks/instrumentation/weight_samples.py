@@ -34,33 +34,33 @@ class WeightSample(NamedTuple):
     relative: float
     absolute: torch.Tensor | None = None
 
-    def beside(self, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def with_tensor(self, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (self.values, other) if self.absolute is None else (self.values, other, self.absolute)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part.detach()
 
 
-def raw(weight: torch.Tensor) -> torch.Tensor:
-    own: Any = local(weight)
+def raw_codes(weight: torch.Tensor) -> torch.Tensor:
+    own: Any = local_part(weight)
     if is_quantized(own):
         names = ("_data", "_rowwise_data", "_transpose", "_columnwise_data")
         own = next(codes for name in names if (codes := getattr(own, name, None)) is not None)
     return own  # type: ignore[no-any-return]
 
 
-def view(tensor: torch.Tensor) -> torch.Tensor:
+def sampled_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor's sampled elements, as a view if strides allow: [rows, columns]."""
     matrix = tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
     return matrix[_grid(*matrix.shape)]
 
 
 def _grid(rows: int, columns: int) -> tuple[slice, slice]:
-    each_row = max(1, rows // ROWS)
-    each_column = max(1, columns * len(range(0, rows, each_row)) // ELEMENTS)
-    return slice(None, None, each_row), slice(None, None, each_column)
+    row_step = max(1, rows // ROWS)
+    column_step = max(1, columns * len(range(0, rows, row_step)) // ELEMENTS)
+    return slice(None, None, row_step), slice(None, None, column_step)
 
 
 def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | None:
@@ -69,9 +69,11 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     Args:
         span: limits the sample to these positions in the flattened weight.
     """
-    own: Any = local(weight)
+    own: Any = local_part(weight)
     if not is_quantized(own):
-        return WeightSample(view(own if span is None else own.reshape(-1)[span.start : span.stop]), PLAIN_ROUNDING)
+        return WeightSample(
+            sampled_view(own if span is None else own.reshape(-1)[span.start : span.stop]), PLAIN_ROUNDING
+        )
     part = stored(own, columnwise=False)
     if part is None or part.transposed:
         return None
@@ -99,7 +101,7 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     return WeightSample(elements * factors, 2.0 ** (-form.mantissa_bits - 1), absolute)
 
 
-def _form(tensor: torch.Tensor) -> Hashable:
+def _stacking_key(tensor: torch.Tensor) -> Hashable:
     """Return a key that is equal for tensors that can be stacked."""
     return tensor.device, tensor.dtype, tensor.shape
 
@@ -118,7 +120,7 @@ class BatchedChecks:
             tensors: samples, [rows, columns].
             note: called with the share of true elements.
         """
-        self._waiting.setdefault((key, *map(_form, tensors)), (compare, []))[1].append((tensors, note))
+        self._waiting.setdefault((key, *map(_stacking_key, tensors)), (compare, []))[1].append((tensors, note))
 
     def launch(self) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -127,7 +129,7 @@ class BatchedChecks:
             are_true = compare(*map(torch.stack, columns))
             self._shares.append((are_true.flatten(1).float().mean(1), [note for _, note in members]))
 
-    def copied(self) -> Callable[[], None] | None:
+    def start_copy(self) -> Callable[[], None] | None:
         """Start copying the shares to the host, one copy per device.
 
         Returns:
@@ -153,18 +155,18 @@ class BatchedChecks:
         return read
 
 
-def alike(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
+def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Stack tensors of equal device, dtype and shape: yield their indices and the stack, [tensors, ...]."""
     places: dict[Hashable, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        places.setdefault(_form(tensor), []).append(place)
+        places.setdefault(_stacking_key(tensor), []).append(place)
     for group in places.values():
         yield group, torch.stack([tensors[place] for place in group])
 
 
-def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     result = list(tensors)
-    for places, stack in alike(tensors):
+    for places, stack in stack_equal(tensors):
         for place, copy in zip(places, stack, strict=True):
             result[place] = copy
     return result

@@ -27,8 +27,8 @@ from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
     computes_in_float16,
-    computing,
     ignored_arguments,
+    modules_with_gemms,
     recipes_of,
 )
 from te_precision_callbacks.layers.folding import folded
@@ -126,7 +126,7 @@ class RunFacts:
 
     def _settings(self) -> Row:
         layers, reduces = self._model.layers, self._options.reduce
-        computed = computing(layers.modules, layers.operations)
+        computed = modules_with_gemms(layers.modules, layers.operations)
         several = reduces and is_distributed(self._options.process_group)
         return {
             "loss_is_scaled": self._results.scales_loss,
@@ -145,9 +145,9 @@ class RunFacts:
     @property
     def _unmeasured(self) -> str:
         begin, last = self._results.iterations.first, self._results.iterations.last
-        why_nothing = self._model.hooks.gemm_errors.why_nothing
-        if why_nothing or begin is None or last is None:
-            return why_nothing
+        why_none_measured = self._model.hooks.gemm_errors.why_none_measured
+        if why_none_measured or begin is None or last is None:
+            return why_none_measured
         return why_gemm_error_not_due(self._options.config, begin, last)
 
     def _machine_facts(self) -> Row:

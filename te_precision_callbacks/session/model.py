@@ -251,7 +251,7 @@ class ObservedModel:
         sections = [resolve_features(section, registered) for section in config.enabled_sections]
         effects = {section.name: tuple(section.effects.values()) for section in config.enabled_sections}
         own_plan = replace(plan, layers=tuple(planned[layer] for layer in self.layers.own if layer in planned))
-        fused, not_fused = choose(self._options.observe, modules, own_plan, self._inspector.only_looks)
+        fused, not_fused = choose(self._options.observe, modules, own_plan, self._inspector.only_observes)
         stay = [key for key, changed in fused.items() if not changed]
         own_plan = self._refused.leave(own_plan, model, modules, effects, stay)
         refused = self._refused.modules

@@ -79,7 +79,7 @@ class Profiling:
         self._leave()  # an iteration whose number a resume has changed
         if not self._has_ranges:
             self._has_ranges = True
-            self._hooks.put_ranges(wanted=True)
+            self._hooks.set_ranges(enabled=True)
             self._ranges.put(self._model.named_modules())
             self._profiler = self._profiler or StepProfiler()
             if not self._profiler.start():
@@ -113,7 +113,7 @@ class Profiling:
             if self._has_ranges:
                 self._has_ranges = False
                 self._ranges.remove()
-                self._hooks.put_ranges(wanted=False)
+                self._hooks.set_ranges(enabled=False)
         finally:
             profile = None if profiler is None else profiler.stop()
         if profiler is not None and profiler.given_up:

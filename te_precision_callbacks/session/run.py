@@ -27,7 +27,7 @@ from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_f
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
+from te_precision_callbacks.instrumentation.failures import RAISED_IN_TRAINING, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.updates import UpdateWatch
@@ -184,7 +184,7 @@ class Run:
                 return None
             with Uninterrupted():
                 return self._end_step(logging_step)
-        except ASKED_FOR:
+        except RAISED_IN_TRAINING:
             raise
         except Exception as error:  # a bug of this package must neither end the training nor block the other ranks
             self.context.ranks.leave(error)
@@ -311,7 +311,7 @@ class Run:
                 records.put_facts(facts)
             self._rules.facts(facts, iteration)
             self._send()
-        except ASKED_FOR:
+        except RAISED_IN_TRAINING:
             raise
         except Exception as error:
             self.context.failures.report("gathering the facts of", f"iteration {iteration}", error)
@@ -445,7 +445,7 @@ class Run:
     def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except ASKED_FOR:
+        except RAISED_IN_TRAINING:
             raise
         except Exception as error:
             try:

@@ -129,7 +129,7 @@ def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, cap
 
     monkeypatch.setattr(conversions.FILE, "functions", {})
     monkeypatch.setattr(conversions.FILE, "failed", False)
-    monkeypatch.setattr(conversions.FILE, "loaded", fails)
+    monkeypatch.setattr(conversions.FILE, "load", fails)
     assert all(map(torch.equal, all_of(matrix), expected))
     assert [record.getMessage().partition(", up to")[0] for record in caplog.records] == [
         "The reference backend converts to FP8 and FP4 and back by plain torch operations"
