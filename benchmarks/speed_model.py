@@ -308,7 +308,7 @@ def tables() -> list[str]:
         f"Relative standard deviations: of a shape's kernel {scatter.kernel:.3f}, of its casts {scatter.cast:.3f}, of a"
         f" run {scatter.run:.3f}, of a transfer {scatter.transfer:.3f}; the quantile is {scatter.quantile}.",
         "",
-        "The 20 cells that are in no fit, B300, both operands cast: expected / measured ms, and the error:",
+        "The 20 single shapes on a B300, with both operands cast: expected / measured ms, and the error:",
         "",
         f"| shape | {' | '.join(CELLS)} |",
         "|---" * (1 + len(CELLS)) + "|",

@@ -214,43 +214,43 @@ class SessionOptions:
         features: your own features, as classes.
         sinks: receivers of each step's records, besides the statistics log and the trainer's loggers.
         process_group: the group that reduces statistics. None: all ranks.
-        reduce: False keeps each rank's statistics, without a collective.
-        statistics_log: ranks and size limit of the statistics log. ``"rank0"``: the first of the ranks that reduce
-            together writes all values, the others their local ones. ``"all"``: every rank writes all. ``"off"`` or
-            False: no log. A size such as ``"4GiB"`` or ``"rank0, 4GiB"``, or ``"rank0, unlimited"``, replaces the limit
-            of 1 GiB; at the limit, the log ends, and the records go on.
+        reduce: reduce statistics over the ranks. False: keep local values, without collectives.
+        statistics_log: ranks and size limit of the statistics log. ``"rank0"``: the group's first rank writes all
+            values, the others their local values. ``"all"``: every rank writes all values. ``"off"`` or False: no log.
+            ``"4GiB"``, ``"rank0, 4GiB"`` or ``"rank0, unlimited"`` replaces the limit of 1 GiB. At the limit, the log
+            ends and the records continue.
         records: record the run in ``<log_dir>/precision_records``: ``"on"`` (16 GiB), ``"off"``, or a rank's size limit
             such as ``"64GiB"``; at the limit, old steps are downsampled (docs/records.md).
         report: write the run's page to ``<log_dir>/report.html`` when it has ended without an error
             (docs/report.md#as-a-page).
         start_step: the debug iteration at start. None: 0, or the resumed step.
-        early_steps: additional collection steps at the start. True: steps 1, 2, 5, 10, 20 and 50. A list: those steps.
-            False: none. None: True with the default config, otherwise False. Not for DumpTensors.
+        early_steps: additional collection steps at the start. True: steps 1, 2, 5, 10, 20 and 50. A list: its steps.
+            False: none. None: True with the default config, otherwise False. DumpTensors ignores it.
         layer_names: layer names in selectors and all output. ``"path"``: paths in the module tree. ``"upstream"``:
             nvidia-dlfw-inspect's names and numbers. None: the config's key ``layer_names``, otherwise paths
             (docs/features.md#names).
         scope: prefix of this rank's layer names, if ranks have different layers at the same path: a text such as
-            ``"pp1"``, or a function of a module's path. Empty: from Megatron's parallel state or from device meshes
+            ``"pp1"``, or a function of a module's path. Empty: derived from Megatron's parallel state or device meshes
             (docs/statistics.md#aggregation).
         prefix: first part of every metric name.
         log_filter: metrics for the trainer's loggers: patterns with ``*`` and ``?``, or a function of the name. None:
             all, up to a limit (docs/statistics.md#in-the-loggers).
         debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan
             (docs/activation-overflow.md). ``"te_precision"`` is accepted without effect.
-        observe: path of observed layers. ``"fused"``: their own path, with bit-identical training; a feature that needs
-            an unavailable tensor is refused. ``"debug"``: TE's unfused debug path, which rounds some tensors
-            differently. ``"auto"``: the fused path where a layer's features allow it (docs/observing.md).
+        observe: call path of observed layers. ``"fused"``: TE's fused path, with bit-identical training; features that
+            need another path are refused. ``"debug"``: TE's unfused debug path, which rounds some tensors differently.
+            ``"auto"``: the fused path where a layer's features allow it (docs/observing.md).
         precision_features_in_eval: whether features that change precision also act in evaluation.
-        allow_unmatched: a section that matches no layer warns instead of raising.
-        strict: raise instead of reporting once: on a failure in observation, a layer that TE's debug path refuses, or a
-            difference found by the audit of a resume (docs/resuming.md#the-audit).
+        allow_unmatched: warn instead of raising about sections that match no layer.
+        strict: raise instead of warning about a failed observation, a layer refused by TE's debug path, or a difference
+            found by the audit of a resume (docs/resuming.md#the-audit).
         require: a requirement on the run, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract). Checked
             after the third step, when precision changes, and at the end of a shorter run.
         on_broken: ``"raise"`` a PrecisionContractError for a broken contract, or ``"warn"``.
-        on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-or-act-on-a-finding). ``"warn"``: once
-            per finding. ``"stop"``: raise a PrecisionFindingError on all ranks, for errors and warnings, or for
-            severities or rules, such as ``"stop: nonfinite, dead-gradient"``. A function of the finding returns
-            ``"stop"`` to stop.
+        on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-or-act-on-a-finding). ``"warn"``: log
+            each finding once. ``"stop"``: raise a PrecisionFindingError on all ranks, for errors and warnings, or for
+            the listed severities or rules, such as ``"stop: nonfinite, dead-gradient"``. A function of the finding may
+            return ``"stop"``.
         profile: iterations that torch's profiler records, such as ``11`` or ``"11-13"``, on rank 0; ``"11-13, all"`` on
             all ranks (docs/fp8-not-faster.md#profile-a-few-steps).
         quiet: omit the lines printed to stderr when the run ends, as does the environment variable

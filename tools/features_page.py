@@ -83,7 +83,7 @@ def _selectors() -> str:
 _INTRODUCTION = f"""\
 # Features
 
-The keys of a config, and of each feature. This page is generated from the schemas that check configs:
+The keys of a config and of each feature. Generated from the schemas that check configs:
 `python -m tools.features_page > docs/features.md`.
 
 ```yaml
@@ -99,8 +99,7 @@ statistics:                      # a section: any name
 ```
 
 A layer may be in several sections with different features. A section or feature with `enabled: False` is not checked.
-Feature names ignore case: `DisableFp8Gemm` is `DisableFP8GEMM`. All problems of a config are reported in one error,
-with their lines.
+Feature names are case-insensitive. All problems of a config are reported in one error, with line numbers.
 
 ## Select layers
 
@@ -110,8 +109,8 @@ If a section has several of these keys, `exact_layer_names` takes precedence, th
 names the keys without effect. With `layer_numbers` and `layer_types`, a layer must match both; within each list, one
 match is enough.
 
-A section that selects no layer of the model, and an exact name without a layer, are errors at start. With
-`allow_unmatched=True` they are warnings.
+A section that selects no layer, or an exact name without a layer, is an error at start. With `allow_unmatched=True`, it
+is a warning.
 
 ### Names
 
@@ -126,9 +125,9 @@ If ranks have different layers at the same path, the names get [a prefix or Mega
 numbers](statistics.md#aggregation).
 
 nvidia-dlfw-inspect names some layers differently: with an attribute `layer_number`, `model.layers.3.q_proj` is
-`model.layers.4.q_proj`. To use a config that was written for those names, pass `layer_names="upstream"`, or write
+`model.layers.4.q_proj`. For a config with nvidia-dlfw-inspect's names, pass `layer_names="upstream"`, or write
 `layer_names: upstream` above the sections. A warning names the sections that would select other layers by those names;
-`layer_names: path` turns it off.
+`layer_names: path` suppresses it.
 
 ## Keys of all features
 
@@ -139,19 +138,19 @@ nvidia-dlfw-inspect names some layers differently: with an attribute `layer_numb
 | `enabled` | True or False | Required in each feature. |
 | `tensors` | a name or a list | Tensors that the feature acts on. |
 | `gemms` | a name or a list | GEMMs that the feature acts on. |
-| `tensors_struct`, `gemms_struct` | a list of mappings | Instead of `tensors` and `gemms`: an item for each, with `tensor` or `gemm` and keys that apply only there. An item's key takes precedence over the feature's, and a tensor's over a GEMM's. |
-| `freq` | an integer >= 1 | The feature acts in steps that are multiples of this number, by default in each: with `freq: 10` and `start_step: 5` in steps 10, 20, ... Not for features that change precision. |
+| `tensors_struct`, `gemms_struct` | a list of mappings | Instead of `tensors` and `gemms`: a list of items, each with a `tensor` or a `gemm`, and keys that apply only to it. The keys of an item override those of the feature; the keys of a tensor override those of its GEMM. |
+| `freq` | an integer >= 1 | The feature acts in steps that are multiples of this number, by default in every step: with `freq: 10` and `start_step: 5` in steps 10, 20, ... Not for features that change precision. |
 | `start_step` | an integer >= 0 | The first step, counted from 0. |
 | `end_step` | an integer >= -1 | The last step, inclusive. -1, the default: no end. |
 | `start_end_list` | a list of [start, end] pairs | Several ranges of steps instead, ends included: `[[0, 20], [80, -1]]`. |
 
-- Steps are *debug iterations*: an optimizer step with all of its micro-batches is one.
+- Steps are *debug iterations*: an optimizer step with all of its micro-batches is one iteration.
 - The three GEMMs of a linear layer: `fprop` multiplies `activation` and `weight` to `output`; `dgrad` multiplies
   `gradient` and `weight` to `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
-- A GEMM multiplies two quantized tensors, or two in high precision. Therefore PerTensorScaling, which quantizes
-  tensors, and the Disable features and FakeQuant, which run a GEMM in high precision, exclude each other on a GEMM in
-  the same step.
-- Transformer Engine's own features that change precision act in every step; their steps are keys of this project.
+- Both operands of a GEMM are quantized, or both are in high precision. PerTensorScaling quantizes; FakeQuant and the
+  Disable features use high precision. They cannot act on the same GEMM in the same step.
+- In plain Transformer Engine, features that change precision act in every step: their keys for ranges of steps are an
+  extension of this project.
 - The keys of [your own features](custom-features.md) are not checked.
 """  # noqa: E501
 

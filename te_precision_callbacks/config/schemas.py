@@ -132,8 +132,8 @@ class DisableQuantizationGEMM(Spans, GemmChoice[DisableQuantizationGemmItem], Fe
 
     It excludes PerTensorScaling on these GEMMs.
 
-    The bias is an exception: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM, in a
-    GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. Transformer Engine's own feature does the same.
+    One exception, as in Transformer Engine's own feature: under autocast, the float32 bias of a GroupedLinear, and of
+    fc2 in a LayerNormMLP whose fc1 runs in FP8, is still rounded to bfloat16.
     """
 
     example = """
@@ -170,7 +170,7 @@ forward_in_high_precision:
 class DisableQuantizationLayer(Spans, FeatureSchema):
     """Runs all GEMMs of the layer in high precision under every recipe, in every step or in ranges of steps.
 
-    It excludes PerTensorScaling on the layer. The bias has the same exception as with DisableQuantizationGEMM.
+    It excludes PerTensorScaling on the layer. The exception for the bias is the same as for DisableQuantizationGEMM.
     """
 
     example = """
@@ -212,7 +212,7 @@ class PerTensorScalingGemmItem(Spans, Margin, TensorChoice[OperandName, PerTenso
 class PerTensorScaling(
     Spans, Margin, ModifyingFeatureSchema[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]
 ):
-    """Scales tensors by the amax of the current step, in layers with delayed scaling, which uses earlier amaxes.
+    """Scales tensors by the amax of the current step instead of earlier amaxes, in layers with delayed scaling.
 
     It acts in every step or in ranges of steps. Only one feature can change a tensor of a GEMM, and no other feature
     can run that GEMM in high precision.
@@ -246,13 +246,13 @@ class FakeQuantGemmItem(Spans, Quantization, TensorChoice[TensorName, FakeQuantT
 class FakeQuant(Spans, Quantization, ModifyingFeatureSchema[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
     """Rounds tensors to a format and back, and runs the GEMM in high precision.
 
-    This isolates each tensor's part in the loss of precision, and can try formats that the GPU does not have. It acts
-    in every step or in ranges of steps; a GEMM runs in high precision in the steps of any of its tensors. Only one
-    feature can change a tensor of a GEMM, and no other feature can quantize another tensor of that GEMM.
+    This isolates the error from each tensor, and can try formats that the GPU does not have. It acts in every step or
+    in ranges of steps. If it acts on one tensor of a GEMM, the GEMM runs in high precision. Only one feature can change
+    a tensor of a GEMM, and no other feature can quantize another tensor of that GEMM.
 
-    FP8 results equal Transformer Engine's FakeQuant bit for bit. The scale is a product with the reciprocal of the
-    amax, while current scaling divides: for a quarter of all amaxes the scale is one unit in the last place off, and
-    single elements may round to the neighboring value. MXFP8 results equal the recipe's bit for bit.
+    MXFP8 results equal the recipe's bit for bit. FP8 results equal Transformer Engine's FakeQuant bit for bit, but can
+    differ from current scaling: the scale is computed with the reciprocal of amax, so it is one unit in the last place
+    off for a quarter of all amaxes, and single elements may round to the neighboring value.
     """
 
     example = """
@@ -288,7 +288,7 @@ class LogGemmError(GemmSampling, GemmChoice[LogGemmErrorItem], FeatureSchema):
     """Logs the error at the output of GEMMs in low precision, and its cause: format, quantizer or kernel.
 
     Products are not computed a second time: the operands and the result are multiplied with a few random vectors.
-    docs/gemm-error.md explains the statistics and their limits. It needs a session.
+    docs/gemm-error.md explains the statistics and their limits. The feature needs a session.
     """
 
     example = """

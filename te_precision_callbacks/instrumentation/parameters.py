@@ -359,7 +359,8 @@ class ParameterWatch:
                 elif gradient.layout is torch.strided and not is_capturing():
                     arrivals.append(local_part(gradient).any())
 
-            self._clearing[optimizer] = parameter.weight.register_hook(outside_of_dynamo(note))
+            hook: Any = parameter.weight.register_hook
+            self._clearing[optimizer] = hook(outside_of_dynamo(note))
 
     def _sample(self, optimizer: Optimizer, all_held: list[_Held]) -> None:
         iteration, batches = self._iteration, self._batches

@@ -69,7 +69,7 @@ class DebugRefusal:
         return (
             "before the first step"
             if self.applies_to_module or self.applies_to_effects
-            else "in the forward that has it"
+            else "in the first affected forward"
         )
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def is_captured() -> bool:
 
 CUDA_GRAPH = DebugRefusal(
     "CUDA graph",
-    "a replay runs no Python, so no feature is called, and updating a cached weight raises in debug mode",
+    "a replay runs no Python code, so no feature is called, and updating a cached weight raises in debug mode",
     "debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_",
     "CUDA Graphs are not supported with debug=True!",
     applies_to_forward=lambda forward: is_captured(),
@@ -165,7 +165,7 @@ REFUSALS = (
     ),
     DebugRefusal(
         "single_grouped_weight or single_grouped_bias",
-        "the debug path takes each GEMM's own parameters, and raises if they are one tensor",
+        "the debug path needs separate parameters for each GEMM, and raises if they are one tensor",
         "pytorch.module.grouped_linear:GroupedLinear.forward",
         "TE debug features do not support single grouped parameters.",
         applies_to_module=lambda module: any(
@@ -175,8 +175,8 @@ REFUSALS = (
     CUDA_GRAPH,
     DebugRefusal(
         "quantized_model_init",
-        "the weight exists only in quantized form, so a feature that replaces it, or runs fprop or dgrad in high"
-        " precision, raises",
+        "the weight exists only in quantized form: features that replace it, or run fprop or dgrad in high precision,"
+        " raise",
         "debug.pytorch.debug_quantization:DebugQuantizer.wrap_quantized_tensor",
         "Weight tensor with fp8 model parameters enabled cannot be",
         applies_to_effects=_changes_quantized_weights,
@@ -184,8 +184,8 @@ REFUSALS = (
     ),
     DebugRefusal(
         "fp8_output or fp8_grad",
-        "a GEMM with a quantized result raises in debug mode; FP8 attention by fp8_dpa or fp8_mha and Userbuffers in"
-        " FP8 ask for one too",
+        "a GEMM with a quantized result raises in debug mode; FP8 attention (fp8_dpa, fp8_mha) and Userbuffers in FP8"
+        " need such results",
         "debug.pytorch.debug_quantization:DebugQuantizer.process_gemm_output",
         "Quantized output is not supported for debug=True.",
         applies_to_forward=lambda forward: any(
@@ -194,8 +194,8 @@ REFUSALS = (
     ),
     DebugRefusal(
         "quantized input",
-        "an input from a layer with fp8_output or from FP8 attention reaches no feature, so a GEMM whose other operand"
-        " a feature changes fails",
+        "features do not get an input from a layer with fp8_output or from FP8 attention, so a GEMM fails if a feature"
+        " changes its other operand",
         "pytorch.module.linear:_linear_forward_impl",
         "            if isinstance(inputmat, QuantizedTensorStorage):\n"
         "                inputmat.update_usage(rowwise_usage=True)\n"
@@ -254,7 +254,7 @@ class RefusedLayers:
         """
         planned = {entry.layer.name: entry for entry in plan.layers}
         graphed = dict(_modules_in_graphs(model))
-        of_modules: dict[int, DebugRefusal] = {}
+        refusals_by_module: dict[int, DebugRefusal] = {}
         before: dict[str, DebugRefusal] = {}
         for named in modules:
             module = named.module
@@ -264,7 +264,7 @@ class RefusedLayers:
                     (row for row in REFUSALS if row.applies_to_module and row.applies_to_module(module)), refusal
                 )
             if refusal is not None:
-                of_modules[id(module)] = refusal
+                refusals_by_module[id(module)] = refusal
                 self._note_graph(module, refusal)
             for layer in named.layers:
                 if layer.name in planned:
@@ -277,7 +277,7 @@ class RefusedLayers:
                         before[layer.name] = layer_refusal
         if self.strict and before:
             raise _error(before)
-        self.modules = of_modules
+        self.modules = refusals_by_module
         for layer_name, refusal in before.items():
             self._refused.setdefault(layer_name, {})[refusal] = None
         self._acting = {

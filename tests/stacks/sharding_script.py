@@ -148,7 +148,7 @@ def by_hugging_face(folder: Path, **how: Any) -> Keeper:
 
 
 def by_deepspeed(folder: Path, stage: int) -> Keeper:
-    """With the lines of docs/stacks.md."""
+    """With the lines of docs/session.md."""
     import deepspeed
 
     keeper, net = Keeper(), Net()
