@@ -109,9 +109,9 @@ class ScriptWatch:
         self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=101)
 
     def _stop_at_exit(self) -> None:
-        from te_precision_callbacks.session.endings import uncaught
+        from te_precision_callbacks.session.endings import uncaught_exception
 
-        self.stop(uncaught() or self._exit)
+        self.stop(uncaught_exception() or self._exit)
 
     def _before_exit(self, status: Any = None) -> None:
         self._exit = None if status in (None, 0) else SystemExit(status)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 
 if TYPE_CHECKING:
     import torch
@@ -67,11 +67,11 @@ def _what_was_lost(
     if thawed:
         yield (
             "Accelerate's conversion has unfrozen these parameters:"
-            f" {', '.join(folded(thawed, most=_MOST_NAMES))}. They get gradients, and an optimizer that has them"
+            f" {', '.join(fold_names(thawed, most=_MOST_NAMES))}. They get gradients, and an optimizer that has them"
             f" trains them. {_FREEZE_AGAIN}"
         )
     if untied:
-        pairs = "; ".join(folded([" and ".join(names) for names in untied], most=_MOST_NAMES))
+        pairs = "; ".join(fold_names([" and ".join(names) for names in untied], most=_MOST_NAMES))
         yield f"Accelerate's conversion has untied {pairs}: each has its own copy of the weights. {_FREEZE_AGAIN}"
 
 

@@ -40,7 +40,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.fused import choose, format_paths
 from te_precision_callbacks.instrumentation.recipe_arguments import ignored_arguments
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
-from te_precision_callbacks.layers.folding import in_sentence
+from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
     Model,
@@ -49,7 +49,7 @@ from te_precision_callbacks.layers.naming import (
     named_te_modules,
 )
 from te_precision_callbacks.options import check_value
-from te_precision_callbacks.session.model import without_layers
+from te_precision_callbacks.session.model import no_layers_warning
 from te_precision_callbacks.speed.memory import Memory, plan_memory
 
 
@@ -228,8 +228,8 @@ class _Check:
         if products.attention and products.coverage.macs():
             self._notes.append(
                 "The shares leave out the two products of attention, which depend on the lengths of sequences:"
-                f" {in_sentence(*products.attention, most=2)}. A batch in place of the number of tokens counts them:"
-                " --batch, or batch=."
+                f" {fold_for_sentence(*products.attention, most=2)}. A batch in place of the number of tokens counts"
+                " them: --batch, or batch=."
             )
         if products.not_counted:
             self._findings.append(not_sized(products.not_counted))
@@ -342,7 +342,7 @@ class _Check:
     def _without_layers(self, layers: Sequence[Layer]) -> str:
         if layers:
             return ""
-        text = without_layers("without precision debugging")
+        text = no_layers_warning("without precision debugging")
         modules = (module for _, root in named_roots(self._model) or () for module in root.modules())
         if self._unconverted is None and any("PreTrainedModel" in class_names(module) for module in modules):
             text += (

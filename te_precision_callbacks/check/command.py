@@ -292,7 +292,7 @@ def _planned(
 
 @without_collections()
 def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Path | None) -> StepSpeed:
-    from te_precision_callbacks.layers.folding import folded
+    from te_precision_callbacks.layers.folding import fold_names
     from te_precision_callbacks.speed.devices import SpeedError
     from te_precision_callbacks.speed.estimate import Step
 
@@ -305,7 +305,7 @@ def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Pat
         "Times do not include {}: their matrix products are unknown without a batch.": checked.not_counted,
         "Times do not include attention ({}), which depends on sequence lengths. Give --batch.": checked.attention,
     }
-    notes = (text.format(", ".join(folded(names, most=8))) for text, names in left_out.items() if names)
+    notes = (text.format(", ".join(fold_names(names, most=8))) for text, names in left_out.items() if names)
     step = Step(checked.coverage, checked.recipe, notes=tuple(notes))
     return speed_of_step(step, device, recipe=None, calibrate=calibrate, table=table)
 

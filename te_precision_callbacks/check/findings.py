@@ -19,7 +19,7 @@ from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.coverage.coverage import Coverage, list_uncounted
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
 
 FindingKind = Literal[
@@ -185,4 +185,4 @@ def _refused(
 
 
 def listed(names: Iterable[str]) -> str:
-    return ", ".join(folded(names, most=_MOST_NAMED))
+    return ", ".join(fold_names(names, most=_MOST_NAMED))

@@ -16,7 +16,7 @@ from te_precision_callbacks.check.accelerate_conversion import Converted
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
 from te_precision_callbacks.coverage.coverage import Product, Reason, percent
 from te_precision_callbacks.coverage.gemm_precision import in_short
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.speed.memory import show as show_memory
 
 _INDENT = 2
@@ -105,7 +105,7 @@ def show(
     for steps, coverage in checked.spans.items():
         terminal.show_text(f"In {steps}: {coverage}")
     if checked.not_reached:
-        names = ", ".join(folded(checked.not_reached, most=_MOST_NAMES))
+        names = ", ".join(fold_names(checked.not_reached, most=_MOST_NAMES))
         terminal.show_text(f"The forward does not reach these: {names}.")
     if checked.memory is not None:
         typer.echo()
@@ -129,7 +129,7 @@ def _conditions(checked: CheckedModel, batch: str | None) -> str:
 
 
 def _cells(row: PlannedLayers, whole: int) -> list[Text]:
-    names = folded(row.layers)
+    names = fold_names(row.layers)
     more = len(names) - _MOST_NAMES
     gemms = [_formats(row, gemm) for gemm in GEMMS]
     share = f" ({percent(row.macs / whole)} %)" if whole else ""

@@ -21,7 +21,7 @@ from te_precision_callbacks.config.schemas import (
 )
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.schedule import Schedule
-from te_precision_callbacks.statistics.table import GEMM_STATISTICS, OF_GEMMS, STATISTICS
+from te_precision_callbacks.statistics.table import GEMM_SOURCES, GEMM_STATISTICS, STATISTICS
 
 if TYPE_CHECKING:
     from te_precision_callbacks.config.planning import Plan, Section
@@ -91,7 +91,7 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
     """Message for a condition on a statistic that no feature collects; ``known`` are the tensor's statistics."""
     wanted = condition.statistic
     those = "that layer" if len(layers) == 1 else "those layers"
-    if wanted.statistic.of in OF_GEMMS:
+    if wanted.statistic.source in GEMM_SOURCES:
         gemms = [gemm for gemm, result in RESULT.items() if result == tensor]
         return (
             f"the condition {str(condition)!r} of DumpTensors would never hold: LogGemmError does not measure the GEMM"

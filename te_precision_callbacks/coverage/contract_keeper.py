@@ -26,7 +26,7 @@ from te_precision_callbacks.coverage.coverage import (
     list_uncounted,
     percent,
 )
-from te_precision_callbacks.layers.folding import in_sentence
+from te_precision_callbacks.layers.folding import fold_for_sentence
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
             first = max(others, key=lambda product: product.macs)
             more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
             yield (
-                f"{pattern!r} must run in {precision}: {in_sentence(first.layer)} {first.gemm} runs in"
+                f"{pattern!r} must run in {precision}: {fold_for_sentence(first.layer)} {first.gemm} runs in"
                 f" {first.precision}{f' ({first.why})' if first.why else ''}{more}."
             )
 
@@ -258,7 +258,7 @@ def _offenders(coverage: Coverage) -> list[str]:
     for (layer, precision, reason, why), products in rows[:_MOST_OFFENDERS]:
         share = percent(sum(product.macs for product in products) / whole)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
-        text = f"- {in_sentence(layer)} {gemms}: {share} % in {precision}"
+        text = f"- {fold_for_sentence(layer)} {gemms}: {share} % in {precision}"
         if reason is not None:
             text += f": {why}." + (f" To change that, {REMEDIES[reason]}." if reason in REMEDIES else "")
         texts.append(text)

@@ -30,7 +30,7 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import REDUCING, KeptState, OperatorProducts
-from te_precision_callbacks.layers.forwards import in_backward, in_evaluation, outside_of_dynamo
+from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, outside_of_dynamo
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
@@ -129,7 +129,7 @@ class ModelWatch:
         def part(*arguments: Any, **keywords: Any) -> Any:
             call = here.call
             if call is None:
-                if not is_te or not self.is_watching() or not torch.is_grad_enabled() or in_backward():
+                if not is_te or not self.is_watching() or not torch.is_grad_enabled() or is_in_backward():
                     return noting(*arguments, **keywords)
                 call = self.calls.outside
             try:
@@ -168,7 +168,7 @@ class ModelWatch:
 
     def _note_forward(self, module: Any) -> None:
         with_gradients = torch.is_grad_enabled()
-        if module.training and (with_gradients or not _in_evaluation()):
+        if module.training and (with_gradients or not _is_evaluation_forward()):
             self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
 
     def _surround_calls(self, root: Any) -> None:
@@ -184,7 +184,7 @@ class ModelWatch:
 
         @functools.wraps(upstream)
         def around(*arguments: Any, **keywords: Any) -> Any:
-            if not self.is_watching() or not torch.is_grad_enabled() or in_backward():
+            if not self.is_watching() or not torch.is_grad_enabled() or is_in_backward():
                 return upstream(*arguments, **keywords)
             calls = self.calls
             outer = calls.here
@@ -218,7 +218,7 @@ class ModelWatch:
         def around(roots: Any, *arguments: Any, **keywords: Any) -> Any:
             if not self.is_watching():
                 return upstream(roots, *arguments, **keywords)
-            if in_backward():  # a backward inside of another one is looked at as that one is
+            if is_in_backward():  # a backward inside of another one is looked at as that one is
                 self._guarded(lambda: self.operators.nodes.bind(roots))
                 return upstream(roots, *arguments, **keywords)
             looking = self._guarded(lambda: self._looking_at_backward(roots))
@@ -304,7 +304,7 @@ class TrainingStepOfOneModule(CallOfOneModule):
         return functools.partial, (_training_step_of_its_class, self._module)
 
 
-_in_evaluation = outside_of_dynamo(in_evaluation)
+_is_evaluation_forward = outside_of_dynamo(is_evaluation_forward)
 
 
 def _attends_in_fp8() -> bool:

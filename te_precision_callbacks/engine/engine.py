@@ -67,7 +67,13 @@ from te_precision_callbacks.gemm_error.judging import FORMAT_SUMS, KERNEL_MAXIMA
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
-from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS, OF_BLOCKS, OF_SCALES, STATISTICS, Of
+from te_precision_callbacks.statistics.table import (
+    BLOCK_SOURCES,
+    EXPONENT_COLUMNS,
+    SCALE_SOURCES,
+    STATISTICS,
+    StatisticSource,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +163,8 @@ class StatisticsEngine:
         self.notices = Notices()
         self.gemm_operands: GemmOperands | None = None
 
-    def _report(self, doing: str, of: str, error: Exception) -> None:
-        self.on_failure(doing, of, error)
+    def _report(self, operation: str, subject: str, error: Exception) -> None:
+        self.on_failure(operation, subject, error)
 
     def reduce_over(self, messages: Messages | None) -> None:
         if self._reduction.messages is not messages:
@@ -187,20 +193,26 @@ class StatisticsEngine:
         self._noted.append((watched, [requests]))
 
     def add(
-        self, layer: str, tensor: str, iteration: int, of: Of, sums: torch.Tensor, maxima: torch.Tensor | None = None
+        self,
+        layer: str,
+        tensor: str,
+        iteration: int,
+        source: StatisticSource,
+        sums: torch.Tensor,
+        maxima: torch.Tensor | None = None,
     ) -> None:
         """Add columns measured elsewhere, and request all their statistics.
 
         Args:
             of: the source of the columns.
-            sums, maxima: float64, the columns of ``of``.
+            sums, maxima: float64, the columns of ``source``.
         """
         self.has_news, self.iteration = True, iteration
         with _without_autograd():
-            key = SegmentKey(layer, tensor, of.name)
-            segment = self._slots.segment(key, *_COLUMNS[of], sums.device, contributes=True)
+            key = SegmentKey(layer, tensor, source.name)
+            segment = self._slots.segment(key, *_COLUMNS[source], sums.device, contributes=True)
             self._slots.merge(segment, sums, maxima)
-            self._slots.request(segment, _requests_of(of))
+            self._slots.request(segment, _requests_of(source))
 
     def measure(self) -> None:
         """Measure all queued tensors, each in one pass; on a GPU, in one launch for all tensors.
@@ -292,8 +304,8 @@ class StatisticsEngine:
 
 
 @functools.cache
-def _requests_of(of: Of) -> Sequence[Request]:
-    return tuple(Request(name, row) for name, row in STATISTICS.items() if row.of is of)
+def _requests_of(source: StatisticSource) -> Sequence[Request]:
+    return tuple(Request(name, row) for name, row in STATISTICS.items() if row.source is source)
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -313,9 +325,11 @@ def _without_autograd() -> AbstractContextManager[None]:
 def _log_failure_once() -> OnFailure:
     notices = Notices()
 
-    def log(doing: str, of: str, error: Exception) -> None:
-        if notices.first(doing):
-            logger.warning("%s %s: %s: %s. Training goes on without it.", doing, of, type(error).__name__, error)
+    def log(operation: str, subject: str, error: Exception) -> None:
+        if notices.first(operation):
+            logger.warning(
+                "%s %s: %s: %s. Training goes on without it.", operation, subject, type(error).__name__, error
+            )
 
     return log
 
@@ -348,12 +362,12 @@ class _TableReader:
         self._uncounted = [  # row, layer and tensor of tensors with moments, but without a request for nonfinite_num
             (row, key.layer, key.tensor)
             for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True))
-            if key.kind == Of.TENSOR.name and _NONFINITE not in labels
+            if key.kind == StatisticSource.TENSOR.name and _NONFINITE not in labels
         ]
         self._uncounted_rows = np.array([row for row, _, _ in self._uncounted], dtype=np.intp)
         numbers: list[int] = []
         places: dict[str, list[tuple[int, int]]] = {}  # statistic -> (row, place) pairs
-        histograms: dict[Of, list[tuple[int, int]]] = {}  # kind -> (row, series) pairs
+        histograms: dict[StatisticSource, list[tuple[int, int]]] = {}  # kind -> (row, series) pairs
         for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True)):
             for label in labels:
                 number = table.intern(key.layer, key.tensor, label)
@@ -361,7 +375,7 @@ class _TableReader:
                 if request is None:
                     raise UnknownStatisticError(f"another rank has a statistic {label!r}, which is not known here")
                 if request.statistic.value is None:
-                    histograms.setdefault(request.statistic.of, []).append((row, number))
+                    histograms.setdefault(request.statistic.source, []).append((row, number))
                 else:
                     places.setdefault(request.statistic.name, []).append((row, len(numbers)))
                     numbers.append(number)
@@ -369,7 +383,7 @@ class _TableReader:
         self._formulas = [
             (STATISTICS[name], *np.array(pairs, dtype=np.intp).T.copy()) for name, pairs in places.items()
         ]
-        self._histograms = [(_COLUMNS[of][0], *zip(*pairs, strict=True)) for of, pairs in histograms.items()]
+        self._histograms = [(_COLUMNS[source][0], *zip(*pairs, strict=True)) for source, pairs in histograms.items()]
 
     def numbers(self, table: Table) -> _SeriesValues:
         values = np.empty(len(self._series))
@@ -392,19 +406,19 @@ class _TableReader:
             yield from zip(numbers, map(tuple, counts), strict=True)
 
 
-_COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    Of.TENSOR: (MOMENT_SUMS, MAXIMA),
-    Of.EXPONENTS: (EXPONENT_COLUMNS, ()),
-    Of.BLOCKS: ((), ("block_range",)),
-    Of.QUANTIZED: (COMPARISON_SUMS, ()),
-    Of.SCALES: (SCALE_SUMS, SCALE_MAXIMA),
-    Of.SCALE_LIMITS: (LIMIT_SUMS, ()),
-    Of.LOSSES: (LOSS_SUMS, LOSS_MAXIMA),
-    Of.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
-    Of.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
-    Of.GEMM_FORMAT: (FORMAT_SUMS, ()),
-    Of.GEMM_CODES_A: (CodeCheck._fields, ()),
-    Of.GEMM_CODES_B: (CodeCheck._fields, ()),
+_COLUMNS: Mapping[StatisticSource, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    StatisticSource.TENSOR: (MOMENT_SUMS, MAXIMA),
+    StatisticSource.EXPONENTS: (EXPONENT_COLUMNS, ()),
+    StatisticSource.BLOCKS: ((), ("block_range",)),
+    StatisticSource.QUANTIZED: (COMPARISON_SUMS, ()),
+    StatisticSource.SCALES: (SCALE_SUMS, SCALE_MAXIMA),
+    StatisticSource.SCALE_LIMITS: (LIMIT_SUMS, ()),
+    StatisticSource.LOSSES: (LOSS_SUMS, LOSS_MAXIMA),
+    StatisticSource.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
+    StatisticSource.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
+    StatisticSource.GEMM_FORMAT: (FORMAT_SUMS, ()),
+    StatisticSource.GEMM_CODES_A: (CodeCheck._fields, ()),
+    StatisticSource.GEMM_CODES_B: (CodeCheck._fields, ()),
 }
 """Source of a statistic -> the summed columns, and the maximum columns."""
 
@@ -420,14 +434,14 @@ class _QuantizedForm(NamedTuple):
 class _SegmentKind(NamedTuple):
     """Source of statistics; requests of one kind share a segment."""
 
-    of: Of
+    source: StatisticSource
     form: _QuantizedForm | None = None
     blocks: Blocks | None = None
 
     @classmethod
     def of_request(cls, request: Request) -> _SegmentKind:
         form = None if request.recipe is None else _QuantizedForm(request.recipe, request.columnwise, request.e5m2)
-        return cls(request.statistic.of, form, request.blocks)
+        return cls(request.statistic.source, form, request.blocks)
 
     @property
     def name(self) -> str:
@@ -437,7 +451,7 @@ class _SegmentKind(NamedTuple):
 
 @functools.cache
 def _name_of(kind: _SegmentKind) -> str:
-    parts = [kind.of.name]
+    parts = [kind.source.name]
     if kind.form is not None:
         parts += [kind.form.recipe or "OWN", "columnwise" if kind.form.columnwise else "rowwise"]
         parts += [] if kind.form.e5m2 is None else [ELEMENT_FORMATS[kind.form.e5m2]]
@@ -498,7 +512,7 @@ def _group_by_kind(asked: Iterable[Iterable[Request]], unquantized_as: str | Non
     return wanted
 
 
-_OF_CODES = frozenset({Of.QUANTIZED, Of.SCALES})
+_OF_CODES = frozenset({StatisticSource.QUANTIZED, StatisticSource.SCALES})
 
 
 class _Measurement:
@@ -610,18 +624,18 @@ class _Measurement:
         rest = [kind for kind in self._wanted if kind not in fused]
         if not fused:
             return None, rest
-        at: dict[_QuantizedForm | None, dict[Of, SlotRange]]
-        at = {kind.form: {} for kind in fused if kind.form is not None} or {None: {}}
-        first = next(iter(at))  # its pass also covers kinds without a form
+        segments: dict[_QuantizedForm | None, dict[StatisticSource, SlotRange]]
+        segments = {kind.form: {} for kind in fused if kind.form is not None} or {None: {}}
+        first = next(iter(segments))  # its pass also covers kinds without a form
         slots, device = self._engine._slots, self._values.device
         for kind in fused:
             segment = self._segment(kind)
             if segment.device != device:
                 raise QuantizationError("the layer has moved to another device within a step")
-            at[first if kind.form is None else kind.form][kind.of] = segment
+            segments[first if kind.form is None else kind.form][kind.source] = segment
         passes = [
-            _pass(form, of, in_blocks=form is not None and isinstance(held[form], BlockScaledTensor))
-            for form, of in at.items()
+            _pass(form, by_source, in_blocks=form is not None and isinstance(held[form], BlockScaledTensor))
+            for form, by_source in segments.items()
         ]
         ready = _CachedPasses(
             slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused]
@@ -636,7 +650,7 @@ class _Measurement:
         data = held.get(kind.form)
         if self._watched.values is None or data is None:  # codes are compared with values
             return False
-        return kind.of in _OF_CODES if isinstance(data, PerTensor) else data.fits(self._values)
+        return kind.source in _OF_CODES if isinstance(data, PerTensor) else data.fits(self._values)
 
     def _measure_separately(
         self, kinds: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
@@ -646,7 +660,7 @@ class _Measurement:
             if kind.blocks is not None:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
         for form, data in held.items():
-            wanted = {kind.of for kind in kinds if kind.form == form}
+            wanted = {kind.source for kind in kinds if kind.form == form}
             if wanted:
                 self._compare(form, data, wanted)
 
@@ -672,30 +686,32 @@ class _Measurement:
             raise QuantizationError(f"the quantized tensor has the shape {sizes}")
         return held
 
-    def _compare(self, form: _QuantizedForm, held: PerTensor | BlockScaledTensor | None, wanted: Set[Of]) -> None:
+    def _compare(
+        self, form: _QuantizedForm, held: PerTensor | BlockScaledTensor | None, wanted: Set[StatisticSource]
+    ) -> None:
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
-        refused: dict[str, Set[Of]] = {}
+        refused: dict[str, Set[StatisticSource]] = {}
         if self._watched.values is None:
-            refused["the tensor exists in its quantized form only"] = wanted - (OF_SCALES if held else set())
+            refused["the tensor exists in its quantized form only"] = wanted - (SCALE_SOURCES if held else set())
         if isinstance(held, PerTensor) or (held is None and its_recipe == "fp8_current_scaling"):
-            refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & OF_BLOCKS
+            refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & BLOCK_SOURCES
         wanted = wanted - set().union(*refused.values())
         try:
             columns = self._columns(form._replace(recipe=its_recipe), held, wanted) if wanted else {}
         except Exception as error:
             self._report_failure(form, error)
             return
-        for of in wanted & columns.keys():
-            self._merge(_SegmentKind(of, form), columns[of])
+        for source in wanted & columns.keys():
+            self._merge(_SegmentKind(source, form), columns[source])
         for reason, kinds in refused.items():
             if kinds:
                 self._report_failure(form, QuantizationError(reason), kinds)
 
     def _columns(
-        self, form: _QuantizedForm, held: PerTensor | BlockScaledTensor | None, wanted: Set[Of]
-    ) -> Mapping[Of, SumsAndMaxima]:
+        self, form: _QuantizedForm, held: PerTensor | BlockScaledTensor | None, wanted: Set[StatisticSource]
+    ) -> Mapping[StatisticSource, SumsAndMaxima]:
         if isinstance(held, PerTensor):
-            return {Of.SCALES: scale_columns(held.scale_inv)}
+            return {StatisticSource.SCALES: scale_columns(held.scale_inv)}
         if isinstance(held, BlockScaledTensor):
             return eager_blocks.columns(held, self._watched.values, wanted)
         finite = torch.where(self._values.isfinite(), self._values.abs(), 0.0)
@@ -722,7 +738,7 @@ class _Measurement:
         segment, device = self._segments.get(kind), self._values.device
         if segment is None or segment.device != device:
             key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
-            segment = self._engine._slots.segment(key, *_COLUMNS[kind.of], device, contributes=self._contributes)
+            segment = self._engine._slots.segment(key, *_COLUMNS[kind.source], device, contributes=self._contributes)
             self._segments[kind] = segment
         return segment
 
@@ -736,8 +752,10 @@ class _Measurement:
         if self._watched.tensor == _WEIGHT:  # a step's micro-batches share the weight
             self._engine._weights_seen.add(segment.key)
 
-    def _report_failure(self, form: _QuantizedForm, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
-        labels = self._labels(form, of)
+    def _report_failure(
+        self, form: _QuantizedForm, error: Exception, sources: Collection[StatisticSource] = frozenset(StatisticSource)
+    ) -> None:
+        labels = self._labels(form, sources)
         self._engine.on_failure(labels, f"of {self._watched.layer} {self._watched.tensor}", error)
 
     def _warn_simulated(self, form: _QuantizedForm, why: str) -> None:
@@ -751,29 +769,29 @@ class _Measurement:
                 why,
             )
 
-    def _labels(self, form: _QuantizedForm, of: Collection[Of] = frozenset(Of)) -> str:
+    def _labels(self, form: _QuantizedForm, sources: Collection[StatisticSource] = frozenset(StatisticSource)) -> str:
         return ", ".join(
             request.label
             for kind, requests in self._wanted.items()
-            if kind.form == form and kind.of in of
+            if kind.form == form and kind.source in sources
             for request in requests
         )
 
 
-def _pass(form: _QuantizedForm | None, segments: Mapping[Of, SlotRange], *, in_blocks: bool) -> _Pass:
+def _pass(form: _QuantizedForm | None, segments: Mapping[StatisticSource, SlotRange], *, in_blocks: bool) -> _Pass:
 
-    def at(of: Of) -> tuple[int, int]:
-        segment = segments.get(of)
+    def at(source: StatisticSource) -> tuple[int, int]:
+        segment = segments.get(source)
         return (-1, -1) if segment is None else (segment.sum_start, segment.maximum_start)
 
-    moments, scales = at(Of.TENSOR), at(Of.SCALES)
+    moments, scales = at(StatisticSource.TENSOR), at(StatisticSource.SCALES)
     places = ColumnPlaces(
         moments=moments[0],
         maxima=moments[1],
-        compared=at(Of.QUANTIZED)[0],
+        compared=at(StatisticSource.QUANTIZED)[0],
         scales=scales[0],
         scale_maxima=scales[1],
-        exponents=at(Of.EXPONENTS)[0],
+        exponents=at(StatisticSource.EXPONENTS)[0],
     )
     return _Pass(form, places, eager_blocks.places_of(at) if in_blocks else None)
 

@@ -1,9 +1,9 @@
 """Reads quantized tensors and simulates quantization, for quantization statistics.
 
     data = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
-    columns = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8", "gradient"),
+    columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, default_settings("mxfp8", "gradient"),
                        columnwise=False)
-    columns = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
+    columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
 The simulation uses the recipe's arithmetic (:mod:`te_precision_callbacks.base.numerics.recipes`), not Transformer
 Engine's quantizers, so it also covers layers in high precision and GPUs without the format.
@@ -45,7 +45,7 @@ from te_precision_callbacks.engine.kernels.eager_blocks import (
     range_columns,
 )
 from te_precision_callbacks.statistics.names import no_blocks
-from te_precision_callbacks.statistics.table import OF_BLOCKS, Of
+from te_precision_callbacks.statistics.table import BLOCK_SOURCES, StatisticSource
 
 
 class QuantizationError(PrecisionDebugError, RuntimeError):
@@ -133,11 +133,11 @@ def simulate(
     recipe: str,
     values: torch.Tensor,
     amax: torch.Tensor,
-    wanted: Collection[Of],
+    wanted: Collection[StatisticSource],
     settings: QuantizerSettings,
     *,
     columnwise: bool,
-) -> Mapping[Of, SumsAndMaxima]:
+) -> Mapping[StatisticSource, SumsAndMaxima]:
     """Simulate a recipe on a tensor.
 
     Args:
@@ -151,7 +151,7 @@ def simulate(
     """
     simulated = _simulated_recipe(recipe)
     block = simulated.block(settings)
-    if block is None and not OF_BLOCKS.isdisjoint(wanted):
+    if block is None and not BLOCK_SOURCES.isdisjoint(wanted):
         raise QuantizationError(no_blocks(recipe))
     if not values.numel():
         return {}
@@ -160,8 +160,8 @@ def simulate(
     else:
         matrix = as_matrix(values)
         blocks = split_into_blocks(matrix.t() if columnwise else matrix, block)
-    if set(wanted) == {Of.RANGES}:
-        return {Of.RANGES: range_columns(blocks)}
+    if set(wanted) == {StatisticSource.RANGES}:
+        return {StatisticSource.RANGES: range_columns(blocks)}
     tensor_amax = amax.reshape(()).clamp(0.0, FLOAT32_MAX).to(torch.float32)
     by_block = block is not None and needs_blocks(wanted)
     simulation = _simulation(recipe, settings, by_block)

@@ -280,7 +280,7 @@ class ForwardHooks:
         pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if pipelining is not None and hasattr(pipelining.PipelineStage, _STAGE_INFERENCE):
             inference = getattr(pipelining.PipelineStage, _STAGE_INFERENCE)
-            self._seams.replace(pipelining.PipelineStage, _STAGE_INFERENCE, self._classify.paused_in(inference))
+            self._seams.replace(pipelining.PipelineStage, _STAGE_INFERENCE, self._classify.pause_during(inference))
         self._install_for_refusals()
         quantizer = make_quantizer_class(self.answers.current, self._failures)
         self._seams.replace(debug_quantization, "DebugQuantizer", quantizer)

@@ -32,7 +32,7 @@ from te_precision_callbacks.layers.gemm_events import GemmEvent, Watched
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
-from te_precision_callbacks.statistics.table import OF_SCALES
+from te_precision_callbacks.statistics.table import SCALE_SOURCES
 
 if TYPE_CHECKING:
     from te_precision_callbacks.features.base import Watcher
@@ -124,7 +124,7 @@ def _why_feature_not_fused(
             needing = [
                 request.label
                 for request in item.requests
-                if request.recipe != OWN_RECIPE or request.statistic.of not in OF_SCALES
+                if request.recipe != OWN_RECIPE or request.statistic.source not in SCALE_SOURCES
             ]
             if needing:
                 return f"{name}: {_format_unavailable(tensor, module)}, which {needing[0]!r} needs"

@@ -58,7 +58,7 @@ from te_precision_callbacks.gemm_error.judging import (
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Watched
 from te_precision_callbacks.layers.naming import NamedModule
-from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.statistics.table import StatisticSource
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +280,9 @@ class GemmErrors:
             call = GemmCall(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added_terms(event))
             judgement = judged(run, expected, call)
             tensor = RESULT[event.gemm]
-            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(judgement, own_rank()))
+            self._engine.add(
+                event.layer, tensor, iteration, StatisticSource.GEMM, *kernel_columns(judgement, own_rank())
+            )
             self._note_measured(event.layer, event.gemm)
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
             high = high_precision_of(self.operands, event.layer, event.b)
@@ -290,9 +292,9 @@ class GemmErrors:
             if high is not None and left.is_quantized:
                 codes = _check_operand_codes(event.b, high, seed_of(iteration, event.layer, event.gemm, "window"))
                 if codes is not None:
-                    self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_B, codes)
+                    self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_CODES_B, codes)
             if kept is not None and kept.codes is not None:
-                self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_A, kept.codes)
+                self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_CODES_A, kept.codes)
             if high is None or kept is None or kept.to_k.shape[0] != k or kept.to_rows.shape[0] != m:
                 which = OPERANDS[event.gemm][0] if high is None else _FORWARD_OPERAND[event.gemm]
                 self.skip(event.layer, event.gemm, f"{_FORMAT}{which} does not exist in high precision")
@@ -309,7 +311,7 @@ class GemmErrors:
                     *squares_of_difference(operands.left, left_g),
                 )
                 counted = torch.stack(errors) * judgement.counts
-                self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
+                self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_FORMAT, counted)
                 self._note_measured(event.layer, event.gemm, of_format=True)
 
 

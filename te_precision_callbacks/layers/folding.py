@@ -1,7 +1,7 @@
 """Short texts for many layer names: names that differ only in numbers are folded.
 
-folded(["layers.0.fc", "layers.1.fc", "layers.4.fc", "head"])     # ["layers.{0-1,4}.fc", "head"]
-folded(f"h.{i}.experts.gemm_{e}" for i in range(32) for e in range(8))   # ["h.{0-31}.experts.gemm_{0-7}"]
+fold_names(["layers.0.fc", "layers.1.fc", "layers.4.fc", "head"])     # ["layers.{0-1,4}.fc", "head"]
+fold_names(f"h.{i}.experts.gemm_{e}" for i in range(32) for e in range(8))   # ["h.{0-31}.experts.gemm_{0-7}"]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEFT_OUT = "…"
 _Numbers = tuple[int, ...]
 
 
-def folded(names: Iterable[str], *, most: int | None = None, most_ranges: int | None = _MOST_RANGES) -> list[str]:
+def fold_names(names: Iterable[str], *, most: int | None = None, most_ranges: int | None = _MOST_RANGES) -> list[str]:
     """Fold names into few texts, in the order of their first names.
 
     Args:
@@ -44,9 +44,9 @@ def folded(names: Iterable[str], *, most: int | None = None, most_ranges: int | 
     return [*texts[:most], f"{more} more"] if more > 0 else texts
 
 
-def in_sentence(*names: str, most: int | None = None) -> str:
+def fold_for_sentence(*names: str, most: int | None = None) -> str:
     """Fold names for a sentence. Names without letters, such as the layers of a Sequential, are quoted."""
-    texts = folded(names, most=most)
+    texts = fold_names(names, most=most)
     return " and ".join(text if any(map(str.isalpha, text)) else repr(text) for text in texts)
 
 

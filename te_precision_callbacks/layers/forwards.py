@@ -76,7 +76,7 @@ class ForwardClassifier:
         self._paused = value
         self.was_paused = self.was_paused or value
 
-    def paused_in(self, function: FunctionT) -> FunctionT:
+    def pause_during(self, function: FunctionT) -> FunctionT:
         @functools.wraps(function)
         def paused(*arguments: Any, **keywords: Any) -> Any:
             before, self.paused = self.paused, True
@@ -92,7 +92,7 @@ class ForwardClassifier:
             return ForwardKind.UNTOUCHED
         if self.paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
-        if in_backward():
+        if is_in_backward():
             # A forward inside a backward is recomputed for an activation checkpoint. A reentrant checkpoint (an
             # autograd Function) ran the first forward without gradients, so the recomputed one is observed. A
             # non-reentrant checkpoint recomputes in a hook of a saved tensor, and its first forward was observed.
@@ -101,14 +101,14 @@ class ForwardClassifier:
         if torch.is_grad_enabled():
             return ForwardKind.OBSERVED
         # A reentrant checkpoint recomputes it later.
-        return self._evaluation if in_evaluation() else ForwardKind.SILENT
+        return self._evaluation if is_evaluation_forward() else ForwardKind.SILENT
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
-def in_evaluation() -> bool:
+def is_evaluation_forward() -> bool:
     """Return whether the running forward of a training step is an evaluation, such as a teacher's.
 
     An evaluation runs without gradients, and not inside an autograd Function such as a reentrant checkpoint.
@@ -135,7 +135,7 @@ def running_functions() -> Iterator[FunctionCtx | None]:
         yield context
 
 
-def is_computing_again() -> bool:
+def is_recomputing() -> bool:
     """Return whether an activation checkpoint is recomputing a forward inside a backward."""
     in_module = False
     frame: FrameType | None = sys._getframe(1)

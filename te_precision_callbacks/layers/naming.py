@@ -32,23 +32,23 @@ _EXPERTS = ("ep", "expert", "experts", "expert_parallel")
 """Names of device mesh dimensions, including those of torchtitan, Lightning, Accelerate and NeMo."""
 
 
-class FoundScope(NamedTuple):
+class DetectedScope(NamedTuple):
     """The pipeline stage and the expert group of a rank; empty if unknown, or equal on all ranks."""
 
     stage: str
     experts: str
 
 
-def found_scope(module: torch.nn.Module) -> FoundScope:
+def detect_scope(module: torch.nn.Module) -> DetectedScope:
     parameters = [p for p in module._parameters.values() if p is not None]  # as parameters(recurse=False)
-    stage, experts = _of_megatron(parameters)
+    stage, experts = _megatron_scope(parameters)
     meshes: list[Any] = [p.device_mesh for p in parameters if hasattr(p, "device_mesh")]
     for mesh in {id(mesh): mesh for mesh in meshes}.values():
         # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a submesh of the root mesh.
         root = mesh._get_root_mesh()
-        stage = stage or _place(root, _PIPELINE, "pp")
-        experts = experts or _place(mesh, _EXPERTS, "ep")
-    return FoundScope(stage, experts)
+        stage = stage or _mesh_position(root, _PIPELINE, "pp")
+        experts = experts or _mesh_position(mesh, _EXPERTS, "ep")
+    return DetectedScope(stage, experts)
 
 
 def _megatron() -> Any:
@@ -57,7 +57,7 @@ def _megatron() -> Any:
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
-def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
+def _megatron_scope(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
     """Return stage and experts by Megatron Core's parallel state; parameters of experts have ``allreduce=False``."""
     state = _megatron()
     if state is None:
@@ -71,7 +71,7 @@ def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
     return stage, experts
 
 
-def _place(mesh: Any, names: tuple[str, ...], prefix: str) -> str:
+def _mesh_position(mesh: Any, names: tuple[str, ...], prefix: str) -> str:
     for name in names:
         if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1:
             return f"{prefix}{mesh.get_local_rank(name)}"
@@ -88,7 +88,7 @@ def check_scope(scope: object) -> None:
         _check_text("scope=", scope)
 
 
-def scope_of(scope: Scope, path: str) -> str:
+def resolve_scope(scope: Scope, path: str) -> str:
     """Return the user's scope of a module.
 
     Raises:
@@ -218,14 +218,14 @@ def named_te_modules(
         if parts is None or id(module) in named:
             continue
         upstream = names_upstream[id(module)]
-        given_scope, rank_scope = scope_of(scope, place.path), found_scope(module)
+        given_scope, rank_scope = resolve_scope(scope, place.path), detect_scope(module)
         # Drop parts of the scope that numbers in the path already show.
         missing = "" if place.has_number else rank_scope.stage, "" if place.has_experts else rank_scope.experts
-        untold = given_scope or ".".join(filter(None, missing))
-        own_scope = untold if by_number else given_scope
+        numbered_scope = given_scope or ".".join(filter(None, missing))
+        own_scope = numbered_scope if by_number else given_scope
         name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
-        entry = _Found(module, name, own_scope, untold, place, upstream, is_lightning)
+        entry = _Found(module, name, own_scope, numbered_scope, place, upstream, is_lightning)
         make_layer = _layer_of_upstream if layer_names == "upstream" else _layer
         layers = tuple(make_layer(entry, part) for part in parts)
         named[id(module)] = NamedModule(module, _joined(own_scope, name), layers)
@@ -240,7 +240,7 @@ def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") ->
     names: dict[int, str] = {}
     for place, root in _named_places(model):
         path = (place.by_number if by_number else place.path) or snake_case(_own_class(root))
-        names.setdefault(id(place.module), _joined(scope_of(scope, place.path), path))
+        names.setdefault(id(place.module), _joined(resolve_scope(scope, place.path), path))
     return names
 
 
@@ -274,7 +274,7 @@ def named_operations(model: Model, *, by_number: bool = False, scope: Scope = ""
         kind = type(place.module)
         if kind.__module__.startswith("transformer_engine.pytorch.ops.") and kind.__name__ in _GEMM_OPERATIONS:
             path = (place.by_number if by_number else place.path).removesuffix(".basic_ops.0")
-            name = _joined(scope_of(scope, place.path), path)
+            name = _joined(resolve_scope(scope, place.path), path)
             groups = getattr(place.module, "num_groups", None)
             layers = (name,) if groups is None else tuple(f"{name}.gemm_{n}" for n in range(groups))
             operations.append(NamedOperation(place.module, layers))
@@ -290,13 +290,13 @@ class _Found(NamedTuple):
     Attributes:
         name: the name without the scope.
         scope: the prefix of the name.
-        untold: the prefix of :attr:`Layer.by_number`.
+        numbered_scope: the prefix of :attr:`Layer.by_number`.
     """
 
     module: torch.nn.Module
     name: str
     scope: str
-    untold: str
+    numbered_scope: str
     place: _Node
     upstream: tuple[str, ...]
     is_lightning: bool
@@ -357,7 +357,7 @@ def _wrapped(
         name, module = next(parts, (name, module))
 
 
-def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
+def find_ambiguous_names(layers: Iterable[Layer]) -> dict[str, list[str]]:
     """Return name by path -> names by number, for names that belong to different layers on several ranks."""
     by_name: dict[str, dict[str, None]] = {}
     for layer in layers:
@@ -365,7 +365,7 @@ def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
     return {name: list(numbered) for name, numbered in by_name.items() if len(numbered) > 1}
 
 
-def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
+def group_by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
     """Return the script's name -> our names of its layers, without script names that are our names of other layers."""
     by_name = {layer.name: layer for layer in layers}
     given: dict[str, list[str]] = {}
@@ -616,6 +616,6 @@ def _layer(entry: _Found, part: str) -> Layer:
         types=spellings(classes),
         given=given + part if is_whole else "",
         upstream=tuple(upstream + part for upstream in entry.upstream),
-        by_number=_joined(entry.untold, entry.place.by_number) + part,
+        by_number=_joined(entry.numbered_scope, entry.place.by_number) + part,
         scope=entry.scope,
     )

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-Thing = TypeVar("Thing")
+ItemT = TypeVar("ItemT")
 
 AT_ONCE = 8
 """Number of modules checked per step without collection."""
@@ -12,13 +12,13 @@ MANY = 4_000
 """Number of modules above which a step checks only a quarter as many, since they no longer fit the CPU cache."""
 
 
-class RoundRobin(Generic[Thing]):
-    def __init__(self, things: Sequence[Thing]) -> None:
-        self._things = things
+class RoundRobin(Generic[ItemT]):
+    def __init__(self, items: Sequence[ItemT]) -> None:
+        self._items = items
         self._next = 0
-        self._at_once = AT_ONCE if len(things) <= MANY else AT_ONCE // 4
+        self._at_once = AT_ONCE if len(items) <= MANY else AT_ONCE // 4
 
-    def take(self, more: int = 0) -> Sequence[Thing]:
+    def take(self, more: int = 0) -> Sequence[ItemT]:
         begin, end = self._next, self._next + self._at_once + more
-        self._next = end if end < len(self._things) else 0
-        return self._things[begin:end]
+        self._next = end if end < len(self._items) else 0
+        return self._items[begin:end]

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.recorded import RecordedRun
-from te_precision_callbacks.runs.tables import at_the_end
+from te_precision_callbacks.runs.tables import facts_at_end
 
 _MOST_NAMED = 4
 
@@ -43,7 +43,7 @@ def no_step_note(run: RecordedRun) -> list[str]:
 def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
     """Return (precision or "", whether in the backward) -> multiply-adds per step."""
     counts: dict[tuple[str, bool], int] = defaultdict(int)
-    for row in at_the_end(run.gemms).select(["precision", "backward", "macs"]).to_pylist():
+    for row in facts_at_end(run.gemms).select(["precision", "backward", "macs"]).to_pylist():
         if row["macs"]:
             counts[row["precision"] or "", bool(row["backward"])] += row["macs"]
     return dict(counts)
@@ -81,7 +81,7 @@ def is_loss(name: str) -> bool:
     return "loss" in words and "scale" not in words
 
 
-def is_loss_of_training(name: str) -> bool:
+def is_training_loss(name: str) -> bool:
     """Return whether a scalar must be the training loss; others, such as ``best_loss``, may be inf in a healthy run."""
     return is_loss(name) and words_of(name) <= _TRAINING_WORDS
 
@@ -140,7 +140,7 @@ _FROM_OUTSIDE = {
 }
 
 
-def broken_in_short(message: str) -> str:
+def summarize_broken_contract(message: str) -> str:
     heading, *lines = message.splitlines() or [""]
     clauses = [line[2:] for line in itertools.takewhile(lambda line: line.startswith("- "), lines)]
     return " ".join([heading, *clauses])

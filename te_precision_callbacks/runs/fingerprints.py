@@ -22,7 +22,7 @@ import torch
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR, gemm_operand, is_quantized, scaling_mode, stored
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.fp8_state import delayed_state, is_in_checkpoints
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.runs.run_files import replace_whole
@@ -346,7 +346,7 @@ class ResumeFinding:
             return f"{self.what}."
         if self.all_layers and len(self.layers) > 1:
             return f"{self.what}: all {len(self.layers)} layers."
-        return f"{self.what}: {', '.join(folded(self.layers, most=_MOST_NAMES))}."
+        return f"{self.what}: {', '.join(fold_names(self.layers, most=_MOST_NAMES))}."
 
 
 @dataclass(frozen=True)

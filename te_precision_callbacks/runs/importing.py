@@ -32,8 +32,8 @@ from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, Segm
 from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.series import family_of, parsed_log_name
-from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.statistics.series import family_of, parse_log_name
+from te_precision_callbacks.statistics.table import StatisticSource
 
 # Folders of nvidia-dlfw-inspect 0.2.2 (logging.py).
 STATISTICS_FOLDER, EVENTS_FOLDER = "nvdlfw_inspect_statistics_logs", "nvdlfw_inspect_logs"
@@ -204,10 +204,10 @@ def parse_names(names: Iterable[str], layers: Iterable[str]) -> dict[str, tuple[
     known = set(layers)
     parsed: dict[str, tuple[str, str, str]] = {}
     for name in names:
-        parts = parsed_log_name(name, known)
+        parts = parse_log_name(name, known)
         parsed[name] = parts if parts[0] else _by_statistic(name)
     known |= {layer for layer, _, _ in parsed.values() if layer}
-    return {name: parts if parts[0] else parsed_log_name(name, known) for name, parts in parsed.items()}
+    return {name: parts if parts[0] else parse_log_name(name, known) for name, parts in parsed.items()}
 
 
 def _by_statistic(name: str) -> tuple[str, str, str]:
@@ -279,7 +279,9 @@ def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
                 continue
             rows = slice(*np.searchsorted(series, (number, number + 1)).tolist())
             is_named = begin == 0 and request.recipe == "fp8_delayed_scaling"
-            if is_named or (request.statistic.of is Of.SCALES and _begins_unscaled(values[rows], at_begin[rows])):
+            if is_named or (
+                request.statistic.source is StatisticSource.SCALES and _begins_unscaled(values[rows], at_begin[rows])
+            ):
                 unscaled.add(tensor)
         flagged = [number for number, tensor, _ in delayed if tensor in unscaled]
         flags[at_begin & np.isin(series, flagged)] |= STEP0

@@ -334,9 +334,9 @@ class _Reader:
         self._note(f"{path} cannot be read, and its rows are missing: {lines[0]}", unread=True)
 
     def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
-        return _sorted(schema, [self._that_count(number, table) for number, table in tables], "iteration")
+        return _sorted(schema, [self._drop_replaced(number, table) for number, table in tables], "iteration")
 
-    def _that_count(self, segment: int, table: pa.Table) -> pa.Table:
+    def _drop_replaced(self, segment: int, table: pa.Table) -> pa.Table:
         return table.filter(pc.less(table["iteration"], pa.scalar(self.ends[segment], pa.int64())))
 
     def _rows(self, folders: Iterable[tuple[int, Path]], name: str, schema: pa.Schema) -> list[_Rows]:
@@ -351,7 +351,7 @@ class _Reader:
                     continue
                 self._number_series(table, numbers)
                 listed.append(_Rows(file, segment, numbers))
-                table = self._that_count(segment, table)
+                table = self._drop_replaced(segment, table)
                 if not len(table):
                     continue
                 iterations = table["iteration"].to_numpy()
@@ -408,7 +408,7 @@ class _Reader:
         except UNREADABLE as error:
             self._note_lost(rows.file.path, error)
             return None
-        table = self._that_count(rows.segment, table)
+        table = self._drop_replaced(rows.segment, table)
         series = _translated(table["series"], numbers)
         table = table.set_column(columns.index("series"), nothing.schema.field("series"), series)
         return table.filter(pc.is_valid(series))

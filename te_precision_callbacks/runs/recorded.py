@@ -51,7 +51,7 @@ class SeveralRunsError(RunError):
 _MOST_NAMES = 8
 
 
-def it_has(name: str, known: Iterable[str]) -> str:
+def format_known_names(name: str, known: Iterable[str]) -> str:
     """Return a sentence with the known names, for an error about an unknown one: all of them, or similar ones."""
     from difflib import get_close_matches
 
@@ -148,7 +148,7 @@ class Grid(NamedTuple):
     present: npt.NDArray[np.bool_]
 
 
-def by_place(rows: Iterable[tuple[str, float | None]]) -> list[str]:
+def sort_by_position(rows: Iterable[tuple[str, float | None]]) -> list[str]:
     places: dict[str, float] = {}
     for layer, place in rows:
         places[layer] = min(places.get(layer, math.inf), math.inf if place is None else place)
@@ -315,7 +315,7 @@ class RecordedRun:
             names = [str(name) for name in known]
             nothing = " All its numbers are reduced over ranks." if column == "rank" else f" It names no {column}."
             raise UnknownSubjectError(
-                f"{self.path}: the run has no {column} {value!r}.{it_has(str(value), names) or nothing}"
+                f"{self.path}: the run has no {column} {value!r}.{format_known_names(str(value), names) or nothing}"
                 f"{self.notes_sentence}"
             )
 
@@ -327,7 +327,7 @@ class RecordedRun:
     @cached_property
     def ordered_layers(self) -> list[str]:
         columns = self.layers["layer"].to_pylist(), self.layers["exec_fwd"].to_pylist()
-        return by_place((*zip(*columns, strict=True), *((subject.layer, None) for subject in self.subjects)))
+        return sort_by_position((*zip(*columns, strict=True), *((subject.layer, None) for subject in self.subjects)))
 
     def grid(self, statistic: str, tensor: str, *, rank: int | None = None) -> Grid:
         """Return a statistic of a tensor in all layers and iterations; raises UnknownSubjectError if there is none."""

@@ -147,7 +147,7 @@ class Recording:
     def _take_numbers(self, records: StepRecords) -> None:
         writer, table = self.writer, records.table
         rank = self._run.rank if self._run.world_size > 1 else None
-        own = own_numbers(records)
+        own = local_mask(records)
         kept = np.ones(len(records), bool) if self._writes_reduced else own
         series, own = records.series[kept], own[kept]
         numbers = np.empty(len(series), np.int32)
@@ -183,7 +183,7 @@ class Recording:
         self.writer.add_event(kind, text, iteration=self._latest, severity="warning")
 
 
-def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:
+def local_mask(records: StepRecords) -> npt.NDArray[np.bool_]:
     if not records.own:
         return np.ones(len(records), bool)
     return np.fromiter(records.own, bool, len(records))

@@ -17,12 +17,12 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.runs.recording import FactTables, Recording, StepJob, own_numbers
+from te_precision_callbacks.runs.recording import FactTables, Recording, StepJob, local_mask
 from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, FOLDER, Place, make_segment, new_run_id
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 
-MOST_WAITING = 1 << 24
+MAX_QUEUED = 1 << 24
 """Maximum number of values in the queue, about 300 MB; further steps are dropped."""
 
 LONGEST_SEARCH, LAST_SEARCH = 120.0, 10.0
@@ -69,7 +69,7 @@ class RecordSink(EventSink):
         self._limit = limit
         self._run: RunInfo | None = None
         self._info: RunInfo
-        self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
+        self._thread: WriterThread[_Job] = WriterThread("records", self, MAX_QUEUED)
         self._recording: Recording | None = None
         self._before: list[Event | Scalars | FactTables] = []
         self.has_content = False
@@ -86,7 +86,7 @@ class RecordSink(EventSink):
     def run_id(self) -> str:
         return self._run_id if self.place is None else self.place.run_id
 
-    def go_on_with(self, run_id: str) -> None:
+    def continue_run(self, run_id: str) -> None:
         """Continue a recorded run, or start a new one if the folder does not have it; call before :meth:`begin`."""
         is_there = Path(run_id).name == run_id != "" and (self._runs / run_id).is_dir()
         self._run_id, self._is_new = (run_id, False) if is_there else (new_run_id(), True)
@@ -205,7 +205,7 @@ class RecordSink(EventSink):
         if self.writes_reduced:
             return True
         if isinstance(job, StepJob):
-            return bool(own_numbers(job.records).any())
+            return bool(local_mask(job.records).any())
         if isinstance(job, _End):
             # An end without a failure, such as by a signal, is the same on all ranks.
             return isinstance(job.error, Exception) and not isinstance(job.error, SessionError)

@@ -155,7 +155,7 @@ class SizeLimit:
                 self._damaged.add(file.path)
                 return
         later = [begin for segment, begin in self._begins.items() if segment.name > folder.parent.name]
-        table = every_second_step(pa.concat_tables(tables), min(later, default=MOST_ITERATION))
+        table = downsample(pa.concat_tables(tables), min(later, default=MOST_ITERATION))
         path = folder / f"{first.table}-{first.first:04d}-{last.last:04d}-every{2 * first.interval}{CLOSED}"
         size = write_table(table, path)
         for file in group:
@@ -181,7 +181,7 @@ Places = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 
 
-def every_second_step(table: pa.Table, end: int) -> pa.Table:
+def downsample(table: pa.Table, end: int) -> pa.Table:
     """Keep every second step and the extremes of each series, sorted by series and iteration.
 
     The first step of delayed scaling is kept, but does not count as an extreme.

@@ -205,7 +205,7 @@ SERIES = pa.schema(
 """The series of a run that was read, with a summary of their values."""
 
 
-def at_the_end(facts: pa.Table) -> pa.Table:
+def facts_at_end(facts: pa.Table) -> pa.Table:
     """Return the rows of a table of facts that hold at the end of the run."""
     return facts.filter(pc.is_null(facts["until"]))
 

@@ -18,11 +18,11 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.instrumentation.answers import DelayedScalingLayers
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer, is_on_host, is_scalar, to_floats
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.runs.answers import is_loss_of_training
+from te_precision_callbacks.runs.answers import is_training_loss
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import NamedLayers
 from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
-from te_precision_callbacks.statistics.series import Measured, parsed_log_name
+from te_precision_callbacks.statistics.series import Measured, parse_log_name
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class StepCollector:
         try:
             values = self._scalars.read()
             table = results.series
-            own = [table.intern(*parsed_log_name(name, self._layers.names)) for name in names]
+            own = [table.intern(*parse_log_name(name, self._layers.names)) for name in names]
             series = np.concatenate([*(part.series for part in measured), np.array(own, dtype=np.int32)])
             numbers = np.concatenate([*(part.values for part in measured), np.array(values)])
             histograms = {number: counts for part in measured for number, counts in part.histograms.items()}
@@ -161,11 +161,11 @@ class TrainerScalars:
             self._kept_since = time.monotonic()
         for name, value in values.items():
             if is_scalar(value):
-                self.has_loss |= is_loss_of_training(str(name))
+                self.has_loss |= is_training_loss(str(name))
                 kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
                 self._kept.append((iteration, logging_step, str(name), kept))
 
-    def shared_losses(self) -> list[Scalars]:
+    def exchange_losses(self) -> list[Scalars]:
         """Return the mean losses over the ranks that have one. All ranks must call this."""
         own, by_step = list(self.losses), dict[tuple[int, int], dict[str, list[float]]]()
         self.losses.clear()
@@ -199,6 +199,6 @@ class TrainerScalars:
         by_step: dict[tuple[int, int], dict[str, float]] = {}
         for (iteration, logging_step, name, _), number in zip(kept, numbers, strict=True):
             by_step.setdefault((iteration, logging_step), {})[name] = number
-            if not self._context.ranks.leads and is_loss_of_training(name):
+            if not self._context.ranks.leads and is_training_loss(name):
                 self.losses.append(Loss(own_rank(), iteration, logging_step, name, repr(number)))
         return [Scalars(iteration, logging_step, values) for (iteration, logging_step), values in by_step.items()]

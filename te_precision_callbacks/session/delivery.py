@@ -44,7 +44,7 @@ class Sinks:
         self._failures = context.failures
         self.have_started = False
         self._is_closing = False
-        self.passed_over: Sequence[Sink] = ()
+        self.skipped: Sequence[Sink] = ()
         self._early: list[Event | Scalars] = []
 
     def start(self, run: RunInfo) -> None:
@@ -67,7 +67,7 @@ class Sinks:
         self._takers = [other for other in self._takers if other is not sink]
 
     def write(self, records: StepRecords) -> None:
-        sinks = [sink for sink in self._sinks if not any(sink is other for other in self.passed_over)]
+        sinks = [sink for sink in self._sinks if not any(sink is other for other in self.skipped)]
         self._each("writing records to", sinks, lambda sink: sink.write(records))
 
     def close(self, error: BaseException | None) -> None:
@@ -132,7 +132,7 @@ class RunFiles:
         self.sinks: list[Sink] = [sink for sink in (self.log, self.records) if sink is not None]
 
     @property
-    def in_full(self) -> bool:
+    def writes_all(self) -> bool:
         """Return whether this rank also writes reduced values."""
         return self._ranks.leads or self._on_all_ranks
 
@@ -142,7 +142,7 @@ class RunFiles:
 
     def attach(self) -> None:
         if self.log is not None:
-            self.log.own_only = not self.in_full
+            self.log.own_only = not self.writes_all
         if self.records is not None and self.records.keys is None and has_other_ranks(None):
             with contextlib.suppress(RuntimeError):  # only ranks that do not reduce with rank 0 need the store
                 store = shared_store(f"te_precision_callbacks/records/{self._log_dir.absolute()}")

@@ -26,7 +26,7 @@ from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.other_steps import in_lines
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.diagnosis.finding import Verdict
-from te_precision_callbacks.runs.answers import broken_in_short, ended_by
+from te_precision_callbacks.runs.answers import ended_by, summarize_broken_contract
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles
 
@@ -65,7 +65,7 @@ class ProcessEnds:
             signal.signal(signal.SIGTERM, self.handle_sigterm)
 
     def _stop_at_exit(self) -> None:
-        error = uncaught()
+        error = uncaught_exception()
         try:
             self._stop_before_the_end(error or ProcessEnded("The process ended before the session was stopped."))
         finally:
@@ -97,7 +97,7 @@ class ProcessEnds:
             )
 
 
-def uncaught() -> BaseException | None:
+def uncaught_exception() -> BaseException | None:
     """Return the uncaught exception that ends the process, which Python has already printed.
 
     None at an interactive prompt, where the process continues after an exception.
@@ -214,18 +214,18 @@ class ClosingReport:
             other_steps=self._other_steps,
             trace="" if trace is None else str(trace),
             speed="" if trace is None else self._files.speed_command(),
-            ended_by="" if error is None else in_short(error),
+            ended_by="" if error is None else summarize_error(error),
         )
         sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 
-def in_short(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Return class and first line of an error, or the findings or the contract that it is about."""
     if isinstance(error, PrecisionFindingError):
         names = "; ".join(finding.in_short for finding in error.findings)
         return f"{names or 'a finding of another rank'}, by on_finding="
     if isinstance(error, PrecisionContractError):
-        return f"{type(error).__name__}: {broken_in_short(str(error))}"
+        return f"{type(error).__name__}: {summarize_broken_contract(str(error))}"
     first_line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
     return ended_by(first_line) or first_line
 

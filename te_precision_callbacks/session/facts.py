@@ -31,7 +31,7 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     modules_with_gemms,
     recipes_of,
 )
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.reference import is_installed
 from te_precision_callbacks.runs.fingerprints import QUANTIZED, weights_of
 from te_precision_callbacks.runs.recording import FactTables
@@ -122,7 +122,7 @@ class RunFacts:
         names: dict[str, list[str]] = defaultdict(list)
         for (layer, gemm), why in self._results.not_measured.items():
             names[why].append(f"{layer} {gemm}")
-        return {why: folded(of_reason) for why, of_reason in names.items()}
+        return {why: fold_names(of_reason) for why, of_reason in names.items()}
 
     def _settings(self) -> Row:
         layers, reduces = self._model.layers, self._options.reduce

@@ -24,15 +24,15 @@ from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
-from te_precision_callbacks.layers.folding import in_sentence
+from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
     Model,
     NamedModule,
     NamedOperation,
-    by_given_name,
     compiled_call,
-    different_at_one_path,
+    find_ambiguous_names,
+    group_by_given_name,
     module_names,
     named_attention,
     named_operations,
@@ -69,7 +69,7 @@ communication.
 """
 
 
-def without_layers(goes_on: str, front_door: str = "") -> str:
+def no_layers_warning(goes_on: str, front_door: str = "") -> str:
     """Return the warning that a model has no Transformer Engine layers, with the integration's remedy."""
     return (
         "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear),"
@@ -144,12 +144,12 @@ class NamedLayers:
             raise SessionError(f"The model must be a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         self._find(model)
         layers = ranks.pool(self.own, "layers", Layer)
-        if alike := different_at_one_path(layers):
+        if alike := find_ambiguous_names(layers):
             self._name_by_number(alike)
             self._find(model)
             layers = ranks.pool(self.own, "numbered layers", Layer)
         self.of_all = tuple(layers)
-        named = by_given_name(layers)
+        named = group_by_given_name(layers)
         self.given.clear()
         self.given.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
 
@@ -232,7 +232,7 @@ class ObservedModel:
         for text in describe_idle_sections(options.config, planned.sections):
             logger.warning("%s", text)
         if not self.layers.of_all:
-            logger.warning("%s", without_layers(goes_on, self._context.loop.front_door))
+            logger.warning("%s", no_layers_warning(goes_on, self._context.loop.front_door))
         self.model = model
         self._observe(planned)
         self.hooks.count_products(model, self.layers.paths(model))
@@ -394,7 +394,7 @@ class ObservedModel:
                 " te.autocast: %s. Only the first forward runs in low precision; the backward does not. %s",
                 len(named),
                 "" if len(named) == 1 else "s",
-                in_sentence(*named, most=2),
+                fold_for_sentence(*named, most=2),
                 _FOR_TRAINER
                 if self._context.loop.front_door == "transformers"
                 else f"To change that, {REMEDIES[Reason.RECOMPUTED]}.",

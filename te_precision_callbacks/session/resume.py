@@ -27,7 +27,7 @@ from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
-from te_precision_callbacks.runs.answers import is_loss_of_training
+from te_precision_callbacks.runs.answers import is_training_loss
 from te_precision_callbacks.runs.fingerprints import (
     Fingerprint,
     FingerprintError,
@@ -170,7 +170,7 @@ class ResumeAudit:
         if self._saved:
             if self._records is not None:
                 try:
-                    self._records.go_on_with(self._saved.run)
+                    self._records.continue_run(self._saved.run)
                 except Exception as error:
                     self._failures.report("looking for", f"the records of the run {self._saved.run}", error)
             self._handles = [
@@ -265,7 +265,7 @@ class ResumedLoss:
 
     def take_restored(self, values: Mapping[str, Any]) -> list[float]:
         """Return the losses of the checkpoint once, when the first training loss after the resume is logged."""
-        if not self.restored or not any(is_loss_of_training(str(name)) for name in values):
+        if not self.restored or not any(is_training_loss(str(name)) for name in values):
             return []
         restored, self.restored = self.restored, []
         return restored

@@ -53,7 +53,7 @@ from te_precision_callbacks.session.profiling import Profiling
 from te_precision_callbacks.session.resume import ResumeAudit, versions
 from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of
-from te_precision_callbacks.sinks.writer_thread import all_within
+from te_precision_callbacks.sinks.writer_thread import wait_for_all
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Run:
         ranks.meet()
         with ranks.together("attaching a session", SessionError, ConfigError, agree=ranks.several):
             self.observation.engine.reduce_over(ranks.messages)
-            context.inspector.events.begin(in_full=self._files.in_full)
+            context.inspector.events.begin(in_full=self._files.writes_all)
             self._files.attach()
             self.model.attach(model)
             self._contract.attach(self.model.all_names)
@@ -224,7 +224,7 @@ class Run:
         except BaseException:  # the failed step counts as an iteration
             context.inspector.iteration = iteration + 1
             self.hooks.arm()
-            self._deliver_own(ending)
+            self._deliver_local(ending)
             raise
 
     def _run_step(self, ending: EndingStep) -> StepRecords | None:
@@ -248,7 +248,7 @@ class Run:
         # Check the facts, and the statistics where they are delivered.
         self._send_pending()
         if ranks.losses_are_wanted:
-            shared = self._trainer_scalars.shared_losses()
+            shared = self._trainer_scalars.exchange_losses()
             self._send_scalars(shared if ranks.leads else ())
         self._check_facts(iteration)
         try:
@@ -334,7 +334,7 @@ class Run:
             self._sinks.write(records)
         return records
 
-    def _deliver_own(self, ending: EndingStep) -> None:
+    def _deliver_local(self, ending: EndingStep) -> None:
         try:
             self._collector.collect_local()
             self._deliver(ending)
@@ -373,7 +373,7 @@ class Run:
     # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
-        return all_within(seconds, [*self._files.hurry(), self.context.inspector.events.thread.hurry()])
+        return wait_for_all(seconds, [*self._files.hurry(), self.context.inspector.events.thread.hurry()])
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         if self.is_forked:
@@ -417,7 +417,7 @@ class Run:
                 )
             parts: list[tuple[str, str, bool, Callable[[], None]]] = [
                 ("ending", "the profile", True, lambda: self._profiling.close(context.iteration)),
-                ("handing over", "the last statistics", attached, lambda: self._hand_over(error, logging_step)),
+                ("handing over", "the last statistics", attached, lambda: self._deliver_remainder(error, logging_step)),
                 ("checking", "the parameters", attached, self._check_parameters),
                 ("checking", "the precision contract", True, lambda: self._check_contract(ended_by)),
                 ("stopping", "the run", ended_by is None, self._rules.stop_at_the_end),
@@ -453,17 +453,17 @@ class Run:
             except Exception:  # with strict=True, where the run has ended already
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
-    def _hand_over(self, error: BaseException | None, logging_step: int | None) -> None:
+    def _deliver_remainder(self, error: BaseException | None, logging_step: int | None) -> None:
         self.model.warn_of_refused()
         self._loop_checks.end(error)
-        if not self._files.in_full and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
+        if not self._files.writes_all and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
             # Nothing has failed on this rank, or all ranks stop.
-            self._sinks.passed_over = self._files.sinks
+            self._sinks.skipped = self._files.sinks
         iteration, last = self.context.iteration, self.last_logging_step
         if logging_step is None:
             logging_step = self.context.logging_step(iteration) if last is None else last + 1
         if self._may_read_device:
-            self._deliver_own(EndingStep(iteration, logging_step, is_remainder=True))
+            self._deliver_local(EndingStep(iteration, logging_step, is_remainder=True))
         elif self._scalars.entries or self.observation.engine.has_news:
             logger.warning(
                 "The statistics of iteration %d are not written: they are on the GPU, which is not asked before a"

@@ -98,13 +98,13 @@ class InspectSession:
         self._model = model
         self._run: Run | None = None
         self._resume_audit: ResumeAudit | None = None
-        self._results = self._no_findings(None)
+        self._results = self._new_results(None)
         self._loop = LoopFacts()
         self._resumed_loss = ResumedLoss()
         self._backward_loss: BackwardLoss | None = None
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
 
-    def _no_findings(self, log_dir: Path | None) -> RunResults:
+    def _new_results(self, log_dir: Path | None) -> RunResults:
         folder = self._options.log_dir or log_dir or Path()
         return RunResults(folder.absolute(), self._options.start_step or 0)  # the script may change its directory
 
@@ -287,7 +287,7 @@ class InspectSession:
             )
         import_transformer_engine()
         warn_unless_supported()
-        self._results = self._no_findings(log_dir)
+        self._results = self._new_results(log_dir)
         self._results.started_at = _place_in_script()
         self._loop = LoopFacts(counts_from, front_door, gives_way)
         self._classify.eval_mode_counts = eval_mode_counts

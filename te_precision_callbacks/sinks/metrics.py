@@ -48,7 +48,7 @@ from typing import Any, TypeVar
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.sinks.step_records import Row, Sink, StepRecords, row_of
-from te_precision_callbacks.sinks.worst import ByLayer, judged, worst_first, worst_of_all
+from te_precision_callbacks.sinks.worst import ByLayer, comparable_values, worst_first, worst_of_all
 from te_precision_callbacks.statistics.series import Family, Series
 from te_precision_callbacks.statistics.table import EXPONENT_EDGES
 
@@ -68,12 +68,12 @@ class SeriesChoice:
         self._logged: dict[Family, set[str]] = {}
         self._count = 0
 
-    def take(self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer]) -> None:
+    def take(self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer]) -> None:
         """Choose among the series of a step.
 
         Args:
             families: the values of the step; for histograms, any value.
-            telling: the values that count as worst values, see :func:`~te_precision_callbacks.sinks.worst.judged`.
+            comparable: the result of :func:`~te_precision_callbacks.sinks.worst.comparable_values`.
         """
         new = {family: values.keys() - self.logged(family) for family, values in families.items()}
         if not self.crowded:
@@ -86,7 +86,7 @@ class SeriesChoice:
         chosen = [family for family in families if new[family]]
         # Counts and histograms have no worst layers: use the layers that other statistics of the tensor selected.
         for family in sorted(chosen, key=_has_no_order):
-            values = telling[family]
+            values = comparable[family]
             if _has_no_order(family):
                 self._add(family, self._most_logged(family.tensor, values), PLACES)
                 continue
@@ -181,9 +181,9 @@ class MetricSelection:
         return self._last[1]
 
     def _choose(self, records: StepRecords) -> dict[str, float]:
-        families, telling = records.families, judged(records)
+        families, comparable = records.families, comparable_values(records)
         prefix = prefix_of(self._prefix, local=records.local)
-        overall = dict(self._overall(families, telling, prefix))
+        overall = dict(self._overall(families, comparable, prefix))
         overall[overall_name(prefix, "findings")] = float(sum(records.findings.values()))
         overall |= {overall_name(prefix, f"findings/{rule}"): float(n) for rule, n in records.findings.items()}
         if self._wanted is not None:
@@ -205,7 +205,7 @@ class MetricSelection:
         histogram_families: dict[Family, dict[str, float]] = {}
         for series, _ in _histograms(records):
             histogram_families.setdefault(series.family, {})[series.layer] = 0.0
-        self._series.take({**families, **histogram_families}, {**telling, **histogram_families})
+        self._series.take({**families, **histogram_families}, {**comparable, **histogram_families})
         if self._series.crowded and self._notices.first("crowded"):
             logger.warning(
                 "More than %d series of statistics: for each statistic of a tensor, the trainer's loggers get the"
@@ -224,9 +224,9 @@ class MetricSelection:
         }
 
     def _overall(
-        self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer], prefix: str
+        self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer], prefix: str
     ) -> Iterator[tuple[str, float]]:
-        worst = {key: value for key, (_, value) in worst_of_all(telling).items()}
+        worst = {key: value for key, (_, value) in worst_of_all(comparable).items()}
         # In the first step of delayed scaling, shares are not meaningful: log 0, so that alerts have a value.
         unknown = {key: 0.0 for key in worst_of_all(families) if key.endswith("%") and key not in worst}
         for key, value in (unknown | worst).items():

@@ -24,7 +24,7 @@ EVENTS_FOLDER = "nvdlfw_inspect_logs"
 STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: make_default_statistics_logger``."""
 
-MOST_WAITING = 1 << 22
+MAX_QUEUED = 1 << 22
 """Maximum number of queued values, some 50 MB; further steps are dropped."""
 
 DEFAULT_LIMIT = 1 << 30
@@ -77,11 +77,11 @@ class StatisticsLog:
         advice = "The records go on. statistics_log='rank0, 4GiB' keeps more, 'rank0, unlimited' everything."
         self._local_mark = _LOCAL_MARK.format(rank=run.rank)
         file = LogFile(path, self._limit, advice)
-        self._thread = WriterThread("statistics log", file, MOST_WAITING)
+        self._thread = WriterThread("statistics log", file, MAX_QUEUED)
         file.note_progress = self._thread.note_progress
 
     def write(self, records: StepRecords) -> None:
-        """Queue the values of a step; dropped while more than :data:`MOST_WAITING` values are queued."""
+        """Queue the values of a step; dropped while more than :data:`MAX_QUEUED` values are queued."""
         self._raise_failure()
         count = sum(records.own) if self.own_only else len(records)
         if self._thread is not None and count:

@@ -31,7 +31,7 @@ ByLayer = Mapping[str, float]
 _Place = TypeVar("_Place", bound=Hashable)
 
 
-def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
+def comparable_values(records: StepRecords) -> Mapping[Family, ByLayer]:
     """Return the values of a step that count as worst values: without delayed scaling's first step."""
     if not records.unscaled:
         return records.families
@@ -44,7 +44,7 @@ def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
 
 
 def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, float]]:
-    """Return name of :data:`WORST_OF_ALL` -> series and worst value, given the result of :func:`judged`."""
+    """Return name of :data:`WORST_OF_ALL` -> series and worst value, given the result of :func:`comparable_values`."""
     worst: dict[str, tuple[Series, float]] = {}
     keys = {statistic: key for key, statistic in WORST_OF_ALL.items()}
     for family, values in families.items():

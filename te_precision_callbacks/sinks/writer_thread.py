@@ -50,20 +50,20 @@ class WriterThread(Generic[JobT]):
     Args:
         what: the name of the file, for messages and for the thread.
         writing: writes the jobs.
-        most_waiting: maximum number of queued values; while more are queued, jobs with values are dropped.
+        max_queued: maximum number of queued values; while more are queued, jobs with values are dropped.
 
     Attributes:
         failure: the exception that ended the thread, if any.
     """
 
-    def __init__(self, what: str, writing: Writing[JobT], most_waiting: float = math.inf) -> None:
+    def __init__(self, what: str, writing: Writing[JobT], max_queued: float = math.inf) -> None:
         self.failure: BaseException | None = None
         self._what = what
         self._writing = writing
-        self._most_waiting = most_waiting
+        self._max_queued = max_queued
         self._process = os.getpid()
         self._jobs: deque[tuple[JobT, int]] = deque()
-        self._asked: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # reentrant, for signal handlers
+        self._flush_requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # reentrant, for signal handlers
         self._is_to_finish = False
         self._thread: threading.Thread | None = None
         self._is_reported = False
@@ -86,7 +86,7 @@ class WriterThread(Generic[JobT]):
         """
         if self.failure is not None or os.getpid() != self._process:
             return True
-        if count and self.queued > self._most_waiting:
+        if count and self.queued > self._max_queued:
             self._drop(count, self.queued)
             return False
         self._jobs.append((job, count))
@@ -120,7 +120,7 @@ class WriterThread(Generic[JobT]):
             A function that returns whether they were written; always False after a failure.
         """
         written = threading.Event()
-        self._asked.put(written)
+        self._flush_requests.put(written)
         # The order matters: a job leaves the queue before it is flushed.
         return lambda: written.is_set() or (not self._jobs and self._is_flushed and self.failure is None)
 
@@ -194,9 +194,9 @@ class WriterThread(Generic[JobT]):
     def _wait(self) -> Iterable[threading.Event]:
         asked = []
         with contextlib.suppress(queue.Empty):
-            asked.append(self._asked.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))
+            asked.append(self._flush_requests.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))
             while True:
-                asked.append(self._asked.get_nowait())
+                asked.append(self._flush_requests.get_nowait())
         return asked
 
     def _write_waiting(self) -> None:
@@ -213,7 +213,7 @@ class WriterThread(Generic[JobT]):
         self.note_progress()
 
 
-def all_within(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
+def wait_for_all(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
     until = time.monotonic() + seconds
     left = list(written)
     while left and time.monotonic() < until:

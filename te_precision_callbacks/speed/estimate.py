@@ -17,7 +17,7 @@ from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
-from te_precision_callbacks.layers.folding import form_of, in_sentence
+from te_precision_callbacks.layers.folding import fold_for_sentence, form_of
 from te_precision_callbacks.speed.calibration import Calibration
 from te_precision_callbacks.speed.costs import padded, shape_of
 from te_precision_callbacks.speed.devices import Device, SpeedError
@@ -153,7 +153,7 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
     whole = total(of_layers, device)
     names = list(dict.fromkeys(time.layer for time in of_layers))
     yield Advice(
-        f"keep {in_sentence(*names, most=3)} in BF16: low precision makes it slower",
+        f"keep {fold_for_sentence(*names, most=3)} in BF16: low precision makes it slower",
         whole.low_ms - whole.high_ms,
         (whole.low_ms * (1 - whole.interval[1]), whole.low_ms * (1 - whole.interval[0])),
         keep_high(*names, others={time.layer for time in times} - set(names)),
@@ -197,7 +197,7 @@ def _low_instead(
         whole = total(better, device)
         names = list(dict.fromkeys(time.layer for time in better))
         refs = dict.fromkeys(time.product.reason_ref for time in better if time.product.reason_ref)
-        named = in_sentence(*names, most=3) + (f" ({' and '.join(refs)})" if refs else "")
+        named = fold_for_sentence(*names, most=3) + (f" ({' and '.join(refs)})" if refs else "")
         low, high = whole.interval
         yield Advice(
             f"{named}: {REMEDIES[reason]}{_padding(better, recipe, device)}",

@@ -41,7 +41,7 @@ from te_precision_callbacks.base.vocabulary import ONE_SCALE, class_names, recip
 from te_precision_callbacks.coverage.planned_products import MadeQuantizers
 from te_precision_callbacks.coverage.precision_audit import quantizers_of_layers, recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
 
 __all__ = ["Memory", "MemoryRow", "plan_memory", "show"]
@@ -425,6 +425,6 @@ def show(memory: Memory) -> None:
         if change := memory.added(lives=lives):
             terminal.show_text(f"{text}: low precision {'adds' if change > 0 else 'saves'} {size(abs(change))}.")
     for why in dict.fromkeys(memory.not_planned.values()):
-        layers = folded([layer for layer, reason in memory.not_planned.items() if reason == why], most=_MOST_NAMES)
+        layers = fold_names([layer for layer, reason in memory.not_planned.items() if reason == why], most=_MOST_NAMES)
         terminal.show_text(f"Not planned: {', '.join(layers)}: {why}", hanging=2)
     terminal.show_notes(memory.notes)

@@ -20,9 +20,9 @@ from typing import Any
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, ONE_SCALE, RECIPES, WITH_ELEMENT_FORMAT
 from te_precision_callbacks.statistics.table import (
+    BLOCK_SOURCES,
     BLOCKWISE,
     GEMM_STATISTICS,
-    OF_BLOCKS,
     QUANTIZED_STATISTICS,
     STATISTICS,
     TENSOR_STATISTICS,
@@ -163,7 +163,7 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
             f"{entry!r}: {RECIPES[recipe].fixed}; leave '{element_format}_' out, or choose the format of"
             f" {', '.join(WITH_ELEMENT_FORMAT[:-1])} or {WITH_ELEMENT_FORMAT[-1]}"
         )
-    if STATISTICS[name].of in OF_BLOCKS and recipe in ONE_SCALE:
+    if STATISTICS[name].source in BLOCK_SOURCES and recipe in ONE_SCALE:
         raise UnknownStatisticError(f"{entry!r}: {no_blocks(recipe)}")
     if columnwise and recipe in ONE_SCALE:
         raise UnknownStatisticError(

@@ -184,7 +184,7 @@ def log_name(layer: str, tensor: str, statistic: str) -> str:
     return "_".join(part for part in (layer, tensor, statistic) if part)
 
 
-def parsed_log_name(name: str, layers: Collection[str]) -> tuple[str, str, str]:
+def parse_log_name(name: str, layers: Collection[str]) -> tuple[str, str, str]:
     """Split a :func:`log_name` into layer, tensor and statistic; ``("", "", name)`` for a user's own name.
 
     Args:

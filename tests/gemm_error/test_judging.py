@@ -169,7 +169,7 @@ def merged(*ranks: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
     maxima = torch.stack([maxima for _, maxima in ranks]).amax(0)
     pairs = (*zip(KERNEL_SUMS, sums, strict=True), *zip(KERNEL_MAXIMA, maxima, strict=True))
     columns = {name: np.array([value.item()]) for name, value in pairs}
-    rows = {name: row for name, row in STATISTICS.items() if row.of.name == "GEMM" and row.value is not None}
+    rows = {name: row for name, row in STATISTICS.items() if row.source.name == "GEMM" and row.value is not None}
     return {name: float(row.value(columns)[0]) for name, row in rows.items() if row.value is not None}
 
 

@@ -134,8 +134,8 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     """What the threads ask of the disk does not return; what the training's thread asks in the step would show."""
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.2)
-    monkeypatch.setattr(statistics_log, "MOST_WAITING", 50)
-    monkeypatch.setattr(sink, "MOST_WAITING", 50)
+    monkeypatch.setattr(statistics_log, "MAX_QUEUED", 50)
+    monkeypatch.setattr(sink, "MAX_QUEUED", 50)
     well, net = threading.Event(), te.Linear(32, 32)
 
     def hanging(*arguments: Any, **keywords: Any) -> Any:
@@ -435,7 +435,7 @@ def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pyt
 @pytest.mark.parametrize(
     ("owner", "part"),
     [
-        *((Run, part) for part in ("_hand_over", "_send_end", "_warn_never_due", "_close_sinks", "_put_back")),
+        *((Run, part) for part in ("_deliver_remainder", "_send_end", "_warn_never_due", "_close_sinks", "_put_back")),
         (Run, "_close_dumps"),
         *((ClosingReport, part) for part in ("log_coverage", "write_page", "print_verdict")),
     ],

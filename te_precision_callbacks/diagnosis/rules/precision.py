@@ -10,7 +10,7 @@ from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.layers.folding import form_of, in_sentence, numbers_of
+from te_precision_callbacks.layers.folding import fold_for_sentence, form_of, numbers_of
 from te_precision_callbacks.sinks.step_records import Event
 
 LEAST_STEPS = 3
@@ -53,7 +53,7 @@ class Hole(Judge):
             if len(low) < LEAST_LOW or len(holes) >= len(low):
                 continue
             for reason, names in by_key((layer.reasons["fprop"], layer.name) for layer in holes).items():
-                count = f"{len(low)} similar layers are in low precision, such as {in_sentence(low[0].name)}"
+                count = f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0].name)}"
                 seen = f"ran in high precision: {_in_words(*reason)}; {count}"
                 yield Sighting(tuple(names), "", "", seen, None, key=f"{form_of(names[0])} {reason[0]}")
 

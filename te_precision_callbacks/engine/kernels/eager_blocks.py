@@ -1,6 +1,6 @@
 """Columns of a block-scaled tensor, in plain torch.
 
-    columns(in_blocks, tensor, {Of.QUANTIZED, Of.LOSSES})    # sums and maxima of each kind
+    columns(in_blocks, tensor, {StatisticSource.QUANTIZED, StatisticSource.LOSSES})    # sums and maxima of each kind
 
 Runs on any device, without a compiler. Codes are decoded one band of rows at a time, so temporaries do not grow with
 the tensor.
@@ -26,7 +26,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     Pending,
 )
 from te_precision_callbacks.statistics.names import Blocks
-from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.statistics.table import StatisticSource
 
 SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
 """Summed columns, and maximum columns."""
@@ -34,7 +34,7 @@ SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
 _BAND = 2**24
 """Elements of a band, unless a row of blocks has more: 64 MiB decoded. A band takes some 100 operations."""
 
-_BY_BLOCK = frozenset({Of.LOSSES, Of.SCALES, Of.SCALE_LIMITS})
+_BY_BLOCK = frozenset({StatisticSource.LOSSES, StatisticSource.SCALES, StatisticSource.SCALE_LIMITS})
 
 _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
 
@@ -43,8 +43,8 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     if pending.in_blocks is None:
         raise ValueError("in_blocks: must be given.")
     places = destinations(pending)
-    for of, (found_sums, found_maxima) in columns(pending.in_blocks, pending.values.detach(), places).items():
-        at_sums, at_maxima = places[of]
+    for source, (found_sums, found_maxima) in columns(pending.in_blocks, pending.values.detach(), places).items():
+        at_sums, at_maxima = places[source]
         if found_sums is not None:
             sums.narrow(0, at_sums, len(found_sums)).add_(found_sums)
         if found_maxima is not None:
@@ -52,26 +52,30 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             torch.maximum(kept, found_maxima, out=kept)
 
 
-def destinations(pending: Pending) -> dict[Of, tuple[int, int]]:
+def destinations(pending: Pending) -> dict[StatisticSource, tuple[int, int]]:
     """Return the requested kinds of block statistics -> offsets of their sums and maxima, or -1."""
     whole, own = pending.places, pending.of_blocks
     places = {
-        Of.QUANTIZED: (whole.compared, -1),
-        Of.SCALES: (whole.scales, whole.scale_maxima),
-        Of.SCALE_LIMITS: (own.limits, -1),
-        Of.LOSSES: (own.losses, own.loss_maxima),
-        Of.RANGES: (own.ranges, own.range_maxima),
+        StatisticSource.QUANTIZED: (whole.compared, -1),
+        StatisticSource.SCALES: (whole.scales, whole.scale_maxima),
+        StatisticSource.SCALE_LIMITS: (own.limits, -1),
+        StatisticSource.LOSSES: (own.losses, own.loss_maxima),
+        StatisticSource.RANGES: (own.ranges, own.range_maxima),
     }
-    return {of: at for of, at in places.items() if max(at) >= 0}
+    return {source: at for source, at in places.items() if max(at) >= 0}
 
 
-def places_of(at: Callable[[Of], tuple[int, int]]) -> BlockPlaces:
+def places_of(at: Callable[[StatisticSource], tuple[int, int]]) -> BlockPlaces:
     """Inverse of :func:`destinations`: ``at`` returns the offsets of the sums and maxima of a kind."""
-    (limits, _), losses, ranges = map(at, (Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES))
+    (limits, _), losses, ranges = map(
+        at, (StatisticSource.SCALE_LIMITS, StatisticSource.LOSSES, StatisticSource.RANGES)
+    )
     return BlockPlaces(limits=limits, losses=losses[0], ranges=ranges[0], loss_maxima=losses[1], range_maxima=ranges[1])
 
 
-def columns(tensor: BlockScaledTensor, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
+def columns(
+    tensor: BlockScaledTensor, values: torch.Tensor | None, wanted: Collection[StatisticSource]
+) -> dict[StatisticSource, SumsAndMaxima]:
     """Compute the columns of the wanted kinds.
 
     Args:
@@ -84,12 +88,12 @@ def columns(tensor: BlockScaledTensor, values: torch.Tensor | None, wanted: Coll
     part, (down, along) = tensor.part, tensor.stored_again
     matrix = None if values is None else tensor.matrix(values)
     factors, scales = part.factors()[::down, ::along], part.block_scales()[::down, ::along]
-    merged: dict[Of, SumsAndMaxima] = {}
+    merged: dict[StatisticSource, SumsAndMaxima] = {}
     for of_rows, of_blocks in _bands(tensor):
         band = matrix if matrix is None else split_into_blocks(matrix[of_rows], tensor.block)
         its_factors = factors[of_blocks].reshape(-1, 1)
         compared = occupied = None
-        if band is not None and (Of.QUANTIZED in wanted or Of.LOSSES in wanted):
+        if band is not None and (StatisticSource.QUANTIZED in wanted or StatisticSource.LOSSES in wanted):
             elements = split_into_blocks(part.elements(of_rows), tensor.block, 0.0)
             compared = _compare_blocks(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
         elif needs_blocks(wanted):
@@ -106,12 +110,17 @@ def _bands(tensor: BlockScaledTensor) -> Iterator[tuple[slice, slice]]:
         yield slice(first * height, (first + step) * height), slice(first, first + step)
 
 
-def _merge_columns(merged: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> dict[Of, SumsAndMaxima]:
+def _merge_columns(
+    merged: dict[StatisticSource, SumsAndMaxima], more: dict[StatisticSource, SumsAndMaxima]
+) -> dict[StatisticSource, SumsAndMaxima]:
     return {
-        of: (_merge_optional(torch.add, merged[of][0], sums), _merge_optional(torch.maximum, merged[of][1], maxima))
-        if of in merged
+        source: (
+            _merge_optional(torch.add, merged[source][0], sums),
+            _merge_optional(torch.maximum, merged[source][1], maxima),
+        )
+        if source in merged
         else columns_of_kind
-        for of, columns_of_kind in more.items()
+        for source, columns_of_kind in more.items()
         for sums, maxima in (columns_of_kind,)
     }
 
@@ -135,7 +144,7 @@ class Scales(NamedTuple):
     high: float
 
 
-def needs_blocks(wanted: Collection[Of]) -> bool:
+def needs_blocks(wanted: Collection[StatisticSource]) -> bool:
     return not _BY_BLOCK.isdisjoint(wanted)
 
 
@@ -166,12 +175,12 @@ def join_comparisons(compared: Sequence[torch.Tensor], by_block: bool) -> torch.
 
 
 def columns_of(
-    wanted: Collection[Of],
+    wanted: Collection[StatisticSource],
     compared: torch.Tensor | None,
     scales: Scales,
     occupied: torch.Tensor | None,
     blocks: torch.Tensor | None,
-) -> dict[Of, SumsAndMaxima]:
+) -> dict[StatisticSource, SumsAndMaxima]:
     """Compute the columns of the wanted kinds.
 
     Args:
@@ -179,21 +188,21 @@ def columns_of(
         occupied: bool, [blocks]: true for a block with an element other than 0; None to derive it from ``compared``.
         blocks: [blocks, elements], before quantization; needed for the ranges.
     """
-    kinds: dict[Of, SumsAndMaxima] = {}
+    kinds: dict[StatisticSource, SumsAndMaxima] = {}
     if occupied is None and compared is not None and needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
     # The scale of a block of zeros says nothing about the tensor: it follows from the recipe.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
-    if Of.SCALES in wanted:
-        kinds[Of.SCALES] = eager.scale_columns(factors)
-    if compared is not None and Of.QUANTIZED in wanted:
-        kinds[Of.QUANTIZED] = compared.sum(1), None
-    if compared is not None and Of.LOSSES in wanted:
-        kinds[Of.LOSSES] = _loss_columns(compared)
-    if Of.SCALE_LIMITS in wanted and occupied is not None:
-        kinds[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
-    if blocks is not None and Of.RANGES in wanted:
-        kinds[Of.RANGES] = range_columns(blocks)
+    if StatisticSource.SCALES in wanted:
+        kinds[StatisticSource.SCALES] = eager.scale_columns(factors)
+    if compared is not None and StatisticSource.QUANTIZED in wanted:
+        kinds[StatisticSource.QUANTIZED] = compared.sum(1), None
+    if compared is not None and StatisticSource.LOSSES in wanted:
+        kinds[StatisticSource.LOSSES] = _loss_columns(compared)
+    if StatisticSource.SCALE_LIMITS in wanted and occupied is not None:
+        kinds[StatisticSource.SCALE_LIMITS] = _limit_sums(scales, occupied), None
+    if blocks is not None and StatisticSource.RANGES in wanted:
+        kinds[StatisticSource.RANGES] = range_columns(blocks)
     return kinds
 
 

@@ -146,7 +146,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             MOMENTS=max(places.moments, places.maxima) >= 0,
             LOSSES=max(own.losses, own.loss_maxima) >= 0,
             LIMITS=own.limits >= 0,
-            OF_SCALES=places.scales >= 0,
+            SCALE_SOURCES=places.scales >= 0,
             RANGES=own.ranges >= 0,
             EXPONENTS=bins > 0,
             STEPS=tile_rows // _TILE_ROWS,
@@ -246,7 +246,7 @@ def _measure(
     MOMENTS: tl.constexpr,  # wanted kinds
     LOSSES: tl.constexpr,
     LIMITS: tl.constexpr,
-    OF_SCALES: tl.constexpr,
+    SCALE_SOURCES: tl.constexpr,
     RANGES: tl.constexpr,
     EXPONENTS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -387,7 +387,7 @@ def _measure(
 
             if LOSSES or LIMITS:
                 inside = tl.maximum(inside, _in_thread(mask.to(tl.int32), True, HEIGHT, WIDTH))
-            if OF_SCALES or LIMITS or RANGES:
+            if SCALE_SOURCES or LIMITS or RANGES:
                 magnitude = tl.where(is_finite(x), x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
                 largest_here = tl.maximum(largest_here, _in_thread(magnitude, True, HEIGHT, WIDTH))
                 if RANGES:
@@ -405,7 +405,7 @@ def _measure(
             # The larger of two shares, without a division: neither product exceeds 2^28.
             is_worse = lost * worst_of > worst * compared
             worst, worst_of = tl.where(is_worse, lost, worst), tl.where(is_worse, compared, worst_of)
-        if OF_SCALES or LIMITS or RANGES:
+        if SCALE_SOURCES or LIMITS or RANGES:
             upper = _in_block(largest_here, True, HEIGHT, WIDTH, LANE_ROWS, GROUP)
             occupied = upper > 0
         if LIMITS:
@@ -416,7 +416,7 @@ def _measure(
             zero_count += (is_block & (occupied == 0)).to(tl.int32)
             flushed_count += is_flushed.to(tl.int32)
             saturated_count += is_saturated.to(tl.int32)
-        if OF_SCALES:
+        if SCALE_SOURCES:
             scale = _of_block(factor, has_scale, HEIGHT, WIDTH, LANE_ROWS, GROUP)
             counted = occupied & (scale > 0.0) & (scale < float("inf"))
             wide = tl.where(counted, scale, 0.0).to(tl.float64)
@@ -443,7 +443,7 @@ def _measure(
         store_extremes(maxima, maximum, negated_min, above_zero)
     if CODES != "":
         store_comparison(sums + 6, finite_total, underflow_count, overflow_count, error_square_sum, square_total)
-    if OF_SCALES:
+    if SCALE_SOURCES:
         tl.store(sums + 11, total_of(tl.where(leads, scale_count, 0)))
         tl.store(sums + 12, total_of(tl.where(leads, scale_sum, 0)))
         tl.store(sums + 13, total_of(tl.where(leads, scale_square_sum, 0)))

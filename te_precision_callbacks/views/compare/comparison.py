@@ -15,11 +15,11 @@ import yaml
 
 from te_precision_callbacks.base.counts import by_key
 from te_precision_callbacks.coverage.coverage import percent
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.answers import precision_shares
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.runs.tables import at_the_end
+from te_precision_callbacks.runs.tables import facts_at_end
 from te_precision_callbacks.views.compare.departures import Search, Side, side_of_run
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.origins import Order, partings
@@ -159,7 +159,7 @@ def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
     if texts[0] != texts[1]:
         yield FactDifference("coverage", *texts)
     for (what, before, after), layers in _changed(a, b).items():
-        yield FactDifference(f"{what} {', '.join(folded(layers, most=_MOST_LAYERS))}", before, after)
+        yield FactDifference(f"{what} {', '.join(fold_names(layers, most=_MOST_LAYERS))}", before, after)
 
 
 def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
@@ -175,7 +175,7 @@ def _changed(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[
 
 def _of_layers(run: RecordedRun) -> dict[tuple[str, str, str], str]:
     """Fact, scope and layer -> the value at the end of the run: rows in a step, the weight's size, and precisions."""
-    products = at_the_end(run.gemms).to_pylist()
+    products = facts_at_end(run.gemms).to_pylist()
     facts: dict[tuple[str, str, str], str] = {}
     for row in products:
         if row["gemm"] == "fprop" and all(row[name] for name in ("macs", "n", "m", "k", "batch", "calls")):
