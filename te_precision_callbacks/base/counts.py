@@ -28,7 +28,7 @@ def some_of(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
+def group_by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
     """Return key -> values, in the order of the pairs."""
     values: dict[KeyT, list[ValueT]] = {}
     for key, value in pairs:

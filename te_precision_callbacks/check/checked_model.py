@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from te_precision_callbacks.base.counts import by_key
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
@@ -334,7 +334,7 @@ class _Check:
         plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_own_path(drafted.plan))
         kept = {entry.layer.name for entry in plan.layers}
         left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
-        for why, names in by_key((refused.why(name), name) for name in left).items():
+        for why, names in group_by_key((refused.why(name), name) for name in left).items():
             text = f"No feature can act on {listed(names)}, since Transformer Engine's debug path refuses: {why}."
             self._findings.append(PlanFinding("refused", text, tuple(names)))
         return plan
@@ -373,17 +373,17 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                     (target.options.schedule if isinstance(target.options, Scheduled) else "every step", target.tensor)
                     for target in schema.targets
                 )
-                for steps, tensors in by_key((str(schedule), str(tensor)) for schedule, tensor in due).items():
+                for steps, tensors in group_by_key((str(schedule), str(tensor)) for schedule, tensor in due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)
             elif isinstance(schema, LogGemmError):
                 by_steps = ((str(target.options.schedule), str(target.gemm)) for target in schema.targets)
-                for steps, gemms in by_key(by_steps).items():
+                for steps, gemms in group_by_key(by_steps).items():
                     yield ActingFeature(name, section.name, ", ".join(gemms), steps)
             elif schema is not None:
                 effect = section.effects[name]
-                replaced = by_key(effect.modifies)
+                replaced = group_by_key(effect.modifies)
                 gemms_by_steps = ((effect.format_steps(gemm), gemm) for gemm in effect.gemms)
-                for steps, gemms in by_key(gemms_by_steps).items():
+                for steps, gemms in group_by_key(gemms_by_steps).items():
                     texts = [f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms]
                     yield ActingFeature(name, section.name, ", ".join(texts), steps)
             else:

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import by_key, many
+from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import Converted
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
@@ -57,7 +57,7 @@ class PlannedLayers:
 
 
 def rows(checked: CheckedModel) -> list[PlannedLayers]:
-    by_layer = by_key((product.layer, product) for product in checked.coverage)
+    by_layer = group_by_key((product.layer, product) for product in checked.coverage)
     alike: dict[object, list[str]] = {}
     for layer, products in by_layer.items():
         planned = tuple(

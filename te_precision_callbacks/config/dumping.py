@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from te_precision_callbacks.base.counts import by_key, some_of
+from te_precision_callbacks.base.counts import group_by_key, some_of
 from te_precision_callbacks.base.vocabulary import RECIPES, RESULT, TENSORS
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condition, EventCondition, Threshold
@@ -35,7 +35,7 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
             activation overflow detection is off.
     """
     by_name = {section.name: section for section in sections}
-    for hit, entries in by_key((entry.sections, entry) for entry in plan.layers).items():
+    for hit, entries in group_by_key((entry.sections, entry) for entry in plan.layers).items():
         written = entries[0].features.get(NAMESPACE, {}).values()
         schemas = [options.schema for options in written if isinstance(options, ReadOptions)]
         layers = [entry.layer.name for entry in entries]

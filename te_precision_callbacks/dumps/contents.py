@@ -23,7 +23,7 @@ from te_precision_callbacks.base.numerics.layouts import (
     ScaleMemory,
     Stored,
     is_quantized,
-    stored,
+    read_stored,
     unpack_fp4,
 )
 from te_precision_callbacks.dumps.errors import DumpError
@@ -194,7 +194,7 @@ def record_of(
         operand = gemm.operands()[side]
         memory: Stored | torch.Tensor = data
         if kind_is_known(data):
-            part = stored(data, columnwise=operand.columnwise)
+            part = read_stored(data, columnwise=operand.columnwise)
             if part is None:
                 raise DumpError(f"The {operand.tensor} has no data of the direction that the GEMM reads.")
             memory = part
@@ -327,7 +327,7 @@ def _quantized(
     tensors: dict[str, torch.Tensor] = {}
     directions: dict[bool, Direction] = {}
     for columnwise, source in ((False, of_rows), (True, of_columns)):
-        part = None if source is None else stored(source, columnwise=columnwise)
+        part = None if source is None else read_stored(source, columnwise=columnwise)
         # Per-tensor FP8 data in one layout serve both directions, and are written once.
         if part is None or (part.mode == PER_TENSOR and of_rows is of_columns and part.transposed is not columnwise):
             continue

@@ -28,8 +28,8 @@ from te_precision_callbacks.base.numerics.layouts import (
     LayoutError,
     fp8_format,
     per_tensor_codes,
+    read_stored,
     scaling_mode,
-    stored,
 )
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
@@ -82,7 +82,7 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
         return PerTensor(codes, quantized._scale_inv, fp8_format(quantized) is E5M2)
     direction = "columnwise" if columnwise else "rowwise"
     try:
-        part = stored(quantized, columnwise=columnwise)
+        part = read_stored(quantized, columnwise=columnwise)
     except LayoutError as error:
         raise QuantizationError(str(error)) from error
     if part is None:

@@ -237,21 +237,21 @@ class Reduction:
 def _out_of_step_error(stamps: Mapping[int, Stamp]) -> RanksDifferError:
     """Return the error for a mismatch: global rank -> stamp."""
 
-    def of(part: str) -> dict[int, int]:
+    def values_by_rank(part: str) -> dict[int, int]:
         return {rank: getattr(stamp, part) for rank, stamp in stamps.items() if getattr(stamp, part) >= 0}
 
     local = "Their statistics are not mixed"
-    schedules = list(dict.fromkeys(of("schedule").values()))
+    schedules = list(dict.fromkeys(values_by_rank("schedule").values()))
     if len(schedules) > 1:
-        names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in of("schedule").items()}
+        names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in values_by_rank("schedule").items()}
         return RanksDifferError(
             "The ranks have different configs, whose statistics are due in different iterations:"
             f" {format_by_rank(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local"
             " values."
         )
-    parts = [format_by_rank({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
-    if len(set(of("optimizer_steps").values())) > 1:
-        done = {rank: f"{number} optimizer steps" for rank, number in of("optimizer_steps").items()}
+    parts = [format_by_rank({rank: f"iteration {number}" for rank, number in values_by_rank("iteration").items()})]
+    if len(set(values_by_rank("optimizer_steps").values())) > 1:
+        done = {rank: f"{number} optimizer steps" for rank, number in values_by_rank("optimizer_steps").items()}
         parts.append(f"done since the start: {format_by_rank(done)}")
     return RanksDifferError(
         f"The ranks are out of step: {'; '.join(parts)}. Every rank must call step() for the same optimizer steps, and"

@@ -29,7 +29,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is_quantized
-from te_precision_callbacks.base.numerics.nvfp4 import rotated
+from te_precision_callbacks.base.numerics.nvfp4 import rotate
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import LogGemmErrorItem
@@ -381,7 +381,7 @@ def _rotate_probes(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> tor
     if not isinstance(factor.memory, Stored) or not factor.memory.hadamard:
         return g
     mask = rules_of(operand.data._quantizer, columnwise=operand.columnwise).sign_mask
-    return g if mask is None else rotated(g, mask)
+    return g if mask is None else rotate(g, mask)
 
 
 def _check_operand_codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor | None:

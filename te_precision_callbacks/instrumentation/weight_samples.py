@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import NVFP4, is_quantized, scaling_mode, stored
+from te_precision_callbacks.base.numerics.layouts import NVFP4, is_quantized, read_stored, scaling_mode
 
 ROWS, ELEMENTS = 32, 1024
 """Minimum number of sampled rows and elements of a larger weight; at most twice as many are sampled."""
@@ -74,7 +74,7 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
         return WeightSample(
             sampled_view(own if span is None else own.reshape(-1)[span.start : span.stop]), PLAIN_ROUNDING
         )
-    part = stored(own, columnwise=False)
+    part = read_stored(own, columnwise=False)
     if part is None or part.transposed:
         return None
     device, length = part.codes.device, part.matrix_shape[1]

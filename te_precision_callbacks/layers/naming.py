@@ -390,7 +390,7 @@ class ModuleTree:
             for module in (modules if parameters else ())
         ]
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         return any(module._modules != before for module, before in self._children) or any(
             tuple(map(id, module._parameters.values())) != parameters or compiled_call(module) is not compiled
             for module, parameters, compiled in self._parameters

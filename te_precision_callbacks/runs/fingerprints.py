@@ -20,7 +20,13 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.numerics.layouts import PER_TENSOR, gemm_operand, is_quantized, scaling_mode, stored
+from te_precision_callbacks.base.numerics.layouts import (
+    PER_TENSOR,
+    gemm_operand,
+    is_quantized,
+    read_stored,
+    scaling_mode,
+)
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.fp8_state import delayed_state, is_in_checkpoints
@@ -297,7 +303,7 @@ def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
     held = gemm_operand(weight, columnwise=columnwise)
     if not is_quantized(held) or (columnwise and scaling_mode(held) == PER_TENSOR):
         return []
-    part = stored(held, columnwise=columnwise)
+    part = read_stored(held, columnwise=columnwise)
     return [] if part is None else [tensor for tensor in (part.codes, part.scales, part.amax) if tensor is not None]
 
 

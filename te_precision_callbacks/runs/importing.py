@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import TENSORS
-from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
+from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, sort_by_series
 from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, Segment
 from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
@@ -247,7 +247,7 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
     values = np.concatenate(kept)
     columns = [values["segment"], values["iteration"], np.concatenate(series), values["value"], values["local"]]
     schema = pa.schema([VALUES.field(name) for name in ("segment", "iteration", "series", "value", "flags")])
-    table = in_order(
+    table = sort_by_series(
         pa.Table.from_arrays([pa.array(np.ascontiguousarray(column)) for column in columns], schema=schema)
     )
     table = _with_first_steps(table, index)

@@ -119,7 +119,7 @@ def _columns(subjects: list[Subject]) -> list[list[str]]:
     return [[str(subject[place]) for subject in subjects] for place in range(len(Subject._fields) - 1)]
 
 
-def in_order(table: pa.Table) -> pa.Table:
+def sort_by_series(table: pa.Table) -> pa.Table:
     series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
     if not len(series):
         return table

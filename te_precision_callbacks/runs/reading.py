@@ -30,7 +30,7 @@ from te_precision_callbacks.runs.index import (
     VECTOR_COLUMNS,
     SeriesIndex,
     Subject,
-    in_order,
+    sort_by_series,
 )
 from te_precision_callbacks.runs.recorded import (
     NotARunError,
@@ -392,7 +392,7 @@ class _Reader:
             tables = [self._read_rows(file_rows, columns, nothing, chosen) for file_rows in rows]
         except FileNotFoundError as error:
             raise _replaced(self.folder, error) from error
-        return in_order(pa.concat_tables([nothing, *filter(None, tables)]).combine_chunks())
+        return sort_by_series(pa.concat_tables([nothing, *filter(None, tables)]).combine_chunks())
 
     def _read_rows(
         self, rows: _Rows, columns: list[str], nothing: pa.Table, chosen: set[int] | None

@@ -73,7 +73,7 @@ class Recording:
             close_bytes=self._close_bytes,
             small_bytes=self._limit // 8,
         )
-        self._numbers = _Numbers(writer, self._scopes)
+        self._numbers = _SeriesNumbers(writer, self._scopes)
         if run.rank == 0:
             begun = {"first_iteration": first_iteration, "world": run.world_size}
             given = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
@@ -152,14 +152,14 @@ class Recording:
         series, own = records.series[kept], own[kept]
         numbers = np.empty(len(series), np.int32)
         for whose, those in ((None, ~own), (rank, own)):
-            numbers[those] = self._numbers.of(table, series[those], whose)
+            numbers[those] = self._numbers.assign(table, series[those], whose)
         flags = np.full(len(series), LOCAL if records.local else 0, np.uint8)
         if records.unscaled:
             unscaled = [table[number].layer in records.unscaled for number in series.tolist()]
             flags[np.array(unscaled, bool)] |= STEP0
         writer.add_values(records.iteration, numbers, np.frombuffer(records.values)[kept], flags)
         for number, counts in records.histograms.items() if self._writes_reduced or records.local else ():
-            (own_series,) = self._numbers.of(table, np.array([number]), rank if records.local else None)
+            (own_series,) = self._numbers.assign(table, np.array([number]), rank if records.local else None)
             writer.add_vector(records.iteration, int(own_series), counts)
         if writer.waiting > min(_MOST_PENDING, self._close_bytes):
             writer.flush()
@@ -189,15 +189,15 @@ def local_mask(records: StepRecords) -> npt.NDArray[np.bool_]:
     return np.fromiter(records.own, bool, len(records))
 
 
-class _Numbers:
+class _SeriesNumbers:
     def __init__(self, writer: RunWriter, scopes: Mapping[str, str]) -> None:
         self.writer, self._scopes = writer, scopes
-        self._of: dict[int | None, npt.NDArray[np.int32]] = {}
+        self._by_rank: dict[int | None, npt.NDArray[np.int32]] = {}
 
-    def of(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
-        known = self._of.get(rank, np.empty(0, np.int32))
+    def assign(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
+        known = self._by_rank.get(rank, np.empty(0, np.int32))
         if len(known) < len(table):
-            known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
+            known = self._by_rank[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
         new = series[known[series] < 0]
         for number in np.unique(new).tolist() if len(new) else ():  # np.unique is slow even for an empty array
             layer, family = table[number]

@@ -67,7 +67,7 @@ class RunFacts:
         self._rests_until = 0.0
         self._machine: Row | None = None
 
-    def changed(self, *, at_last: bool = False) -> bool:
+    def has_changed(self, *, at_last: bool = False) -> bool:
         """Return whether there are new facts to collect. False for a while after a collection, unless ``at_last``."""
         return self._state != self._taken and (at_last or time.perf_counter() >= self._rests_until)
 

@@ -304,7 +304,7 @@ class Run:
             results.scales_loss |= any(map(self.model.is_trained_by, self._scaled.take()))
             if at_last and records is not None and results.iterations.last is not None:
                 records.last = results.iterations.last
-            if not self._facts.changed(at_last=at_last):
+            if not self._facts.has_changed(at_last=at_last):
                 return
             facts = self._facts.take()
             if records is not None and records.writes_reduced:

@@ -75,7 +75,7 @@ class SeriesChoice:
             families: the values of the step; for histograms, any value.
             comparable: the result of :func:`~te_precision_callbacks.sinks.worst.comparable_values`.
         """
-        new = {family: values.keys() - self.logged(family) for family, values in families.items()}
+        new = {family: values.keys() - self.logged_layers(family) for family, values in families.items()}
         if not self.crowded:
             self._count += sum(map(len, new.values()))
             self.crowded = self._count > MOST_SERIES
@@ -95,7 +95,7 @@ class SeriesChoice:
             lost = [layer for layer in worst if family.badness(values[layer]) == math.inf]
             self._add(family, lost, PLACES + LATER_PLACES)
 
-    def logged(self, family: Family) -> Set[str]:
+    def logged_layers(self, family: Family) -> Set[str]:
         return self._logged.get(family, frozenset())
 
     def _add(self, family: Family, layers: Iterable[str], most: int) -> None:
@@ -171,7 +171,7 @@ class MetricSelection:
         named = {
             series_name(prefix, series): counts
             for series, counts in _histograms(records)
-            if self._wanted is not None or series.layer in self._series.logged(series.family)
+            if self._wanted is not None or series.layer in self._series.logged_layers(series.family)
         }
         return {name: counts for name, counts in named.items() if self._wanted is None or self._wanted(name)}
 
@@ -220,7 +220,7 @@ class MetricSelection:
             series_name(prefix, Series(layer, family)): value
             for family, values in families.items()
             for layer, value in values.items()
-            if layer in self._series.logged(family)
+            if layer in self._series.logged_layers(family)
         }
 
     def _overall(

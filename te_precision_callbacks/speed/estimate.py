@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from te_precision_callbacks.base.counts import by_key, many
+from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage
@@ -165,7 +165,7 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
 
 def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibration | None) -> Iterator[Advice]:
     scatter = device.fitted.scatter
-    for old, before in by_key((time.recipe, time) for time in times if time.is_low).items():
+    for old, before in group_by_key((time.recipe, time) for time in times if time.is_low).items():
         for new in _FP8:
             if new == old or old == "nvfp4":
                 continue
@@ -188,7 +188,7 @@ def _low_instead(
 ) -> Iterator[Advice]:
     in_high = (time.product for time in times if not time.recipe and time.gemm in GEMMS)
     of_reason = ((p.reason, p) for p in in_high if p.reason is not None and p.reason in REMEDIES)
-    for reason, products in by_key(of_reason).items():
+    for reason, products in group_by_key(of_reason).items():
         in_low = timed([(product, recipe) for product in products], device, table=table)
         without_gain = layers_without_gain(in_low)
         better = [time for time in in_low if time.layer not in without_gain]
@@ -241,7 +241,7 @@ class LayerRow:
 def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> list[LayerRow]:
     """Return a row for each kind of layer, longest first; ``measured``: layer -> ms of its GEMMs and casts."""
     without_gain = layers_without_gain(speed.times)
-    layers = by_key((time.layer, time) for time in speed.times)
+    layers = group_by_key((time.layer, time) for time in speed.times)
     groups: dict[object, list[str]] = defaultdict(list)
     for name, times in layers.items():
         products = ((time, time.product) for time in times)

@@ -34,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import by_key, size
+from te_precision_callbacks.base.counts import group_by_key, size
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import ONE_SCALE, class_names, recipe_of
@@ -358,7 +358,7 @@ class _MemoryPlanner:
 
 def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Sequence[Any]]:
     matrices = (pair for pair in module.named_parameters(recurse=False) if is_weight(*pair))
-    weights = by_key((layer_of_parameter(name, layers), parameter) for name, parameter in matrices)
+    weights = group_by_key((layer_of_parameter(name, layers), parameter) for name, parameter in matrices)
     if not weights:
         raise UnknownMemoryError("its weight is not a parameter, as where FSDP keeps all parameters flat.")
     shared = next(iter(weights.values()))  # one parameter may hold those of all groups

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.accumulating import accumulated
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
-from te_precision_callbacks.base.numerics.layouts import pack_fp4, stored, unpack_fp4
+from te_precision_callbacks.base.numerics.layouts import pack_fp4, read_stored, unpack_fp4
 from te_precision_callbacks.config.keys import PROBES
 from te_precision_callbacks.gemm_error.codes import CodeCheck, check_codes, distance, rules_of
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
@@ -233,7 +233,7 @@ def made(recipe: str, **which: bool) -> tuple[Any, torch.Tensor, Any]:
 
 def check(tensor: Any, high: torch.Tensor, made_by: Any, *, columnwise: bool, seed: int = 0) -> CodeCheck:
     rules = rules_of(made_by, columnwise=columnwise)
-    return check_codes(stored(tensor, columnwise=columnwise), high, rules, seed, seed >> 20)
+    return check_codes(read_stored(tensor, columnwise=columnwise), high, rules, seed, seed >> 20)
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])

@@ -10,7 +10,7 @@ import transformer_engine_torch as tex
 
 from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E8M0
-from te_precision_callbacks.base.numerics.layouts import Stored, stored, unpack_fp4
+from te_precision_callbacks.base.numerics.layouts import Stored, read_stored, unpack_fp4
 
 SCALES = ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
 
@@ -113,7 +113,7 @@ QUANTIZER: Mapping[str, Callable[[Any, torch.Tensor], None]] = {
 
 
 def _parts(tensor: Any) -> list[Stored]:
-    results = (stored(tensor, columnwise=columnwise) for columnwise in (False, True))
+    results = (read_stored(tensor, columnwise=columnwise) for columnwise in (False, True))
     return [part for part in results if part is not None and not part.hadamard]
 
 

@@ -273,8 +273,8 @@ def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("te_precision_callbacks.sinks.metrics.PLACES", 4)
     choice, records = SeriesChoice(), trained.keeper.steps[-1]
     choice.take(records.families, judged(records))
-    assert set(LOSSY_NAMES) <= choice.logged(family_of("weight", "underflows%"))
-    assert choice.logged(family_of("weight", "sqnr_db")) == set(by_hand(trained.run, "sqnr_db", "weight")[:4])
+    assert set(LOSSY_NAMES) <= choice.logged_layers(family_of("weight", "underflows%"))
+    assert choice.logged_layers(family_of("weight", "sqnr_db")) == set(by_hand(trained.run, "sqnr_db", "weight")[:4])
 
 
 @pytest.mark.parametrize(

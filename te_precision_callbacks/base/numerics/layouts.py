@@ -2,7 +2,7 @@
 
 Usage::
 
-    part = stored(quantized, columnwise=False)  # None without rowwise data
+    part = read_stored(quantized, columnwise=False)  # None without rowwise data
     part.codes  # uint8, as stored
     part.scales  # one per block, neither padded nor swizzled
     part.dequantized()  # float32, the tensor's logical shape
@@ -200,7 +200,7 @@ def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
     return tensor._hp_data if hasattr(tensor, "_hp_data") else tensor
 
 
-def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
+def read_stored(tensor: Any, *, columnwise: bool) -> Stored | None:
     """Return the rowwise or the columnwise data of a quantized tensor, if any.
 
     Both directions of per-tensor FP8 have the same data, which are read from the layout that exists.
@@ -233,7 +233,7 @@ def per_tensor_codes(tensor: Any) -> torch.Tensor | None:
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
-    part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
+    part = read_stored(tensor, columnwise=False) or read_stored(tensor, columnwise=True)
     if part is None:
         raise LayoutError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
     return part.shape

@@ -2,7 +2,7 @@
 
 Usage::
 
-    codes, scales = quantized(matrix, amax_of(matrix), Rules())
+    codes, scales = quantize(matrix, amax_of(matrix), Rules())
 
 Read from the kernels of Transformer Engine 2.20: ``common/cast/nvfp4/quantize_transpose_nvfp4.cuh``,
 ``common/transpose/quantize_transpose_vector_blockwise_fp4.cu``, ``common/cast/nvfp4/quantize_4over6_nvfp4.cuh``,
@@ -64,7 +64,7 @@ class Nvfp4Rules:
     nan_spreads: bool = False
 
 
-def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the rows of a matrix.
 
     Args:
@@ -165,10 +165,10 @@ def random_hadamard_transform(matrix: torch.Tensor, sign_mask: int) -> torch.Ten
     return transform_groups(matrix, _matrix(sign_mask, matrix.device)) if matrix.numel() else matrix.contiguous()
 
 
-def rotated(vectors: torch.Tensor, sign_mask: int) -> torch.Tensor:
+def rotate(vectors: torch.Tensor, sign_mask: int) -> torch.Tensor:
     """Rotate vectors, [a multiple of 16, vectors], so that the Hadamard transform cancels out in a product.
 
-    With the orthogonal matrix M of :func:`random_hadamard_transform`, ``transformed @ rotated(v) = matrix @ M @ M^T @ v
+    With the orthogonal matrix M of :func:`random_hadamard_transform`, ``transformed @ rotate(v) = matrix @ M @ M^T @ v
     = matrix @ v``, without transforming the matrix.
     """
     groups = vectors.reshape(-1, SIZE, vectors.shape[-1])

@@ -111,7 +111,7 @@ def _needs_it(tensor: Any) -> bool:
 
 
 def _swizzle(tensor: Any, columnwise: bool) -> None:
-    part = layouts.stored(tensor, columnwise=columnwise)
+    part = layouts.read_stored(tensor, columnwise=columnwise)
     if part is None:
         return
     along_columns = columnwise and part.mode == layouts.MXFP8

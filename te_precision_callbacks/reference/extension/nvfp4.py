@@ -19,7 +19,7 @@ import torch
 
 from te_precision_callbacks.base.numerics.conversions import block_amaxes
 from te_precision_callbacks.base.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, pack_fp4, unpack_fp4
-from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantized, random_hadamard_transform
+from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantize, random_hadamard_transform
 from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import as_stored, is_noop, matrix_shape, overwrite, round_up
@@ -113,9 +113,9 @@ class Nvfp4Casting(Casting):
         # Only now: with the no-op flag the scales keep their order.
         out._with_gemm_swizzled_scales = _writes_swizzled(quantizer, matrix.shape)
         if out._rowwise_data is not None:
-            _store(out, "rowwise", *quantized(matrix, out._amax_rowwise, rules))
+            _store(out, "rowwise", *quantize(matrix, out._amax_rowwise, rules))
         if transposed is not None:
-            _store(out, "columnwise", *quantized(transposed, out._amax_columnwise, rules))
+            _store(out, "columnwise", *quantize(transposed, out._amax_columnwise, rules))
 
 
 def _rules(quantizer: Any, matrix: torch.Tensor) -> Nvfp4Rules:

@@ -16,7 +16,7 @@ import torch
 from te_precision_callbacks.base.numerics import layouts
 from te_precision_callbacks.base.numerics.conversions import decode_blocks
 from te_precision_callbacks.base.numerics.formats import FloatFormat
-from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, stored
+from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, read_stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.float8 import has_any_layout_gemm
@@ -111,7 +111,7 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
             )
         # Not reshape(-1, ...), which cannot infer the rows of a tensor without elements.
         return Operand(tuple(values.shape), values.reshape(matrix_shape(values.shape)))
-    part = stored(tensor, columnwise=not rowwise)
+    part = read_stored(tensor, columnwise=not rowwise)
     if part is None or not _has_layout_for_gemm(part, rowwise):
         usage = "row-wise" if rowwise else "column-wise"
         raise ReferenceBackendError(f"GEMM operand {name} is missing {usage} usage.")
@@ -127,7 +127,7 @@ def dequantized(tensor: Any) -> torch.Tensor:
     """The numbers of a tensor, float32, in its logical shape: rowwise, or columnwise if there are no rowwise data."""
     if not is_quantized(tensor):
         return _plain(tensor).float()
-    part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
+    part = read_stored(tensor, columnwise=False) or read_stored(tensor, columnwise=True)
     if part is None:
         raise ReferenceBackendError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
     return part.dequantized().contiguous()

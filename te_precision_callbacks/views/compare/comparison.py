@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
-from te_precision_callbacks.base.counts import by_key
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.runs import RecordedRun
@@ -170,7 +170,7 @@ def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
 def _changed(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
     theirs = _of_layers(b)
     changed = ((key, value) for key, value in _of_layers(a).items() if theirs.get(key, value) != value)
-    return by_key(((key[0], value, theirs[key]), key[2]) for key, value in changed)
+    return group_by_key(((key[0], value, theirs[key]), key[2]) for key, value in changed)
 
 
 def _of_layers(run: RecordedRun) -> dict[tuple[str, str, str], str]:
