@@ -204,7 +204,7 @@ class StatisticsEngine:
         """Add columns measured elsewhere, and request all their statistics.
 
         Args:
-            of: the source of the columns.
+            source: the source of the columns.
             sums, maxima: float64, the columns of ``source``.
         """
         self.has_news, self.iteration = True, iteration

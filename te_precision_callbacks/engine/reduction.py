@@ -287,7 +287,7 @@ class _Layout:
     and its negative, and the flags.
 
     Args:
-        all_of_them: whether segments that do not contribute are included.
+        include_all: whether segments that do not contribute are included.
 
     Attributes:
         merged: the message on the host, reduced in place.

@@ -47,7 +47,7 @@ class SlotRange:
         outputs: labels of all statistics ever requested, in order.
         due: labels requested since the last flush.
         measured: whether a value was merged since the last flush.
-        asked: the last requests since the last flush, if any.
+        last_requests: the requests since the last flush, if any.
         parts: the vectors that were last merged into, with views of the segment's range in both.
     """
 

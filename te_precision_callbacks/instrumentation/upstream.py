@@ -317,7 +317,7 @@ class Inspector:
         return manager._namespace_apis[registration.NAMESPACE]
 
     def only_observes(self, name: str) -> bool:
-        """Return whether a feature is an observing one of this project that does not override ``inspect_tensor``."""
+        """Return whether a feature is a :class:`ScheduledFeature` that does not override ``inspect_tensor``."""
         from te_precision_callbacks.features.base import ScheduledFeature
 
         feature: Any = self._api.namespace_features.get(name)

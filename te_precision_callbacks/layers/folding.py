@@ -25,7 +25,7 @@ _Numbers = tuple[int, ...]
 
 
 def fold_names(names: Iterable[str], *, most: int | None = None, most_ranges: int | None = _MOST_RANGES) -> list[str]:
-    """Fold names into few texts, in the order of their first names.
+    """Fold names into few texts, in order of first appearance.
 
     Args:
         most: maximum number of texts; another text then has the number of dropped texts.

@@ -299,4 +299,4 @@ DEFAULT_LIMIT = 16 << 30
 """Default limit in bytes: about 10^9 values per rank."""
 
 LEAST_LIMIT = 1 << 20
-"""Minimum limit in bytes, since whole files are downsampled."""
+"""Minimum value of ``records=`` in bytes, since only whole files are downsampled."""

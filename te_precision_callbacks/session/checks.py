@@ -62,7 +62,7 @@ class RuleChecks:
         self._react(self._diagnosis.know(known, iteration), iteration)
 
     def scalars(self, scalars: Scalars) -> None:
-        """Check the trainer's scalars; a finding names its rank, except rank 0."""
+        """Check the trainer's scalars; findings of other ranks than 0 name the rank."""
         findings = self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None)
         self._react(findings, scalars.iteration)
 
@@ -94,7 +94,7 @@ class RuleChecks:
             self._stop()
 
     def stop_at_the_end(self) -> None:
-        """Raise a finding that should have stopped the run in a further step."""
+        """Raise a finding that would have stopped the run in another step."""
         if self._stopping:
             self._stop()
 

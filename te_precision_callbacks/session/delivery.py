@@ -34,7 +34,7 @@ class Sinks:
     """The sinks of a run, in order. A failing sink is reported, closed and dropped; the others continue.
 
     Attributes:
-        passed_over: sinks that get no records, such as the files of a rank without local values.
+        skipped: sinks that get no records, such as the files of a rank without local values.
     """
 
     def __init__(self, context: RunContext, sinks: Iterable[Sink]) -> None:

@@ -265,7 +265,7 @@ def names_for_mlflow(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
 
 
 _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
-"""As in MLflow 3.17, ``utils/validation.py``."""
+"""Characters that MLflow 3.17 rejects (``utils/validation.py``)."""
 
 
 def _filled(counts: Sequence[float]) -> tuple[list[float], Sequence[float]]:

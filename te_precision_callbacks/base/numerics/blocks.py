@@ -44,7 +44,7 @@ def join_blocks(blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, 
 
 
 def repeat_per_block(block_values: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
-    """Repeat the value of each block, [rows of blocks, columns of blocks], for its elements: ``shape``."""
+    """Repeat each block's value, [rows of blocks, columns of blocks], for its elements, up to ``shape``."""
     (height, width), (rows, columns) = block, shape
     if height > 1:
         block_values = block_values.repeat_interleave(height, 0)[:rows]

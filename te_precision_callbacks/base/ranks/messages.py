@@ -74,7 +74,7 @@ _LONGEST_TEXT = 4000
 
 @dataclass(frozen=True)
 class Departure:
-    """The departure of a rank.
+    """Why a rank has left.
 
     Attributes:
         kind: the class name of the rank's exception, if any.

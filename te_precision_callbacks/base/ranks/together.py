@@ -153,7 +153,7 @@ class Ranks:
     # ------------------------------------------------------------------ exchanges
 
     def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
-        """Return the entries of all ranks, without duplicates; ``kind`` must be equal on all ranks, also below."""
+        """Return the entries of all ranks, without duplicates; ``kind`` must be equal on all ranks."""
         own = list(entries)
         why = f"to tell them: {kind}"
         return self._exchange(f"exchanging {kind}", lambda messages: messages.pool(own, kind, why, of), own)
@@ -209,7 +209,7 @@ class Ranks:
             self.messages.requested = None
 
     def check_requested(self, *, send: bool) -> bool:
-        """Return whether a rank requests a check. In a step without values, ``asks`` sends an extra message."""
+        """Return whether a rank requests a check. In a step without values, ``send`` sends an extra message."""
         if not self.several:
             return self._note
         if self.messages is None or not self.messages.is_open:

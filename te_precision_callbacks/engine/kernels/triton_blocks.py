@@ -555,7 +555,7 @@ def _decode_scale(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 @jit
 def _decode_e2m1(code: tl.tensor) -> tl.tensor:
-    """Decode an FP4 code exactly: its bits are a float32 of 2^-126 of the value."""
+    """Decode an FP4 code exactly: its bits form a float32 that is 2^-126 of the value."""
     bits = code.to(tl.int32)
     small = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
     return small * 8.507059173023462e37
