@@ -4,8 +4,8 @@ Usage::
 
     from te_precision_callbacks.engine.kernels import triton_kernel
 
-    for together in triton_kernel.grouped([Pending(gradient, codes, scale_inv, True, places)]):
-        triton_kernel.add_together(together, sums, maxima)
+    for group in triton_kernel.group_by_launch([Pending(gradient, codes, scale_inv, True, places)]):
+        triton_kernel.add_group(group, sums, maxima)
 
 Runs on a GPU, and on CPU tensors if ``TRITON_INTERPRET=1`` was set before triton was imported. The host never waits for
 the device.
