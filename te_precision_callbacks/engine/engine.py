@@ -463,7 +463,7 @@ def _name_of(kind: _SegmentKind) -> str:
 _Key = tuple[str, str, int | None]
 
 _Wanted = Mapping[_SegmentKind, Sequence[Request]]
-"""Kinds to measure of a tensor -> requested statistics."""
+"""Kinds of a tensor to measure -> requested statistics."""
 
 _MAX_PLANS = 256
 

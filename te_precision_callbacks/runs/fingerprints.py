@@ -154,7 +154,7 @@ class Fingerprint:
         """Parse the result of :meth:`to_text`.
 
         Raises:
-            FingerprintError: it is damaged, or has another version.
+            FingerprintError: the text is damaged, or has another version.
         """
         from pydantic import TypeAdapter, ValidationError
 

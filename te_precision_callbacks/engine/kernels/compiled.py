@@ -25,7 +25,7 @@ SMALLEST = 16_384
 """Minimum number of elements for the compiled pass."""
 
 PAYS_FROM = 2**31
-"""Number of elements measured in plain torch before kernels are compiled: it takes about as long as compiling."""
+"""Number of elements measured in plain torch before kernels are compiled, which takes about as long."""
 
 _PIECE = 2**22
 """Elements per call of a compiled kernel. If torch runs it as plain operations, for example under

@@ -32,7 +32,7 @@ def piece_size(values: torch.Tensor) -> int:
 
 
 def flatten(values: torch.Tensor) -> torch.Tensor:
-    """Flatten in any order, without copying a dense tensor such as a transpose."""
+    """Flatten in any order, so that a dense tensor such as a transpose is not copied."""
     if not values.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(values):
         return values.as_strided((values.numel(),), (1,))
     return values.reshape(-1)
