@@ -188,9 +188,9 @@ HYBRID_QUANTIZER = "HybridQuantizer"
 """Transformer Engine's quantizer with separate rowwise and columnwise quantizers."""
 
 
-def class_names(thing: Any) -> tuple[str, ...]:
+def class_names(obj: Any) -> tuple[str, ...]:
     """Return the class names in an object's MRO, to recognize Transformer Engine's classes without importing it."""
-    kind: type = type(thing)
+    kind: type = type(obj)
     return _names_of_class(kind)
 
 
@@ -210,9 +210,9 @@ def _recipe_of_class(quantizer: type) -> str | None:
     return next((_RECIPE_OF_QUANTIZER[name] for name in names if name in _RECIPE_OF_QUANTIZER), None)
 
 
-def name_of_format(thing: Any) -> str | None:
+def name_of_format(obj: Any) -> str | None:
     """Return the format of a quantized tensor, a storage or a quantizer; None for other classes."""
-    kind: type = type(thing)
+    kind: type = type(obj)
     return format_of_class(kind)
 
 

@@ -192,12 +192,12 @@ class Reduction:
 
     def _has_missed_a_step(self, layout: _Layout, stamp: Stamp) -> bool:
         self._is_undecided = False
-        apart = layout.optimizer_step_difference()
-        if not apart or not self._agreements or self.optimizers_differ:
+        difference = layout.optimizer_step_difference()
+        if not difference or not self._agreements or self.optimizers_differ:
             return False
         since = stamp.iteration - self._last_agreement
         self._is_undecided = self._agreements == 1 and since < _DECISIVE
-        return not self._is_undecided and (self._agreements > 1 or 2 * apart < since)
+        return not self._is_undecided and (self._agreements > 1 or 2 * difference < since)
 
     def _note_optimizers(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
         if layout.optimizer_step_difference() and not self.optimizers_differ and not self._is_undecided:

@@ -699,11 +699,11 @@ def _compare_with_master(
     """Measure the share of elements that differ from the master weight by more than the format's rounding."""
     weight = sample(held.parameter.weight, held.span)
     if weight is not None:
-        apart = functools.partial(_is_apart, weight.relative)
-        batches.add(("apart", weight.relative), apart, weight.with_tensor(master), note)
+        compare = functools.partial(_exceeds_rounding, weight.relative)
+        batches.add(("apart", weight.relative), compare, weight.with_tensor(master), note)
 
 
-def _is_apart(
+def _exceeds_rounding(
     relative: float, values: torch.Tensor, master: torch.Tensor, absolute: torch.Tensor | None = None
 ) -> torch.Tensor:
     values = values.float()

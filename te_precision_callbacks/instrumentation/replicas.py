@@ -120,17 +120,19 @@ class Replicas:
         replicas |= is_parallel
         if replicas.any() or not len(merged):
             self.checked |= {"replicas-differ", "no-reduction"}
-        apart = np.flatnonzero(replicas & differs).tolist()
-        new = [self._agreed[index] for index in apart if self._agreed[index] not in self._differing]
+        differing = np.flatnonzero(replicas & differs).tolist()
+        new = [self._agreed[index] for index in differing if self._agreed[index] not in self._differing]
         if new:
-            alone = len(apart) * 2 > np.count_nonzero(replicas) and not self._is_reduced()
+            alone = len(differing) * 2 > np.count_nonzero(replicas) and not self._is_reduced()
             self._differing.update(new)
             for name in new:
                 yield Problem("no_reduction" if alone else "differs", name, iteration, len(new))
         elif not replicas.any() and differed.any() and not (self._differing or self._is_reduced()):
             self._differing.update(self._agreed)
-            apart = np.flatnonzero(differed).tolist()
-            yield from (Problem("differs_from_start", self._agreed[index], iteration, len(apart)) for index in apart)
+            differing = np.flatnonzero(differed).tolist()
+            yield from (
+                Problem("differs_from_start", self._agreed[index], iteration, len(differing)) for index in differing
+            )
 
     def _is_reduced(self) -> bool:
         """Return whether this process has a wrapper that reduces gradients, attached or not."""

@@ -157,10 +157,10 @@ def _stochastic_codes(values: torch.Tensor, random: torch.Tensor) -> torch.Tenso
     magnitude = values.abs().clamp(max=E2M1.max)
     # The spacing of E2M1 is 0.5 below 2, 1 below 4, and 2 above: half of the power of two at or below the magnitude.
     binade = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
-    apart = binade.clamp_(min=1.0).mul_(0.5)
-    below = (magnitude / apart).floor_().mul_(apart)
-    up = random < magnitude.sub_(below).div_(apart)
-    return E2M1.codes_of(below.add_(apart.mul_(up)).copysign_(values))
+    spacing = binade.clamp_(min=1.0).mul_(0.5)
+    below = (magnitude / spacing).floor_().mul_(spacing)
+    up = random < magnitude.sub_(below).div_(spacing)
+    return E2M1.codes_of(below.add_(spacing.mul_(up)).copysign_(values))
 
 
 def _uses_cpp(matrix: torch.Tensor) -> bool:

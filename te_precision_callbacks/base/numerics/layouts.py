@@ -166,13 +166,13 @@ def scaling_mode(tensor: Any) -> str | None:
     return None
 
 
-def fp8_format(thing: Any) -> FloatFormat:
-    return fp8_format_of(fp8_dtype(thing))
+def fp8_format(obj: Any) -> FloatFormat:
+    return fp8_format_of(fp8_dtype(obj))
 
 
-def fp8_dtype(thing: Any) -> Any:
-    dtype = getattr(thing, "_fp8_dtype", None)
-    return getattr(thing, "dtype", None) if dtype is None else dtype
+def fp8_dtype(obj: Any) -> Any:
+    dtype = getattr(obj, "_fp8_dtype", None)
+    return getattr(obj, "dtype", None) if dtype is None else dtype
 
 
 @functools.cache

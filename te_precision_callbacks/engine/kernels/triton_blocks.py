@@ -621,18 +621,18 @@ def _in_block(
     if HEIGHT == 1:
         rows: tl.constexpr = tensor.shape[0]
         groups: tl.constexpr = tensor.shape[1] // GROUP
-        apart = tl.reshape(tensor, [rows, groups, GROUP])
-        blocks = _reduce(apart, 2, IS_MAX)[:, :, None]
+        reshaped = tl.reshape(tensor, [rows, groups, GROUP])
+        blocks = _reduce(reshaped, 2, IS_MAX)[:, :, None]
     elif WIDTH == 1:
         vector: tl.constexpr = tensor.shape[1]
         lanes: tl.constexpr = tensor.shape[0] // LANE_ROWS
-        apart = tl.reshape(tensor, [LANE_ROWS, lanes, vector])
-        blocks = _reduce(apart, 0, IS_MAX)[None, :, :]
+        reshaped = tl.reshape(tensor, [LANE_ROWS, lanes, vector])
+        blocks = _reduce(reshaped, 0, IS_MAX)[None, :, :]
     else:
         across: tl.constexpr = tensor.shape[0] // (LANE_ROWS * GROUP)
-        apart = tl.reshape(tensor, [LANE_ROWS, across, GROUP])
-        blocks = _reduce(_reduce(apart, 2, IS_MAX), 0, IS_MAX)[None, :, None]
-    return tl.reshape(tl.broadcast_to(blocks, apart.shape), [tensor.numel])
+        reshaped = tl.reshape(tensor, [LANE_ROWS, across, GROUP])
+        blocks = _reduce(_reduce(reshaped, 2, IS_MAX), 0, IS_MAX)[None, :, None]
+    return tl.reshape(tl.broadcast_to(blocks, reshaped.shape), [tensor.numel])
 
 
 @jit
