@@ -36,7 +36,7 @@ class DumpTensors(ScheduledFeature):
             schema: FeatureSchema | None = super().read(name, options)
             return schema
         except ConfigError as error:
-            logger.error("%s Nothing is dumped by these options. Training goes on.", error)
+            logger.error("%s Nothing is dumped with these options. Training continues.", error)
             return None
 
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> list[Wanted]:

@@ -87,8 +87,8 @@ class PrecisionDebugFabricCallback:
         """
         if self._session is None:
             raise SessionError(
-                "The callback has no session yet: it starts one in fabric.setup(model, optimizer). Give the callback to"
-                " Fabric(callbacks=[callback]) first. After fabric.setup_module(model), which calls no callback, call"
+                "The callback has no session yet. Pass it to Fabric(callbacks=[callback]): fabric.setup(model,"
+                " optimizer) starts the session. After fabric.setup_module(model), call"
                 " callback.on_after_setup(fabric, model)."
             )
         return self._session
@@ -138,8 +138,8 @@ class PrecisionDebugFabricCallback:
         if session is None:
             if self._session is None and self._notices.first("no model"):
                 logger.warning(
-                    "An optimizer has stepped, but precision debugging has no model, so nothing is observed. Set the"
-                    " model up with fabric.setup(model, optimizer); or, after fabric.setup_module(model), call"
+                    "An optimizer stepped, but the session has no model, so nothing is observed. Set up the model"
+                    " with fabric.setup(model, optimizer); or, after fabric.setup_module(model), call"
                     " callback.on_after_setup(fabric, model)."
                 )
             return
@@ -181,9 +181,8 @@ class PrecisionDebugFabricCallback:
     ) -> None:
         if error is None and not self._has_started:
             logger.warning(
-                "The block of the callback has ended, and nothing was observed: fabric.setup(model, optimizer) has not"
-                " started a session for it. Give the callback to Fabric(callbacks=[callback]), and set the model up"
-                " before each block, or in it."
+                "The 'with callback' block ended without a session, so nothing was observed. Pass the callback to"
+                " Fabric(callbacks=[callback]), and call fabric.setup(model, optimizer) before or in the block."
             )
         self._has_started = False
         self.stop(error)

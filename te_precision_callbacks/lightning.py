@@ -105,8 +105,8 @@ class PrecisionDebugCallback(Callback):
         """
         if self._session is None:
             raise SessionError(
-                "The callback has no session yet: it starts one when trainer.fit() begins. With a strategy such as"
-                " ddp_spawn sessions run in other processes; 'te-precision show LOG_DIR' shows their results."
+                "The callback has no session yet: trainer.fit() starts it. With strategies such as ddp_spawn,"
+                " sessions run in other processes: see 'te-precision show LOG_DIR'."
             )
         return self._session
 
@@ -123,7 +123,7 @@ class PrecisionDebugCallback(Callback):
         """Start the session, before configure_model or a precision plugin builds modules."""
         if stage != "fit":
             return
-        self._stop(trainer, SessionError("Another fit began."))  # a callback cut its on_exception short
+        self._stop(trainer, SessionError("Another fit started."))  # a callback cut its on_exception short
         self._restored_iteration = None
         self._step_of_batch = None
         self._numbers = TrainerNumbers()
@@ -268,7 +268,7 @@ class HealthyCheckpoint(ModelCheckpoint):
         self._precision = next(callbacks, None)
         if self._precision is None and stage == "fit":
             raise OptionError(
-                "HealthyCheckpoint needs the findings of a PrecisionDebugCallback, and the trainer has none. Add one:"
+                "HealthyCheckpoint needs a PrecisionDebugCallback in the trainer:"
                 " Trainer(callbacks=[PrecisionDebugCallback(), HealthyCheckpoint(...)])."
             )
         super().setup(trainer, pl_module, stage)

@@ -65,8 +65,8 @@ def record_limit(records: object) -> int:
         return limit
     if limit:
         raise OptionError(
-            f"records={records!r} leaves {limit:,} bytes for a run, which is too little to keep anything. Give a"
-            " size of at least 1MiB, such as '64GiB', or 'off'."
+            f"records={records!r} is too small ({limit:,} bytes). Give a size of at least 1MiB, such as '64GiB', or"
+            " 'off'."
         )
     raise OptionError(f"records= must be 'on' or True, 'off' or False, or a size such as '64GiB', not {records!r}.")
 
@@ -94,8 +94,8 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
         limits = [0 if size == "unlimited" else size_in_bytes(size) for size in sizes]
     except ValueError:
         raise OptionError(
-            f"statistics_log= must be one of {', '.join(map(repr, get_args(StatisticsLogRanks)))}, or the most bytes of"
-            f" a rank's log, such as '4GiB' or 'unlimited', or both, such as 'rank0, 4GiB', not {statistics_log!r}."
+            f"statistics_log= must be one of {', '.join(map(repr, get_args(StatisticsLogRanks)))}, a maximum log size"
+            f" per rank, such as '4GiB' or 'unlimited', or both, such as 'rank0, 4GiB', not {statistics_log!r}."
         ) from None
     return LogChoice(ranks[0] if ranks else "rank0", limits[0] if limits else LOG_LIMIT)
 
@@ -123,8 +123,8 @@ def read_profile(profile: object) -> ProfileChoice | None:
         if match is not None and int(match[1]) <= int(match[2] or match[1]):
             return ProfileChoice(int(match[1]), int(match[2] or match[1]), match[3] is not None)
     raise OptionError(
-        'profile= must be an iteration, such as 11, or a text with the first and the last one, such as "11-13", or'
-        f' "11-13, all" for a trace of each rank, not {profile!r}.'
+        'profile= must be an iteration, such as 11, a range, such as "11-13", or "11-13, all" for a trace'
+        f" of each rank, not {profile!r}."
     )
 
 
@@ -296,7 +296,7 @@ class SessionOptions:
         known = {entry.name for entry in fields(cls)}
         for key in keywords:
             if key == "step_on":
-                raise OptionError("step_on= is an option of PrecisionDebugCallback and PrecisionDebugger only.")
+                raise OptionError("step_on= is only an option of PrecisionDebugCallback and PrecisionDebugger.")
             if key not in known:
                 raise OptionError(f"There is no option {key!r}.{suggestion(key, known)}")
         for key, value in keywords.items():
@@ -307,7 +307,7 @@ class SessionOptions:
         read_statistics_log(keywords.get("statistics_log", "rank0"))
         read_profile(keywords.get("profile"))
         if not record_limit(keywords.get("records", "on")) and keywords.get("report"):
-            raise OptionError("report=True makes a page of what is recorded, but records='off' records nothing.")
+            raise OptionError("report=True needs records, but records='off' is set. Remove one of the two.")
         if keywords.get("report") and find_spec("plotly") is None:
             raise MissingExtraError("te_precision_callbacks.views.report", "report")
         check_scope(keywords.get("scope", ""))
@@ -320,7 +320,7 @@ class SessionOptions:
         features = _sequence("features", keywords.pop("features", ()))
         for feature in features:
             if not isinstance(feature, type):
-                raise OptionError(f"features= takes classes, not {feature!r}.")
+                raise OptionError(f"features= takes feature classes, not {feature!r}.")
         loaded = load_config(config, features=features, feature_dirs=feature_dirs)
         early_steps = read_early_steps(keywords.pop("early_steps", None), loaded)
         options = cls(

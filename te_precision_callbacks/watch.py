@@ -120,13 +120,13 @@ class ScriptWatch:
         """Stop the session and remove the hooks. Warn if a model was called and nothing was observed."""
         if self._has_called and not self._has_ended and os.getpid() == self._process:
             if not (self._backwards or self._has_attached):
-                logger.warning("The script has ended without a backward pass, so no training was observed.")
+                logger.warning("The script ended without a backward pass, so no training was observed.")
             elif 0 < self._backwards < BACKWARDS and not self._iterations:
                 self._warn()
             if self.session is not None and self._backwards >= (self._limit if self._iterations else 1):
                 self.session.note_unobserved(
-                    f"no optimizer of the model has stepped after the last {self._backwards} backward passes, so these"
-                    " are not observed"
+                    f"no optimizer of the model stepped after the last {self._backwards} backward passes, so they are"
+                    " not observed"
                 )
         for handle in self._handles:
             handle.remove()
@@ -165,7 +165,7 @@ class ScriptWatch:
             except PrecisionDebugError:
                 raise
             except Exception as error:
-                logger.error("The watch has failed and ends; the training continues. %s.", _ADVICE, exc_info=error)
+                logger.error("--watch failed and stops; the training continues. %s.", _ADVICE, exc_info=error)
                 with contextlib.suppress(Exception):
                     self._end(error)
 
@@ -363,11 +363,9 @@ class ScriptWatch:
             called = ", ".join(sorted(self._called)) or "no module with trainable parameters"
             if self._in_evaluation and not self._called:
                 called += ", but modules in evaluation mode: call model.train() before the training"
-            seen = f"no model was found whose parameters an optimizer holds. Called in training mode: {called}"
+            seen = f"no model with parameters in an optimizer was found. Called in training mode: {called}"
         else:
-            seen = "no optimizer of the model has stepped" + (
-                f" since step {self._iterations}" if self._iterations else ""
-            )
+            seen = "no optimizer of the model stepped" + (f" since step {self._iterations}" if self._iterations else "")
         logger.warning(
             "After %d backward passes %s. In this process: %s. %s.", self._backwards, seen, optimizers, _ADVICE
         )

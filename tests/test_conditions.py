@@ -145,11 +145,11 @@ def test_schedules_meet_where_a_step_is_in_both(seed: int) -> None:
 @pytest.mark.parametrize(
     ("statistics", "options", "words"),
     [
-        ("start_step: 20", "end_step: 10", r"in steps 0 to 10; the statistic is collected in steps 20 on\."),
+        ("start_step: 20", "end_step: 10", r"in steps 0 to 10, the statistic is collected in steps 20 on\."),
         (
             "start_end_list: [[1, 1], [3, 3]]",
             "freq: 2",
-            "in steps 0 on that are multiples of 2; the statistic is collected in steps 1 and 3",
+            "in steps that are multiples of 2, the statistic is collected in steps 1 and 3",
         ),
         ("freq: 4, start_step: 1, end_step: 11", "freq: 6", "steps 1 to 11 that are multiples of 4"),
     ],
@@ -302,24 +302,24 @@ def test_the_ways_to_write_a_contract(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "a word": ("fp8", r"has 'fp8'. A condition on a share is 'fp8 >= 95%'"),
+    "a word": ("fp8", r"has 'fp8'. Write a condition such as 'fp8 >= 95%'"),
     "no precision": ("fp9 >= 95%", r"no precision 'fp9'. Did you mean 'fp8'"),
-    "no part": ("fp8 wgrads >= 95%", r"no products are called 'wgrads'. Did you mean 'wgrad'"),
+    "no part": ("fp8 wgrads >= 95%", r"there is no part 'wgrads'. Did you mean 'wgrad'"),
     "above 100 %": ("fp8 >= 950%", r"'950' is not a number from 0 to 100"),
     "below 0 %": ({"share": {"fp8": -1}}, r"\['share'\]\['fp8'\] has .*'-1' is not a number from 0 to 100"),
-    "no percent sign": ("fp8 >= 0.95", r"A condition on a share is"),
+    "no percent sign": ("fp8 >= 0.95", r"Write a condition such as"),
     "not a number": ("nvfp4 >= most%", r"'most' is not a number"),
     "no number for a share": ({"share": {"fp8": None}}, r"has None"),
     "no key": ({"shares": {"fp8": 95}}, r"no key 'shares'. Did you mean 'share'"),
-    "nothing": ({}, r"demands nothing"),
+    "nothing": ({}, r"the contract is empty"),
     "a list": (["fp8 >= 95%"], r"must be a condition such as"),
     "a number": (3, r"must be a condition such as"),
-    "a pattern": ({"layers": {"(": "fp8"}}, r"is no regular expression"),
-    "a precision of layers": ({"layers": {"mlp": "e4m3"}}, r"'e4m3' is no precision"),
-    "a list of precisions": ({"layers": {"mlp": ["fp8"]}}, r"\[.fp8.\] is no precision"),
-    "layers in a list": ({"layers": ["mlp"]}, r"must be a mapping of patterns"),
-    "a subject": ({"state": {"optimiser": "float32"}}, r"nothing is called 'optimiser'. Did you mean 'optimizer"),
-    "a type": ({"state": {"optimizer": "fp32"}}, r"'fp32' is no type. Did you mean 'float32'"),
+    "a pattern": ({"layers": {"(": "fp8"}}, r"is not a regular expression"),
+    "a precision of layers": ({"layers": {"mlp": "e4m3"}}, r"'e4m3' is not a precision"),
+    "a list of precisions": ({"layers": {"mlp": ["fp8"]}}, r"\[.fp8.\] is not a precision"),
+    "layers in a list": ({"layers": ["mlp"]}, r"must be a mapping from layer patterns"),
+    "a subject": ({"state": {"optimiser": "float32"}}, r"there is no subject 'optimiser'. Did you mean 'optimizer"),
+    "a type": ({"state": {"optimizer": "fp32"}}, r"'fp32' is not a dtype. Did you mean 'float32'"),
     "by_step": ({"share": {"fp8": 1}, "by_step": 0}, r"'by_step' must be an integer >= 1, not 0"),
     "on_broken": ({"share": {"fp8": 1}, "on_broken": "exit"}, r"'on_broken' must be 'raise' or 'warn', not 'exit'"),
     "a file": ("contracts.yaml", r"The contract file 'contracts.yaml' does not exist"),
@@ -344,7 +344,7 @@ def test_all_mistakes_are_reported_with_their_lines(tmp_path: Path) -> None:
 def test_a_file_that_is_no_contract(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("stats:\n  enabled: True\n")
-    with pytest.raises(ConfigError, match=r"config.yaml is no contract: .* one key, 'precision_contract'"):
+    with pytest.raises(ConfigError, match=r"config.yaml is not a contract: .* the key 'precision_contract'"):
         read_contract(file)
 
 

@@ -78,11 +78,11 @@ def test_parts_of_names_are_suggested() -> None:
         ("a:\n\tenabled: True", r"not valid YAML: .*cannot start any token in line 2, column 1"),
         (
             "LogTensorStats:\n  enabled: True\n  tensors: [weight]\n  freq: 3",
-            r"^[^\n]*line 1 .*'LogTensorStats' is a feature, and not a section\. Put it into one[^\n]*$",
+            r"^[^\n]*line 1 .*'LogTensorStats' is a feature, not a section[^\n]*$",
         ),
-        (GEMM.format("forward"), r"'forward' is none of them\. Did you mean 'fprop'\?"),
-        (GEMM.format("backward"), r"'backward' is none of them\. Did you mean 'dgrad' or 'wgrad'\?"),
-        (GEMM.format("wgradd"), r"'wgradd' is none of them\. Did you mean 'wgrad' or 'dgrad'\?"),
+        (GEMM.format("forward"), r"'forward' is not in this list\. Did you mean 'fprop'\?"),
+        (GEMM.format("backward"), r"'backward' is not in this list\. Did you mean 'dgrad' or 'wgrad'\?"),
+        (GEMM.format("wgradd"), r"'wgradd' is not in this list\. Did you mean 'wgrad' or 'dgrad'\?"),
         ("", r"is empty; a config is a mapping"),
         ("- a\n- b", r"holds a list"),
         ("a: 3", r"line 1 \(section 'a'\).*a section must be a mapping"),
@@ -99,7 +99,7 @@ def test_parts_of_names_are_suggested() -> None:
         ("a:\n  enabled: True\n  layers: {layer_numbers: ['0-99999999999']}", r"up to 999999, .* not '0-99999999999'"),
         ("a:\n  enabled: True\n  layers: {layer_numbers: [-1]}", r"takes numbers.* not -1"),
         ("a:\n  enabled: 2026-02-31\n", r"not valid YAML: day is out of range"),
-        ("a:\n  enable: True\n  layers: {layer_types: [x]}", r"'enabled' is missing. Is 'enable' meant"),
+        ("a:\n  enable: True\n  layers: {layer_types: [x]}", r"'enabled' is missing. Is 'enable' a misspelling"),
         ("a:\n  enabled: maybe\n  layers: {layer_types: [x]}", r"line 2.*'enabled' must be True or False, not 'maybe'"),
         ("a:\n  enabled: True\n  layers: {layer_type: [x]}", r"line 3.*'layer_type'.*Did you mean 'layer_types'"),
         ("a:\n  enabled: True\n  layers: {}", r"'layers' is empty"),
@@ -108,7 +108,7 @@ def test_parts_of_names_are_suggested() -> None:
         ("a:\n  enabled: True\n  layers: {layer_numbers: [5-2]}", r"ends before it starts"),
         ("a:\n  enabled: True\n  layers: {layer_numbers: [x]}", r"takes numbers"),
         ("a:\n  enabled: True\n  layers: {layer_types: [x]}\n  transformer_engine: 3", r"line 4.*mapping of features"),
-        ("a:\n  x: 1\na:\n  x: 2\n", r"line 3: 'a' is given here a second time; the first is in line 1"),
+        ("a:\n  x: 1\na:\n  x: 2\n", r"line 3: 'a' is already defined in line 1"),
     ],
 )
 def test_a_malformed_file_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:
@@ -198,7 +198,7 @@ def test_a_config_for_upstreams_names_that_selects_other_layers_by_path_is_warne
             "(section 'section'): the section 'section' selects model.layers.2.fc1; by nvidia-dlfw-inspect's names it "
             "would select model.layers.2.fc1 (here model.layers.1.fc1)."
         ) in message
-        assert message.endswith("layer_names='path' confirms that paths are meant.")
+        assert message.endswith("set layer_names='path' to keep selecting by path.")
         caplog.clear()
         assert plan_blocks(block, layer_names="path") == ["model.layers.2.fc1"]
         assert plan_blocks(block, layer_names="upstream") == ["model.layers.1.fc1"]
@@ -235,7 +235,7 @@ def test_a_section_without_a_layer_can_be_allowed_or_be_off(caplog: pytest.LogCa
         ({"exact_layer_names": ["LayerNormMLP"]}, r"'LayerNormMLP' is a class of 2 layers\. .*: \[LayerNormMLP\]"),
         ({"exact_layer_names": ["model.hed"]}, r"Similar names: 'model\.head'"),
         ({"exact_layer_names": ["model.head", "model.hea"]}, r"no layer 'model\.hea'. Did you mean 'model\.head'"),
-        ({"layer_types": ["fc11"]}, r"'section' matches none of the 5 layers.*'fc1'"),
+        ({"layer_types": ["fc11"]}, r"the selector matches none of the 5 layers.*'fc1'"),
         ({"layer_types": ["layernorm_kqv"]}, r"'layernorm_qkv'"),
         ({"layer_types": ["zzzzz"]}, r"The layers are: 'model\.layers\.0"),
         ({"layer_name_regex_pattern": "^LayerNormMLP"}, r"'LayerNormMLP' is a class of 2 layers\."),
@@ -257,7 +257,7 @@ def test_a_suggestion_is_valid_for_its_selector(block: dict[str, Any], told: str
         ({"layer_types": ["fc1", "layernorm_kqv"]}, r"contains 'layernorm_kqv'\. Similar: 'layernorm_qkv'"),
         ({"layer_numbers": [0, 7]}, r"no layer has a number from 7 to 7\. The numbers go from 0 to 10"),
         ({"layer_numbers": [0, "11-20"]}, r"no layer has a number from 11 to 20\."),
-        ({"layer_numbers": ["0-20"]}, r"'0-20' goes beyond the layers\. The numbers go from 0 to 10"),
+        ({"layer_numbers": ["0-20"]}, r"'0-20' exceeds the layer numbers\. The numbers go from 0 to 10"),
         ({"layer_numbers": ["0-9"]}, None),
         ({"layer_name_regex_pattern": ""}, r"is empty, which matches every name and selects all layers"),
         ({"exact_layer_names": ["model.head"], "layer_name_regex_pattern": ""}, "has no effect beside"),
@@ -321,7 +321,7 @@ def test_the_spelling_of_the_documentation() -> None:
         ),
         (
             {"transformer_engine": {"DisableFP8Layer": {"enable": True}}},
-            r"'DisableFP8Layer' has no 'enabled'.*Is 'enable' meant",
+            r"'DisableFP8Layer' has no 'enabled'.*Is 'enable' a misspelling",
         ),
     ],
 )
@@ -348,10 +348,12 @@ def test_sections_that_meet_in_a_layer_are_merged() -> None:
     off["transformer_engine"]["DisableFP8Layer"]["enabled"] = False
     merged = planned(a=on, b=off).layers[0].features
     assert merged == {"transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
-    with pytest.raises(ConfigError, match=r"section 'b'.*gives 'DisableFP8Layer' to the layer .*10.*fc1.*section 'a'"):
+    with pytest.raises(
+        ConfigError, match=r"section 'b'.*the layer .*10.*fc1' already has 'DisableFP8Layer' from .*section 'a'"
+    ):
         planned(a=on, b=feature("DisableFP8Layer", ["layers.10"]))
     on["transformer_engine"]["DisableFp8Layer"] = {"enabled": True}
-    with pytest.raises(ConfigError, match="'DisableFP8Layer' is given here twice"):
+    with pytest.raises(ConfigError, match="'DisableFP8Layer' is given twice"):
         planned(s=on)
 
 
@@ -427,8 +429,8 @@ def test_a_gemm_among_tensors_is_left_out(tmp_path: Path, caplog: pytest.LogCapt
     assert [target.tensor for target in read.schema.targets] == ["dgrad", "wgrad"]
     (message,) = caplog.messages
     assert re.fullmatch(
-        r".*config.yaml, line 11 .*'tensors' of 'LogTensorStats' has 'fprop', which is a GEMM and no tensor: nothing is"
-        r" observed for it, as in Transformer Engine\. Its result is 'output'\.",
+        r".*config.yaml, line 11 .*'tensors' of 'LogTensorStats' has 'fprop', which is a GEMM, not a tensor: it is"
+        r" ignored, as in Transformer Engine\. Its result is 'output'\.",
         message,
     )
 
@@ -577,23 +579,23 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         # names
         ("LogTensorStats", TENSORS + "stats: [min, maxx]", 8, "'stats' of N has 'maxx': there is no .*mean 'max'"),
         ("LogTensorStats", TENSORS + "stats: [zzz]", 8, "has 'zzz': .* The statistics are: cur_amax, dynamic_range"),
-        ("LogTensorStats", TENSORS + "stats: [underflows%]", 8, "a statistic of LogFp8TensorStats: write it there"),
-        ("LogTensorStats", TENSORS + "stats: [mxfp8_mse]", 8, "a statistic of LogFp8TensorStats: write it there"),
-        ("LogNvfp4TensorStats", TENSORS + "stats: [std]", 8, "It is a statistic of LogTensorStats: write it there"),
+        ("LogTensorStats", TENSORS + "stats: [underflows%]", 8, "Move it to LogFp8TensorStats"),
+        ("LogTensorStats", TENSORS + "stats: [mxfp8_mse]", 8, "Move it to LogFp8TensorStats"),
+        ("LogNvfp4TensorStats", TENSORS + "stats: [std]", 8, "Move it to LogTensorStats"),
         ("LogTensorStats", TENSORS + "stats: [3]", 8, "has 3: .* The statistics are: cur_amax"),
         ("LogTensorStats", TENSORS + "stats: [max: {dims: 1}]", 8, r"only 'max_blockwise.*' takes .*, not 'max'\.$"),
         (
             "LogTensorStats",
             TENSORS + "stats: [max_blockwise_dynamic_range: {block_size: 0}]",
             8,
-            r"block_size of .* is a number of elements above 0, not 0\.$",
+            r"block_size of .* must be an integer above 0, not 0\.$",
         ),
         ("LogFp8TensorStats", TENSORS + "stats: [mxfp8_mean]", 8, "'mxfp8_mean': there is no .*'mxfp8_mse'"),
         (
             "LogFp8TensorStats",
             TENSORS + "stats: [max]",
             8,
-            r"'max': there is no .* It is a statistic of LogTensorStats: write it there\.$",
+            r"'max': there is no .* Move it to LogTensorStats\.$",
         ),
         (
             "LogFp8TensorStats",
@@ -604,7 +606,12 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ("LogFp8TensorStats", TENSORS + "stats: [mxfp8_e4m2_mse]", 8, "no statistic 'e4m2_mse'.*'mxfp8_e4m3_mse'"),
         ("LogFp8TensorStats", TENSORS + "stats: [mxfp8_E5M2_mse]", 8, "no statistic 'E5M2_mse'.*'mxfp8_e5m2_mse'"),
         ("LogFp8TensorStats", TENSORS + "stats: [nvfp4_e4m3_mse]", 8, "nvfp4 has E2M1 elements only.*'nvfp4_mse'"),
-        ("LogNvfp4TensorStats", TENSORS + "stats: [mse, mxfp8_mse]", 8, "has 'mxfp8_mse', .*nvfp4 only. LogFp8Tensor"),
+        (
+            "LogNvfp4TensorStats",
+            TENSORS + "stats: [mse, mxfp8_mse]",
+            8,
+            "has 'mxfp8_mse', .*only nvfp4 statistics. Use LogFp8Tensor",
+        ),
         ("LogNvfp4TensorStats", TENSORS + "stats: [nvfp4_msee]", 8, "has 'nvfp4_msee': .*'nvfp4_mse'"),
         (
             "LogFp8TensorStats",
@@ -616,21 +623,31 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "LogFp8TensorStats",
             TENSORS + "stats: [current_scaling_zero_blocks%]",
             8,
-            "has 'current_scaling_zero_blocks%': fp8_current_scaling has one scale .*, and no blocks; .*'mxfp8_'",
+            "has 'current_scaling_zero_blocks%': fp8_current_scaling has one scale .*'mxfp8_'",
         ),
         ("LogNvfp4TensorStats", TENSORS + "stats: [scale_inv_mxx]", 8, "has 'scale_inv_mxx': .*'scale_inv_max'"),
-        ("LogTensorStats", STATS + "tensors: [weight, activations]", 8, "'activations' is none of them.*'activation'"),
-        ("LogTensorStats", STATS + "tensors: activations", 8, "'tensors' of N must be a list .*'activations' is none"),
-        ("LogTensorStats", STATS + "tensors: [fprop]", 8, "'fprop' is none of them"),  # nothing would be left
-        ("LogTensorStats", STATS + "tensors: fprop", 8, "'fprop' is none of them"),
-        ("LogTensorStats", STATS + "tensors: [dgrad, forward]", 8, "'forward' is none of them"),
+        (
+            "LogTensorStats",
+            STATS + "tensors: [weight, activations]",
+            8,
+            "'activations' is not in this list.*'activation'",
+        ),
+        (
+            "LogTensorStats",
+            STATS + "tensors: activations",
+            8,
+            "'tensors' of N must be a list .*'activations' is not in",
+        ),
+        ("LogTensorStats", STATS + "tensors: [fprop]", 8, "'fprop' is not in this list"),  # nothing would be left
+        ("LogTensorStats", STATS + "tensors: fprop", 8, "'fprop' is not in this list"),
+        ("LogTensorStats", STATS + "tensors: [dgrad, forward]", 8, "'forward' is not in this list"),
         (
             "LogFp8TensorStats",
             "tensors:\n  - weight\n  - output\nstats: mse",
             9,
             "a list of activation, weight, gradient; 'output'",
         ),
-        ("DisableFP8GEMM", "gemms: [fprob]", 7, "'gemms' of N must be a list of fprop, .*'fprob' is none .*'fprop'"),
+        ("DisableFP8GEMM", "gemms: [fprob]", 7, "'gemms' of N must be a list of fprop, .*'fprob' is not in .*'fprop'"),
         ("DisableFp8Gemm", "gemms_struct:\n  - gemm: prop", 8, "'gemm' in item 1 of 'gemms_struct' of N .*'fprop'"),
         (
             "FakeQuant",
@@ -661,7 +678,12 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             8,
             "item 1 of 'tensors_struct' of N has no 'tensor', o",
         ),
-        ("LogTensorStats", STATS + "tensors_struct: [weight]", 8, "a list of mappings with 'tensor'; 'weight' is none"),
+        (
+            "LogTensorStats",
+            STATS + "tensors_struct: [weight]",
+            8,
+            "a list of mappings with 'tensor'; 'weight' is not in",
+        ),
         (
             "DisableQuantizationGEMM",
             "",
@@ -762,7 +784,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "LogTensorStats",
             LOGGED + "start_step: 11\nend_step: 19\nfreq: 10",
             11,
-            "'freq' of N leaves no step to act in: there are no steps 11 to 19 that are multiples of 10",
+            "'freq' of N selects no steps: there are no steps 11 to 19 that are multiples of 10",
         ),
         (
             "DumpTensors",
@@ -774,7 +796,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "LogTensorStats",
             f"{STATS}freq: 7\ntensors_struct: [{{tensor: weight, start_step: 15, end_step: 20}}]",
             8,
-            "'freq' of N leaves no step",
+            "'freq' of N selects no steps",
         ),
         *[
             ("LogTensorStats", f"{LOGGED}start_end_list: {text}", 9, f"'start_end_list' of N {message}")
@@ -824,7 +846,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ),
         ("DisableFP8GEMM", "gemms: fprop\nstart_step: 9\nend_step: 4", 9, "'end_step' of N is 4, which is before"),
         ("DisableFP8Layer", "start_step: -3", 7, "'start_step' of N must be an integer >= 0, not -3"),
-        ("DisableFP8GEMM", "gemms: [fprop, qk]", 7, r"must be a list of fprop, dgrad, wgrad; 'qk' is none of them"),
+        ("DisableFP8GEMM", "gemms: [fprop, qk]", 7, r"must be a list of fprop, dgrad, wgrad; 'qk' is not in this list"),
     ],
 )
 def test_invalid_keys_are_refused_with_their_place(
@@ -920,7 +942,7 @@ def test_a_mapping_is_checked_like_a_file_and_merged_keys_have_the_line_above(tm
         load_config({"s": feature("LogTensorStats", ["fc1"], tensors=("weight",), stats=["max"], freq=0)})
     with pytest.raises(ConfigError, match=r"'tensors' of 'LogTensorStats' must be a list of .*, not {'weight'}"):
         load_config({"s": feature("LogTensorStats", ["fc1"], tensors={"weight"}, stats=["max"])})
-    with pytest.raises(ConfigError, match=r"line 5 .*'activations' is none of them"):
+    with pytest.raises(ConfigError, match=r"line 5 .*'activations' is not in this list"):
         load(tmp_path, "LogTensorStats", "<<: {stats: [max], tensors: [activations]}")
 
 

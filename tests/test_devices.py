@@ -107,7 +107,7 @@ def test_no_statistic_is_measured_in_a_capture(cuda: Callable[..., None], caplog
     with caplog.at_level(logging.WARNING):
         note()
         note()
-    assert caplog.text.count("fc1 activation is not measured: a CUDA graph is being captured") == 1
+    assert caplog.text.count("fc1 activation is not measured, because a CUDA graph is being captured") == 1
     assert not engine.has_news
     cuda()
     note()
@@ -140,7 +140,7 @@ def test_a_step_in_a_capture_warns_and_collects_nothing(
         cuda()
         session.step()
         assert session.iteration == 1
-    assert caplog.text.count("step() was called while a CUDA graph is being captured") == 1
+    assert caplog.text.count("step() has no effect during the capture of a CUDA graph") == 1
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

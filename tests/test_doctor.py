@@ -202,7 +202,7 @@ def with_recipes(**changed: Any) -> Machine:
         ),
         (
             replace(HERE, torch=Torch((), None, "570.1", None, None, (), {})),
-            "changes a run: there is an NVIDIA driver \\(570.1\\)",
+            "changes a run: an NVIDIA driver \\(570.1\\)",
         ),
         (
             replace(HERE, torch=Torch((), None, None, "13.0", None, ("driver too old",), {})),

@@ -119,7 +119,7 @@ def test_shards_are_compared_at_their_own_place_alone() -> None:
     for sharded, rank, world_size, finds in ((False, 0, 1, 1), (True, 0, 2, 1), (True, 1, 2, 0), (True, 0, 4, 0)):
         before = fingerprint(layer("a", sharded=sharded), rank=rank, world_size=world_size)
         findings = compare(before, fingerprint(layer("a", sharded=sharded, rowwise="b"))).findings
-        of_weights = [finding for finding in findings if "rounded anew" in finding.what]
+        of_weights = [finding for finding in findings if "rounded again" in finding.what]
         assert len(of_weights) == finds, (sharded, rank, world_size)
 
 
@@ -162,5 +162,5 @@ def test_scales_are_compared_where_ranks_have_the_same() -> None:
         for rank, scale in ((0, 8.0), (1, 4.0))
     )
     assert [finding.what for finding in compare(before, now).findings] == [
-        "Other scales than in the checkpoint (forward)"
+        "The scales differ from the checkpoint (forward)"
     ]

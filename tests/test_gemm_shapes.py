@@ -17,7 +17,7 @@ def test_every_recipe_has_its_rules() -> None:
 def test_a_refusal_names_gemm_dimension_and_next_size() -> None:
     (refusal,) = refusals("fp8_delayed_scaling", HOPPER, tokens=24, in_features=64, out_features=64)
     assert (refusal.gemm, refusal.dimension, refusal.size, refusal.next_size) == ("wgrad", "tokens", 24, 32)
-    assert str(refusal).startswith("wgrad: tokens is 24 and has to be a multiple of 16 (next: 32), for ")
+    assert str(refusal).startswith("wgrad: tokens is 24, but must be a multiple of 16 (next: 32) for ")
     assert refusals("fp8_delayed_scaling", BLACKWELL, tokens=24, in_features=64, out_features=64) == []
 
 

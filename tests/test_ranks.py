@@ -148,7 +148,7 @@ def test_ranks_learn_at_once_that_one_was_killed_although_its_worker_lives(tmp_p
             (tmp_path / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         begun = time.monotonic()
-        with pytest.raises(RanksLostError, match="cannot be reached any more"):
+        with pytest.raises(RanksLostError, match="is no longer reachable"):
             merged(sent)
         return time.monotonic() - begun
 
@@ -182,7 +182,7 @@ def test_ranks_at_different_messages_part(tmp_path: Path, other: tuple[str, int]
     """Of another kind, or of another size, with which gloo would end the process."""
     for error in forked(tmp_path, 3, lambda sent: merged(sent, *(other if sent.rank == 2 else ("b", 3)))):
         assert isinstance(error, RanksLostError)
-        assert "are at different places" in str(error)
+        assert "are at different points" in str(error)
 
 
 @pytest.mark.processes
@@ -229,7 +229,7 @@ def test_a_rank_that_fails_to_connect_is_named(tmp_path: Path, failing: int) -> 
         return str(lost.value)
 
     said = forked(tmp_path, 3, run, is_open=False)
-    reason = f"The ranks have not met: rank {failing} has failed (MemoryError: no room)"
+    reason = f"The ranks could not connect: rank {failing} has failed (MemoryError: no room)"
     assert [text for rank, text in enumerate(said) if rank != failing] == [reason] * 2
 
 
@@ -297,7 +297,7 @@ def test_a_rank_that_has_lost_its_patience_is_not_waited_for() -> None:
     store = dist.HashStore()
     places = [RankPlace(rank, 2, name) for rank in range(2)]
     for rank, wait in ((1, 0.1), (0, 20), (0, 0.1), (1, 20)):
-        with pytest.raises(MeetingFailed, match=r"not all of them have come within 0\.1 s"):
+        with pytest.raises(MeetingFailed, match=r"not all ranks arrived within 0\.1 s"):
             met(store, places[rank], wait)
     assert on_all(2, lambda rank: met(store, places[rank], 20)) == [True] * 2
 

@@ -158,8 +158,10 @@ def test_a_slow_disk_drops_steps_and_reports_their_number(
         may_write.set()
     assert len(lines(tmp_path)) == 15, "after the third step, more than 10 wait"
     first, last = caplog.messages
-    assert first.startswith("The disk is slower than the training: 15 numbers wait for the statistics log, so the 5 ")
-    assert last.startswith("235 numbers of 47 steps are missing in the statistics log")
+    assert first.startswith(
+        "The disk is slower than the training: 15 values are waiting for the statistics log, so the 5 "
+    )
+    assert last.startswith("235 values of 47 steps are missing in the statistics log")
 
 
 def test_the_end_waits_for_a_disk_that_is_slow_but_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,5 +190,5 @@ def test_a_log_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     iterations = [int(line.split("iteration=")[1][:6]) for line in content.splitlines()]
     assert iterations == [iteration for iteration in range(300) for _ in range(7)][: len(iterations)]
     (message,) = caplog.messages
-    assert message.startswith(f"{path} has reached its limit of 20,000 bytes and ends. The records go on.")
-    assert "statistics_log='rank0, 4GiB' keeps more" in message
+    assert message.startswith(f"{path} has reached its limit of 20,000 bytes and is closed. The records continue.")
+    assert "statistics_log='rank0, 4GiB' or" in message

@@ -348,7 +348,7 @@ def test_an_optimizer_that_does_not_step_any_more(
         for step in range(backwards):
             loss_of(model, step).backward()
     (text,) = caplog.messages
-    assert f"After {backwards} backward passes no optimizer of the model has stepped" in text
+    assert f"After {backwards} backward passes no optimizer of the model stepped" in text
     assert f"after the last {backwards} backward passes" in diagnose(tmp_path).summary
     assert optimizer.param_groups, "it is kept"
 
@@ -357,9 +357,9 @@ def test_an_optimizer_that_does_not_step_any_more(
     ("backwards", "has_optimizer", "words"),
     [
         (0, False, "ended without a backward pass"),
-        (2, False, "After 2 backward passes no model was found"),
-        (2 * BACKWARDS, False, f"After {BACKWARDS} backward passes no model was found"),
-        (2 * BACKWARDS, True, f"After {BACKWARDS} backward passes no optimizer of the model has stepped"),
+        (2, False, "After 2 backward passes no model with parameters"),
+        (2 * BACKWARDS, False, f"After {BACKWARDS} backward passes no model with parameters"),
+        (2 * BACKWARDS, True, f"After {BACKWARDS} backward passes no optimizer of the model stepped"),
     ],
 )
 def test_one_warning_without_a_training(
@@ -384,7 +384,7 @@ def test_a_failure_of_the_watch_does_not_reach_the_training(
     model = Model()
     with watched(tmp_path):
         train(model, sgd(model))
-    assert [record.message.partition(";")[0] for record in caplog.records] == ["The watch has failed and ends"]
+    assert [record.message.partition(";")[0] for record in caplog.records] == ["--watch failed and stops"]
 
 
 def test_an_error_that_the_user_asked_for_ends_the_training(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class TrackerSink(LoggerSink):
         missing = (
             "call accelerator.init_trackers('my_project') before the loop"
             if self._accelerator.log_with
-            else "make it with Accelerator(log_with='tensorboard', project_dir=...), or another tracker, and call"
+            else "create it with Accelerator(log_with='tensorboard', project_dir=...), or another tracker, and call"
             " accelerator.init_trackers('my_project')"
         )
         logger.warning(
@@ -201,7 +201,7 @@ class PrecisionDebugger:
         """
         session = self._session
         if session.running:
-            raise SessionError("start(): the debugger is running already. Call stop() before you start it again.")
+            raise SessionError("start(): the debugger is already running. Call stop() first.")
         self._notices = Notices()
         folder = self._accelerator.logging_dir or self._accelerator.project_dir or "."
         select = MetricSelection(self._options.prefix, self._options.log_filter)
@@ -313,8 +313,8 @@ class PrecisionDebugger:
             path.write_text(json.dumps(state), encoding="utf-8")
         except OSError as error:
             logger.warning(
-                "The debug iteration cannot be saved: %s. Training goes on. A resume from this checkpoint counts from 0"
-                " unless start_step= says otherwise.",
+                "The debug iteration cannot be saved: %s. Training continues. A resume from this checkpoint starts"
+                " at iteration 0 unless start_step= is set.",
                 error,
             )
 
@@ -336,7 +336,7 @@ class PrecisionDebugger:
             self._session.resumed_loss.restore(state)
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.warning(
-                "%s holds no debug iteration (%s: %s). The current count continues; start_step= sets another.",
+                "%s has no debug iteration (%s: %s). The current count continues; set start_step= to change it.",
                 path,
                 type(error).__name__,
                 error,
@@ -344,8 +344,8 @@ class PrecisionDebugger:
             return
         if step_on != self._step_on:
             logger.warning(
-                "The debug iteration of %s was counted with step_on=%r, so it is not restored with step_on=%r."
-                " Set it with start_step=.",
+                "The debug iteration in %s was counted with step_on=%r, so it is not restored with step_on=%r. Set"
+                " start_step=.",
                 folder,
                 step_on,
                 self._step_on,
@@ -367,10 +367,9 @@ class PrecisionDebugger:
         optimizers = [other for other in self._accelerator._optimizers if not own.isdisjoint(held_ids(other))]
         if self._options.start_step is None and any(map(_has_stepped, optimizers)):
             logger.warning(
-                "The optimizer has stepped before, but the debug iteration and the step at which statistics are logged"
-                " begin at 0. To continue the counts of a checkpoint, make the PrecisionDebugger before"
-                " accelerator.load_state(); to continue those of an earlier block, use one PrecisionDebugger for both;"
-                " or give the PrecisionDebugger start_step=."
+                "The optimizer has already stepped, but the debug iteration starts at 0. To continue the count,"
+                " create the PrecisionDebugger before accelerator.load_state(), use one PrecisionDebugger for all"
+                " blocks, or set start_step=."
             )
 
     def _refuse_step(self) -> None:
@@ -380,7 +379,7 @@ class PrecisionDebugger:
                 " 'with PrecisionDebugger(accelerator, model, config) as debugger' around it."
             )
         if self._notices.first("stopped"):
-            logger.warning("step(): the debugger was stopped, so nothing more is observed. Training goes on.")
+            logger.warning("step(): the debugger was stopped, so nothing more is observed. Training continues.")
 
 
 def _call_with_folder(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
@@ -403,8 +402,8 @@ def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
     if prepared.isdisjoint(map(id, model.modules())):
         other = "" if not accelerator._models else ", but another one"
         raise SessionError(
-            f"accelerator.prepare() was not given this {type(model).__name__}{other}. Make the debugger after"
-            " 'model, optimizer = accelerator.prepare(model, optimizer)', and give it the model that is returned."
+            f"accelerator.prepare() was not given this {type(model).__name__}{other}. Create the debugger after"
+            " 'model, optimizer = accelerator.prepare(model, optimizer)', and pass the returned model."
         )
 
 

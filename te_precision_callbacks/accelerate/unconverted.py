@@ -118,9 +118,9 @@ def unconverted_layers(model: Model) -> dict[str, str]:
 def _find(model: Model) -> dict[str, _Unconverted]:
     layers: dict[str, _Unconverted] = {}
     if _converted_elements(model):
-        other = "it was added later, or also has another name, under which it was converted"
+        other = "it was added later, or was converted under another name"
     else:
-        other = "nothing in this model is converted; give the model that accelerator.prepare() with FP8 has returned"
+        other = "no layer of this model is converted; pass the model that accelerator.prepare() with FP8 returned"
 
     def visit(module: torch.nn.Module, path: str, why: str | None) -> str | None:
         """Visit the modules below; return the reason if the rest of the container was skipped."""
@@ -128,23 +128,23 @@ def _find(model: Model) -> dict[str, _Unconverted]:
             indivisible = [size for size in (module.in_features, module.out_features) if size % _CONVERTED_MULTIPLE]
             elements = module.in_features * module.out_features
             if why is None and not path:
-                inside = "Accelerate converts the layers inside of a model, not the model itself"
+                inside = "Accelerate converts the layers inside a model, not the model itself"
                 layers[type(module).__name__] = _Unconverted(inside, elements)
             elif why is not None or not indivisible:
                 layers[path] = _Unconverted(why or other, elements)
             else:
                 numbers = " and ".join(map(str, indivisible))
-                are = "is no multiple" if len(indivisible) == 1 else "are no multiples"
+                are = "is not a multiple" if len(indivisible) == 1 else "are not multiples"
                 size = f"{module.in_features} x {module.out_features}"
                 layers[path] = _Unconverted(f"{size}: {numbers} {are} of {_CONVERTED_MULTIPLE}", elements)
-                return f"skipped, because {path} before it stopped the conversion"
+                return f"skipped, because the conversion stopped at {path}"
             return why
         for name, shape in _multiplied(module):
             size = " x ".join(map(str, shape[-2:]))
             what = type(module).__name__ if len(shape) == 2 else f"{type(module).__name__}, {shape[0]} experts"
             parts = [part for part in (path, "" if name == "weight" else name) if part]
             layers[".".join(parts) or type(module).__name__] = _Unconverted(
-                f"{size} of {what}: Accelerate converts Linear alone", math.prod(shape)
+                f"{size} of {what}: Accelerate converts only Linear", math.prod(shape)
             )
         of_children = why
         for name, child in module.named_children():

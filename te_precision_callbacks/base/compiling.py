@@ -79,12 +79,12 @@ class CppFile:
 
 def warn_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:
     if isinstance(error, OSError):
-        advice = "Compiled code is kept in a folder of torch's: let TORCHINDUCTOR_CACHE_DIR name one to write to."
+        advice = "torch keeps compiled code in a cache folder: set TORCHINDUCTOR_CACHE_DIR to a writable one."
     else:
-        advice = "Install a C++ compiler such as g++, if there is none; TORCH_LOGS=dynamo,inductor prints more."
+        advice = "Install a C++ compiler such as g++ if it is missing; TORCH_LOGS=dynamo,inductor prints details."
     reason = str(error).strip()
     logger.warning(
-        "%s, up to %s times slower but equally exact: the fast pass cannot be compiled (%s: %s). %s",
+        "%s, up to %s times slower with the same results: the fast pass cannot be compiled (%s: %s). %s",
         what,
         times,
         type(error).__name__,

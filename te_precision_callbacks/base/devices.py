@@ -60,7 +60,7 @@ def is_lost(error: BaseException) -> bool:
 def lost_message(error: BaseException, what: str) -> str:
     reason = str(error).strip().partition("\n")[0]
     return (
-        f"The GPU can run nothing any more in this process ({type(error).__name__}: {reason}). A kernel that ran before"
-        f" has caused this, and the next operation of training raises the same error. {what} ends. Run again with"
-        " CUDA_LAUNCH_BLOCKING=1 to see in which call."
+        f"The GPU is unusable in this process ({type(error).__name__}: {reason}). An earlier kernel caused this, and"
+        f" the next training operation will raise the same error. {what} ends. Run again with CUDA_LAUNCH_BLOCKING=1"
+        " to find the call."
     )

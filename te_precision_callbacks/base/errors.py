@@ -93,12 +93,10 @@ class TransformerEngineUnavailableError(SessionError, ImportError):
 
     def __init__(self, error: BaseException, subject: str = "Transformer Engine") -> None:
         super().__init__(
-            f"{subject} cannot be imported. On a machine with a GPU install the compiled build: pip install"
-            " --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'. Without a GPU:"
-            f" {install_line('reference')}; then call te_precision_callbacks.reference.install_where_needed() before"
-            " anything imports Transformer Engine, or start the script with 'te-precision run SCRIPT'. Overflow"
-            " detection alone (te_precision_callbacks.debug_utils) needs no Transformer Engine. What happened:"
-            f" {type(error).__name__}: {error}"
+            f"{subject} cannot be imported. With a GPU: pip install --no-build-isolation"
+            f" 'transformer-engine[pytorch]>=2.20,<2.21'. Without a GPU: {install_line('reference')}, then run"
+            " 'te-precision run SCRIPT', or call te_precision_callbacks.reference.install_where_needed() first."
+            f" Cause: {type(error).__name__}: {error}"
         )
 
 

@@ -55,8 +55,8 @@ class Iterations:
         if iteration not in self:
             ran = ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in self._ran)
             raise IterationError(
-                f"{what}(at={iteration!r}): that iteration has not run under this session."
-                f" {f'Those that have: {ran}.' if ran else 'None has run yet.'}"
+                f"{what}(at={iteration!r}): this session did not observe that iteration."
+                f" {f'Observed: {ran}.' if ran else 'No iteration has run yet.'}"
             )
 
 

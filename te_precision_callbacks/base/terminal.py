@@ -30,7 +30,7 @@ Run = Annotated[
     typer.Option(
         "--run",
         metavar="NAME",
-        help="The run of a folder that has several: its name, or the beginning of it. The default is the latest.",
+        help="Name, or beginning of the name, of a run in a folder with several runs. Default: the latest.",
     ),
 ]
 

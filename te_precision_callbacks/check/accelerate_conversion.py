@@ -40,16 +40,16 @@ def recipe_of_accelerate(name: str) -> tuple[str, tuple[str, ...]]:
     if name in (_AUTO, *_RECIPES):
         return (_DELAYED if name == _AUTO else name), ()
     return name, (
-        f"--recipe {name}: Accelerate itself sets up fp8_delayed_scaling, or mxfp8 with use_mxfp8_block_scaling: true."
-        " Another recipe needs a te.autocast of your own inside of the model's forward.",
+        f"--recipe {name}: Accelerate sets up only fp8_delayed_scaling, or mxfp8 with use_mxfp8_block_scaling: true."
+        " For another recipe, enter te.autocast inside the model's forward.",
     )
 
 
 _MOST_NAMES = 8
 
 _FREEZE_AGAIN = (
-    "Call accelerate.utils.convert_model(model) yourself before you make the optimizer, and freeze or tie them again"
-    " after it, as docs/accelerate.md shows."
+    "Call accelerate.utils.convert_model(model) before creating the optimizer, then freeze or tie the parameters"
+    " again: see docs/accelerate.md."
 )
 
 
@@ -66,13 +66,12 @@ def _what_was_lost(
     untied = [names for names in names_of_parameters if len({id(now[name]) for name in names if name in now}) > 1]
     if thawed:
         yield (
-            "Accelerate's conversion has unfrozen these parameters:"
-            f" {', '.join(fold_names(thawed, most=_MOST_NAMES))}. They get gradients, and an optimizer that has them"
-            f" trains them. {_FREEZE_AGAIN}"
+            f"Accelerate's conversion unfroze these parameters: {', '.join(fold_names(thawed, most=_MOST_NAMES))}. They"
+            f" are now trained. {_FREEZE_AGAIN}"
         )
     if untied:
         pairs = "; ".join(fold_names([" and ".join(names) for names in untied], most=_MOST_NAMES))
-        yield f"Accelerate's conversion has untied {pairs}: each has its own copy of the weights. {_FREEZE_AGAIN}"
+        yield f"Accelerate's conversion untied {pairs}: each has its own copy of the weights. {_FREEZE_AGAIN}"
 
 
 def convert_by_accelerate(model: torch.nn.Module) -> Converted:
@@ -89,8 +88,8 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
     notes = []
     if named_te_modules(model) or named_operations(model):
         notes.append(
-            "The model has layers of Transformer Engine before Accelerate converts it: they stay as they are, and"
-            " Accelerate converts the Linear and LayerNorm layers of torch beside them."
+            "The model already has Transformer Engine layers: Accelerate keeps them and converts only torch's Linear"
+            " and LayerNorm layers."
         )
     frozen: dict[str, Callable[[], torch.nn.Parameter | None]] = {}
     names: dict[int, list[str]] = {}

@@ -138,7 +138,9 @@ def check_model(
         BatchError: the forward or backward fails with ``batch``.
     """
     if tokens is not None and batch is not None:
-        raise OptionError("tokens= and batch= were given, but a batch has the tokens of each layer. Give one of them.")
+        raise OptionError(
+            "tokens= and batch= cannot be combined: a batch already sets the tokens of each layer. Give one of the two."
+        )
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     check_value("observe", observe)
@@ -227,15 +229,15 @@ class _Check:
             self._apply_rules(products.coverage)
         if products.attention and products.coverage.macs():
             self._notes.append(
-                "The shares leave out the two products of attention, which depend on the lengths of sequences:"
-                f" {fold_for_sentence(*products.attention, most=2)}. A batch in place of the number of tokens counts"
-                " them: --batch, or batch=."
+                "The shares do not include the two attention products, which depend on sequence lengths:"
+                f" {fold_for_sentence(*products.attention, most=2)}. To include them, give --batch (batch= in Python)"
+                " instead of the number of tokens."
             )
         if products.not_counted:
             self._findings.append(not_sized(products.not_counted))
         if self._is_wanted and not any(product.is_low for product in products.coverage):
             is_there = any(product.family in ("te", "te_ops") for product in products.coverage)
-            why = "the plan says why" if is_there else "the model has no layer of Transformer Engine"
+            why = "see the reasons in the plan" if is_there else "the model has no Transformer Engine layer"
             self._findings.append(PlanFinding("high_precision", f"Nothing runs in low precision: {why}."))
         return CheckedModel(
             products.coverage,
@@ -296,7 +298,7 @@ class _Check:
         mixed = [layer for layer in partly if low[layer]]
         if not mixed:
             return planned
-        note = f"Planned as without the features that keep some of their GEMMs in high precision: {listed(mixed)}."
+        note = f"The plan ignores the features that keep some GEMMs of these layers in high precision: {listed(mixed)}."
         return replace(planned, notes=(*planned.notes, note))
 
     def _apply_rules(self, coverage: Coverage) -> None:
@@ -335,7 +337,10 @@ class _Check:
         kept = {entry.layer.name for entry in plan.layers}
         left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
         for why, names in group_by_key((refused.why(name), name) for name in left).items():
-            text = f"No feature can act on {listed(names)}, since Transformer Engine's debug path refuses: {why}."
+            text = (
+                f"No feature can act on {listed(names)}, because Transformer Engine's debug path does not support"
+                f" them: {why}."
+            )
             self._findings.append(PlanFinding("refused", text, tuple(names)))
         return plan
 
@@ -346,8 +351,8 @@ class _Check:
         modules = (module for _, root in named_roots(self._model) or () for module in root.modules())
         if self._unconverted is None and any("PreTrainedModel" in class_names(module) for module in modules):
             text += (
-                " Accelerate makes Linear layers into Transformer Engine's when it trains in FP8: te-precision check"
-                " --convert accelerate plans the model so."
+                " Accelerate converts Linear layers to Transformer Engine for FP8 training: plan this with"
+                " te-precision check --convert accelerate."
             )
         return text
 
@@ -387,4 +392,4 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                     texts = [f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms]
                     yield ActingFeature(name, section.name, ", ".join(texts), steps)
             else:
-                yield ActingFeature(name, section.name, "", "a feature of your own, of which the plan knows nothing")
+                yield ActingFeature(name, section.name, "", "your own feature, which the plan cannot analyze")

@@ -49,75 +49,75 @@ def check_command(
         str | None,
         typer.Option(
             metavar="PACKAGE.MODULE:FUNCTION",
-            help="A function without arguments that returns a torch.nn.Module: print what the model will run in. The"
-            " model is made on the meta device if that works, otherwise on the CPU.",
+            help="A function without arguments that returns a torch.nn.Module: print the precision of its matrix"
+            " products. The model is created on the meta device if possible, otherwise on the CPU.",
         ),
     ] = None,
     convert: Annotated[
         Conversion | None,
         typer.Option(
-            help="accelerate: plan the model as Accelerate converts it for FP8, which replaces Linear layers by"
-            " Transformer Engine's.",
+            help="accelerate: plan the model after Accelerate's FP8 conversion, which replaces Linear layers with"
+            " Transformer Engine layers.",
         ),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4 or none; auto,"
-            " the default, is the one that Transformer Engine takes by itself on the GPU, or with --convert the"
-            " default of Accelerate: fp8_delayed_scaling.",
+            help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4 or none;"
+            " auto (default): Transformer Engine's default for the GPU; with --convert, Accelerate's default,"
+            " fp8_delayed_scaling.",
         ),
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="The tokens of a step on one rank, for the multiply-adds and for the shapes that GEMMs refuse.",
+            help="Tokens per step on one rank, to compute multiply-adds and to find shapes that GEMMs do not support.",
         ),
     ] = None,
     batch: Annotated[
         str | None,
         typer.Option(
             metavar="PACKAGE.MODULE:FUNCTION",
-            help="A function without arguments that returns what the model's forward is called with, in place of"
-            " --tokens: a tensor, a mapping of keywords, or a tuple of positional arguments. The plan then has the"
-            " sizes of all products.",
+            help="Instead of --tokens: a function without arguments that returns the arguments of the model's"
+            " forward, as a tensor, a mapping of keywords, or a tuple. The plan then has the sizes of all"
+            " products.",
         ),
     ] = None,
     require: Annotated[
         str | None,
         typer.Option(
             metavar="CONTRACT",
-            help="What the plan must hold, such as 'fp8 >= 95%', or the path of a YAML file with a precision_contract.",
+            help="A precision contract that the plan must meet, such as 'fp8 >= 95%', or the path of a YAML file"
+            " with a precision_contract.",
         ),
     ] = None,
     observe: Annotated[
         str | None,
         typer.Option(
             metavar="PATH",
-            help="The path that layers take while features look at them, as in a run: auto (the default), fused or"
-            " debug.",
+            help="The path of layers while features observe them, as in a run: auto (default), fused or debug.",
         ),
     ] = None,
     allow_unmatched: Annotated[
         bool,
         typer.Option(
             "--allow-unmatched",
-            help="A section that matches no layer is a note, not a finding, as with allow_unmatched=True in a run.",
+            help="Report a section that matches no layer as a note, not a finding, like allow_unmatched=True in a run.",
         ),
     ] = False,
     memory: Annotated[
         bool,
         typer.Option(
             "--memory",
-            help="Print what low precision adds to memory and what it saves, by kind."
-            " --tokens are then those of one forward.",
+            help="Print the memory that low precision adds and saves, by kind. --tokens is then the number of tokens"
+            " in one forward.",
         ),
     ] = False,
     speed: Annotated[
         bool,
-        typer.Option("--speed", help="Also print what low precision saves, expected for the GPU of --device."),
+        typer.Option("--speed", help="Also print the expected speedup of low precision on the GPU given by --device."),
     ] = False,
     device: DeviceName = None,
     calibrate: Calibrate = False,
@@ -141,11 +141,11 @@ def check_command(
     }
     for name, value in given.items():
         if model is None and value is not None:
-            raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
+            raise typer.BadParameter("also give --model: this option is for a plan", param_hint=name)
     speed_options: dict[str, object] = {"--device": device, "--calibrate": calibrate or None, "--table": table}
     for name, value in speed_options.items():
         if value is not None and not speed:
-            raise typer.BadParameter("it is for expected times; give --speed, too", param_hint=name)
+            raise typer.BadParameter("also give --speed: this option is for expected times", param_hint=name)
     if speed and tokens is None and batch is None:
         raise typer.BadParameter("expected times need --tokens or --batch", param_hint="--speed")
     if speed and device is None:
@@ -155,7 +155,9 @@ def check_command(
             f"{tokens} is less than 1; give the tokens of a step on one rank", param_hint="--tokens"
         )
     if tokens is not None and batch is not None:
-        raise typer.BadParameter("a batch has the tokens of each layer; give one of the two", param_hint="--tokens")
+        raise typer.BadParameter(
+            "give either --tokens or --batch: a batch already sets the tokens of each layer", param_hint="--tokens"
+        )
     loaded, warnings = _loaded(config, as_json=as_json)
     if model is None:
         from te_precision_callbacks.config.loading import notes_of
@@ -298,11 +300,11 @@ def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Pat
 
     if not checked.coverage.macs():
         raise SpeedError(
-            "No matrix product of the model could be planned, so nothing can be estimated. A --batch plans products of"
-            " layers of every class."
+            "No matrix product of the model could be planned, so no times can be estimated. Give --batch, which"
+            " plans the products of all layer classes."
         )
     left_out = {
-        "Times do not include {}: their matrix products are unknown without a batch.": checked.not_counted,
+        "Times do not include {}: give --batch to include their matrix products.": checked.not_counted,
         "Times do not include attention ({}), which depends on sequence lengths. Give --batch.": checked.attention,
     }
     notes = (text.format(", ".join(fold_names(names, most=8))) for text, names in left_out.items() if names)
@@ -312,7 +314,7 @@ def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Pat
 
 def _first_line(path: str, config: Config, findings: int = 0) -> str:
     if findings:
-        return f"{path}: {many(findings, 'finding')} on this model, at the end."
+        return f"{path}: {many(findings, 'finding')} for this model, listed at the end."
     number, enabled = len(config.sections), len(config.enabled_sections)
-    rest = "" if enabled == number else f", of which {number - enabled} not enabled"
+    rest = "" if enabled == number else f", {number - enabled} not enabled"
     return f"{path}: no errors in {many(number, 'section')}{rest}."

@@ -55,11 +55,11 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
 
     require_batch(batch)
     if not isinstance(model, torch.nn.Module):
-        raise BatchError("A batch needs one model to be called with it; plan several models one by one, or by tokens.")
+        raise BatchError("A batch needs a single model. Plan several models one by one, or by tokens.")
     if operations := [layer for operation in named_operations(model) for layer in operation.layers]:
         raise BatchError(
-            f"A batch cannot size operations of te.ops ({listed(operations)}), which have to run for that. Give"
-            " --tokens (tokens= in Python) in place of a batch."
+            f"A batch cannot size operations of te.ops ({listed(operations)}), because they do not run in a plan."
+            " Give --tokens (tokens= in Python) instead."
         )
     place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     on_meta = place.type == "meta"
@@ -88,8 +88,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
         given = _described(batch)
         raise kind(
             failed(f"The model's {of} failed with the batch ({given})", error)
-            + " Give what a step of training calls the model with; or give --tokens (tokens= in Python) in place of"
-            " a batch."
+            + " Return the arguments of a training step, or give --tokens (tokens= in Python) instead of a batch."
         ) from error
     finally:
         products.close()
@@ -224,12 +223,14 @@ class _StandIns:
     def module(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
         inp, layers = given["inp"], self._named.get(id(module), ())
         if module.sequence_parallel:
-            raise NotImplementedError(f"{type(module).__name__} with sequence_parallel=True cannot be planned so")
+            raise NotImplementedError(
+                f"{type(module).__name__} with sequence_parallel=True cannot be planned with a batch"
+            )
         columns = layer_features(module)[0][0]
         if not inp.dim() or inp.shape[-1] != columns:  # which the meta device would accept
             name = layers[0] if layers else type(module).__name__
             raise TypeError(
-                f"{name!r} takes an input whose last dimension is {columns}, not one of shape {list(inp.shape)}"
+                f"{name!r} takes an input with last dimension {columns}, not an input of shape {list(inp.shape)}"
             )
         own = self._own(inp, call_own, lambda: _results(module, inp))
         groups = len(layers) if hasattr(module, "num_gemms") else 1

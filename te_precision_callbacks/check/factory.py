@@ -38,7 +38,7 @@ class _Wanted(NamedTuple):
 
     @property
     def spelling(self) -> str:
-        return f"Write package.module:function; the function takes no arguments and returns {self.returns}."
+        return f"Give package.module:function, a function without arguments that returns {self.returns}."
 
 
 _MODEL = _Wanted("a torch.nn.Module", ModelFactoryError)
@@ -73,9 +73,9 @@ def build_batch(spec: str) -> Any:
 def require_batch(batch: object, start: str = "") -> None:
     if isinstance(batch, (torch.Tensor, Mapping, tuple)):
         return
-    text = f"{start}{shown(batch)}, which is no batch. A batch is {_BATCH.returns}."
+    text = f"{start}{shown(batch)}, which is not a batch. A batch is {_BATCH.returns}."
     if isinstance(batch, list):
-        text += " Write a tuple in place of the list: its values are the arguments."
+        text += " Return a tuple instead of the list: its values are the arguments."
     raise BatchError(text)
 
 
@@ -164,7 +164,7 @@ def recipe_named(name: str) -> Any:
         made = quantization.get_default_fp8_recipe() if name == AUTO else getattr(recipes, RECIPES[name].recipe_class)()
     except (AssertionError, ValueError) as error:  # of pydantic, if that is installed
         details = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
-        raise RecipeError(f"Transformer Engine refuses the recipe {name!r}: {details}") from error
+        raise RecipeError(f"Transformer Engine cannot run the recipe {name!r}: {details}") from error
     try:
         quantization.check_recipe_support(made)
         supported, why = quantization.check_nvfp4_support() if made.nvfp4() else (True, "")  # which that leaves out
@@ -173,7 +173,7 @@ def recipe_named(name: str) -> Any:
     if not supported:
         if is_installed() and target.capability() != target.ALLOWED[-1]:
             best = "{}.{}".format(*target.ALLOWED[-1])
-            why += f" {target.ENVIRONMENT_VARIABLE}={best} in the environment makes the reference backend emulate"
+            why += f" {target.ENVIRONMENT_VARIABLE}={best} in the environment lets the reference backend emulate"
             why += " another GPU."
-        raise RecipeError(f"Transformer Engine refuses the recipe {name!r}: {why}")
+        raise RecipeError(f"Transformer Engine cannot run the recipe {name!r}: {why}")
     return made

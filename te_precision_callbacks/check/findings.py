@@ -60,7 +60,7 @@ def find_recipe_problems(recipe: Any, acting: Mapping[str, Sequence[Section]]) -
         if effect.needs_recipe not in ("", own)
     )
     for (place, feature, needed), names in group_by_key(needing).items():
-        text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
+        text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails with {own or 'none'}."
         yield PlanFinding("recipe", text, tuple(names))
 
 
@@ -104,16 +104,16 @@ def find_shape_problems(
     if by_hadamard and not recipe.disable_rht:
         # common/hadamard_transform/*.cu of Transformer Engine 2.20.2
         text = (
-            f"NVFP4's random Hadamard transform takes bfloat16, and the weights of {listed(by_hadamard)} have another"
-            " dtype. Make them bfloat16, or set disable_rht=True in the recipe."
+            f"NVFP4's random Hadamard transform needs bfloat16, but the weights of {listed(by_hadamard)} have another"
+            " dtype. Convert them to bfloat16, or set disable_rht=True in the recipe."
         )
         yield PlanFinding("recipe", text, tuple(by_hadamard))
 
 
 def not_sized(modules: Sequence[str]) -> PlanFinding:
     text = (
-        f"The matrix products of {listed(modules)} cannot be sized without a batch, so no share includes them. Give"
-        " what the model is called with: --batch, or batch=."
+        f"The matrix products of {listed(modules)} have unknown sizes, so the shares do not include them. Give"
+        " --batch (batch= in Python)."
     )
     return PlanFinding("not_sized", text, tuple(modules))
 
@@ -128,7 +128,9 @@ def unsized_shares(
     checkable: list[Share] = []
     for share in contract.share.values():
         left = [*not_counted, *(attention if share.part not in GEMMS else ())]
-        texts = [f"the products of {listed(left)} cannot be sized without --batch (batch=)"] if left else []
+        texts = (
+            [f"the products of {listed(left)} have unknown sizes without --batch (batch= in Python)"] if left else []
+        )
         texts += [f"not counted: {text}" for text in list_uncounted(coverage)]
         if texts:
             findings.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))

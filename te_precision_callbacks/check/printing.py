@@ -88,25 +88,25 @@ def show(
 ) -> None:
     by = "" if converted is None else ", converted by Accelerate"
     terminal.show_text(
-        f"{model}{by}: {checked.layers} layers of Transformer Engine, made on {device}. {_conditions(checked, batch)}"
+        f"{model}{by}: {checked.layers} Transformer Engine layers, created on {device}. {_conditions(checked, batch)}"
     )
     planned = rows(checked)
-    table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "why not low, and what acts")
+    table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "reason, features")
     for row in planned[:_MOST_ROWS]:
         table.add_row(*_cells(row, checked.coverage.macs()))
     terminal.show(table)
     if planned[_MOST_ROWS:]:
         layers = sum(len(row.layers) for row in planned[_MOST_ROWS:])
-        terminal.show_text(f"and {len(planned) - _MOST_ROWS} more rows with {layers} layers, which --json has.")
+        terminal.show_text(f"and {len(planned) - _MOST_ROWS} more rows with {layers} layers; --json lists all.")
     left = ["attention"] if checked.attention else []
-    left += [f"{many(len(checked.not_counted), 'module')} to be called with a batch"] if checked.not_counted else []
+    left += [f"{many(len(checked.not_counted), 'module')} that need a batch"] if checked.not_counted else []
     without = f"Without {' and '.join(left)}: " if left else ""
     terminal.show_text(f"{without}{checked.coverage}" if checked.coverage.macs() else "No matrix product is planned.")
     for steps, coverage in checked.spans.items():
         terminal.show_text(f"In {steps}: {coverage}")
     if checked.not_reached:
         names = ", ".join(fold_names(checked.not_reached, most=_MOST_NAMES))
-        terminal.show_text(f"The forward does not reach these: {names}.")
+        terminal.show_text(f"Not reached by the forward: {names}.")
     if checked.memory is not None:
         typer.echo()
         show_memory(checked.memory)
@@ -124,7 +124,7 @@ def _conditions(checked: CheckedModel, batch: str | None) -> str:
     capability = "{}.{}".format(*get_device_compute_capability())
     of = f"{checked.tokens} tokens a step"
     if checked.tokens is None:
-        of = "multiply-adds of one token" if batch is None else f"the batch of {batch}"
+        of = "multiply-adds per token" if batch is None else f"the batch of {batch}"
     return f"Recipe: {checked.recipe or 'none'}, compute capability {capability}, {of}."
 
 

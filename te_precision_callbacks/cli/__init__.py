@@ -64,22 +64,22 @@ def _commands(
 def run(
     script: Annotated[
         str,
-        typer.Argument(metavar="SCRIPT", help="The Python script to run, unmodified, or a launcher such as torchrun."),
+        typer.Argument(metavar="SCRIPT", help="The unmodified Python script to run, or a launcher such as torchrun."),
     ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS...", help="Arguments for the script.")] = None,
     *,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module name, as in python -m.")] = False,
     backend: Annotated[
         Backend,
         typer.Option(
-            help="auto: the compiled Transformer Engine if there is a GPU and it can be imported, otherwise the "
-            'reference backend: on the real GPU if there is one, otherwise on the CPU, and "cuda" then means the CPU.'
+            help="auto: the compiled Transformer Engine if a GPU is found and the build can be imported; otherwise"
+            ' the reference backend, on the GPU if there is one, else on the CPU, where "cuda" means the CPU.'
         ),
     ] = Backend.AUTO,
     watch: Annotated[
         bool,
         typer.Option(
-            "--watch", help="Debug the script's precision: find its model, optimizer steps and loss by hooks."
+            "--watch", help="Debug the script's precision: find its model, optimizer steps and loss with hooks."
         ),
     ] = False,
     config: Annotated[str | None, typer.Option(help="With --watch: the config of the session.")] = None,
@@ -87,7 +87,7 @@ def run(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE", help="With --watch: a keyword of the session, such as strict=true."
+            "--set", metavar="NAME=VALUE", help="With --watch: an option of the session, such as strict=true."
         ),
     ] = None,
 ) -> None:

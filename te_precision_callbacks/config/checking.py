@@ -86,8 +86,7 @@ def _without_gemms(
     for gemm in gemms:
         result = RESULT[gemm]
         logger.warning(
-            "%s: 'tensors' of %s has %r, which is a GEMM and no tensor: nothing is observed for it, as in Transformer"
-            " Engine.%s",
+            "%s: 'tensors' of %s has %r, which is a GEMM, not a tensor: it is ignored, as in Transformer Engine.%s",
             place(feature, "tensors"),
             shown(feature),
             gemm,
@@ -129,7 +128,7 @@ def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: A
         return f"{where}: {subject} {cause}"
     near = nearest(value, names(field)) if isinstance(value, str) else []
     hint = f" Did you mean {' or '.join(map(shown, near))}?" if near else ""
-    wrong = f"; {shown(value)} is none of them" if in_list else f", not {shown(value)}"
+    wrong = f"; {shown(value)} is not in this list" if in_list else f", not {shown(value)}"
     return f"{where}: {subject} must be {words(field)}{wrong}.{hint}"
 
 

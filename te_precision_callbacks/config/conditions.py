@@ -96,8 +96,8 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 }
 
 _FORMS = (
-    f"A condition is {NONFINITE!r}, {ACTIVATION_OVERFLOW!r}, or a statistic and a number with >, >=, < or <= between"
-    " them, such as 'underflows% > 5'."
+    f"A condition is {NONFINITE!r}, {ACTIVATION_OVERFLOW!r}, or a comparison with >, >=, < or <=, such as"
+    " 'underflows% > 5'."
 )
 
 
@@ -105,7 +105,7 @@ PARTS = ("fprop", "dgrad", "wgrad", "qk", "pv", "forward", "backward")
 
 _SHARE = re.compile(r"(\w+)(?:\s+(\w+))?\s*(<=|>=|<|>)\s*(\S+?)\s*%")
 
-_SHARE_FORM = "A condition on a share is 'fp8 >= 95%', or with a part of the products 'fp8 wgrad >= 90%'."
+_SHARE_FORM = "Write a condition such as 'fp8 >= 95%', or 'fp8 wgrad >= 90%' for a part of the products."
 
 
 def parse_share(entry: object) -> Share:
@@ -117,7 +117,7 @@ def parse_share(entry: object) -> Share:
     if precision not in PRECISIONS:
         raise ValueError(f"has {entry!r}: there is no precision {precision!r}.{suggestion(precision, PRECISIONS)}")
     if part and part not in PARTS:
-        raise ValueError(f"has {entry!r}: no products are called {part!r}.{suggestion(part, PARTS)}")
+        raise ValueError(f"has {entry!r}: there is no part {part!r}.{suggestion(part, PARTS)}")
     try:
         percent = float(number)
     except ValueError:

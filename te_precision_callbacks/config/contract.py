@@ -63,17 +63,17 @@ def _pattern(pattern: Any) -> str:
     try:
         re.compile(str(pattern))
     except re.error as error:
-        raise ValueError(f"{shown(pattern)} is no regular expression: {error}.") from error
+        raise ValueError(f"{shown(pattern)} is not a regular expression: {error}.") from error
     return str(pattern)
 
 
 _SHORT = {"optimizer": "optimizer_state"}
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "int8", "int16")
 _Subject = Annotated[
-    str, _known((*_SHORT, *SUBJECTS), "nothing is called {}"), AfterValidator(lambda name: _SHORT.get(name, name))
+    str, _known((*_SHORT, *SUBJECTS), "there is no subject {}"), AfterValidator(lambda name: _SHORT.get(name, name))
 ]
-_Precision = Annotated[str, _known(PRECISIONS, "{} is no precision")]
-_Dtype = Annotated[str, _known(_DTYPES, "{} is no type")]
+_Precision = Annotated[str, _known(PRECISIONS, "{} is not a precision")]
+_Dtype = Annotated[str, _known(_DTYPES, "{} is not a dtype")]
 
 
 class Contract(BaseModel):
@@ -91,9 +91,9 @@ class Contract(BaseModel):
 
     share: Annotated[dict[Any, Annotated[Share, PlainValidator(parse_share)]], BeforeValidator(_entries)] = {}
     layers: dict[Annotated[str, PlainValidator(_pattern)], _Precision] = Field(
-        {}, min_length=1, description="a mapping of patterns of layers to precisions"
+        {}, min_length=1, description="a mapping from layer patterns to precisions"
     )
-    state: dict[_Subject, _Dtype] = Field({}, min_length=1, description="a mapping of what is kept to types")
+    state: dict[_Subject, _Dtype] = Field({}, min_length=1, description="a mapping from kinds of state to dtypes")
     by_step: StrictInt = Field(3, ge=1, description="an integer >= 1")
     on_broken: OnBroken | None = Field(None, description="'raise' or 'warn'")
 
@@ -116,7 +116,7 @@ def read_contract(source: ContractSource) -> Contract | None:
         twice.raise_any()
         if not isinstance(data, Mapping) or set(data) != {CONTRACT}:
             raise ConfigError(
-                f"{places.name} is no contract: a file with a contract has one key, {CONTRACT!r}, and below it 'share',"
+                f"{places.name} is not a contract: the file must have the key {CONTRACT!r}, and below it 'share',"
                 " 'layers', 'state' or 'by_step'."
             )
         return _read(data[CONTRACT], lambda *keys: places(CONTRACT, *keys))
@@ -141,7 +141,7 @@ def _read(data: Any, place: Callable[..., str]) -> Contract:
     except ValidationError as error:
         raise ConfigError(*(_problem(details, place) for details in error.errors(include_url=False))) from None
     if not (contract.share or contract.layers or contract.state):
-        raise ConfigError(f"{place()}: the contract demands nothing. Give it 'share', 'layers' or 'state'.")
+        raise ConfigError(f"{place()}: the contract is empty. Add 'share', 'layers' or 'state'.")
     return contract
 
 

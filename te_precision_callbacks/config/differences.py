@@ -39,7 +39,7 @@ def difference(first: FlatConfig, other: FlatConfig) -> str:
     """Describe the first difference between two configs: ``stats...freq is 1 in one and 2 in the other``."""
     for key in [*first, *(key for key in other if key not in first)]:
         if first.get(key) != other.get(key):
-            return f"{key} is {first.get(key, 'missing')} in one and {other.get(key, 'missing')} in the other"
+            return f"{key} is {first.get(key, 'missing')} on one rank and {other.get(key, 'missing')} on another"
     return "none"
 
 
@@ -63,13 +63,13 @@ def require_alike(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
             return
         names = {number: f"config {nth}" for nth, number in enumerate(dict.fromkeys(n for n, _ in of_rank.values()), 1)}
         raise ConfigError(
-            f"The ranks were given different configs: {format_by_rank({r: names[n] for r, (n, _) in of_rank.items()})}."
-            f" The first difference: {difference(dict(configs[0]), dict(configs[-1]))}. To reduce statistics, all"
-            " ranks need the same config; with reduce=False each rank can have its own."
+            f"The ranks have different configs: {format_by_rank({r: names[n] for r, (n, _) in of_rank.items()})}."
+            f" First difference: {difference(dict(configs[0]), dict(configs[-1]))}. Give all ranks the same config,"
+            " or set reduce=False."
         )
     if of_rank:
         raise SessionError(
-            "The ranks begin at different iterations:"
-            f" {format_by_rank({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all of them"
-            " the same start_step, or resume all of them from the same checkpoint."
+            "The ranks start at different iterations:"
+            f" {format_by_rank({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all ranks"
+            " the same start_step, or resume them from the same checkpoint."
         )

@@ -68,9 +68,8 @@ def _never_holds(
     due = " and ".join(dict.fromkeys(map(str, statistic.schedules)))
     return (
         f"the condition {str(condition)!r} of DumpTensors would never hold for {str(target.tensor)!r} in"
-        f" {_format_layers(layers)}: no step is in both schedules. DumpTensors looks at the tensor in {dumped}; the"
-        f" statistic is collected in {due}. Change 'freq', 'start_step', 'end_step' or 'start_end_list' of either so"
-        " that the schedules share steps."
+        f" {_format_layers(layers)}: the schedules share no step. DumpTensors acts in {dumped}, the statistic is"
+        f" collected in {due}. Change one of the schedules ('freq', 'start_step', 'end_step', 'start_end_list')."
     )
 
 
@@ -82,8 +81,8 @@ def _place(sections: Sequence[Section], keys: KeyPath) -> str:
 
 def no_detection() -> str:
     return (
-        f"the condition {ACTIVATION_OVERFLOW!r} of DumpTensors would never hold, because activation overflow detection"
-        ' is off. A session with debug="activation_overflow" turns the detection on.'
+        f"the condition {ACTIVATION_OVERFLOW!r} of DumpTensors would never hold, because activation overflow"
+        ' detection is off. Set debug="activation_overflow" in the session.'
     )
 
 

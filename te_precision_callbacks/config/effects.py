@@ -118,9 +118,9 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
             if both is not None:
                 gemm, tensor = both
                 yield (
-                    f"{here}: {shown(feature)} modifies the tensor {tensor!r} of the GEMM {gemm!r} in {layers}, and so"
-                    f" does {shown(other)} in {there}. Only one feature can modify it: take the tensor or the GEMM out"
-                    " of the other feature, or make their layers or their steps differ."
+                    f"{here}: {shown(feature)} modifies the tensor {tensor!r} of the GEMM {gemm!r} in {layers}, and"
+                    f" so does {shown(other)} in {there}. Remove the tensor or the GEMM from one feature, or give the"
+                    " two different layers or steps."
                 )
                 continue
             disputed = _both_ways(effect, others)
@@ -129,9 +129,9 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
                 if not effect.quantizes:
                     verb, opposite = ("runs in high precision", "quantizes tensors of that GEMM")
                 yield (
-                    f"{here}: {shown(feature)} {verb} the GEMM {disputed!r} in {layers}, and {shown(other)} in {there}"
-                    f" {opposite}. A GEMM runs in one way only: take the GEMM out of one of the two features, or make"
-                    " their layers or their steps differ."
+                    f"{here}: {shown(feature)} {verb} the GEMM {disputed!r} in {layers}, and {shown(other)} in"
+                    f" {there} {opposite}. Remove the GEMM from one feature, or give the two different layers or"
+                    " steps."
                 )
 
 

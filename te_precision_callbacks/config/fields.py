@@ -106,7 +106,7 @@ def _refused(
 ) -> ValueError:
     reason = shortened(str(error).removeprefix(f"{entry!r}: "))
     if other_feature:
-        return ValueError(f"has {shown(entry)}: {reason}. It is a statistic of {other_feature}: write it there.")
+        return ValueError(f"has {shown(entry)}: {reason}. Move it to {other_feature}.")
     if isinstance(entry, Mapping):
         return ValueError(f"has {shown(entry)}: {reason}.")
     near = isinstance(entry, str) and nearest(entry, names)
@@ -136,8 +136,8 @@ def _nvfp4_statistic(entry: Any) -> Request:
     request = _quantized_statistic(entry, default_recipe="nvfp4")
     if request.recipe != "nvfp4":
         raise ValueError(
-            f"has {shown(entry)}, a statistic of {request.recipe}; this feature has those of nvfp4 only."
-            " LogFp8TensorStats has the others."
+            f"has {shown(entry)}, a statistic of {request.recipe}; this feature has only nvfp4 statistics. Use"
+            " LogFp8TensorStats."
         )
     return request
 

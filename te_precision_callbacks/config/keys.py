@@ -61,7 +61,7 @@ class Scheduled(Spans):
     def check_target(self, nested: Nested) -> None:
         super().check_target(nested)
         if self.schedule.at(-1)[1] is None:
-            raise Misfit(nested.path("freq"), f"leaves no step to act in: there are no {self.schedule}.")
+            raise Misfit(nested.path("freq"), f"selects no steps: there are no {self.schedule}.")
 
 
 PROBES = 16

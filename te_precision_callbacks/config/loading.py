@@ -189,8 +189,8 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
         return Section(name, False, LayerSelector.selecting_nothing(place), {}, places)
     if "layers" not in body and any(name in features for features in known.values()):
         raise ConfigError(
-            f"{places(name)}: {shown(name)} is a feature, and not a section. Put it into one: 'my_section:' with"
-            " 'enabled: True', 'layers: {layer_types: [all]}' and 'transformer_engine:', and below that the feature."
+            f"{places(name)}: {shown(name)} is a feature, not a section. Put it into a section: 'my_section:' with"
+            " 'enabled: True', 'layers: {layer_types: [all]}' and, below 'transformer_engine:', the feature."
         )
     problems = Problems()
     if "enabled" not in body:
@@ -200,7 +200,7 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
     selector = LayerSelector.selecting_nothing(place)
     misplaced = [key for key in SELECTOR_KEYS if key in body]
     for key in misplaced:
-        problems.add(f"{places(name, key)}: {key!r} selects layers and belongs below 'layers:', not beside 'enabled'.")
+        problems.add(f"{places(name, key)}: {key!r} selects layers and belongs below 'layers:', not next to 'enabled'.")
     if "layers" in body:
         with problems.noted():
             selector = LayerSelector.parse(body["layers"], place)
@@ -238,6 +238,6 @@ def notes_of(config: Config) -> list[str]:
 def describe_idle_sections(config: Config, features: Sequence[NamespacedFeatures]) -> list[str]:
     sections = config.enabled_sections
     if not sections:
-        return [f"The config ({config.name}) has no enabled section, so nothing is done."]
+        return [f"The config ({config.name}) has no enabled section, so it has no effect."]
     idle = (section for section, own in zip(sections, features, strict=True) if not any(own.values()))
-    return [f"{section.place()}: the section has no enabled feature, so it does nothing." for section in idle]
+    return [f"{section.place()}: the section has no enabled feature, so it has no effect." for section in idle]

@@ -30,11 +30,9 @@ if TYPE_CHECKING:
 
 RegisteredFeatures = Mapping[str, Collection[str]]
 
-_BY_UPSTREAM = (
-    "layer_names='upstream' selects by the names that nvidia-dlfw-inspect's infer_and_assign_layer_names gives"
-)
+_BY_UPSTREAM = "layer_names='upstream' selects by the layer names of nvidia-dlfw-inspect's infer_and_assign_layer_names"
 
-_AS_WARNING = " With allow_unmatched=True this is a warning."
+_AS_WARNING = " Fix the selector, or set allow_unmatched=True."
 
 FeatureOptions = Mapping[str, Any]
 NamespacedFeatures = Mapping[str, Mapping[str, FeatureOptions]]
@@ -146,7 +144,7 @@ def draft(
                 text = f"{section.selector.place(key, entry)}: {problem}"
                 names = section.selector.exact_names or ()
                 if key == EXACT and upstream is not None and upstream.named(names[entry]):
-                    text += f" {_BY_UPSTREAM}, and this is one of them."
+                    text += f" {_BY_UPSTREAM}, such as this name."
                 if key == EXACT:
                     missing.add(text + _AS_WARNING)
                 else:
@@ -194,9 +192,7 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
                 if not others:
                     problems.add(_unknown_feature(name, namespace, registered, section.place(*path)))
             elif feature in resolved.setdefault(namespace, {}):
-                problems.add(
-                    f"{section.place(*path)}: {shown(feature)} is given here twice, in two spellings. Keep one of them."
-                )
+                problems.add(f"{section.place(*path)}: {shown(feature)} is given twice, in two spellings. Keep one.")
             else:
                 with problems.noted():
                     resolved[namespace][feature] = _feature_options(section, path, options)
@@ -222,8 +218,8 @@ def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, 
         what = f"{shown(name)} is neither a namespace ({', '.join(others)}) nor a feature of nvidia-dlfw-inspect itself"
         known = [*others, *known]
     return (
-        f"{place}: {what}.{suggestion(name, known)} Give a session your own feature as a class in features=, or its"
-        " folder in feature_dirs=. te-precision check does not know your own features."
+        f"{place}: {what}.{suggestion(name, known)} Pass your own feature to the session with features= or"
+        " feature_dirs=; te-precision check does not know it."
     )
 
 
@@ -251,9 +247,8 @@ def _merge(layer: Layer, hit: Sequence[Section], resolved: Sequence[NamespacedFe
                 first = owner.setdefault((namespace, feature), section)
                 if first is not section:
                     problems.add(
-                        f"{section.place()}: gives {feature!r} to the layer {layer.name!r}, and so does"
-                        f" {first.place()}. Put both into one section ('tensors_struct' takes several tensors), or make"
-                        " their layers differ."
+                        f"{section.place()}: the layer {layer.name!r} already has {feature!r} from {first.place()}."
+                        " Merge the two ('tensors_struct' takes several tensors), or select different layers."
                     )
                 merged.setdefault(namespace, {})[feature] = options
     problems.raise_any()
@@ -266,8 +261,8 @@ def _other_layers_message(
     here = some_of([layers[at].name for at in selected])
     there = some_of([f"{layers[at].upstream[0]} (here {layers[at].name})" for at in by_upstream])
     return (
-        f"{section.selector.place()}: the section {shown(section.name)} selects {here}; by nvidia-dlfw-inspect's names"
-        f" it would select {there}. {_BY_UPSTREAM}; layer_names='path' confirms that paths are meant."
+        f"{section.selector.place()}: the section {shown(section.name)} selects {here}; by nvidia-dlfw-inspect's"
+        f" names it would select {there}. {_BY_UPSTREAM}; set layer_names='path' to keep selecting by path."
     )
 
 
@@ -280,7 +275,4 @@ def _no_layer_message(section: Section, index: LayerIndex, upstream: LayerIndex 
     theirs = section.selector.select(upstream) if upstream is not None else ()
     if theirs:
         hint = f" {_BY_UPSTREAM}: here {some_of([index.layers[at].upstream[0] for at in theirs])}."
-    return (
-        f"{section.selector.place()}: the section {shown(section.name)} matches none of the {len(names)} layers.{hint}"
-        f"{_AS_WARNING}"
-    )
+    return f"{section.selector.place()}: the selector matches none of the {len(names)} layers.{hint}{_AS_WARNING}"

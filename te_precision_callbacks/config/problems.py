@@ -133,7 +133,7 @@ def _parts(word: str) -> set[str]:
 def meant_for(key: str, present: Iterable[object]) -> str:
     """Return ``" Is ... meant for it?"`` if a present key is similar to a missing one."""
     close = nearest(key, map(str, present), most=1)
-    return f" Is {close[0]!r} meant for it?" if close else ""
+    return f" Is {close[0]!r} a misspelling of it?" if close else ""
 
 
 def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:

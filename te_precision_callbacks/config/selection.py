@@ -253,7 +253,7 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
         return "no layer has a number in its name."
     what = f"no layer has a number from {first} to {last}"
     if index.numbered(first, last):
-        what = f"'{first}-{last}' goes beyond the layers"
+        what = f"'{first}-{last}' exceeds the layer numbers"
     return f"{what}. The numbers go from {index.numbers[0]} to {index.numbers[-1]}."
 
 
@@ -261,14 +261,15 @@ def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:
     rules, *others = (key for key in SELECTOR_KEYS if key in block)
     for key in others if rules in (EXACT, PATTERN) else ():
         logger.warning(
-            "%s: %r has no effect beside %r, which decides alone, as in nvidia-dlfw-inspect. Remove one of them.",
+            "%s: %r has no effect beside %r, which takes precedence, as in nvidia-dlfw-inspect. Remove one of the two.",
             place(key),
             key,
             rules,
         )
     if rules == PATTERN and not block[PATTERN]:
         logger.warning(
-            "%s: %r is empty, which matches every name and selects all layers. If that is meant, write %s: [all].",
+            "%s: %r is empty, which matches every name and selects all layers. If you want all layers, write %s:"
+            " [all].",
             place(PATTERN),
             PATTERN,
             TYPES,

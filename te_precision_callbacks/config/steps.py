@@ -88,9 +88,9 @@ def describe_never_due(config: Config, last: int) -> str:
         return ""
     more = [f"and {len(never_due) - _MOST_NAMED} more"] if len(never_due) > _MOST_NAMED else []
     return (
-        f"The run ended after step {last}, before these features acted for the first time:"
-        f" {'; '.join([*list(never_due)[:_MOST_NAMED], *more])}. Choose steps up to {last}, or run longer; steps count"
-        " from 0."
+        f"The run ended after step {last}, before these features became active:"
+        f" {'; '.join([*list(never_due)[:_MOST_NAMED], *more])}. Choose steps up to {last}, or run longer; steps"
+        " start at 0."
     )
 
 
@@ -103,8 +103,8 @@ def why_gemm_error_not_due(config: Config, begin: int, last: int) -> str:
     due = [first for schedule in schedules if (first := schedule.at(begin - 1)[1]) is not None]
     if not schedules or min(due, default=last + 1) <= last:
         return ""
-    return f"the run began at iteration {begin}, and it is " + (
-        f"first due at iteration {min(due)}" if due else "not due from there on"
+    return f"the run started at iteration {begin}; the feature is " + (
+        f"first active at iteration {min(due)}" if due else "not active after that"
     )
 
 

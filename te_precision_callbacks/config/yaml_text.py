@@ -107,9 +107,8 @@ class _Index:
                 key_path, mark = (*path, str(key_node.value)), self._mark(key_node)
                 if key_path in own:
                     self._problems.add(
-                        f"{self._file}, {mark}: {shown(key_node.value)} is given here a second time; the first is in"
-                        f" {own[key_path]}. YAML would silently keep only one of them: give them different"
-                        " names."
+                        f"{self._file}, {mark}: {shown(key_node.value)} is already defined in {own[key_path]}. Rename"
+                        " one: YAML would silently keep only one."
                     )
                 self.marks[key_path] = own[key_path] = mark
                 self.enter(value_node, key_path)

@@ -137,7 +137,9 @@ class ContractKeeper:
             broken = [] if step_coverage.is_incomplete else broken_clauses(self._contract, step_coverage)
             self._unchecked = left_out(self._contract, step_coverage) or self._unchecked
             if broken:
-                return self._report_broken(broken, step_coverage, f"in step {step}, checked at its end", raises=raises)
+                return self._report_broken(
+                    broken, step_coverage, f"in step {step}, checked at the end of the run", raises=raises
+                )
         if self._checked_until < changes or not coverage:
             if not coverage and not coverage.state:
                 if self._checked_until >= 0:
@@ -148,9 +150,9 @@ class ContractKeeper:
             self._unchecked = left_out(self._contract, coverage) or self._unchecked
             state = _broken_state(self._contract, coverage.state, all_seen=not ranks.several)
             broken = [*broken_clauses(self._contract, coverage), *state]
-            when = "checked at its end, without any step()"
+            when = "checked at the end of the run, without any step()"
             if self._first is not None:
-                when = f"checked at its end, after step {iteration}"
+                when = f"checked at the end of the run, after step {iteration}"
             if broken and not coverage.is_incomplete:
                 return self._report_broken(broken, coverage, when, raises=raises)
             if not self._unchecked:
@@ -182,7 +184,8 @@ def left_out(contract: Contract, coverage: Coverage) -> str:
     if not contract.share or not texts:
         return ""
     return (
-        f"The precision contract (require=) cannot be checked, since not all products are counted: {'; '.join(texts)}."
+        "The precision contract (require=) cannot be checked, because these products are not counted:"
+        f" {'; '.join(texts)}."
     )
 
 
@@ -205,7 +208,7 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
         gemm = share.part if share.part and backward is None else None
         measured = coverage.share(share.precision, gemm=gemm, backward=backward)
         if not share.holds(measured):
-            has = "there are no such products" if math.isnan(measured) else f"it is {percent(measured)} %"
+            has = "no such products ran" if math.isnan(measured) else f"it is {percent(measured)} %"
             yield f"{share}: {has}."
 
 
@@ -229,7 +232,7 @@ def _broken_state(contract: Contract, state: Iterable[StateRow], *, all_seen: bo
     for subject, dtype in contract.state.items():
         others = [other for other in kept.get(subject, ()) if other != dtype]
         if others or (all_seen and subject not in kept):
-            what = f"some are {', '.join(others)}" if others else "none was seen"
+            what = f"some are {', '.join(others)}" if others else "no such tensor was found"
             yield f"{subject} must be {dtype}: {what}."
 
 
@@ -238,7 +241,7 @@ def require_layers(contract: Contract, names: Iterable[str]) -> None:
     for pattern in contract.layers:
         if not any(re.search(pattern, name) for name in known):
             raise ConfigError(
-                f"require=: no layer matches {pattern!r}, of which the contract demands"
+                f"require=: no layer matches {pattern!r}, which the contract requires to run in"
                 f" {contract.layers[pattern]!r}.{suggestion(pattern, known)}"
             )
 
@@ -248,20 +251,18 @@ _HALVES = {"forward": False, "backward": True}
 
 def _offenders(coverage: Coverage) -> list[str]:
     whole = coverage.macs()
-    by_cause: dict[tuple[str, str, Reason | None, str], list[Product]] = {}
+    by_cause: dict[tuple[str, Reason | None, str], list[Product]] = {}
     for product in coverage:
         if product.macs and not product.is_low:
-            key = product.layer, product.precision, product.reason, product.why
-            by_cause.setdefault(key, []).append(product)
+            by_cause.setdefault((product.precision, product.reason, product.why), []).append(product)
     rows = sorted(by_cause.items(), key=lambda row: -sum(product.macs for product in row[1]))
     texts = []
-    for (layer, precision, reason, why), products in rows[:_MOST_OFFENDERS]:
+    for (precision, reason, why), products in rows[:_MOST_OFFENDERS]:
         share = percent(sum(product.macs for product in products) / whole)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
-        text = f"- {fold_for_sentence(layer)} {gemms}: {share} % in {precision}"
-        if reason is not None:
-            text += f": {why}." + (f" To change that, {REMEDIES[reason]}." if reason in REMEDIES else "")
-        texts.append(text)
+        layers = fold_for_sentence(*dict.fromkeys(product.layer for product in products), most=3)
+        remedy = f" Remedy: {REMEDIES[reason]}." if reason and reason in REMEDIES else ""
+        texts.append(f"- {layers} {gemms}: {share} % in {precision}{f': {why}.{remedy}' if reason else ''}")
     more = len(rows) - _MOST_OFFENDERS
     return [*texts, f"- and {more} more"] if more > 0 else texts
 

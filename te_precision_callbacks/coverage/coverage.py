@@ -37,22 +37,22 @@ class Reason(enum.Enum):
     NOT_TE = "not a TE layer"
     NOT_CONVERTED = "left out by the trainer's conversion"
     NO_AUTOCAST = "runs outside of te.autocast"
-    RECOMPUTED = "a checkpoint computes it again outside of te.autocast"
-    RECIPE_EXCEPTION = "the recipe excepts it"
+    RECOMPUTED = "a checkpoint recomputes it outside of te.autocast"
+    RECIPE_EXCEPTION = "excluded by the recipe"
     BACKWARD_OVERRIDE = "the recipe's backward_override"
     ATTENTION = "attention without FP8"
     ENVIRONMENT = "an environment variable"
-    UNKNOWN = "for a reason that is not known"
+    UNKNOWN = "unknown reason"
 
 
 REMEDIES: Mapping[Reason, str] = {
-    Reason.SECTION: "take the GEMM or the layer out of that section",
-    Reason.NOT_TE: "use a layer of Transformer Engine in its place, such as te.Linear, where there is one",
-    Reason.NOT_CONVERTED: "convert it by hand: te.Linear in place of the layer",
+    Reason.SECTION: "remove the GEMM or the layer from that section",
+    Reason.NOT_TE: "replace it with a Transformer Engine layer, such as te.Linear, if one exists",
+    Reason.NOT_CONVERTED: "replace it with te.Linear by hand",
     Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
-    Reason.RECOMPUTED: "checkpoint it with transformer_engine.pytorch.checkpoint, called inside of te.autocast; or keep"
-    " torch's checkpoint, and enter te.autocast inside of what is checkpointed. With delayed scaling, doing both would"
-    " leave the scales at 1",
+    Reason.RECOMPUTED: "call transformer_engine.pytorch.checkpoint inside te.autocast; or keep torch's checkpoint"
+    " and enter te.autocast inside the checkpointed function. Do not do both: with delayed"
+    " scaling the scales would stay at 1",
     Reason.RECIPE_EXCEPTION: "use a recipe that quantizes all of its tensors",
     Reason.BACKWARD_OVERRIDE: "leave backward_override out of the recipe, and NVTE_BACKWARD_OVERRIDE unset",
     Reason.ENVIRONMENT: "unset the variable",
@@ -261,7 +261,7 @@ class Coverage(tuple[Product, ...]):
         left = [f"not counted: {text}" for text in list_uncounted(self)]
         left += [] if self.has_backward or not whole else [_NO_BACKWARD]
         if not whole:
-            return "; ".join(["No matrix product has been seen", *left])
+            return "; ".join(["No matrix product has run", *left])
         held = f" in {self.steps}" if self.steps else ""
         held += ", an estimate" if self.is_estimate else ""
         low: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -301,7 +301,7 @@ MOST_WITHOUT_BACKWARD = 10
 ESTIMATED = "estimated: "
 """Prefix of the reason for uncounted calls that may be counted in later steps."""
 
-_NO_BACKWARD = "no product of a backward has been seen, so these are those of a forward alone"
+_NO_BACKWARD = "no backward has run, so only products of the forward are counted"
 
 _MOST_CAUSES = 3
 

@@ -209,9 +209,8 @@ def _lengths(queries: torch.Tensor, keys: torch.Tensor) -> _Lengths:
 @functools.cache
 def _warn_of_capture() -> None:
     logger.warning(
-        "The first step captures a CUDA graph, in which the lengths of packed sequences cannot be read. They count as"
-        " one sequence, so coverage has too many multiply-adds of attention. Capture after the first step to have the"
-        " lengths counted."
+        "The first step captures a CUDA graph, so the lengths of packed sequences are unknown and coverage"
+        " overestimates the multiply-adds of attention. Capture after the first step."
     )
 
 
@@ -299,7 +298,7 @@ _OPERATORS: Mapping[str, _Find] = {
     "flash_attn_3::_flash_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
 }
 
-UNKNOWN_OPERATOR = "gets several floating-point matrices; whether it multiplies them is not known"
+UNKNOWN_OPERATOR = "takes several floating-point matrices and may multiply them"
 
 NOT_COUNTED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -312,7 +311,7 @@ NOT_COUNTED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_trilinear"),
-        "multiplies matrices in a layer that has no counterpart in Transformer Engine",
+        "multiplies matrices in a layer without an equivalent in Transformer Engine",
     ),
     **dict.fromkeys(("_foreach_mm", "linear", "linear_backward"), "multiplies matrices on a device without support"),
 }

@@ -29,7 +29,7 @@ _ENOUGH_ALIKE = 2
 """The number of calls with other integers in the input and equal products that show that integers decide nothing."""
 
 NOT_CALLED = (
-    "torch's own products, since the script calls modules of the model (or a checkpoint with use_reentrant=True does),"
+    "torch's own products, because the script (or a checkpoint with use_reentrant=True) calls modules of the model,"
     " not the model itself"
 )
 

@@ -239,12 +239,12 @@ class CountedKinds:
         whole = sum(forwards for forwards, _ in parts.values())
         if unknown:
             texts[
-                f"{ESTIMATED}{unknown} of {whole} micro-batches took another way through the model than those that"
-                " were counted, or had other sizes"
+                f"{ESTIMATED}{unknown} of {whole} micro-batches ran other layers or other sizes than the counted ones"
             ] = None
         if lacking:
             texts[
-                f"{ESTIMATED}the backward of {lacking} of {whole} micro-batches, since none of this kind was counted"
+                f"{ESTIMATED}the backward of {lacking} of {whole} micro-batches, because no backward of this kind was"
+                " counted"
             ] = None
         if all(kind.form == OUTSIDE for kind in parts):
             texts[NOT_CALLED] = None

@@ -56,11 +56,8 @@ def explain_checkpoint(error: BaseException | None, modules: Sequence[NamedModul
         _add_note(
             error,
             "torch.utils.checkpoint(use_reentrant=False), the default of gradient_checkpointing in transformers,"
-            " computes a forward again outside of te.autocast, where a layer of Transformer Engine keeps other tensors"
-            " than in FP8. Use transformer_engine.pytorch.checkpoint instead. With transformers, leave out"
-            " gradient_checkpointing=True, and call model.gradient_checkpointing_enable() and"
-            " model._set_gradient_checkpointing(gradient_checkpointing_func=transformer_engine.pytorch.checkpoint)"
-            " before the training: docs/transformers.md.",
+            " recomputes the forward outside of te.autocast, where layers save other tensors than in FP8. Use"
+            " transformer_engine.pytorch.checkpoint; for transformers see docs/transformers.md.",
             was_shown=was_shown,
         )
 
@@ -136,11 +133,11 @@ def _explanation(place: _Failed) -> str | None:
 
 def _describe_refusal(layer: str, first: Refusal, refused: Sequence[Refusal]) -> str:
     works = max(refusal.next_size for refusal in refused if refusal.dimension == first.dimension)
-    what = " (all dimensions of the input but the last, multiplied)" if first.dimension == "tokens" else ""
+    what = " (product of all input dimensions but the last)" if first.dimension == "tokens" else ""
     return (
         f"te-precision-callbacks: the layer {layer!r} cannot run the GEMM {first.gemm}: {first.dimension}{what} is"
-        f" {first.size}, and has to be a multiple of {first.multiple} for {first.asked_by}. The next size that every"
-        f" GEMM of the layer takes is {works}."
+        f" {first.size}, but must be a multiple of {first.multiple} for {first.asked_by}. Next size that all GEMMs of"
+        f" the layer support: {works}."
     )
 
 

@@ -42,9 +42,8 @@ def diagnose_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Findings that are known and left out: lines with a rule, and behind a space layers, such as"
-            " 'h.*.fc2' or 'h.{0-2}.fc1, head', if not all are meant. Each finding has its line behind 'known:'. '#'"
-            " begins a comment.",
+            help="A file of known findings to leave out. Each line has a rule, optionally followed by layers, such"
+            " as 'h.*.fc2' or 'h.{0-2}.fc1, head'. Copy a finding's line after 'known:'. '#' starts a comment.",
         ),
     ] = None,
     as_json: Json = False,
@@ -64,7 +63,7 @@ def diagnose_command(
         verdict, left_out, unused = leave_out(chosen, verdict)
         if left_out:
             notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
-        notes += [f"{known}:{line}: no finding is left out by {text!r}." for line, text in unused]
+        notes += [f"{known}:{line}: {text!r} matches no finding." for line, text in unused]
     if as_json:
         lacks = [recorded.missing_contents] if recorded.missing_contents else []
         terminal.show_json(
@@ -107,7 +106,7 @@ def rules_command(
         for row in chosen:
             table.add_row(row.id, row.severity, row.title)
         terminal.show(table)
-        terminal.show_text("te-precision rules ID explains one.")
+        terminal.show_text("For details: te-precision rules ID")
     else:
         _explain(chosen[0])
 
@@ -136,7 +135,7 @@ def _show_limits(run: RecordedRun) -> None:
         terminal.show_text(f"{run.path} has no records. {run.missing_contents} Rules that need them are not checked.")
         terminal.show_text("")
     if run.unread:
-        terminal.show_text("A part of the run cannot be read. The verdict is on the rest:")
+        terminal.show_text("A part of the run cannot be read. Only the rest was checked:")
         for text in run.unread:
             terminal.show_text(text, indent=_INDENT, hanging=_INDENT)
         terminal.show_text("")
@@ -152,7 +151,7 @@ def _show(verdict: Verdict) -> None:
         terminal.show_text("")
         terminal.show_text("Not checked:")
         for rule in verdict.not_judged:
-            collect = f"; collect {rule.collect}" if rule.collect else ""
+            collect = f"; add {rule.collect}" if rule.collect else ""
             terminal.show_text(f"{rule.rule}: {rule.why}{collect}", indent=_INDENT, hanging=_INDENT)
 
 
@@ -162,12 +161,11 @@ def _span(finding: Finding) -> str:
 
 def _good(finding: Finding) -> str:
     if finding.last_good is None:
-        return "no step is known to be good"
+        return "no earlier step without the problem is known"
     if finding.checkpoint is None:
-        return f"step {finding.last_good} does not show it; no checkpoint from before that step is known"
+        return f"last step without the problem: {finding.last_good}; no earlier checkpoint is known"
     return (
-        f"step {finding.last_good} does not show it; the last checkpoint from before that step has the state before"
-        f" step {finding.checkpoint}"
+        f"last step without the problem: {finding.last_good}; last earlier checkpoint: before step {finding.checkpoint}"
     )
 
 

@@ -99,7 +99,7 @@ class Diagnosis:
             elif judge.applies is not False:
                 why = self._why_not(rule, judge)
                 collect = "" if why else rule.collect
-                not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", collect, rule.essential))
+                not_judged.append(NotJudged(rule.id, why or f"needs {rule.needs}", collect, rule.essential))
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
         in_order = (self._findings[key] for key in sorted(self._findings, key=self._placed.__getitem__))
         findings = self._ordered(map(self._with_checkpoint, in_order))
@@ -116,7 +116,7 @@ class Diagnosis:
         quantized = sum(layer.is_quantized_only for layer in layers)
         parts = [f"{len(refused)} of {many(len(layers), 'layer')} ({', '.join(reasons)})"] if refused else []
         if quantized:
-            weights = f"the weights of {many(quantized, 'layer')}, which exist in quantized form only"
+            weights = f"the weights of {many(quantized, 'layer')}, which exist only in quantized form"
             parts.append(f"underflow and overflow in {weights}")
         return ", ".join(parts)
 
@@ -128,13 +128,13 @@ class Diagnosis:
         layers = self._facts.layers.values()
         ran = [layer for layer in layers if layer.low or layer.reasons]
         if ran and not any(layer.is_of_te for layer in ran) and NO_CONFIG in rule.collect:
-            return "the model has no Transformer Engine layers, and only their GEMMs have statistics"
+            return "the model has no Transformer Engine layers, so there are no statistics"
         if layers and not any(layer.rows or layer.forward is not None for layer in layers):
             if refused := next((layer.refused for layer in layers if layer.refused), ""):
                 return f"no layer was observed: {refused}"
             return (
-                "no layer was observed in training: call model.train() if the model is in evaluation mode. A layer in"
-                " a CUDA graph that was captured before the session started is not observed either"
+                "no layer was observed in training: call model.train(), and start the session before capturing CUDA"
+                " graphs"
             )
         # The first collection step lacks the statistics of scales and of FP8.
         return "only one collection step has run" if self._collected == 1 else ""
@@ -196,7 +196,7 @@ class Diagnosis:
             try:
                 sightings = list(look(judge))
             except Exception as error:  # a rule must not end a training; the verdict says that it was not judged
-                self._failed[rule.id] = f"it failed in step {iteration}: {type(error).__name__}: {error}"
+                self._failed[rule.id] = f"the rule failed in step {iteration}: {type(error).__name__}: {error}"
                 continue
             for sighting in sightings:
                 # Facts are gathered later than they begin, and at other times in a run than in its record.

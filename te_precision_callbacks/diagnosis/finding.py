@@ -97,7 +97,7 @@ class Finding:
         """The description, with its step if the finding spans several layers or steps."""
         if self.seen_at is None:
             return self.seen
-        where = "in one of them " if len(self.layers) > 1 and self.tensor else ""
+        where = "in one layer " if len(self.layers) > 1 and self.tensor else ""
         spans_others = bool(where) or (self.since, self.until) != (self.seen_at, self.seen_at)
         return f"{where}at step {self.seen_at}, {self.seen}" if spans_others else self.seen
 
@@ -252,7 +252,7 @@ class Verdict(Sequence[Finding]):
         """The verdict in one line, without the findings."""
         total = len(self.judged) + len(self.not_judged)
         partial = "; a part of the run cannot be read" if self.is_partial else ""
-        partial += f"; by the numbers of rank {self.rank} alone" if self.rank is not None else ""
+        partial += f"; only local values of rank {self.rank}" if self.rank is not None else ""
         partial += f"; not observed: {self.not_observed}" if self.not_observed else ""
         counts = [
             many(count, severity)
@@ -269,14 +269,14 @@ class Verdict(Sequence[Finding]):
         notes = f", {counts[0]}" if counts else ""
         if self.healthy:
             return f"No problems found{notes} {checked}"
-        return f"Not enough checked: {self._lacks}. No problems in the rest{notes} {checked}"
+        return f"Not enough checked: {self._lacks}. No problems in the other rules{notes} {checked}"
 
     @property
     def _lacks(self) -> str:
         lacking: dict[str, list[str]] = {}
         for rule in sorted(self.not_judged, key=lambda rule: rule.rule != FAILED_OBSERVATION):  # it explains others
             if rule.essential:
-                collect = ADD_DEFAULT if NO_CONFIG in rule.collect else rule.collect and f"collect {rule.collect}"
+                collect = ADD_DEFAULT if NO_CONFIG in rule.collect else rule.collect and f"add {rule.collect}"
                 lacking.setdefault(f"data ({collect})" if collect else rule.why, []).append(rule.rule)
         reasons = []
         for why, rules in lacking.items():

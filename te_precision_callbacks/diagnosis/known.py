@@ -58,7 +58,7 @@ def read_known(path: Path) -> list[KnownLine]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise KnownFindingsError(
-            f"--known {path} cannot be read: {why}. Give a text file in UTF-8 with a line for each known finding."
+            f"--known {path} cannot be read: {why}. Give a UTF-8 text file with one known finding per line."
         ) from None
     rules = [rule.id for rule in RULES]
     lines = []
@@ -71,8 +71,8 @@ def read_known(path: Path) -> list[KnownLine]:
         layers = words[1].strip() if len(words) > 1 else "*"
         if _SHORTENED.search(layers):
             raise KnownFindingsError(
-                f"{path}:{number}: {layers!r} does not name all of its layers. Take the finding's line behind 'known:',"
-                " or write a pattern such as 'h.*.fc2'."
+                f"{path}:{number}: {layers!r} is an incomplete list of layers. Copy the finding's line after"
+                " 'known:', or write a pattern such as 'h.*.fc2'."
             )
         lines.append(KnownLine(number, " ".join(words), words[0], _matcher(layers)))
     return lines

@@ -103,7 +103,10 @@ class _Record:
                 of_step.from_ranks.append(sighting)
         if run.segments and run.segments[-1].status == "stopped without an end":
             step = int(run.steps["iteration"][-1].as_py()) if len(run.steps) else 0
-            text = f"the run stopped without an end after step {step}, and what its last steps had is not recorded"
+            text = (
+                f"the run stopped after step {step} without recording an end, and the data of its last steps are"
+                " missing"
+            )
             self.ends.append((0, Event("stopped", text, step)))
         self.logged = sorted(logged.items(), key=lambda item: item[0])
         self._tables: dict[str, list[Row]] = {name: getattr(run, name).to_pylist() for name in (*OF_SPANS, "states")}

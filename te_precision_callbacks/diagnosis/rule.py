@@ -74,7 +74,7 @@ class Judge:
     def why_not(self) -> str:
         if not self._count:
             return ""
-        return f"it needs {many(self.needed, self._kind_of_step)}, and has had {self._count}"
+        return f"needs {many(self.needed, self._kind_of_step)}, had {self._count}"
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         return ()

@@ -45,7 +45,7 @@ class Budget:
     def refuses(self, nbytes: int, limits: Limits) -> str | None:
         if self.bytes + nbytes > limits.max_bytes:
             return (
-                f"max_bytes={limits.max_bytes:,} leaves no room for the next file, of up to {nbytes:,} bytes:"
+                f"max_bytes={limits.max_bytes:,} is exceeded by the next file of up to {nbytes:,} bytes:"
                 f" {self.bytes:,} bytes are in use"
             )
         if self.files + 1 > limits.max_files:

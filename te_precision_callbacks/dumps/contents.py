@@ -140,7 +140,7 @@ def dump_of(
     if high_precision is not None and kind_is_known(high_precision):
         high_precision, quantized = None, high_precision if quantized is None else quantized
     if high_precision is None and quantized is None:
-        raise DumpError(f"There is nothing to dump of {tensor or 'a tensor'!r}: give high_precision or quantized.")
+        raise DumpError(f"There is nothing to dump for {tensor or 'a tensor'!r}: give high_precision or quantized.")
     tensors: dict[str, torch.Tensor] = {}
     plain = None
     if high_precision is not None:
@@ -255,7 +255,7 @@ def _described(tensor: torch.Tensor) -> Plain:
 def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
     gemm = a_dump(dump).header.gemm
     if gemm is None:
-        raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
+        raise DumpError("The dump has a single tensor, not a whole GEMM. DumpTensors writes GEMMs with 'gemms'.")
     operand = gemm.operands()[side]
     if operand.direction is None:
         return dump.tensors[f"{side}.values"]
@@ -285,8 +285,8 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
         if other is None or other.mode != PER_TENSOR:
             has, lacks = ("rowwise", "columnwise") if columnwise else ("columnwise", "rowwise")
             raise DumpError(
-                f"The dump of {dump.header.tensor or 'a tensor'!r} has no {lacks} data, only {has}:"
-                f" read those with dequantize(dump, columnwise={not columnwise})."
+                f"The dump of {dump.header.tensor or 'a tensor'!r} has no {lacks} data, only {has}: read them with"
+                f" dequantize(dump, columnwise={not columnwise})."
             )
         part = other
     return part.dequantized().to(dtype).reshape(what.shape).contiguous()
@@ -334,7 +334,7 @@ def _quantized(
         directions[columnwise], of_direction = _internals(part, one_object=of_rows is of_columns)
         tensors.update(of_direction)
     if not directions:
-        raise DumpError(f"The {class_name} has neither rowwise nor columnwise data: the data were freed or moved.")
+        raise DumpError(f"The {class_name} has no rowwise or columnwise data: they were freed or moved.")
     dtype = getattr(quantized, "_dtype", None) or quantized.dtype
     shape = (directions.get(False) or directions[True]).shape
     if isinstance(quantized, torch.Tensor):

@@ -137,7 +137,7 @@ def _alike(a: Dump, b: Dump) -> DumpComparison:
             if part is not other:
                 not_compared.append(f"{name}: only in {'a' if other is None else 'b'}")
         elif part.hadamard is not other.hadamard:
-            not_compared.append(f"{name}: only in {'a' if part.hadamard else 'b'} a Hadamard transform of the tensor")
+            not_compared.append(f"{name}: only {'a' if part.hadamard else 'b'} has a Hadamard transform of the tensor")
         else:
             numbers = [dequantize(dump, columnwise, dtype=torch.float32) for dump in (a, b)]
             internals = _internals(part, other) if _grid(part) == _grid(other) else None

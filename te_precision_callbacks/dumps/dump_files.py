@@ -89,7 +89,7 @@ def save(
     before, after = dump.header.high_precision, dump.header.quantized
     if before is not None and after is not None and before.shape != after.shape:
         raise DumpError(
-            f"high_precision has the shape {before.shape}, and the tensor {after.shape}: they are not one tensor before"
+            f"high_precision has the shape {before.shape}, and the tensor {after.shape}: not the same tensor before"
             " and after quantization. Save them to two files."
         )
     write(dump, path)

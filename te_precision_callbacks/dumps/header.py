@@ -242,7 +242,7 @@ class Header:
         schema = json.loads(text)["schema"]
         if schema != SCHEMA:
             raise NotADumpError(
-                f"The dump has a header of version {schema}, but this te-precision-callbacks reads version {SCHEMA}:"
+                f"The dump has header version {schema}, but this te-precision-callbacks reads version {SCHEMA}:"
                 " update the package."
             )
         return _HEADER.validate_json(text)

@@ -215,8 +215,8 @@ class Recorder:
         if is_capturing():  # each replay would repeat a copy
             self._warn_once(
                 "captured",
-                "DumpTensors: %s of %s is not written: a CUDA graph is being captured, and its replays call no feature."
-                " Further tensors are not named. Capture after the steps that you want to dump.",
+                "DumpTensors: %s of %s is not dumped, because a CUDA graph is being captured: capture after the"
+                " steps that you want to dump. Other tensors are not listed.",
                 seen.tensor,
                 seen.layer,
             )
@@ -244,9 +244,9 @@ class Recorder:
             elif self._held_bytes + dump.nbytes > wanted.limits.max_memory:
                 self._warn_once(
                     ("held", wanted.limits),
-                    "DumpTensors: %s of %s in iteration %d is not written: tensors are held in memory until the step's"
-                    " end decides on their conditions, and this tensor would exceed max_memory=%s bytes. Further"
-                    " tensors that do not fit are not named. Watch fewer layers, or set a larger max_memory.",
+                    "DumpTensors: %s of %s in iteration %d is not dumped: until the end of the step decides on"
+                    " 'when', tensors wait in memory, limited by max_memory=%s bytes. Select fewer layers, or"
+                    " increase max_memory. Other tensors are not listed.",
                     seen.tensor,
                     seen.layer,
                     seen.iteration,
@@ -290,7 +290,7 @@ class Recorder:
 
     def _complain(self, condition: Condition, seen: Watched, text: str) -> None:
         if self._notices.first(condition):
-            error = DumpError(f"{text} Further tensors with this condition are not named.")
+            error = DumpError(f"{text} Other tensors with this condition are not listed.")
             self._report("dumping", f"{seen.layer} {seen.tensor}", error)
 
     def _dump(self, seen: Watched, wanted: Wanted, micro_batch: int) -> Dump | None:
@@ -301,7 +301,7 @@ class Recorder:
             lacking = " and no ".join(key for key, is_wanted in asked.items() if is_wanted)
             self._warn_once(
                 ("nothing", lacking),
-                "DumpTensors: %s of %s is not written: it has no %s. Further such tensors are not named.",
+                "DumpTensors: %s of %s is not dumped: it has no %s. Other such tensors are not listed.",
                 seen.tensor,
                 seen.layer,
                 lacking,
@@ -356,8 +356,8 @@ class Recorder:
             if value is None:
                 self._warn_once(
                     ("not had", condition),
-                    "DumpTensors: the condition %r of %s of %s is not met in iteration %s: the statistic was due, but"
-                    " could not be computed. This is logged once, and further tensors are not named.",
+                    "DumpTensors: the condition %r of %s of %s is not met in iteration %s, because its statistic"
+                    " could not be computed. Logged once; other tensors are not listed.",
                     str(condition),
                     header.tensor,
                     header.layer,
@@ -378,7 +378,7 @@ class Recorder:
 
 
 def _log(doing: str, of: str, error: Exception) -> None:
-    logger.error("%s %s: %s: %s. Training goes on.", doing, of, type(error).__name__, str(error).removesuffix("."))
+    logger.error("%s %s: %s: %s. Training continues.", doing, of, type(error).__name__, str(error).removesuffix("."))
 
 
 def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:

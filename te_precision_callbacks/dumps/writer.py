@@ -76,8 +76,8 @@ class Writer:
         if failure is None or isinstance(failure, DumpError):
             return noted or failure
         ended = DumpError(
-            f"The thread that writes dumps has ended: {type(failure).__name__}: {failure}. No more tensors are dumped,"
-            " and those that waited to be written are lost."
+            f"The thread that writes dumps has ended: {type(failure).__name__}: {failure}. No more tensors are"
+            " dumped, and waiting tensors are lost."
         )
         ended.__cause__ = failure
         return ended
@@ -104,7 +104,7 @@ class Writer:
         if refusal is not None:
             self._exhausted.add(job.limits)
             logger.warning(
-                "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training goes on.",
+                "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training continues.",
                 header.rank,
                 header.iteration,
                 refusal,

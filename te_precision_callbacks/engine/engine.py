@@ -231,8 +231,8 @@ class StatisticsEngine:
     def _warn_captured(self, watched: Watched) -> None:
         if self.notices.first("captured"):
             logger.warning(
-                "%s %s is not measured: a CUDA graph is being captured, and its replays call no feature. Further"
-                " tensors are not named. Capture after the steps that you want to observe.",
+                "%s %s is not measured, because a CUDA graph is being captured: capture after the steps that you"
+                " want to observe. Other tensors are not listed.",
                 watched.layer,
                 watched.tensor,
             )
@@ -328,7 +328,7 @@ def _log_failure_once() -> OnFailure:
     def log(operation: str, subject: str, error: Exception) -> None:
         if notices.first(operation):
             logger.warning(
-                "%s %s: %s: %s. Training goes on without it.", operation, subject, type(error).__name__, error
+                "%s %s: %s: %s. Training continues without it.", operation, subject, type(error).__name__, error
             )
 
     return log
@@ -373,7 +373,7 @@ class _TableReader:
                 number = table.intern(key.layer, key.tensor, label)
                 request = table[number].family.request
                 if request is None:
-                    raise UnknownStatisticError(f"another rank has a statistic {label!r}, which is not known here")
+                    raise UnknownStatisticError(f"another rank has a statistic {label!r} that is unknown on this rank")
                 if request.statistic.value is None:
                     histograms.setdefault(request.statistic.source, []).append((row, number))
                 else:
@@ -631,7 +631,7 @@ class _Measurement:
         for kind in fused:
             segment = self._segment(kind)
             if segment.device != device:
-                raise QuantizationError("the layer has moved to another device within a step")
+                raise QuantizationError("the layer moved to another device within a step")
             segments[first if kind.form is None else kind.form][kind.source] = segment
         passes = [
             _pass(form, by_source, in_blocks=form is not None and isinstance(held[form], BlockScaledTensor))
@@ -668,7 +668,9 @@ class _Measurement:
         """Return the quantized data that a GEMM reads; None if the form must be simulated."""
         quantized = self._watched.quantized(columnwise=form.columnwise)
         if quantized is None and form.recipe == OWN_RECIPE and self._unknown_quantizer is not None:
-            raise QuantizationError(f"the layer's quantizer, {self._unknown_quantizer}, belongs to no known recipe")
+            raise QuantizationError(
+                f"the layer's quantizer, {self._unknown_quantizer}, does not belong to a known recipe"
+            )
         if quantized is None:
             return None
         its_recipe = recipe_of(self._quantizer_of(quantized))
@@ -692,7 +694,7 @@ class _Measurement:
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
         refused: dict[str, Set[StatisticSource]] = {}
         if self._watched.values is None:
-            refused["the tensor exists in its quantized form only"] = wanted - (SCALE_SOURCES if held else set())
+            refused["the tensor exists only in quantized form"] = wanted - (SCALE_SOURCES if held else set())
         if isinstance(held, PerTensor) or (held is None and its_recipe == "fp8_current_scaling"):
             refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & BLOCK_SOURCES
         wanted = wanted - set().union(*refused.values())
@@ -761,8 +763,8 @@ class _Measurement:
     def _warn_simulated(self, form: _QuantizedForm, why: str) -> None:
         if self._engine.notices.first(why):
             logger.warning(
-                "%s of %s %s: simulated from the high-precision tensor, with the settings of the layer's own quantizer,"
-                " because %s. This is not repeated for other tensors.",
+                "%s of %s %sis simulated from the high-precision tensor with the settings of the layer's quantizer,"
+                " because %s. Other tensors are not listed.",
                 self._labels(form),
                 self._watched.layer,
                 self._watched.tensor,

@@ -78,7 +78,7 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
     if scaling_mode(quantized) == PER_TENSOR:
         codes = per_tensor_codes(quantized)
         if codes is None:
-            raise QuantizationError("the quantized tensor holds neither its data nor their transpose")
+            raise QuantizationError("the quantized tensor has neither its data nor their transpose")
         return PerTensor(codes, quantized._scale_inv, fp8_format(quantized) is E5M2)
     direction = "columnwise" if columnwise else "rowwise"
     try:
@@ -112,7 +112,9 @@ def settings_of(quantizer: Any) -> QuantizerSettings:
     """
     for attribute, what in (("nvfp4_use_4over6", "4over6"), ("row_scaled_nvfp4", "an amax for each row")):
         if getattr(quantizer, attribute, False):
-            raise QuantizationError(f"the layer runs NVFP4 with {what}, which is read from its tensors, not simulated")
+            raise QuantizationError(
+                f"the layer runs NVFP4 with {what}, which is not simulated, only read from its tensors"
+            )
     return QuantizerSettings(
         e5m2=fp8_format(quantizer) is E5M2,
         square=getattr(quantizer, "block_scaling_dim", 1) == 2 or getattr(quantizer, "with_2d_quantization", False),

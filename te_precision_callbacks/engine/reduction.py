@@ -163,10 +163,7 @@ class Reduction:
         return layout.unpack(layout.merged)
 
     def _reduce(self, messages: Messages, slots: Segments, stamp: Stamp) -> _Layout:
-        why = (
-            f"to reduce the statistics of iteration {stamp.iteration}. Perhaps a rank has ended, or has skipped a"
-            " step() and is in an iteration without due statistics"
-        )
+        why = f"to reduce the statistics of iteration {stamp.iteration}. A rank may have ended or skipped a step()"
         while True:
             news = (
                 () if self._layout_version == slots.version and self._layout is not None else self._new_segments(slots)
@@ -204,9 +201,9 @@ class Reduction:
             self.optimizers_differ = True
             if messages.rank == 0:
                 logger.warning(
-                    "The ranks have done different numbers of optimizer steps up to iteration %d. That is correct with"
-                    " different optimizers. Otherwise a rank has missed a step(): call it for each optimizer step on"
-                    " all ranks.",
+                    "The ranks have different numbers of optimizer steps up to iteration %d. Unless the ranks have"
+                    " different optimizers, a rank has missed a step(): call step() after each optimizer step on all"
+                    " ranks.",
                     stamp.iteration,
                 )
 
@@ -228,9 +225,9 @@ class Reduction:
         Raises:
             RanksDifferError: always.
         """
-        stamps = messages.by_rank(stamp, "stamps", "to find out who is out of step")
+        stamps = messages.by_rank(stamp, "stamps", "to find the ranks that are out of step")
         error = _out_of_step_error({rank: Stamp(*row) for rank, row in stamps.items()})
-        messages.part("they are out of step", for_good=len({row[1] for row in stamps.values()}) > 1)
+        messages.part("the ranks are out of step", for_good=len({row[1] for row in stamps.values()}) > 1)
         raise error
 
 
@@ -240,22 +237,22 @@ def _out_of_step_error(stamps: Mapping[int, Stamp]) -> RanksDifferError:
     def values_by_rank(part: str) -> dict[int, int]:
         return {rank: getattr(stamp, part) for rank, stamp in stamps.items() if getattr(stamp, part) >= 0}
 
-    local = "Their statistics are not mixed"
+    local = "Statistics are not reduced"
     schedules = list(dict.fromkeys(values_by_rank("schedule").values()))
     if len(schedules) > 1:
         names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in values_by_rank("schedule").items()}
         return RanksDifferError(
-            "The ranks have different configs, whose statistics are due in different iterations:"
+            "The ranks have different configs that collect statistics in different iterations:"
             f" {format_by_rank(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local"
             " values."
         )
     parts = [format_by_rank({rank: f"iteration {number}" for rank, number in values_by_rank("iteration").items()})]
     if len(set(values_by_rank("optimizer_steps").values())) > 1:
-        done = {rank: f"{number} optimizer steps" for rank, number in values_by_rank("optimizer_steps").items()}
-        parts.append(f"done since the start: {format_by_rank(done)}")
+        done = {rank: f"{number} steps" for rank, number in values_by_rank("optimizer_steps").items()}
+        parts.append(f"optimizer steps since the start: {format_by_rank(done)}")
     return RanksDifferError(
-        f"The ranks are out of step: {'; '.join(parts)}. Every rank must call step() for the same optimizer steps, and"
-        f" begin at the same start_step. {local}, until the ranks have met again."
+        f"The ranks are out of step: {'; '.join(parts)}. Call step() on all ranks after the same optimizer steps,"
+        f" with the same start_step. {local} until the ranks are connected again."
     )
 
 

@@ -168,7 +168,7 @@ def factor_of(tensor: Any, *, columnwise: bool, piece_bytes: int = PIECE_BYTES) 
         matrix = tensor.detach()
         return Factor(matrix.reshape(math.prod(matrix.shape[:-1]), matrix.shape[-1]), columnwise, piece_bytes)
     else:
-        raise FactorError(f"{type(tensor).__name__}: not an operand of a known kind.")
+        raise FactorError(f"{type(tensor).__name__} is not a known kind of operand.")
     if part is None:
         raise FactorError(f"The {type(tensor).__name__} has no {'column' if columnwise else 'row'}wise data.")
     return Factor(part, columnwise != part.transposed, piece_bytes)

@@ -273,8 +273,8 @@ class DebugPathDecisions:
             self._report_unreached(
                 module,
                 ", ".join(without_effect),
-                f"the recipe has backward_override={backward_override(module)!r}, with which Transformer Engine runs"
-                " the backward in high precision and outside its debug path, where no feature is called",
+                f"the recipe has backward_override={backward_override(module)!r}, so the backward runs in high"
+                " precision outside of the debug path, where no feature is called",
             )
 
     def check_scales(self, module: Any, iteration: int) -> None:
@@ -287,8 +287,8 @@ class DebugPathDecisions:
         self._report_unreached(
             module,
             "activation",
-            "its input is already quantized, by a layer with fp8_output or by FP8 attention, so Transformer Engine does"
-            " not quantize it, and calls no feature for it",
+            "its input is already quantized (fp8_output or FP8 attention), so Transformer Engine calls no feature"
+            " for it",
         )
 
     def _report_unreached(self, module: Any, tensors: str, why: str) -> None:

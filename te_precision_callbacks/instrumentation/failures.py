@@ -94,7 +94,7 @@ class ObservationFailures:
         if isinstance(error, QuantizationError):  # a statistic that the layer cannot have
             if not known:
                 text = str(error).removesuffix(".")
-                logger.warning("%s cannot be observed: %s. Training goes on without it.", where, text)
+                logger.warning("%s cannot be observed: %s. Training continues without it.", where, text)
             return
         self._count += 1
         if not known:
@@ -104,8 +104,8 @@ class ObservationFailures:
                 self._report_disconnected(where, error)
         elif self._count == 1 or not known:
             logger.error(
-                "Precision debugging failed on rank %d: %s: %s. Training goes on without what failed. The same failure"
-                " is not reported again. strict=True would end the run here.",
+                "Precision debugging failed on rank %d: %s: %s. Training continues without this part. This failure"
+                " is reported once; strict=True raises it.",
                 self._rank,
                 where,
                 _format_error(error).removesuffix("."),
@@ -122,9 +122,8 @@ class ObservationFailures:
         error, self._lost_by = self._lost_by, None
         if error is not None:
             logger.error(
-                "log_dir=%r cannot be written to: %s. Training goes on. Rank %d writes no records, statistics log, log"
-                " of events, dumps and report; loggers and sinks get the numbers. Give a writable folder."
-                " strict=True would end the run here.",
+                "log_dir=%r cannot be written to: %s. Training continues, but rank %d writes no records, logs, dumps"
+                " or report; loggers and sinks still get values. Set log_dir= to a writable folder.",
                 str(self.lost_folder),
                 error,
                 self._rank,
@@ -134,10 +133,9 @@ class ObservationFailures:
         text = str(error).removesuffix(".")
         if self._leads():
             logger.error(
-                "The ranks no longer exchange statistics (%s): %s. Training goes on. Until they reconnect, rank %d"
-                " alone writes its own numbers, which are marked as such. Call step() on all ranks, after the same"
-                " optimizer steps. If a rank has ended, its output says why. If ranks cannot connect, %s=<interface>"
-                " names the network interface to use.",
+                "The ranks no longer exchange statistics (%s): %s. Training continues; until the ranks reconnect,"
+                " only rank %d writes values, marked as local. Call step() on all ranks after the same optimizer"
+                " steps. If ranks cannot connect, set %s=<network interface>.",
                 where,
                 text,
                 self._rank,

@@ -356,7 +356,7 @@ def require(owner: Any, *names: str) -> None:
     if missing:
         raise SessionError(
             f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, which the session needs."
-            " Install Transformer Engine 2.20, or a te-precision-callbacks made for your version."
+            " Install Transformer Engine 2.20, or a te-precision-callbacks release for your version."
         )
 
 

@@ -71,12 +71,12 @@ def why_not_fused(
     """
     module: Any = named.module
     if getattr(module, "sequence_parallel", False) and getattr(module, "tp_size", 1) > 1:
-        return NotFused("with sequence parallelism its GEMMs get tensors gathered from all ranks")
+        return NotFused("with sequence parallelism its GEMMs read tensors gathered from all ranks")
     if any(value for name, value in vars(module).items() if name.startswith(_OVERLAPPING)):
         return NotFused("communication overlaps with its GEMMs")
     grouped = ("use_grouped_tensor", "single_grouped_weight", "single_grouped_bias")
     if any(getattr(module, name, False) for name in grouped):
-        return NotFused("its experts' tensors are one grouped tensor")
+        return NotFused("the tensors of its experts are one grouped tensor")
     parts = _available_tensors(module)
     if parts is None:
         return NotFused(f"the fused path is unknown for a {type(module).__name__}")
@@ -105,17 +105,17 @@ def _why_feature_not_fused(
 ) -> str:
     schema = options.schema if isinstance(options, ReadOptions) else None
     if schema is None or (isinstance(schema, ObservingFeatureSchema) and not only_observes(name)):
-        return f"Transformer Engine calls {name}, a feature of your own, on its debug path only"
+        return f"Transformer Engine calls your own feature {name} only on its debug path"
     if isinstance(schema, LogGemmError):
         return ""  # statistics of unavailable tensors are skipped
     if not isinstance(schema, ObservingFeatureSchema):
         if EVERY_STEP in (schema.effect().schedules.values() or (EVERY_STEP,)):
-            return f"{name} changes precision, which Transformer Engine does on its debug path only"
+            return f"{name} changes precision, which needs the debug path"
         return ""
     for target in schema.targets:
         tensor, item = str(target.tensor), target.options
         if tensor == "wgrad" and getattr(module, "fuse_wgrad_accumulation", False):
-            return f"{name}: with fuse_wgrad_accumulation=True its wgrad exists in a sum only"
+            return f"{name}: with fuse_wgrad_accumulation=True its wgrad exists only as part of a sum"
         if tensor in available:
             continue
         if isinstance(item, Dumped) and item.high_precision_tensor:
@@ -139,7 +139,7 @@ def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tupl
 
 
 def _format_unavailable(tensor: str, module: Any) -> str:
-    return f"the fused path of {type(module).__name__} never has its {tensor} in high precision"
+    return f"{tensor} of {type(module).__name__} never exists in high precision on the fused path"
 
 
 def choose(
@@ -167,14 +167,14 @@ def choose(
         name, reason = next(iter(refused.items()))
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise ConfigError(
-            f'observe="fused": {name}{more} cannot be observed on its fused path. {reason}. observe="auto" takes'
+            f'observe="fused": {name}{more} cannot be observed on the fused path: {reason}. observe="auto" uses'
             " Transformer Engine's debug path for such layers."
         )
     return {id(named.module): _changed_steps(named, planned) for named, reason in why if reason is None}, refused
 
 
 def format_paths(fused: int, not_fused: Mapping[str, NotFused]) -> str:
-    text = f"{fused} of {fused + len(not_fused)} modules with features are observed on their own fused path."
+    text = f"{fused} of {fused + len(not_fused)} modules with features are observed on the fused path."
     if not not_fused:
         return text
     by_reason: dict[str, list[str]] = {}
@@ -184,7 +184,7 @@ def format_paths(fused: int, not_fused: Mapping[str, NotFused]) -> str:
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
         for reason, names in by_reason.items()
     )
-    return f"{text} The others take Transformer Engine's debug path: {'; '.join(reasons)}"
+    return f"{text} On Transformer Engine's debug path: {'; '.join(reasons)}"
 
 
 class _Due(NamedTuple):
@@ -279,8 +279,8 @@ class FusedObservation:
                 try:
                     if never_high:
                         raise QuantizationError(
-                            "its GEMM writes it quantized (fp8_output, fp8_grad or FP8 attention), so it never exists"
-                            " in high precision"
+                            "its GEMM writes it quantized (fp8_output, fp8_grad or FP8 attention), so the tensor"
+                            " never exists in high precision"
                         )
                     feature.look(options, watched)
                     self._api.note_once(name, (event.layer, "inspect_tensor", tensor, None))

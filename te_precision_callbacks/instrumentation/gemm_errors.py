@@ -195,7 +195,7 @@ class GemmErrors:
         if self._engine.notices.first(f"not measured: {remedy or reason}"):
             logger.log(
                 logging.WARNING if remedy else logging.INFO,
-                "LogGemmError does not measure %s %s: %s. %sOther layers with this reason are not named.",
+                "LogGemmError does not measure %s %s: %s. %sOther layers with this reason are not listed.",
                 layer,
                 gemm,
                 reason,
@@ -273,7 +273,7 @@ class GemmErrors:
             matrix = factor_of(result_of(event), columnwise=False, piece_bytes=item.max_memory)
             if matrix.shape != (n, m):
                 self.skip(
-                    event.layer, event.gemm, f"its result has the shape {matrix.shape}, and its operands give {(n, m)}"
+                    event.layer, event.gemm, f"its result has the shape {matrix.shape}, but its operands give {(n, m)}"
                 )
                 return
             run = thin(matrix, x, y)
@@ -287,7 +287,7 @@ class GemmErrors:
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
             high = high_precision_of(self.operands, event.layer, event.b)
             if high is not None and high.numel() != n * k:
-                self.skip(event.layer, event.gemm, f"{_FORMAT}an operand was gathered after it was quantized")
+                self.skip(event.layer, event.gemm, f"{_FORMAT}an operand was gathered after quantization")
                 high = None
             if high is not None and left.is_quantized:
                 codes = _check_operand_codes(event.b, high, seed_of(iteration, event.layer, event.gemm, "window"))
@@ -438,7 +438,7 @@ class GemmRecords:
         if reason:
             if self._notices.first(reason):
                 logger.warning(
-                    "DumpTensors: the GEMM %s of %s is not written: %s. Further GEMMs are not named.",
+                    "DumpTensors: the GEMM %s of %s is not dumped: %s. Other GEMMs are not listed.",
                     event.gemm,
                     event.layer,
                     reason,

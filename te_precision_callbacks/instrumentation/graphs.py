@@ -175,7 +175,7 @@ class _Graph:
         self._cached = []
 
     def _note_other_recipe(self) -> None:
-        self.why_not = "te.autocast around its call has another recipe than at its capture"
+        self.why_not = "te.autocast around the replay has another recipe than at the capture"
 
 
 class CudaGraphs:

@@ -218,8 +218,7 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
             return
         if self.rowwise_tensor_plan == debug_quantization.API_CALL_MODIFY:
             error = FeatureError(
-                "the layer has fuse_wgrad_accumulation=True, with which Transformer Engine adds wgrad to main_grad"
-                " before a feature gets it"
+                "with fuse_wgrad_accumulation=True Transformer Engine adds wgrad to main_grad before a feature gets it"
             )
             self._failures.report("modifying", f"{self.layer_name} wgrad", error)
         if self.inspect_tensor_enabled:

@@ -61,7 +61,7 @@ def _scales(recipe: Any) -> set[bool]:
 
 
 _AT_IMPORT = (
-    "the layers read power_2_scale of fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad, which are made"
+    "the layers read power_2_scale of fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad, which are set"
     " when Transformer Engine is imported"
 )
 
@@ -70,8 +70,8 @@ IGNORED: Sequence[Ignored] = (
         "MXFP8BlockScaling",
         "margin",
         lambda recipe: recipe.margin != 0,
-        "only DelayedScaling has a margin: the scale of an MXFP8 block follows from its largest element alone",
-        "Leave it out",
+        "only DelayedScaling has a margin: the scale of an MXFP8 block depends only on its largest element",
+        "Remove the argument",
         "pytorch.quantization:MXFP8BlockScalingRecipeState.make_quantizers",
         "MXFP8Quantizer(self.dtype)",
     ),

@@ -149,7 +149,7 @@ def is_captured() -> bool:
 
 CUDA_GRAPH = DebugRefusal(
     "CUDA graph",
-    "a replay runs no Python code, so no feature is called, and updating a cached weight raises in debug mode",
+    "a graph replay runs no Python, so no feature is called, and cached weights cannot be updated in debug mode",
     "debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_",
     "CUDA Graphs are not supported with debug=True!",
     applies_to_forward=lambda forward: is_captured(),
@@ -158,14 +158,14 @@ CUDA_GRAPH = DebugRefusal(
 REFUSALS = (
     DebugRefusal(
         "delay_wgrad_compute",
-        "the wgrad GEMM runs after the backward, which raises in debug mode",
+        "the wgrad GEMM runs after the backward, which debug mode does not support",
         "pytorch.module.base:TransformerEngineBaseModule.is_debug_iter",
         "Delayed wgrad compute is not supported in debug mode.",
         applies_to_module=lambda module: module.wgrad_store is not None and module.wgrad_store.delay_wgrad_compute(),
     ),
     DebugRefusal(
         "single_grouped_weight or single_grouped_bias",
-        "the debug path needs separate parameters for each GEMM, and raises if they are one tensor",
+        "the debug path needs separate parameters for each GEMM",
         "pytorch.module.grouped_linear:GroupedLinear.forward",
         "TE debug features do not support single grouped parameters.",
         applies_to_module=lambda module: any(
@@ -175,8 +175,8 @@ REFUSALS = (
     CUDA_GRAPH,
     DebugRefusal(
         "quantized_model_init",
-        "the weight exists only in quantized form: features that replace it, or run fprop or dgrad in high precision,"
-        " raise",
+        "the weight exists only in quantized form, so no feature can replace it or run fprop or dgrad in high"
+        " precision",
         "debug.pytorch.debug_quantization:DebugQuantizer.wrap_quantized_tensor",
         "Weight tensor with fp8 model parameters enabled cannot be",
         applies_to_effects=_changes_quantized_weights,
@@ -184,8 +184,8 @@ REFUSALS = (
     ),
     DebugRefusal(
         "fp8_output or fp8_grad",
-        "a GEMM with a quantized result raises in debug mode; FP8 attention (fp8_dpa, fp8_mha) and Userbuffers in FP8"
-        " need such results",
+        "debug mode does not support GEMMs with a quantized result, which fp8_dpa, fp8_mha and FP8 Userbuffers also"
+        " need",
         "debug.pytorch.debug_quantization:DebugQuantizer.process_gemm_output",
         "Quantized output is not supported for debug=True.",
         applies_to_forward=lambda forward: any(
@@ -194,8 +194,8 @@ REFUSALS = (
     ),
     DebugRefusal(
         "quantized input",
-        "features do not get an input from a layer with fp8_output or from FP8 attention, so a GEMM fails if a feature"
-        " changes its other operand",
+        "features do not get an input from fp8_output or FP8 attention, so they cannot change the other operand of"
+        " its GEMM",
         "pytorch.module.linear:_linear_forward_impl",
         "            if isinstance(inputmat, QuantizedTensorStorage):\n"
         "                inputmat.update_usage(rowwise_usage=True)\n"
@@ -204,14 +204,14 @@ REFUSALS = (
     ),
     DebugRefusal(
         "autocast with calibrating=True",
-        "calibration raises in debug mode",
+        "debug mode does not support calibration",
         "debug.pytorch.debug_quantization:DebugQuantizer.calibrate",
         "Calibration with debug is not supported",
         applies_to_forward=lambda forward: forward.module.fp8_calibration and not forward.module.fp8,
     ),
     DebugRefusal(
         "get_cpu_offload_context",
-        "offloading activations raises in debug mode",
+        "debug mode does not support offloading of activations",
         "pytorch.cpu_offload:get_cpu_offload_context",
         "CPU offload is not supported in debug mode.",
         applies_to_forward=_offloads,
@@ -309,20 +309,19 @@ class RefusedLayers:
         items = ((layer, refusal) for layer, refusals in self._refused.items() for refusal in refusals)
         new_items = [item for item in items if self._notices.first(item)]
         for name, refusal in new_items:
-            log(f"Layer {name} keeps its ordinary path. {refusal}")
+            log(f"Layer {name} stays on its fused path. {refusal}")
         in_graphs = [item for item in new_items if item[1].what == CUDA_GRAPH.what]
         others = [item for item in new_items if item not in in_graphs]
         if in_graphs:
             logger.warning(
-                "Some layers run in a CUDA graph that cannot be bypassed. No feature acts on them, and they are not"
-                " observed: %s. Graphs of make_graphed_callables are bypassed in collection steps; run other captures"
-                " after the steps to observe.",
+                "These layers run in a CUDA graph that cannot be bypassed, so they are not observed and no feature"
+                " acts on them: %s. Use make_graphed_callables, or capture after the steps to observe.",
                 _format(in_graphs),
             )
         if others:
             logger.warning(
-                "Transformer Engine's debug path does not support some layers. No feature acts on them, and they are"
-                " not observed: %s.",
+                "Transformer Engine's debug path does not support these layers, so they are not observed and no"
+                " feature acts on them: %s.",
                 _format(others),
             )
         return bool(new_items)
@@ -331,8 +330,8 @@ class RefusedLayers:
 def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
     return ObservationError(
         "Transformer Engine's debug path does not support layers that the config selects:"
-        f" {_format(refused.items())}. Leave the layers out of the config, or train them without the refused option."
-        " Without strict=True the layers train unobserved."
+        f" {_format(refused.items())}. Remove the layers from the config, or train them without the unsupported"
+        " option. Without strict=True they train unobserved."
     )
 
 

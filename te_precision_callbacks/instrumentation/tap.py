@@ -426,8 +426,8 @@ class GemmTap:
         if not self._warned_captured:
             self._warned_captured = True
             logger.warning(
-                "The GEMMs of %s and of other layers with grouped tensors are not observed in a CUDA graph: the number"
-                " of rows of each expert is unknown during the capture. Capture after the first step.",
+                "The GEMMs of %s and of other layers with grouped tensors are not observed in a CUDA graph, because"
+                " the rows per expert are unknown during capture. Capture after the first step.",
                 OUTSIDE if forward is None else forward.layers[0],
             )
 

@@ -78,8 +78,8 @@ def warn_unless_supported() -> None:
     low, high = (Version(bound) for bound in SUPPORTED_TE)
     if not low <= Version(Version(installed).base_version) < high:
         logger.warning(
-            "te-precision-callbacks was made for Transformer Engine >=%s,<%s, but %s is installed. The session tries to"
-            " run with it; where something differs, observation fails with a message.",
+            "te-precision-callbacks supports Transformer Engine >=%s,<%s, but %s is installed. The session"
+            " continues, but parts of the observation may fail.",
             *SUPPORTED_TE,
             installed,
         )
@@ -210,9 +210,8 @@ class Inspector:
 
         if debug_api.DEBUG_MANAGER is not None:
             raise SessionError(
-                "nvidia-dlfw-inspect is initialized already, by debug_api.initialize() in the script. Only one run can"
-                " be active: call debug_api.end_debug() first, and leave initialize, step and end_debug to the session."
-                " Pass its config as config=; with layer_names='upstream' its selectors select the same layers."
+                "The script has already called debug_api.initialize(). Remove its calls of initialize, step and"
+                " end_debug, and pass its config as config=; add layer_names='upstream' to select the same layers."
             )
         self._make_folder()
         self._snapshot = Snapshot()
@@ -421,12 +420,12 @@ def _make_scalar_logger(scalars: ScalarBuffer) -> Any:
 
 
 _EXPLANATIONS = {
-    "initialize": "The session has started nvidia-dlfw-inspect, with the session's config=.",
+    "initialize": "The session has already started nvidia-dlfw-inspect with the session's config=.",
     "initialize_training_step": "start_step= or session.iteration sets the debug iteration.",
-    "step": "The session's own step() counts the debug iterations.",
+    "step": "The session's step() counts the debug iterations.",
     "end_debug": "The session ends nvidia-dlfw-inspect when it stops.",
-    "infer_and_assign_layer_names": "The layers have the names of session.layers; layer_names='upstream' gives them the"
-    " names of this function, and names that it assigns before attach() select layers, too.",
+    "infer_and_assign_layer_names": "Layers are named as in session.layers; set layer_names='upstream' to use this"
+    " function's names, which also select layers if assigned before attach().",
     "set_tensor_reduction_group": "process_group= is the group over which statistics are reduced.",
 }
 """Function of ``nvdlfw_inspect.api`` -> what replaces it in a session, for the warning."""

@@ -104,8 +104,8 @@ def resolve_scope(scope: Scope, path: str) -> str:
 def _check_text(what: str, text: object) -> None:
     if not isinstance(text, str) or not (text == "" or _TEXT.fullmatch(text)):
         raise OptionError(
-            f"{what} must be empty, or a text of letters, digits and underscores with dots between its parts, such as"
-            f" 'pp1' or 'pp1.ep0', not {text!r}."
+            f"{what} must be empty, or parts of letters, digits and underscores separated by dots, such as 'pp1' or"
+            f" 'pp1.ep0', not {text!r}."
         )
 
 

@@ -196,9 +196,9 @@ def advice_on_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str
         return ""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return (
-        f"The weights are already broken, so another precision does not help: {', '.join(names[:_LISTED])}{more}."
-        " A step of an optimizer, code that ran after it, the initialization or a loaded checkpoint has broken them."
-        " Check the optimizer's learning rate, state and eps, and go back to an earlier checkpoint."
+        f"The weights already have inf or nan: {', '.join(names[:_LISTED])}{more}. Check the initialization, the"
+        " loaded checkpoint, code that writes weights, and the optimizer's learning rate, state and eps. Resume from"
+        " an earlier checkpoint."
     )
 
 
@@ -212,23 +212,23 @@ def _advice(culprit: Seen, event: TensorEvent, *, loss_scale: float | None) -> s
     frame = culprit.frame
     if event.kind == "gradient":
         scaler = (
-            " If something other than torch's GradScaler scales the loss, set loss_scaled of the detector to True."
+            " If the loss is scaled without torch's GradScaler, set detector.loss_scaled = True."
             if loss_scale is None
-            else f" The loss was scaled by only {loss_scale:g}, so the scale is not the cause, and a GradScaler would"
-            " skip every step from here on."
+            else f" The loss scale is only {loss_scale:g}, so it is not the cause; a GradScaler would skip every"
+            " further step."
         )
-        return f"The forward was finite: the gradient became inf or nan on its way back.{scaler}"
+        return f"The forward was finite: the gradient became inf or nan in the backward.{scaler}"
     if event.kind == "forward" and frame.sign == ">":
         return (
-            "It entered the module from outside the watched modules: from the data, or from code between modules,"
-            " which detect_overflow() can check."
+            "The value comes from outside the watched modules: from the data, or from code between modules, which"
+            " detect_overflow() can check."
         )
     if isinstance(frame.measured, Slot) and culprit.values.extremes(frame.measured)[1] < math.inf:
         path = "" if frame.place is None else frame.place.path
-        return f"There is only -inf: if the module makes -inf on purpose, allow it with allow_neg_inf=[{path!r}]."
+        return f"The only such value is -inf: if it is intended, allow it with allow_neg_inf=[{path!r}]."
     return (
-        "Go up from the last frame to where abs_max began to grow, and run that part in a higher precision, or make its"
-        " values smaller. parameters=True also shows the weights; detect_overflow() checks tensors inside a forward."
+        "Find the frame where abs_max starts to grow, and run that part in higher precision, or reduce its values."
+        " parameters=True also checks weights; detect_overflow() checks tensors inside a forward."
     )
 
 

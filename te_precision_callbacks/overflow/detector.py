@@ -113,7 +113,7 @@ class DebugActivationOverflow:
         hooks = ForwardCalls(roots, options, self._journal, self._looking).hooks
         for pattern in options.allow_neg_inf:
             if not hooks.matches(pattern):
-                logger.warning("allow_neg_inf=: %r matches no module path of the model.", pattern)
+                logger.warning("allow_neg_inf=%r matches no module path of the model.", pattern)
         self._steps = Steps(hooks, self._journal, self._looking)
         self._looking.handles.callback(self._steps.remove)
         self._looking.handles.callback(hooks.remove)

@@ -52,9 +52,9 @@ class DetectionFailedError(PrecisionDebugError, RuntimeError):
 
     def __init__(self, failure: str, *, rank: int) -> None:
         super().__init__(
-            f"Activation overflow detection has failed on rank {rank} ({failure}), so an inf or nan since the last"
-            " look may have been missed. To train without detection, make no DebugActivationOverflow, and leave"
-            " activation_overflow out of debug=."
+            f"Activation overflow detection has failed on rank {rank} ({failure}), so inf or nan since the last check"
+            " may have been missed. To train without detection, remove DebugActivationOverflow, or"
+            " activation_overflow from debug=."
         )
         self.failure = failure
         self.rank = rank
@@ -77,7 +77,7 @@ class AbortAfterBatch(PrecisionDebugError, ValueError):
 
     def __init__(self, batch: int) -> None:
         super().__init__(
-            f"Stopped after batch {batch}, as abort_after_batch={batch} asks for. This is not a fault of the batch."
+            f"Stopped after batch {batch}, as set by abort_after_batch={batch}. The batch itself is not at fault."
         )
         self.batch = batch
 

@@ -190,10 +190,9 @@ class Steps:
         self._foreign_steps += 1
         if self._foreign_steps >= _FOREIGN_STEPS and self.journal.notices.first("foreign steps"):
             logger.warning(
-                "Activation overflow: optimizers that hold no parameter of the model have made %d steps without a"
-                " look before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
-                " Megatron's distributed optimizer) cannot be recognized: call look() of the detector before each of"
-                " their steps.",
+                "Activation overflow: optimizers without parameters of the model made %d unchecked steps. If they"
+                " update copies of the parameters (DeepSpeed ZeRO, Megatron's distributed optimizer), call"
+                " detector.look() before each of their steps.",
                 _FOREIGN_STEPS,
             )
 

@@ -110,7 +110,7 @@ class ModelHooks:
             hook for _, module in watched_modules(roots) for hook in module._forward_pre_hooks.values()
         ]
         for former in {hook.call.__self__ for hook in hooks if isinstance(hook, _OverflowHook)}:
-            logger.warning("Activation overflow: this detector replaces another detector of the same model.")
+            logger.warning("Activation overflow: this detector replaces another one on the same model.")
             former.close(OverflowDetectorError("Another detector replaced this one."))
         self._tree: ModuleTree | None = None
         self.synchronize()
@@ -186,7 +186,7 @@ class ModelHooks:
             first = f"{opaque[0].path or 'the model'} ({opaque[0].class_name})"
             more = f" and {len(opaque) - 1} more modules are" if len(opaque) > 1 else " is"
             logger.warning(
-                "Activation overflow: %s%s compiled, so the modules inside are not watched. To watch them too, run"
+                "Activation overflow: %s%s compiled, so the modules inside are not watched. To watch them, run"
                 " without torch.compile and TorchScript.",
                 first,
                 more,

@@ -86,7 +86,7 @@ class Looking:
             self._owns_messages = True
             self.messages = Messages(self._options.process_group, "overflow")
             try:
-                self.messages.open("to look for activation overflow")
+                self.messages.open("to check for activation overflow")
             except RanksLostError as error:
                 self._warn_apart(error)
         return self.messages
@@ -97,7 +97,7 @@ class Looking:
         """Return the earliest find of all ranks, or else a failure of any rank."""
         if not messages.is_open:
             return own
-        why = "to look for activation overflow together. Perhaps a rank has not trained in this step"
+        why = "to check for activation overflow. A rank may not have trained in this step"
         try:
             sent = (own.failure, own.rank) if isinstance(own, DetectionFailedError) else own
             entries = messages.pool([] if sent is None else [sent], "overflow", why, Find | tuple[str, int])
@@ -112,8 +112,8 @@ class Looking:
 
     def _warn_apart(self, error: RanksLostError) -> None:
         logger.warning(
-            "Activation overflow: this rank checks alone from now on. %s. A rank with an overflow stops alone, and the"
-            " others wait for it until the timeout of their process group.",
+            "Activation overflow: this rank checks alone from now on. %s. If it finds an overflow, only this rank"
+            " stops, and the others wait until the timeout of their process group.",
             str(error).removesuffix("."),
         )
 
@@ -213,8 +213,8 @@ class Looking:
             logger.error("%s", find.report)
         over = (f" ({find.step})" if find.step else "") + (f" on rank {find.rank}" if is_initialized() else "")
         raise ActivationOverflowError(
-            f"{find.headline}, in {'evaluation ' if find.evaluation else ''}batch {find.batch}{over}. The report in the"
-            f" log, and in this exception's attribute 'report', has the frames before it. {advice}",
+            f"{find.headline}, in {'evaluation ' if find.evaluation else ''}batch {find.batch}{over}. The report, in"
+            f" the log and in the exception's 'report', has the frames before it. {advice}",
             path=find.path,
             class_name=find.class_name,
             role=find.role,

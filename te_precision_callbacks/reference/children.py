@@ -38,15 +38,14 @@ def arguments_here(settings: Inherited, *, has_gpu: bool) -> dict[str, Any] | No
     """The arguments of ``install`` in a child; None if the child uses the compiled Transformer Engine."""
     if has_gpu and not settings.always and compiled_extension.why_unavailable() is None:
         logger.warning(
-            "The parent process has the reference backend. This process uses the compiled Transformer Engine, since"
-            " there are a GPU and a compiled build. To have the reference backend here too, call"
-            " reference.install(always_in_children=True) in the parent, or use te-precision run --backend reference."
+            "This process uses the compiled Transformer Engine, but its parent the reference backend. For the"
+            " reference backend in both, call reference.install(always_in_children=True) in the parent, or use"
+            " te-precision run --backend reference."
         )
         return None
     if has_gpu:
         logger.warning(
-            "Transformer Engine runs on the reference backend, which is slow, although there is a GPU: the parent"
-            " process does so too."
+            "Transformer Engine runs on the slow reference backend despite the GPU, as in the parent process."
         )
     return {
         "pretend_cuda": settings.pretend_cuda and not has_gpu,

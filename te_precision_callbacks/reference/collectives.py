@@ -82,7 +82,8 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = F
     kinds = sorted({f"{call.op.__name__}({'' if call.redop is None else call.redop})" for call in recorded})
     if len(kinds) > 1:
         raise ReferenceBackendError(
-            f"A coalescing manager takes collectives of one kind, and was given {', '.join(kinds)}. Use one for each."
+            f"A coalescing manager takes only one kind of collective, but was given {', '.join(kinds)}. Use one for"
+            " each."
         )
     for call in recorded:
         if call.dst_tensor is None:

@@ -134,14 +134,12 @@ def no_attention(error: ValueError, context_parallel: bool) -> Exception:
     """Replaces ``error``, which Transformer Engine raises if no attention takes the inputs, by one with advice."""
     if not context_parallel:
         return MissingFunctionError(
-            f"{error} The reference backend has no fused attention, and Transformer Engine's unfused attention "
-            "cannot compute this one. Use the compiled Transformer Engine on a GPU for it."
+            f"{error} The reference backend has no fused attention, and Transformer Engine's unfused attention does"
+            " not support this case. Use the compiled Transformer Engine on a GPU."
         )
     return MissingFunctionError(
-        "Context parallelism is not in the reference backend: it needs a fused attention over several ranks, which the "
-        "backend does not have, and Transformer Engine's unfused attention does not support it. Run without a context "
-        "parallel group (cp_size 1), with these ranks in data parallelism or in tensor parallelism with sequence "
-        "parallelism; or use the compiled Transformer Engine on GPUs."
+        "The reference backend does not support context parallelism, because it has no fused attention. Use cp_size"
+        " 1 with data or tensor parallelism, or the compiled Transformer Engine on GPUs."
     )
 
 
@@ -435,7 +433,7 @@ def memory_snapshot(*_arguments: Any, **_options: Any) -> list[Any]:
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    return "The reference backend keeps no memory statistics."
+    return "The reference backend has no memory statistics."
 
 
 memory_allocated = memory_reserved = memory_cached = _zero
@@ -453,8 +451,8 @@ is_current_stream_capturing = _no
 
 def _no_graphs(name: str, *_arguments: Any, **_options: Any) -> NoReturn:
     raise MissingFunctionError(
-        f"torch.cuda.{name}: CUDA graphs are not in the reference backend. Run without them, or on a GPU with the "
-        "compiled Transformer Engine."
+        f"torch.cuda.{name}: the reference backend does not support CUDA graphs. Run without them, or on a GPU with"
+        " the compiled Transformer Engine."
     )
 
 

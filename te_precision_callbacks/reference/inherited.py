@@ -69,8 +69,8 @@ def inherited() -> Inherited | None:
         return Inherited(bool(settings["pretend_cuda"]), (major, minor), bool(settings.get("always", False)))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise InstallError(
-            f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: a process with the reference backend sets this"
-            " variable for those that it starts. Unset it, and call reference.install()."
+            f"{ENVIRONMENT_VARIABLE}={text!r} in the environmentis invalid: only a process with the reference backend"
+            " sets this variable, for its children. Unset it, and call reference.install()."
         ) from None
 
 

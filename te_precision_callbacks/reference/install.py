@@ -80,9 +80,9 @@ def install(
     has_gpu = torch.cuda.is_available()
     if pretend_cuda and has_gpu:
         raise InstallError(
-            f"install(pretend_cuda=True), but there is a real GPU ({torch.cuda.get_device_name()}). The reference "
-            "backend works on it: call install() without pretend_cuda. To try the CPU, set CUDA_VISIBLE_DEVICES to "
-            "the empty string."
+            f"install(pretend_cuda=True), but there is a real GPU ({torch.cuda.get_device_name()}). The reference"
+            " backend works on it: call install() without pretend_cuda. To use the CPU, set CUDA_VISIBLE_DEVICES to"
+            " an empty string."
         )
 
     target.choose(chosen)
@@ -94,8 +94,8 @@ def install(
     inherited.install_in_children(pretend_cuda=pretend_cuda, capability=chosen, always=always_in_children)
     _installed = Installation(chosen, pretend_cuda, "cuda" if has_gpu else "cpu")
     logger.info(
-        "Transformer Engine %s runs on the reference backend of te-precision-callbacks, not on its compiled extension: "
-        "slow and exact, on the device %r, emulating compute capability %d.%d%s.",
+        "Transformer Engine %s runs on the reference backend of te-precision-callbacks, slowly but exactly, on the"
+        " device %r, emulating compute capability %d.%d%s.",
         version,
         _installed.device,
         *chosen,
@@ -122,9 +122,9 @@ def install_where_needed(capability: tuple[int, int] | None = None) -> Installat
 def _require_same(before: Installation, pretend_cuda: bool, capability: tuple[int, int] | None) -> None:
     if (pretend_cuda and not before.pretend_cuda) or capability not in (None, before.capability):
         raise InstallError(
-            f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is installed in "
-            f"this process with pretend_cuda={before.pretend_cuda} and capability={before.capability}. It cannot "
-            "change: start another process, or use the same arguments in both places."
+            f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is already"
+            f" installed with pretend_cuda={before.pretend_cuda} and capability={before.capability}. Use the same"
+            " arguments, or another process."
         )
 
 
@@ -132,14 +132,13 @@ def _refuse_if_imported() -> None:
     if COMPILED_MODULE in sys.modules:
         where = getattr(sys.modules[COMPILED_MODULE], "__file__", None)
         raise InstallError(
-            f"Transformer Engine's compiled extension {COMPILED_MODULE!r} is imported already, from {where}. The "
-            "reference backend does not replace it: start a process that does not import transformer_engine before "
-            "reference.install(), or continue without the reference backend."
+            f"Transformer Engine's compiled extension {COMPILED_MODULE!r} is already imported from {where}. Call"
+            " reference.install() before importing transformer_engine, or continue without the reference backend."
         )
     if "transformer_engine" in sys.modules or "transformer_engine.common" in sys.modules:
         raise InstallError(
-            "transformer_engine is imported already, without the reference backend. Call reference.install() before "
-            "the first import of transformer_engine, and of what imports it."
+            "transformer_engine is already imported without the reference backend. Call reference.install() before"
+            " the first import of transformer_engine, also by other packages."
         )
 
 

@@ -28,8 +28,7 @@ class _Absent:
 
     def __call__(self, *_arguments: Any, **_options: Any) -> NoReturn:
         raise MissingFunctionError(
-            f"{self._name}: what needs triton is not in the reference backend on a CPU. Do without it here, or run on "
-            "a GPU."
+            f"{self._name}: the reference backend on a CPU does not support triton kernels. Avoid it, or run on a GPU."
         )
 
 

@@ -49,9 +49,9 @@ def replay_command(
         Path | None,
         typer.Option(
             metavar="FILE.py",
-            help="Write a script for a bug report, with a copy of the record. It replays the record, and runs the GEMM"
-            " again with Transformer Engine if installed. For a folder: of the first record with a fault. No file is"
-            " overwritten.",
+            help="Write a script for a bug report, with a copy of the record. The script replays the record, and"
+            " reruns the GEMM if Transformer Engine is installed. For a folder: the first record with a fault."
+            " Existing files are not overwritten.",
         ),
     ] = None,
     as_json: Json = False,
@@ -118,9 +118,9 @@ def _write_script(script: Path, record: Path, replayed: Replayed) -> Path:
 def _written(replayed: ReplayedFolder, repro: Path) -> str:
     shown = replayed.first_bad or next(iter(replayed.records.items()), None)
     if shown is None:
-        return "No script was written, since no record could be read."
+        return "No script was written, because no record could be read."
     made = _write_script(repro, *shown)
-    healthy = "No fault was found in this record; the script can run its GEMM on another device."
+    healthy = "This record has no fault; the script can run its GEMM on another device."
     wrote = f"Wrote {made} and {made.with_suffix('.safetensors')}."
     return wrote if shown[1].faults else f"{wrote} {healthy}"
 
@@ -137,7 +137,7 @@ def _show(replayed: ReplayedFolder) -> None:
         return
     path, first = chosen
     if bad and len(replayed.records) > 1:
-        terminal.show_text(f"The first, in the order of execution: {path}")
+        terminal.show_text(f"First in execution order: {path}")
     terminal.show_text(first.verdict)
     for fault in first.faults[1:]:
         terminal.show_text(f"{fault.cause}: {fault.text}", _INDENT)
@@ -152,7 +152,7 @@ def _show(replayed: ReplayedFolder) -> None:
     for path in others[:_MOST_FILES]:
         terminal.show_text(bad[path].verdict)
     if others[_MOST_FILES:]:
-        terminal.show_text(f"and {len(others) - _MOST_FILES} more, which --json has.")
+        terminal.show_text(f"and {len(others) - _MOST_FILES} more; --json lists all.")
 
 
 def _largest(ratios: torch.Tensor) -> list[tuple[int, float]]:

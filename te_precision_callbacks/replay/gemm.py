@@ -127,9 +127,9 @@ class Replayed:
         if self.faults:
             return f"{self.name}: {self.faults[0].cause}: {self.faults[0].text}"
         lane = next((lane for lane in self.lanes if lane.name == "original" and lane.error is not None), None)
-        cost = "" if lane is None else f"; the format costs {100 * (lane.error or 0):.2f} %"
+        cost = "" if lane is None else f"; error of the format: {100 * (lane.error or 0):.2f} %"
         left = f" Not checked: {'; '.join(self.not_checked)}." if self.not_checked else ""
-        return f"{self.name}: no faults of the kernel and the quantizers{cost}.{left}"
+        return f"{self.name}: no faults in the kernel and the quantizers{cost}.{left}"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def replay(dump: Dump) -> Replayed:
     """
     gemm = a_dump(dump).header.gemm
     if gemm is None:
-        raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
+        raise DumpError("The dump has a single tensor, not a whole GEMM. DumpTensors writes GEMMs with 'gemms'.")
     left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)
     judge = _Kernel(dump, gemm, left, right)
     faults = judge.faults()
@@ -170,7 +170,7 @@ def replay(dump: Dump) -> Replayed:
             not_checked += [operand.left_out] if operand.left_out else []
         elif isinstance(operand.data, Stored):
             lacks = "the tensor before quantization is" if operand.high is None else "its quantizer is"
-            not_checked.append(f"the quantizer of {operand.described.tensor}, since {lacks} not in the record")
+            not_checked.append(f"the quantizer of {operand.described.tensor}, because {lacks} not in the record")
     lanes = _lanes(judge, left, right)
     return Replayed(
         dump.header,
@@ -211,7 +211,7 @@ def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
         if (header := entry.header) is not None and header.gemm is not None
     ]
     if not recorded and not unread:
-        raise DumpError(f"{folder}: no records of GEMMs. DumpTensors writes them with 'gemms', below its log folder.")
+        raise DumpError(f"{folder}: no records of GEMMs. DumpTensors writes them with 'gemms', below the log folder.")
     records: dict[Path, Replayed] = {}
     for _, path in sorted(recorded):
         try:
@@ -284,7 +284,7 @@ class _Kernel:
     @property
     def why_not(self) -> str:
         if self.codes.isfinite().all(1).any():
-            return "the product is lost in the sum that it was added to"
+            return "the product is too small relative to the sum that it was added to"
         return "each row of the product has inf or nan"
 
 
@@ -302,9 +302,9 @@ def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
     codes, wrong, rounded, bias, zeros, expected_zeros, scales, wrong_scales = (number.item() for number in checked)
     faults = []
     if wrong_scales:
-        faults.append(f"{wrong_scales:.0f} of {scales:.0f} scales do not follow from the format")
+        faults.append(f"{wrong_scales:.0f} of {scales:.0f} scales do not match the format")
     if wrong:
-        faults.append(f"{wrong:.0f} of {codes:.0f} codes are not the nearest number of the format")
+        faults.append(f"{wrong:.0f} of {codes:.0f} codes are not the nearest value of the format")
     if rounded and not wrong:
         deviation = bias / math.sqrt(rounded / 4)
         if abs(deviation) > _MOST_BIAS:
@@ -312,7 +312,7 @@ def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
             faults.append(f"stochastic rounding has a bias {way}: {bias / rounded:+.3f} of a step on average")
         excess = zeros - expected_zeros
         if excess > _MOST_BIAS * math.sqrt(max(1.0, expected_zeros)):
-            faults.append(f"{zeros:.0f} codes are 0, and {expected_zeros:.0f} are expected to be")
+            faults.append(f"{zeros:.0f} codes are 0, expected: {expected_zeros:.0f}")
     return [Fault("quantizer", f"{tensor}: {'; '.join(faults)}", tensor)] if faults else []
 
 

@@ -27,9 +27,8 @@ def why_nothing_to_show(run: RecordedRun) -> str:
     if has_numbers(run) or has_failed or set(run.events["kind"].to_pylist()) - _ROUTINE_EVENTS:
         return ""
     return (
-        f"{visible(str(run.path))} has no numbers, no coverage and no events: nothing was recorded. A run has records"
-        " from its first step on. A process that is killed loses up to the last 5 seconds. Train for a step at least,"
-        " and for longer before a kill."
+        f"{visible(str(run.path))} has no records. Train for at least one step; a killed process loses up to its last"
+        " 5 seconds."
     )
 
 
@@ -37,7 +36,7 @@ def no_step_note(run: RecordedRun) -> list[str]:
     if has_numbers(run) or len(run.steps) or run.unread:
         return []
     yet = " yet" if run.segments and run.segments[-1].status == "running" else ""
-    return [f"The run has no step{yet}, so it has no numbers and no coverage."]
+    return [f"The run has no step{yet}, so it has no statistics and no coverage."]
 
 
 def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
@@ -103,15 +102,15 @@ def format_status(run: RecordedRun) -> str:
 def outcome_notes(run: RecordedRun) -> list[str]:
     status = run.segments[-1].status if run.segments else "unknown"
     if status == "stopped without an end":
-        return ["The run stopped without an end: its process is gone, and has not closed the records."]
+        return ["The run stopped without an end: its process is gone and did not close the records."]
     if status != "failed":
         return []
     text, step = _error_at_the_end(run)
     if not text:
         return ["The run failed."]
     if ended_from_outside := ended_by(text):
-        return [f"The run was ended by {ended_from_outside} after step {step}: the verdict is on the steps until then."]
-    return [f"The run failed with step {step} as the last one: {text}."]
+        return [f"The run was ended by {ended_from_outside} after step {step}: the steps until then were checked."]
+    return [f"The run failed (last step: {step}): {text}."]
 
 
 def _error_at_the_end(run: RecordedRun) -> tuple[str, int]:

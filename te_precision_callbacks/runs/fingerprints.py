@@ -47,10 +47,10 @@ _CHUNK_BYTES = 1 << 24  # size of the pieces that are hashed at once
 _MOST_NAMES = 4
 _FIELDS_WITH_STATE = frozenset({"amax_history_len", "qfactory"})  # fields of recipes that may have amax histories
 
-_MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
+_MISSING = "No scales and amax histories were restored: the first step uses scales of 1"
 _UNSAVED = (
-    "The checkpoint has no scales and amax histories, since it was saved after a forward outside of FP8, such as an"
-    " evaluation: the first step runs with scales of 1"
+    "The checkpoint has no scales and amax histories, because it was saved after a forward outside of FP8, such as"
+    " an evaluation: the first step uses scales of 1"
 )
 
 
@@ -165,8 +165,8 @@ class Fingerprint:
         schema = data.get("schema") if isinstance(data, dict) else None
         if schema != SCHEMA:
             raise FingerprintError(
-                f"The fingerprint has schema {schema!r}, and this version of te-precision-callbacks reads {SCHEMA}."
-                " Resume once without the audit: its next checkpoint has a fingerprint that can be read."
+                f"The fingerprint has schema {schema!r}, but this version of te-precision-callbacks reads {SCHEMA}."
+                " Resume once without the audit: the next checkpoint will have a readable fingerprint."
             )
         try:
             return TypeAdapter(cls).validate_python(data)
@@ -457,7 +457,7 @@ def _differences(
     if comparable and any(
         restored.hashes.get(direction, content) != content for direction, content in weights.hashes.items()
     ):
-        yield "Quantized primary weights came back with other data: they were rounded anew", True
+        yield "Quantized primary weights have changed: they were rounded again", True
 
 
 def _scaling_differences(
@@ -469,14 +469,14 @@ def _scaling_differences(
         yield _UNSAVED if unsaved else _MISSING
         return
     if new.has_unit_scales and not old.has_unit_scales:
-        yield "The scales came back as 1"
+        yield "The restored scales are 1"
     elif same_scales and new.scale != old.scale:
-        yield "Other scales than in the checkpoint"
+        yield "The scales differ from the checkpoint"
     if new.steps != old.steps:
         if not length_may_differ:
-            yield f"Amax histories of {new.steps} steps, of {old.steps} in the checkpoint"
+            yield f"Amax histories of {new.steps} steps instead of {old.steps} in the checkpoint"
     elif same_scales and new.history != old.history:
-        yield "Amax histories with another content than in the checkpoint"
+        yield "The amax histories differ from the checkpoint"
 
 
 def unsaved_layers(fingerprint: Fingerprint) -> ResumeFinding | None:

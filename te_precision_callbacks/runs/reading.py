@@ -106,7 +106,9 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     if folder.is_dir():
         if segments_of(folder):
             if run not in (None, "latest") and not folder.name.startswith(str(run)):
-                raise NotARunError(f"{folder} is the run {folder.name!r}, not {run!r}. Give the log folder or no name.")
+                raise NotARunError(
+                    f"{folder} is the run {folder.name!r}, not {run!r}. Give the log folder, or omit --run."
+                )
             return _read_run(folder, folder)
         runs = list_runs(folder)
         if runs:
@@ -115,14 +117,14 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     if logs is not None:
         if run not in (None, "latest"):
             raise NotARunError(
-                f"{folder}: logs of plain nvidia-dlfw-inspect are one run, which has no name like {run!r}."
+                f"{folder}: logs of plain nvidia-dlfw-inspect are a single run without a name: omit --run."
             )
         return import_logs(folder, logs)
     if not folder.is_dir():
-        raise NotARunError(f"{folder}: this file is no recorded run. Give the log folder.")
+        raise NotARunError(f"{folder}: this file is not a recorded run. Give the log folder.")
     raise NotARunError(
-        f"{folder}: no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
-        f" nvidia-dlfw-inspect has {STATISTICS_FOLDER}/."
+        f"{folder}: no recorded run in this folder. Give a log folder: it contains {FOLDER}/<run>/seg-000/{RUN_FILE},"
+        f" or {STATISTICS_FOLDER}/ of plain nvidia-dlfw-inspect."
     )
 
 
@@ -154,7 +156,7 @@ def _read_run(folder: Path, given: Path) -> RecordedRun:
 
 
 def _replaced(folder: Path, error: FileNotFoundError) -> RunError:
-    return RunError(f"{folder}: a file was replaced while it was read ({error}). Read the run again.")
+    return RunError(f"{folder}: a file was replaced while it was read ({error}). Try again.")
 
 
 def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
@@ -168,8 +170,8 @@ def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
     if not names:
         raise NotARunError(f"{folder}: there is no run {wanted!r}. There are: {', '.join(runs)}.")
     raise SeveralRunsError(
-        f"{folder}: there are {len(names)} runs: {', '.join(names)}. Choose one with run={names[-1]!r}, on the command"
-        f' line --run {names[-1]}, or give its path, "{_records_of(folder) / names[-1]}".',
+        f"{folder}: there are {len(names)} runs: {', '.join(names)}. Choose one with --run {names[-1]}"
+        f' (run={names[-1]!r} in Python), or give its path, "{_records_of(folder) / names[-1]}".',
         names,
     )
 
@@ -264,20 +266,20 @@ class _Reader:
             facts = read_json(path)
         except FileNotFoundError:
             if is_silent(folder) or any(folder.glob(f"{rank_name(0)}/*")):  # rank 0 makes the folder first
-                self._note(f"{path} is missing: nothing is known of the facts of segment {number}.", unread=True)
+                self._note(f"{path} is missing: the facts of segment {number} are unknown.", unread=True)
         except (OSError, ValueError) as error:
-            why = f"{path} is damaged ({error}): nothing is known of the facts of segment {number}."
+            why = f"{path} is damaged ({error}): the facts of segment {number} are unknown."
             self._note(why, unread=True)
         schema, versions = facts.get("schema", SCHEMA_VERSION), facts.get("versions")
         if schema != SCHEMA_VERSION:
             version = versions.get("te-precision-callbacks") if isinstance(versions, dict) else None
             raise RunError(
                 f"{path}: the run was recorded by te-precision-callbacks {version or 'of an unknown version'}, with"
-                f" schema {schema!r} of the files; this version reads schema {SCHEMA_VERSION} only. Read the run with"
-                " the version that recorded it."
+                f" schema {schema!r}; this version reads only schema {SCHEMA_VERSION}. Read the run with the version"
+                " that recorded it."
             )
         if facts.get("not_written"):
-            self._note(f"Segment {number} is not recorded to its end: {facts['not_written']}")
+            self._note(f"The end of segment {number} is not recorded: {facts['not_written']}")
         status = facts.get("status")
         if status not in ("ended", "failed"):
             status = "stopped without an end" if has_ended(path, facts) else "running"

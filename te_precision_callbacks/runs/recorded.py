@@ -124,11 +124,11 @@ def thinning_notes(thinned: Sequence[Thinned]) -> list[str]:
             every = f"{intervals[0]:,}" + (f" to {intervals[-1]:,}" if intervals[1:] else "")
             extremes = ", and the lowest and highest value of each series" if table == "values" else ""
             notes.append(
-                f"Of the {kind} of iterations {span} one step in {every} is left{extremes}: the limit of records= was"
-                " reached."
+                f"The limit of records= was reached: of the {kind} in iterations {span}, only one step in {every} is"
+                f" kept{extremes}."
             )
     if len(ranks) > 1:
-        notes.append(f"The local numbers of {len(ranks) - 1} other ranks were thinned likewise.")
+        notes.append(f"The local values of {len(ranks) - 1} other ranks were downsampled too.")
     return notes
 
 
@@ -215,7 +215,7 @@ class RecordedRun:
         """A sentence about contents that a plain log does not have; empty for recorded runs."""
         if self.source == "te-precision-callbacks":
             return ""
-        return f"A log of {self.source}: layers, coverage and the trainer's numbers are not in it."
+        return f"A log of {self.source}, without layers, coverage and trainer metrics."
 
     def has_all_of(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return a mask of iterations with complete statistics, not only the extremes that downsampling keeps."""
@@ -301,10 +301,10 @@ class RecordedRun:
             tensors = sorted(
                 {subject.tensor or "no tensor" for subject in self.subjects if subject.statistic == statistic}
             )
-            return f"the run has no {statistic!r} of {tensor!r}. It has it of {', '.join(tensors)}."
+            return f"the run has no {statistic!r} of {tensor!r}, only of {', '.join(tensors)}."
         if rank is None:
             return (
-                f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with local numbers:"
+                f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with local values:"
                 f" {', '.join(map(str, sorted(rank for rank in ranks if rank is not None)))}. Choose one with rank=."
             )
         return f"rank {rank} has no local {statistic!r} of {tensor!r}. Leave rank= out, or choose another rank."
@@ -313,7 +313,7 @@ class RecordedRun:
         known = sorted({name for name in pc.unique(self.series[column]).to_pylist() if name not in (None, "")})
         if len(self.series) and value != "" and value not in known:
             names = [str(name) for name in known]
-            nothing = " All its numbers are reduced over ranks." if column == "rank" else f" It names no {column}."
+            nothing = " All its values are reduced over ranks." if column == "rank" else f" It names no {column}."
             raise UnknownSubjectError(
                 f"{self.path}: the run has no {column} {value!r}.{format_known_names(str(value), names) or nothing}"
                 f"{self.notes_sentence}"

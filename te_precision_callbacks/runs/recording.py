@@ -179,7 +179,7 @@ class Recording:
         self.writer.close("ended" if error is None else "failed")
 
     def _warn(self, kind: str, text: str) -> None:
-        logger.warning("%s Training goes on. The records are in %s.", text, self._folder)
+        logger.warning("%s Training continues. The records are in %s.", text, self._folder)
         self.writer.add_event(kind, text, iteration=self._latest, severity="warning")
 
 

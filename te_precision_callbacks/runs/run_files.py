@@ -134,7 +134,7 @@ def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
 def read_json(path: Path) -> dict[str, Any]:
     facts = json.loads(path.read_bytes())
     if not isinstance(facts, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return facts
 
 
@@ -176,7 +176,7 @@ def overwrite(path: Path, data: bytes) -> None:
     with open(path, "r+b") as file:
         room = os.fstat(file.fileno()).st_size
         if len(data) > room:
-            raise OSError(errno.ENOSPC, "it has no room", str(path))
+            raise OSError(errno.ENOSPC, "no space is left", str(path))
         file.write(data.ljust(room))
         file.flush()
         os.fsync(file.fileno())

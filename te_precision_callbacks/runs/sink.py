@@ -102,8 +102,12 @@ class RecordSink(EventSink):
     def start(self, run: RunInfo) -> None:
         pa.array([0])  # imports pandas if installed, which would otherwise delay a later step by a second
         self._run = self._info = run
-        self._put(Event("segment_started", f"Debug iteration {run.start_iteration} is next.", run.start_iteration))
-        self._thread.hurry()  # so that even a process that is killed soon leaves a run
+        self._put(
+            Event(
+                "segment_started", f"The session starts at debug iteration {run.start_iteration}.", run.start_iteration
+            )
+        )
+        self._thread.hurry()  # a process that is killed soon leaves a run, and not an earlier one as the last
 
     def put_facts(self, facts: FactTables) -> None:
         self._put(facts)
@@ -117,7 +121,7 @@ class RecordSink(EventSink):
         self._last_records, self._last_step = records, now
         job = StepJob(records, time.time(), seconds)
         if self._run is not None and not self._thread.put(job, len(records)) and self._notices.first("slow"):
-            text = "The disk is slower than the training, so numbers of some steps are not recorded."
+            text = "The disk is slower than the training, so values of some steps are not recorded."
             self._put(Event("observation_failed", text, records.iteration, "warning"))
 
     def event(self, event: Event) -> None:

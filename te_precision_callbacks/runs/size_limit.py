@@ -100,8 +100,8 @@ class SizeLimit:
                     self._say_once(
                         "records_limited",
                         f"The records of rank {self._writer.rank} have reached their limit of {self._limit:,} bytes,"
-                        " and no old steps are left to be thinned. Statistics are no longer recorded; the trainer's"
-                        " numbers and events are. A larger size for records= allows more.",
+                        " and no old steps are left to downsample. Statistics are no longer recorded, only trainer"
+                        " metrics and events. Increase records= to keep more.",
                     )
                 return
             self._rewrite(group, sum(files[file] for file in group))
@@ -151,7 +151,7 @@ class SizeLimit:
             try:
                 tables.append(read_table(file.path, schema.names, schema))
             except UNREADABLE as error:
-                logger.warning("The records in %s cannot be thinned, and remain as they are: %s", file.path, error)
+                logger.warning("The records in %s cannot be downsampled and remain unchanged: %s", file.path, error)
                 self._damaged.add(file.path)
                 return
         later = [begin for segment, begin in self._begins.items() if segment.name > folder.parent.name]
@@ -164,9 +164,9 @@ class SizeLimit:
             self._unchanged.add(path)
         self._say_once(
             "records_thinned",
-            f"The records of rank {self._writer.rank} have reached their limit of {self._limit:,} bytes. Of the oldest"
-            " steps every second one is kept, and the lowest and highest value of each series; the interval doubles"
-            " each time. The latest steps are kept whole. A larger size for records= keeps more.",
+            f"The records of rank {self._writer.rank} have reached their limit of {self._limit:,} bytes. Old steps"
+            " are downsampled: every second step and the extremes of each series are kept. Increase records= to keep"
+            " more.",
         )
 
     def _say_once(self, kind: str, text: str) -> None:

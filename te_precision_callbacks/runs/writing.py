@@ -147,7 +147,7 @@ class _Table:
                 raise pa.ArrowInvalid(f"it has {len(data):,} of {written:,} bytes")
             table = pa.ipc.open_stream(data).read_all().unify_dictionaries()
         except pa.ArrowInvalid as error:
-            raise OSError(f"{self._path} was changed while it was written: {error}") from error
+            raise OSError(f"{self._path} changed during writing: {error}") from error
         if "series" in self._schema.names:
             table = table.sort_by([("series", "ascending"), ("iteration", "ascending")])
         write_table(table, self._path.with_suffix(CLOSED))

@@ -100,10 +100,11 @@ class RuleChecks:
 
     def _stop(self) -> None:
         findings, self._stopping = self._stopping, []
-        text = "; ".join(map(str, findings)) or "another rank has found it, and names it in its own error"
-        remedies = " ".join(dict.fromkeys(f"{finding.remedy}." for finding in findings))
+        text = "; ".join(map(str, findings)) or "found on another rank, see the error of that rank"
+        remedies = (finding.remedy for finding in sorted(findings, key=lambda finding: len(finding.remedy)))
+        by_beginning = {remedy.partition(". ")[0]: f"{remedy}." for remedy in remedies}  # the longest of similar ones
         raise PrecisionFindingError(
-            f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), findings
+            f"A finding stops the training (on_finding=): {text}. {' '.join(by_beginning.values())}".rstrip(), findings
         )
 
     def _react(self, findings: Sequence[Finding], iteration: int) -> None:
@@ -212,7 +213,7 @@ class ContractCheck:
             self._events.append(Event("contract_judged", str(error), iteration, "warning", phase="step"))
             raise
         if broken is not None:
-            text = broken or "The run holds its precision contract."
+            text = broken or "The run meets its precision contract."
             self._events.append(
                 Event("contract_judged", text, iteration, "warning" if broken else "info", phase="step")
             )

@@ -81,7 +81,7 @@ class StepCollector:
             self._observation.take(self._inspector.iteration, self._receive, reduce=False)
             self._inspector.log_local_buffers()
         except Exception as error:
-            logger.error("The statistics gathered since the last step cannot be read, and are lost.", exc_info=error)
+            logger.error("The statistics collected since the last step cannot be read and are lost.", exc_info=error)
         if received:
             self._measured = received
         else:
@@ -194,7 +194,7 @@ class TrainerScalars:
         try:
             numbers = to_floats([value for *_, value in kept])
         except Exception as error:
-            self._context.failures.report("reading", "the trainer's numbers", error)
+            self._context.failures.report("reading", "the trainer metrics", error)
             return []
         by_step: dict[tuple[int, int], dict[str, float]] = {}
         for (iteration, logging_step, name, _), number in zip(kept, numbers, strict=True):

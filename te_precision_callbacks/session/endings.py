@@ -80,7 +80,7 @@ class ProcessEnds:
         try:
             if is_own:
                 self.is_terminated = True
-                self._stop_before_the_end(Terminated("The process was ended by SIGTERM while the session was running."))
+                self._stop_before_the_end(Terminated("SIGTERM ended the process while the session was running."))
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -91,7 +91,7 @@ class ProcessEnds:
             self._stop(error)
         except Exception as failure:
             logger.error(
-                "The session could not be stopped after %s. What its files have so far stays readable.",
+                "The session could not be stopped after %s. Its files stay readable up to this point.",
                 type(error).__name__,
                 exc_info=failure,
             )
@@ -254,7 +254,7 @@ def closing_lines(
     remedy = diagnose if page and verdict.wrong else ""
     places = {
         "what to do": remedy,
-        "logs": f"none, since {lost_folder} cannot be written to" if lost_folder else str(log_dir or ""),
+        "logs": f"none, because {lost_folder} cannot be written to" if lost_folder else str(log_dir or ""),
         "trace": trace,
         "speed": speed,
         "page": page,

@@ -48,19 +48,18 @@ from te_precision_callbacks.statistics.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 _FOR_TRAINER = (
-    "To change that, leave gradient_checkpointing out of the TrainingArguments, and before the training call"
-    " model.gradient_checkpointing_enable() and model._set_gradient_checkpointing(gradient_checkpointing_func="
-    "transformer_engine.pytorch.checkpoint). With use_reentrant=False alone torch raises a CheckpointError."
+    "Remedy: use transformer_engine.pytorch.checkpoint, as docs/transformers.md shows. Setting only"
+    " use_reentrant=False raises a CheckpointError."
 )
 """Remedy for gradient checkpointing of the Hugging Face Trainer, which recomputes in high precision."""
 
 
 _BY_ACCELERATE = {
-    "accelerate": " To have its Linear layers made into Transformer Engine's, prepare the model with"
-    " Accelerator(mixed_precision='fp8', kwargs_handlers=[TERecipeKwargs()]).",
-    "transformers": " Accelerate makes Linear layers into Transformer Engine's: with mixed_precision: fp8 and"
-    " fp8_config: {backend: TE} in the file of accelerate launch --config_file, or with ACCELERATE_MIXED_PRECISION=fp8"
-    " and ACCELERATE_FP8_BACKEND=TE in the environment of a script that is started without it.",
+    "accelerate": " To convert its Linear layers, prepare the model with Accelerator(mixed_precision='fp8',"
+    " kwargs_handlers=[TERecipeKwargs()]).",
+    "transformers": " To let Accelerate convert Linear layers, set mixed_precision: fp8 and fp8_config: {backend:"
+    " TE} in its config file, or ACCELERATE_MIXED_PRECISION=fp8 and ACCELERATE_FP8_BACKEND=TE in the"
+    " environment.",
 }
 
 _MLP_MODES = {"fc1": "column", "fc2": "row"}
@@ -72,8 +71,8 @@ communication.
 def no_layers_warning(goes_on: str, front_door: str = "") -> str:
     """Return the warning that a model has no Transformer Engine layers, with the integration's remedy."""
     return (
-        "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear),"
-        f" so there are no statistics. Training goes on {goes_on}.{_BY_ACCELERATE.get(front_door, '')}"
+        "The model has no Transformer Engine layers with GEMMs, such as Linear or LayerNormMLP, so there are no"
+        f" statistics. Training continues {goes_on}.{_BY_ACCELERATE.get(front_door, '')}"
     )
 
 
@@ -165,10 +164,9 @@ class NamedLayers:
         if own_rank() == 0:
             name, numbered = next(iter(alike.items()))
             logger.warning(
-                "Ranks have different layers at one path, as in pipeline and expert parallelism: %r, for example, is"
-                " %s. Layers are therefore named by the layer_number of their block, counted from 0; experts by the"
-                " first and the last of their numbers; layers without a number by their stage and their rank among the"
-                " experts.",
+                "Ranks have different layers at the same path, as in pipeline and expert parallelism (%r is %s). So"
+                " layers are named by layer_number, counted from 0, experts by their range of numbers, and others by"
+                " stage and expert rank.",
                 name,
                 " or ".join(map(repr, numbered)),
             )
@@ -228,7 +226,7 @@ class ObservedModel:
         require_alike({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration, ranks)
         self.flat_config = config
         watched = ACTIVATION_OVERFLOW in options.debug
-        goes_on = "with activation overflow detection alone" if watched else "without precision debugging"
+        goes_on = "with only activation overflow detection" if watched else "without precision debugging"
         for text in describe_idle_sections(options.config, planned.sections):
             logger.warning("%s", text)
         if not self.layers.of_all:
@@ -336,16 +334,16 @@ class ObservedModel:
             names = ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in unwatched))
             stepped = {held for optimizer in optimizers_of_process() for held in held_ids(optimizer)}
             if any(id(parameter) in stepped for module in unwatched for parameter in module.parameters()):
-                self._context.note_unobserved(f"{names}: trained outside the model that the session was given")
+                self._context.note_unobserved(f"{names}: trained but not in the session's model")
                 remedy = (
-                    "trains outside the model that the session was given, so it is not observed. If it was added to the"
-                    " model since, call attach(model) of the session again. Modules in a plain list or dict are not"
-                    " found: use torch.nn.ModuleList or ModuleDict, or give model= several models."
+                    "is trained but not in the session's model, so it is not observed. If it was added later, call"
+                    " session.attach(model) again. If it is in a plain list or dict, use torch.nn.ModuleList or"
+                    " ModuleDict, or pass several models."
                 )
             else:
                 remedy = (
-                    "runs in training mode with gradients, but no optimizer holds its parameters, so it is not"
-                    " observed. If it should not train, call its eval(), or use torch.no_grad()."
+                    "runs in training mode with gradients, but no optimizer has its parameters, so it is not observed."
+                    " If it should not train, call its eval(), or use torch.no_grad()."
                 )
             logger.warning("%s %s", names, remedy)
 
@@ -390,14 +388,14 @@ class ObservedModel:
         if layers and own_rank() == 0 and self._notices.first("recomputed"):
             named = [layer.name for module in self.layers.modules for layer in module.layers if layer.name in layers]
             logger.warning(
-                "Gradient checkpointing (use_reentrant=True) computes the forward of %d layer%s again outside of"
-                " te.autocast: %s. Only the first forward runs in low precision; the backward does not. %s",
+                "Gradient checkpointing (use_reentrant=True) recomputes the forward of %d layer%s outside of"
+                " te.autocast: %s. So the backward does not run in low precision. %s",
                 len(named),
                 "" if len(named) == 1 else "s",
                 fold_for_sentence(*named, most=2),
                 _FOR_TRAINER
                 if self._context.loop.front_door == "transformers"
-                else f"To change that, {REMEDIES[Reason.RECOMPUTED]}.",
+                else f"Remedy: {REMEDIES[Reason.RECOMPUTED]}.",
             )
 
     # ------------------------------------------------------------------ refused layers

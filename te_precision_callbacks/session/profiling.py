@@ -133,18 +133,17 @@ class Profiling:
             return
         wanted, ran = asked.last - asked.first + 1, len(self._ended)
         if ran < wanted:
-            over = f"ended before iteration {iteration}" if iteration <= asked.last else "began with a later one"
+            over = f"ended before iteration {iteration}" if iteration <= asked.last else "started later"
             self._warn(
                 f"profile= asked for {_iterations(asked.first, asked.last)}, of which {ran or 'none'} ran: the run"
-                f" {over}. Iterations count from 0."
+                f" {over}. Iterations start at 0."
             )
 
     def _warn_of_other_profiler(self) -> None:
         if self._context.notices.first("profiler"):
             self._warn(
-                "profile=: another profiler of torch runs, so the session's own writes no trace: a process has one at a"
-                " time. The ranges around layers are in the trace of the other one. For a trace by the session, leave"
-                " the other profiler out."
+                "profile=: another torch profiler is running, so the session writes no trace. The ranges of layers"
+                " are in the other profiler's trace. For a trace by the session, remove the other profiler."
             )
 
     def _warn(self, text: str) -> None:

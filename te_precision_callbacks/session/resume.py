@@ -56,14 +56,14 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 _REMEDY = (
-    "What was changed on purpose needs nothing. Otherwise docs/resuming.md says what a checkpoint of FP8 training must"
-    " hold, and what loading it needs."
+    "Ignore intended changes. For the others, docs/resuming.md explains how to save and load a checkpoint of FP8"
+    " training."
 )
 
 
 _EVALUATE_IN_FP8 = (
-    "Their last forward was an evaluation outside of FP8, after which Transformer Engine saves an empty _extra_state."
-    " %s, or save before the evaluation. A resume from this checkpoint begins with scales of 1."
+    "Their last forward was an evaluation outside of FP8, so Transformer Engine saved an empty _extra_state, and a"
+    " resume starts with scales of 1. %s, or save before the evaluation."
 )
 _EVALUATE_IN_FP8_WITH_ACCELERATE = (
     "Set fp8_use_autocast_during_eval: true in fp8_config of Accelerate's file, or"
@@ -122,7 +122,7 @@ class ResumeAudit:
             context, unsaved = self._context, unsaved_layers(taken)
             if unsaved is not None and own_rank() == 0 and context.notices.first("unsaved"):
                 converts = context.loop.front_door in ("accelerate", "transformers")
-                remedy = _EVALUATE_IN_FP8_WITH_ACCELERATE if converts else "Evaluate inside of te.autocast"
+                remedy = _EVALUATE_IN_FP8_WITH_ACCELERATE if converts else "Evaluate inside te.autocast"
                 logger.warning("%s %s", unsaved, _EVALUATE_IN_FP8 % remedy)
             return taken
         except Exception as error:
@@ -217,7 +217,7 @@ class ResumeAudit:
         event = Event("resume_audited", str(report), self._context.iteration, severity, phase="checkpoint")
         self._context.events.append(event)
         if not report.findings:
-            logger.debug("The resume has restored what the checkpoint of iteration %d had.", report.iteration)
+            logger.debug("The resume restored the FP8 state of the checkpoint of iteration %d.", report.iteration)
             return
         if self._context.options.strict:
             raise ResumeAuditError(f"{report}\n{_REMEDY}")

@@ -178,8 +178,7 @@ class Run:
         try:
             if is_capturing():
                 self._warn_once(
-                    "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not"
-                    " call it. Call step() after each replay.",
+                    "step() has no effect during the capture of a CUDA graph. Call step() after each replay.",
                 )
                 return None
             with Uninterrupted():
@@ -198,8 +197,8 @@ class Run:
         self._check_overflow()
         if self.is_forked:
             self._warn_once(
-                "step(): the session was started in the process that this one was forked from, which owns the logs."
-                " Nothing is observed here. To observe this process, start a session after the fork.",
+                "step(): this process was forked from the process of the session, so nothing is observed here. To"
+                " observe this process, start a session after the fork.",
             )
             return None
         context.inspector.keep()
@@ -340,7 +339,7 @@ class Run:
             self._deliver(ending)
         except ObservationError as failure:
             logger.error(
-                "The statistics gathered since the last step could not be written, and are lost.", exc_info=failure
+                "The statistics collected since the last step could not be written and are lost.", exc_info=failure
             )
 
     # ------------------------------------------------------------------ events
@@ -390,7 +389,7 @@ class Run:
         """Report a checkpoint to the sinks; ``file`` is empty if unknown."""
         iteration = self.context.iteration
         self.context.results.diagnosis.note_checkpoint(iteration, file)
-        text = f"A checkpoint has taken the state before debug iteration {iteration}."
+        text = f"A checkpoint was saved before debug iteration {iteration}."
         self._send(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 
     def restore_losses(self, losses: Sequence[float]) -> None:
@@ -412,7 +411,7 @@ class Run:
                 context.results.audit.abandon()
             if not attached and ended_by is None:
                 logger.warning(
-                    "The session has ended without a model, so nothing was observed. Pass model=, or call attach(model)"
+                    "The session ended without a model, so nothing was observed. Pass model=, or call attach(model)"
                     " before the training."
                 )
             parts: list[tuple[str, str, bool, Callable[[], None]]] = [
@@ -433,7 +432,7 @@ class Run:
                     attached and leads_all,
                     lambda: self._closing.print_verdict(ended_by, self._profiling.trace),
                 ),
-                ("undoing", "what the session has changed", True, self._put_back),
+                ("undoing", "the changes of the session", True, self._put_back),
                 ("closing", "the dumps", True, lambda: self._close_dumps(error)),
                 ("leaving", "the other ranks", True, context.ranks.end),
             ]
@@ -466,8 +465,7 @@ class Run:
             self._deliver_local(EndingStep(iteration, logging_step, is_remainder=True))
         elif self._scalars.entries or self.observation.engine.has_news:
             logger.warning(
-                "The statistics of iteration %d are not written: they are on the GPU, which is not asked before a"
-                " signal ends the process.",
+                "The statistics of iteration %d are lost: they are still on the GPU, and a signal ends the process.",
                 iteration,
             )
 
@@ -494,16 +492,13 @@ class Run:
             self._note_unended()
         if self._contract.keeper is None or self._is_terminated or (error is not None and not attached):
             return
-        why_not = "the model did not run forward and backward in training while the session was watching"
+        why_not = "the model did not run a training forward and backward during the session"
         if not attached:
             why_not = "the session has no model. Call attach(model) before the training"
         elif not has_step:
-            why_not = "the run has ended in its first step, before the optimizer's"
+            why_not = "the run ended before its first optimizer step"
         elif is_in_evaluation(self.model.layers.modules):
-            why_not = (
-                "the model is in evaluation mode, so its forwards count as evaluations. Call model.train() before the"
-                " training"
-            )
+            why_not = "the model is in evaluation mode: call model.train() before the training"
         iteration = self.context.iteration - has_stepped
         try:
             self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None)

@@ -275,15 +275,14 @@ class InspectSession:
         """
         global _last_started
         if self.running:
-            raise SessionError("This session is running already. Call stop() before start(), or make a new session.")
+            raise SessionError("This session is already running. Call stop() first, or create a new session.")
         other = running_session()
         if other is not None and other._loop.gives_way:
             other.stop()
         elif other is not None:
             raise SessionError(
-                f"Another session is running, started at {other._results.started_at}, and a process can have only one"
-                " at a time. Stop the other session first; if no variable refers to it, call"
-                " te_precision_callbacks.session.running_session().stop()."
+                f"Another session is running, started at {other._results.started_at}, but a process can have only"
+                " one. Stop it first, for example with te_precision_callbacks.session.running_session().stop()."
             )
         import_transformer_engine()
         warn_unless_supported()
@@ -467,7 +466,7 @@ class InspectSession:
         run = self._running("load_state_dict()")
         if not isinstance(state, Mapping) or (state and not state.keys() & _SAVED):
             given = f"keys {', '.join(map(repr, state))}" if isinstance(state, Mapping) else repr(state)
-            raise SessionError(f"load_state_dict() takes what state_dict() has returned, not {given}.")
+            raise SessionError(f"load_state_dict() takes a result of state_dict(), not {given}.")
         if "iteration" in state and self._options.start_step is None:
             run.count_from(step_number("load_state_dict(): the iteration", state["iteration"]))
         self._resumed_loss.restore(state)

@@ -33,15 +33,14 @@ MOST_OPTIMIZER_STEPS = 10
 """Steps of an optimizer within a debug iteration after which the loop has probably forgotten to call ``step()``."""
 
 _REMEDIES: Mapping[str, str] = {
-    "lightning": "Lightning has not counted these steps. In manual optimization, step the optimizers that"
-    " self.optimizers() returns, or give the callback step_on='batch'.",
-    "fabric": "Set the optimizer up with fabric.setup(model, optimizer) or fabric.setup_optimizers(optimizer). With"
+    "lightning": "Lightning did not count these steps. In manual optimization, step the optimizers from"
+    " self.optimizers(), or pass step_on='batch' to the callback.",
+    "fabric": "Set up the optimizer with fabric.setup(model, optimizer) or fabric.setup_optimizers(optimizer). With"
     " step_on='batch', call fabric.call('on_train_batch_end') after each batch.",
-    "accelerate": "Call debugger.step() after each batch, and step the optimizer that accelerator.prepare() has"
-    " returned.",
-    "transformers": "The training has not raised the event on_step_end after these steps.",
+    "accelerate": "Call debugger.step() after each batch, and step the optimizer that accelerator.prepare() returned.",
+    "transformers": "The training did not raise the event on_step_end after these steps.",
 }
-_REMEDY = "Call step() of the session after each step of the optimizer."
+_REMEDY = "Call session.step() after each optimizer step."
 
 
 def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
@@ -106,13 +105,13 @@ class LoopChecks:
     def end_step(self, *, in_regions: bool) -> None:
         if self._in_evaluation and self.has_trained and self._notices.first("evaluation"):
             unobserved = (
-                "the optimizer has stepped, but all observed layers are in evaluation mode, so nothing is observed:"
-                " call model.train() before the training"
+                "the optimizer stepped, but all observed layers are in evaluation mode, so nothing is observed: call"
+                " model.train() before the training"
             )
             self._context.note_unobserved(unobserved)
             if own_rank() == 0:
                 logger.warning(
-                    "In step %d %s. Or ignore this warning if the layers are meant to stay so.",
+                    "In step %d %s. Ignore this warning if that is intended.",
                     self._context.iteration,
                     unobserved,
                 )
@@ -136,13 +135,16 @@ class LoopChecks:
         if self._notices.first("further steps"):
             is_mistake, count = gap[0] == "nothing", len(gap) + 1
             text = (
-                f"{_AGAIN if is_mistake else _IN_MICRO_BATCHES}: {count} debug iterations for each step of the"
-                f" optimizer, so iterations and schedules count {count} times as fast. Call it once, after the"
-                " optimizer's step."
+                f"{_AGAIN if is_mistake else _IN_MICRO_BATCHES}: {count} debug iterations per optimizer step, so"
+                f" schedules run {count} times too fast. Call step() once after each optimizer step."
             )
             if is_mistake:
                 self._context.note_unobserved(text)
-            logger.warning("%s%s", text, "" if is_mistake else " Ignore this warning if a micro-batch is to be one.")
+            logger.warning(
+                "%s%s",
+                text,
+                "" if is_mistake else " Ignore this warning if each micro-batch is to be a debug iteration.",
+            )
 
     def _has_new_gradient(self, *, search: bool) -> bool:
         """Return whether the gradient of one parameter has changed since the last call."""
@@ -161,7 +163,7 @@ class LoopChecks:
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if count == MOST_OPTIMIZER_STEPS:
             self._warn_of_forgotten_step(
-                optimizer, count, "Ignore this warning if one debug iteration is to hold so many of them."
+                optimizer, count, "Ignore this warning if that many steps per debug iteration are intended."
             )
 
     def end(self, error: BaseException | None) -> None:
@@ -183,8 +185,8 @@ class LoopChecks:
     def _warn_of_forgotten_step(self, optimizer: torch.optim.Optimizer, count: int, ignored: str) -> None:
         if own_rank() == 0 and self._model.is_trained_by(optimizer) and self._notices.first("forgotten"):
             text = (
-                f"{type(optimizer).__name__} has stepped {count} times without a step() of precision debugging, so all"
-                f" of that belongs to debug iteration {self._context.iteration}."
+                f"{type(optimizer).__name__} stepped {count} times without a session step(), so all these steps count"
+                f" as debug iteration {self._context.iteration}."
                 f" {_REMEDIES.get(self._context.loop.front_door, _REMEDY)}"
             )
             self._context.note_unobserved(text)

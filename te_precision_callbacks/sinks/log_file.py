@@ -49,7 +49,7 @@ def _claimed(path: Path) -> io.FileIO | None:
         file.close()
         return None
     except OSError as error:
-        logger.info("%s: %s. Two runs that write into the folder at once would mix their lines.", path, error)
+        logger.info("%s: %s. If two runs write into the folder at once, their lines are mixed.", path, error)
     return file
 
 
@@ -105,13 +105,16 @@ class LogFile:
                 data = data[: data.rfind(b"\n", 0, max(0, self._limit - self._size)) + 1]
                 self._is_full = True
                 logger.warning(
-                    "%s has reached its limit of %s bytes and ends. %s", file.name, f"{self._limit:,}", self._advice
+                    "%s has reached its limit of %s bytes and is closed. %s",
+                    file.name,
+                    f"{self._limit:,}",
+                    self._advice,
                 )
             self._write(file, data)
         except OSError as error:
             raise LogFileError(
-                f"{self._path} cannot be written: {error}. The run goes on without this log. Give log_dir= a folder on"
-                " a disk with room that takes files to append to."
+                f"{self._path} cannot be written: {error}. The run continues without this log. Set log_dir= to a disk"
+                " with free space that supports appending."
             ) from error
 
     def _current(self) -> io.FileIO:

@@ -192,11 +192,11 @@ class MetricSelection:
                 series_name(prefix, table[number]): value for number, value in zip(numbers, records.values, strict=True)
             }
             chosen = {name: value for name, value in {**overall, **named}.items() if self._wanted(name)}
-            first = bool(named) and self._says_if_idle and self._notices.first("what log_filter= lets through")
+            first = bool(named) and self._says_if_idle and self._notices.first("the result of log_filter=")
             if first and not chosen:
                 logger.warning(
-                    "log_filter= lets none of the %d metrics of iteration %d through to the loggers, such as %r."
-                    " log_filter=[] sends none without this warning.",
+                    "log_filter= matches none of the %d metrics of iteration %d, such as %r, so the loggers get"
+                    " none. To turn metrics off, set log_filter=[].",
                     len(named),
                     records.iteration,
                     next(iter(named)),
@@ -208,10 +208,9 @@ class MetricSelection:
         self._series.take({**families, **histogram_families}, {**comparable, **histogram_families})
         if self._series.crowded and self._notices.first("crowded"):
             logger.warning(
-                "More than %d series of statistics: for each statistic of a tensor, the trainer's loggers get the"
-                " series they already have, the %d layers that are worst now, up to %d that get worse later, and min,"
-                " median and max over all layers. The statistics log has all series. To choose others, give"
-                " log_filter=.",
+                "More than %d series: for each statistic, the trainer's loggers get only known series, the %d worst"
+                " layers, up to %d that get worse later, and min, median and max over layers. The statistics log has"
+                " all. Choose with log_filter=.",
                 MOST_SERIES,
                 PLACES,
                 LATER_PLACES,

@@ -74,7 +74,7 @@ class StatisticsLog:
 
     def start(self, run: RunInfo) -> None:
         path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
-        advice = "The records go on. statistics_log='rank0, 4GiB' keeps more, 'rank0, unlimited' everything."
+        advice = "The records continue. To keep more, set statistics_log='rank0, 4GiB' or 'rank0, unlimited'."
         self._local_mark = _LOCAL_MARK.format(rank=run.rank)
         file = LogFile(path, self._limit, advice)
         self._thread = WriterThread("statistics log", file, MAX_QUEUED)

@@ -105,9 +105,8 @@ class WriterThread(Generic[JobT]):
         self._dropped.append(count)
         if len(self._dropped) == 1:
             logger.warning(
-                "The disk is slower than the training: %s numbers wait for the %s, so the %s numbers of this step, and"
-                " of further ones while it lasts, are left out. Training goes on. The end of the session logs how many"
-                " are missing.",
+                "The disk is slower than the training: %s values are waiting for the %s, so the %s values of this"
+                " step, and maybe of later steps, are dropped. The total is logged when the session ends.",
                 f"{queued:,}",
                 self._what,
                 f"{count:,}",
@@ -150,16 +149,16 @@ class WriterThread(Generic[JobT]):
         dropped, self._dropped = self._dropped, []
         if dropped:
             logger.warning(
-                "%s numbers of %s steps are missing in the %s: the disk was slower than the training. Collect"
-                " statistics less often (freq), or give a faster folder (log_dir=).",
+                "%s values of %s steps are missing in the %s, because the disk was slower than the training. Collect"
+                " less often (freq), or set log_dir= to a faster disk.",
                 f"{sum(dropped):,}",
                 f"{len(dropped):,}",
                 self._what,
             )
         if self._thread is not None and self._thread.is_alive():
             logger.error(
-                "The disk does not answer: what waits for the %s may be lost. The session ends without waiting any"
-                " longer. Check the disk of log_dir=.",
+                "The disk does not respond, so data waiting for the %s may be lost. The session ends now. Check the"
+                " disk of log_dir=.",
                 self._what,
             )
 

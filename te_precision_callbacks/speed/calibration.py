@@ -61,8 +61,8 @@ class Calibration:
         """Raise a CalibrationError if the times were measured on another device."""
         if not device.is_called(self.device):
             raise CalibrationError(
-                f"The table has times measured on {self.device!r}, not on {device.title}. Measure on that device with"
-                " --calibrate, or omit --table."
+                f"The times in the table were measured on {self.device!r}, not on {device.title}. Run --calibrate on"
+                " that device, or omit --table."
             )
 
     def write(self, path: Path) -> None:
@@ -124,8 +124,8 @@ def calibrate(
 
     if device == "cuda" and not torch.cuda.is_available():
         raise CalibrationError(
-            "--calibrate measures on a GPU, and torch finds none here. Run it on the machine of the training, and copy"
-            f" the table ({DEFAULT_FILE})."
+            "--calibrate needs a GPU, but torch finds none. Run it on the training machine, and copy the table"
+            f" ({DEFAULT_FILE})."
         )
     import transformer_engine
     import transformer_engine.pytorch
@@ -135,7 +135,7 @@ def calibrate(
     measured = Calibration(name, versions) if table is None else table
     if measured.device != name:
         raise CalibrationError(
-            f"The table has times measured on {measured.device!r}; this is {name!r}. Choose another file."
+            f"The table was measured on {measured.device!r}, but this GPU is {name!r}. Choose another file."
         )
     wanted = {key: make for key, make in _wanted(products, device).items() if key not in measured.times}
     for number, (key, make) in enumerate(wanted.items(), 1):
@@ -145,7 +145,7 @@ def calibrate(
             measured.times[key] = _time_of(make(), device)
         except (RuntimeError, AssertionError, ValueError, PrecisionDebugError) as error:  # an unsupported shape
             text = str(error).partition("\n")[0]
-            logger.warning("%s was not measured; using the model's time: %s", key, text)
+            logger.warning("%s was not measured, so the cost model is used: %s", key, text)
     return measured
 
 

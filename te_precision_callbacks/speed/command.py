@@ -30,8 +30,8 @@ DeviceName = Annotated[
     typer.Option(
         "--device",
         metavar="NAME",
-        help="The device for expected times, such as h100, h200_nvl, b300, or the path of a YAML file with your own"
-        " device. The default is the GPU of the run.",
+        help="The device for expected times, such as h100, h200_nvl, b300, or the path of a YAML file that describes"
+        " one. Default: the GPU of the run.",
     ),
 ]
 
@@ -39,8 +39,8 @@ Calibrate = Annotated[
     bool,
     typer.Option(
         "--calibrate",
-        help="Measure the shapes on this GPU, as Transformer Engine runs them, and save the times in the file of"
-        " --table. Times in the file are not measured again.",
+        help="Measure the GEMMs of the run on this GPU with Transformer Engine, and save the times in the file of"
+        " --table. Times already in the file are kept.",
     ),
 ]
 
@@ -49,7 +49,7 @@ TableFile = Annotated[
     typer.Option(
         "--table",
         metavar="FILE",
-        help="Measured times, which take precedence over the model's. Written by --calibrate; the default is then"
+        help="A file of measured times, which replace those of the cost model. Written by --calibrate, by default to"
         " speed_calibration.json.",
     ),
 ]
@@ -62,7 +62,7 @@ def speed_command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A recipe for the layers in high precision.",
+            help="The recipe to assume for layers in high precision.",
         ),
     ] = None,
     device: DeviceName = None,
@@ -73,7 +73,7 @@ def speed_command(
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="A trace recorded with profile=, shown beside the expected times. The default is the last one of the"
+            help="A trace recorded with profile=, to compare with the expected times. Default: the last trace of the"
             " run.",
         ),
     ] = None,

@@ -165,7 +165,7 @@ def _why_not(recipe: str, capability: tuple[int, int]) -> str:
     From ``pytorch/quantization.py`` of Transformer Engine 2.20.2.
     """
     if recipe in ("mxfp8", "nvfp4") and capability < (10, 0):
-        return f"it needs compute capability 10.0, and this device has {capability[0]}.{capability[1]}"
+        return f"it needs compute capability 10.0, but this device has {capability[0]}.{capability[1]}"
     if recipe == "mxfp8" and capability >= (12, 0):
         return "Transformer Engine does not run MXFP8 on compute capability 12.0 and later"
     if recipe == "fp8_block_scaling" and capability < (9, 0):
@@ -200,8 +200,8 @@ def device_named(name: str) -> Device:
     from te_precision_callbacks.config.problems import suggestion
 
     raise DeviceError(
-        f"There is no device {name!r}.{suggestion(word, known)} A path of a YAML file with your own device also works;"
-        " docs/speed.md shows one."
+        f"There is no device {name!r}.{suggestion(word, known)} Or give the path of a YAML file that describes a"
+        " device: see docs/speed.md."
     )
 
 

@@ -158,8 +158,8 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
         (whole.low_ms * (1 - whole.interval[1]), whole.low_ms * (1 - whole.interval[0])),
         keep_high(*names, others={time.layer for time in times} - set(names)),
         # docs/high-precision.md
-        "estimated for te.autocast(enabled=False) around them in the model; this config, for a trial, puts their"
-        " modules on Transformer Engine's debug path, whose cost on a GPU is not measured",
+        "estimated for te.autocast(enabled=False) around the layers in the model. To try it, use the config below;"
+        " the cost of its debug path is not included",
     )
 
 
@@ -281,15 +281,15 @@ def _reasons(time: ProductTime) -> Iterable[str]:
 def _notes(times: Sequence[ProductTime], device: Device) -> Iterable[str]:
     if not device.is_measured and any(time.is_low and time.source == "model" for time in times):
         yield (
-            f"The constants were measured on {device.fitted.measured_on}, not on {device.title}, which widens the"
-            " intervals. --calibrate measures on the GPU itself."
+            f"The constants were measured on {device.fitted.measured_on}, not on {device.title}, so the intervals are"
+            " wider. Use --calibrate to measure on the GPU itself."
         )
     unknown = sum(math.isnan(time.low_ms) for time in times)
     if unknown:
         yield (
-            f"The cost of {many(unknown, 'product')} in low precision is unknown: attention, products without a weight,"
-            " or FP8 in an unknown recipe. No total includes them."
+            f"The cost of {many(unknown, 'product')} in low precision is unknown (attention, products without a"
+            " weight, or an unknown FP8 recipe) and not in the totals."
         )
     wide = sum(not time.recipe and time.product.precision not in ("bf16", "fp16", "") for time in times)
     if wide:
-        yield f"{many(wide, 'product')} wider than 16 bits count as if in BF16; they take longer."
+        yield f"{many(wide, 'product')} wider than 16 bits are timed as BF16, but take longer."

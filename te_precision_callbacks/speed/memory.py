@@ -177,13 +177,12 @@ def plan_memory(
     notes = []
     if tokens is None and calls is None:
         notes.append(
-            "Saved activations are not planned, since the tokens of a forward are unknown. --tokens (tokens= in Python)"
-            " gives them."
+            "Saved activations are not planned: give the tokens of a forward with --tokens (tokens= in Python)."
         )
     if trains:
         notes.append(
-            "Not planned: the state of the optimizer and its master weights, attention, norms and dropout, which no"
-            " recipe changes; activations that activation recompute drops; the layers' outputs; cuBLAS workspaces."
+            "Not planned: optimizer state and master weights, attention, norms and dropout, which do not depend on"
+            " the recipe; activation recompute; outputs of layers; cuBLAS workspaces."
         )
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
@@ -279,7 +278,7 @@ class _MemoryPlanner:
                 continue
             quantizer: Any = getattr(parameter, "_quantizer", None) or linear.quantizers.get("weight")
             if quantizer is None:
-                self.not_planned[linear.layer] = "its weights are quantized in an unknown recipe: give the recipe."
+                self.not_planned[linear.layer] = "its weights are quantized with an unknown recipe: give the recipe."
                 continue
             columnwise = not is_quantized(parameter) or quantizer.columnwise_usage
             shape = parameter.shape[0], parameter.shape[1]
@@ -360,7 +359,7 @@ def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Seq
     matrices = (pair for pair in module.named_parameters(recurse=False) if is_weight(*pair))
     weights = group_by_key((layer_of_parameter(name, layers), parameter) for name, parameter in matrices)
     if not weights:
-        raise UnknownMemoryError("its weight is not a parameter, as where FSDP keeps all parameters flat.")
+        raise UnknownMemoryError("its weight is not a parameter, for example because FSDP flattens all parameters.")
     shared = next(iter(weights.values()))  # one parameter may hold those of all groups
     return {layer: weights.get(layer, shared) for layer in layers}
 

@@ -39,9 +39,9 @@ def in_short(speed: StepSpeed) -> str:
 
 def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:
     terminal.show_text(f"{speed.device.title}. Expected times, in milliseconds per step.")
-    columns = ["layer", "tokens x in x out", "recipe", "BF16", "as it runs", "casts"]
+    columns = ["layer", "tokens x in x out", "recipe", "BF16", "as run", "casts"]
     columns += ["measured"] if measured else []
-    table = terminal.table(*columns, "times as fast", "verdict, or why not low")
+    table = terminal.table(*columns, "times as fast", "result, or reason")
     table.columns[columns.index("recipe")].no_wrap = True
     rows = layer_rows(speed, measured)
     for row in rows[:_MOST_ROWS]:
@@ -68,9 +68,9 @@ def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
         )
     whole = speed.total
     terminal.show_text(
-        f"All products: {milliseconds(whole.high_ms)} ms in BF16, {milliseconds(whole.low_ms)} ms as they run:"
+        f"All products: {milliseconds(whole.high_ms)} ms in BF16, {milliseconds(whole.low_ms)} ms as run:"
         f" {times_faster(whole.speedup, whole.interval)} times as fast"
-        + (f", {whole.verdict}." if whole.is_low else ", since none runs in low precision.")
+        + (f", {whole.verdict}." if whole.is_low else ", because none runs in low precision.")
     )
 
 

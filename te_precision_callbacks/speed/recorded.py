@@ -37,19 +37,19 @@ def step_of_run(run: RecordedRun) -> Step:
         why = (
             "A part of the run cannot be read."
             if run.unread
-            else "A session records them from the first step on; a log of nvidia-dlfw-inspect has none."
+            else "Sessions record them from the first step on; logs of nvidia-dlfw-inspect do not have them."
         )
         raise SpeedError(f"The run {run.run_id} has no matrix products with sizes, so nothing can be estimated. {why}")
     ends = run.events.filter(pc.equal(run.events["kind"], "segment_ended"))["iteration"].to_pylist()
     last = max([*run.steps["iteration"].to_pylist()[-1:], *ends], default=None)
-    which = [f"Times are expected for the last step of the run{'' if last is None else f', iteration {last}'}."]
+    which = [f"The times are for the last step of the run{'' if last is None else f', iteration {last}'}."]
     if others := other_steps_of_run(run):
-        which += ["Other steps ran in another precision, and take other times.", *(f"{line}." for line in others)]
+        which += ["Other steps ran in another precision and take other times.", *(f"{line}." for line in others)]
     notes = [" ".join(which)]
     if len(scopes) > 1:
         notes.append(
-            f"The run has layers of {len(scopes)} scopes, such as pipeline stages, which run on different ranks. The"
-            " total is the sum over all of them, not the time of a step."
+            f"The run has layers of {len(scopes)} scopes, such as pipeline stages, on different ranks. The total is"
+            " their sum, not the time of a step."
         )
     return Step(Coverage(products), recipes, tuple(notes))
 
@@ -67,8 +67,8 @@ def device_of_run(run: RecordedRun) -> Device:
     device = device_reported(str(names[0]))
     if device is None:
         raise DeviceError(
-            f"The speed of {names[0]!r}, the GPU of the run {run.run_id}, is unknown. Describe it in a file for"
-            " --device, as docs/speed.md shows, or choose a known device, such as --device h200."
+            f"The speed of {names[0]!r}, the GPU of the run {run.run_id}, is unknown. Choose a known device, such as"
+            " --device h200, or describe yours in a file (docs/speed.md)."
         )
     return device
 
@@ -94,11 +94,11 @@ class RunSpeed:
             return "There are no expected times to compare with measured ones."
         if not self.expected.device.is_called(self.measured.device):
             return (
-                f"The trace was recorded on {visible(self.measured.device)}. Its times are not comparable with those of"
-                f" {self.expected.device.title}."
+                f"The trace was recorded on {visible(self.measured.device)}. Its times are not comparable with times"
+                f" of {self.expected.device.title}."
             )
         if {time.layer for time in self.expected.times}.isdisjoint(row.layer for row in self.measured.products):
-            return "The trace has none of the run's layers: it is a trace of another model."
+            return "The trace has none of the run's layers, so it is from another model."
         return ""
 
     @functools.cached_property

@@ -119,7 +119,7 @@ def tensor_request(entry: object) -> Request:
     if isinstance(entry, Mapping):
         return _blockwise_request(entry)
     if not isinstance(entry, str) or entry not in (*TENSOR_STATISTICS, BLOCKWISE):
-        raise UnknownStatisticError(f"there is no statistic {entry!r} of a tensor")
+        raise UnknownStatisticError(f"there is no tensor statistic {entry!r}")
     if entry == BLOCKWISE:
         return _blockwise_request({BLOCKWISE: {}})
     return Request(entry, STATISTICS[entry])
@@ -136,9 +136,9 @@ def _blockwise_request(entry: Mapping[Any, Any]) -> Request:
             raise UnknownStatisticError(f"{BLOCKWISE!r} takes block_size and dims, not {key!r}")
     size, dims = parameters.get("block_size", 32), parameters.get("dims", 1)
     if type(size) is not int or size < 1:
-        raise UnknownStatisticError(f"block_size of {BLOCKWISE!r} is a number of elements above 0, not {size!r}")
+        raise UnknownStatisticError(f"block_size of {BLOCKWISE!r} must be an integer above 0, not {size!r}")
     if type(dims) is not int or dims not in (1, 2):
-        raise UnknownStatisticError(f"dims of {BLOCKWISE!r} is 1 or 2, not {dims!r}")
+        raise UnknownStatisticError(f"dims of {BLOCKWISE!r} must be 1 or 2, not {dims!r}")
     return Request(f"{BLOCKWISE}_block_size_{size}_dims_{dims}", STATISTICS[BLOCKWISE], blocks=Blocks(size, dims))
 
 
@@ -153,11 +153,11 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
         UnknownStatisticError: there is no such statistic, or the recipe does not have the element format.
     """
     if not isinstance(entry, str):
-        raise UnknownStatisticError(f"a statistic of a quantized tensor is a name, not {entry!r}")
+        raise UnknownStatisticError(f"a statistic must be a name, not {entry!r}")
     prefix, element_format, name, columnwise = _parts(entry)
     recipe = default_recipe if prefix is None else prefix
     if name not in QUANTIZED_STATISTICS:
-        raise UnknownStatisticError(f"there is no statistic {name!r} of a quantized tensor")
+        raise UnknownStatisticError(f"there is no statistic {name!r} for quantized tensors")
     if element_format is not None and recipe not in WITH_ELEMENT_FORMAT:
         raise UnknownStatisticError(
             f"{entry!r}: {RECIPES[recipe].fixed}; leave '{element_format}_' out, or choose the format of"
@@ -167,8 +167,8 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
         raise UnknownStatisticError(f"{entry!r}: {no_blocks(recipe)}")
     if columnwise and recipe in ONE_SCALE:
         raise UnknownStatisticError(
-            f"{entry!r}: {recipe} has one scale for the whole tensor, so its columnwise data are its rowwise data;"
-            f" leave {_COLUMNWISE!r} out"
+            f"{entry!r}: {recipe} has one scale for the whole tensor, so columnwise and rowwise values are equal;"
+            f" remove {_COLUMNWISE!r}"
         )
     label = entry if prefix is not None or not recipe else f"{recipe}_{entry}"
     return Request(label, STATISTICS[name], recipe, columnwise, e5m2=_is_e5m2(element_format))
@@ -257,6 +257,6 @@ def is_quantized_name(entry: object) -> bool:
 
 def no_blocks(recipe: str) -> str:
     return (
-        f"{recipe} has one scale for the whole tensor, and no blocks; it has 'scale_inv_max' and 'underflows%'. To see"
-        " what blocks would give, put 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' in front of the name"
+        f"{recipe} has one scale for the whole tensor, so use 'scale_inv_max' or 'underflows%'. To simulate blocks,"
+        " put 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' before the name"
     )

@@ -79,8 +79,9 @@ class Schedule:
         ]
         multiples = f" that are multiples of {self.freq}" if self.freq > 1 else ""
         early = f", and step{'s' * (len(self.early) > 1)} {', '.join(map(str, self.early))}" if self.early else ""
-        steps = "step" if parts == [str(self.intervals[0][0])] and not multiples else "steps"
-        return f"{steps} {' and '.join(parts)}{multiples}{early}" if parts != ["0 on"] or multiples else "every step"
+        plural = "" if parts == [str(self.intervals[0][0])] and not multiples else "s"
+        steps = "steps" if parts == ["0 on"] else f"step{plural} {' and '.join(parts)}"
+        return f"{steps}{multiples}{early}" if parts != ["0 on"] or multiples else "every step"
 
 
 EVERY_STEP = Schedule()

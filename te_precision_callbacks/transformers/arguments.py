@@ -82,8 +82,8 @@ class TrainingArguments(transformers.TrainingArguments):
         config: Any = self.te_precision_config
         if config is not None and not isinstance(config, (str, os.PathLike, Mapping)):
             raise OptionError(
-                "te_precision_config= must be the path of a YAML file, or a mapping of the same content, not"
-                f" {type(config).__name__} {config!r}."
+                f"te_precision_config= must be the path of a YAML file or a mapping, not {type(config).__name__}"
+                f" {config!r}."
             )
         refuse_unread_config(config, options)
         if isinstance(config, os.PathLike):

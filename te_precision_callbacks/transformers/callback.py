@@ -78,8 +78,8 @@ def refuse_data_parallel(args: TrainingArguments) -> None:
     """
     if args.n_gpu > 1:
         raise DataParallelError(
-            f"Precision debugging does not work under DataParallel (args.n_gpu is {args.n_gpu}). Launch one process a"
-            " GPU with torchrun or accelerate launch, or let the script see one GPU (CUDA_VISIBLE_DEVICES=0)."
+            f"Precision debugging does not work under DataParallel (args.n_gpu is {args.n_gpu}). Launch one process"
+            " per GPU with torchrun or accelerate launch, or make only one GPU visible (CUDA_VISIBLE_DEVICES=0)."
         )
 
 
@@ -152,7 +152,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             SessionError: nothing was trained yet.
         """
         if self._session is None:
-            raise SessionError("The callback has no session yet: it starts one when trainer.train() begins.")
+            raise SessionError("The callback has no session yet: trainer.train() starts it.")
         return self._session
 
     @property
@@ -174,27 +174,27 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     ) -> None:
         """Start the session: ``accelerator.prepare`` has replaced layers and wrapped the model by now."""
         if model is None:
-            raise SessionError("on_train_begin: the event has no model. Pass model=, as transformers' Trainer does.")
+            raise SessionError("on_train_begin: model= is missing. Pass it, like transformers' Trainer.")
         refuse_data_parallel(args)
         former = running_session()
         former_state, reporting = (None, None) if former is None else _TRAININGS.get(former, (state, None))
         if former is not None and former_state is not state:
-            logger.warning("The session of a training that has not ended normally is closed, as another one begins.")
+            logger.warning("Another training starts, so the session of a training that did not end normally is closed.")
             if reporting is not None:
                 reporting.is_open = False  # its integrations may log the new training by now
-            former.stop(SessionError("Another training began before this one had ended."))
+            former.stop(SessionError("Another training started before this one ended."))
         elif former is not None:
             logger.warning(
-                "A session is running already, of another callback of this trainer or of the script, and a process can"
-                " have only one at a time. This callback does nothing. Give one callback all options."
+                "This callback has no effect, because the script or another callback already runs a session, and a"
+                " process can have only one. Use one callback with all options."
             )
             return
         training = find_training()
         self._reporting, self._has_stepped = None, False
         if training is None:
             logger.warning(
-                "PrecisionDebugTrainerCallback was not called by transformers' Trainer.train(), so the integrations of"
-                " report_to get no statistics; the statistics log and sinks= do."
+                "PrecisionDebugTrainerCallback was not called by transformers' Trainer.train(), so only the"
+                " statistics log and sinks= get statistics, not the integrations of report_to."
             )
         elif state.is_world_process_zero:
             select = MetricSelection(self._options.prefix, self._options.log_filter)
@@ -305,7 +305,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             error: the error that ended the training. None: the exception that is handled now, as in an ``except``
                 block.
         """
-        failed = SessionError("callback.close() was called before the training had ended.")
+        failed = SessionError("callback.close() was called before the training ended.")
         self._close(error or sys.exc_info()[1] or failed)
 
     def _close(self, error: BaseException | None) -> None:

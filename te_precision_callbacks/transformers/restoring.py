@@ -43,8 +43,8 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
         saved = _saved(checkpoint, stateless.keys())
     except Exception as error:
         logger.warning(
-            "The FP8 state of converted layers was not restored: %s cannot be read: %s."
-            " Training goes on with new scales.",
+            "The FP8 state of converted layers was not restored: %s cannot be read: %s. Training continues with new"
+            " scales.",
             checkpoint,
             error,
         )
@@ -56,9 +56,8 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
             restored += 1
     except Exception as error:
         logger.warning(
-            "The scales and amax histories of %d of %d layers, which the Trainer loads before Accelerate converts the"
-            " layers, were not restored from %s. Transformer Engine says: %s."
-            " Training goes on with new scales for them.",
+            "The scales and amax histories of %d of %d converted layers were not restored from %s: %s. Training"
+            " continues with new scales for these layers.",
             len(saved) - restored,
             len(saved),
             checkpoint,

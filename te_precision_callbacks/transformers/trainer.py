@@ -115,7 +115,7 @@ class Trainer(transformers.Trainer):
         if precision:
             if any(isinstance(callback, PrecisionDebugTrainerCallback) for callback in self.callback_handler.callbacks):
                 raise OptionError(
-                    "debug= has 'te_precision', and callbacks= a PrecisionDebugTrainerCallback. Give one of the two."
+                    "Both debug='te_precision' and a PrecisionDebugTrainerCallback are given. Remove one."
                 )
             watch = (ACTIVATION_OVERFLOW,) if overflow else ()
             self.add_callback(PrecisionDebugTrainerCallback(config, debug=watch))
@@ -132,7 +132,7 @@ class Trainer(transformers.Trainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, PrecisionDebugTrainerCallback):
                 return callback.session
-        raise SessionError("The trainer has no session: with debug='te_precision' it starts one when train() begins.")
+        raise SessionError("The trainer has no session: with debug='te_precision', train() starts it.")
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """Train as transformers' Trainer does; every exception ends the debugging."""

@@ -109,7 +109,7 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_model_that_was_not_prepared_is_refused() -> None:
     accelerator = Accelerator()
-    with pytest.raises(SessionError, match=r"prepare\(\) was not given this Plain. Make the debugger after"):
+    with pytest.raises(SessionError, match=r"prepare\(\) was not given this Plain. Create the debugger after"):
         PrecisionDebugger(accelerator, Plain())
     prepared(accelerator, Plain())
     with pytest.raises(SessionError, match=r"prepare\(\) was not given this Plain, but another one"):
@@ -133,7 +133,7 @@ def test_steps_out_of_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     with pytest.raises(SessionError, match=r"step\(\): the debugger is not running. Call start\(\) before the loop"):
         debugger.step()
     with debugger:
-        with pytest.raises(SessionError, match=r"start\(\): the debugger is running already"):
+        with pytest.raises(SessionError, match=r"start\(\): the debugger is already running"):
             debugger.start()
         with pytest.raises(SessionError, match="Another session is running"):
             PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path).start()
@@ -310,8 +310,8 @@ def test_what_was_counted_in_another_way_is_not_taken_up(
 @pytest.mark.parametrize(
     ("name", "content", "begins", "warning"),
     [
-        (STATE_FILE, "", 0, f"{STATE_FILE} holds no debug iteration"),
-        (STATE_FILE, "{}", 0, f"{STATE_FILE} holds no debug iteration"),
+        (STATE_FILE, "", 0, f"{STATE_FILE} has no debug iteration"),
+        (STATE_FILE, "{}", 0, f"{STATE_FILE} has no debug iteration"),
         (FILE_NAME, "{", 3, f"{FILE_NAME}: The fingerprint is not JSON"),
     ],
 )
@@ -354,4 +354,4 @@ def test_a_debugger_that_was_made_too_late_says_so(
         ) as debugger:
             run(accelerator, debugger, *loop)
         assert keeper.iterations[-3:] == [begins, begins + 1, begins + 2]
-        assert ("make the PrecisionDebugger before accelerator.load_state()" in caplog.text) == (not keywords)
+        assert ("create the PrecisionDebugger before accelerator.load_state()" in caplog.text) == (not keywords)

@@ -73,7 +73,7 @@ def converted(model: torch.nn.Module) -> tuple[Accelerator, torch.nn.Module]:
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (Torch(), {"head": "32 x 10: 10 is no multiple of 16"}),
+        (Torch(), {"head": "32 x 10: 10 is not a multiple of 16"}),
         (  # one container stops and skips what is inside of later siblings too; the one around it goes on
             Sequential(
                 OrderedDict(
@@ -84,11 +84,11 @@ def converted(model: torch.nn.Module) -> tuple[Accelerator, torch.nn.Module]:
                 )
             ),
             {
-                "blocks.0.0": "16 x 24: 24 is no multiple of 16",
-                "blocks.0.1.1": "skipped, because blocks.0.0 before it stopped the conversion",
+                "blocks.0.0": "16 x 24: 24 is not a multiple of 16",
+                "blocks.0.1.1": "skipped, because the conversion stopped at blocks.0.0",
             },
         ),
-        (Linear(16, 16), {"Linear": "Accelerate converts the layers inside of a model, not the model itself"}),
+        (Linear(16, 16), {"Linear": "Accelerate converts the layers inside a model, not the model itself"}),
     ],
 )
 def test_what_accelerate_left_is_named_with_the_reason(model: torch.nn.Module, expected: dict[str, str]) -> None:
@@ -106,7 +106,7 @@ def test_what_multiplies_without_being_a_linear_is_named_too() -> None:
         transformers.MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, **sizes)
     )
     vit = transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=16, **sizes))
-    linear = "Accelerate converts Linear alone"
+    linear = "Accelerate converts only Linear"
     assert unconverted_layers(converted(gpt2)[1]) == {
         "transformer.h.0.attn.c_attn": f"32 x 96 of Conv1D: {linear}",
         "transformer.h.0.attn.c_proj": f"32 x 32 of Conv1D: {linear}",
@@ -139,12 +139,12 @@ def test_the_debugger_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.L
     with debugger:
         model(torch.randn(16, 32, device=prepares.device)).sum().backward()
         debugger.step()
-    assert debugger.unconverted == {"head": "32 x 10: 10 is no multiple of 16"}
+    assert debugger.unconverted == {"head": "32 x 10: 10 is not a multiple of 16"}
     (said,) = [record.message for record in caplog.records if "unconverted" in record.message]
     assert "1 layer unconverted, which runs without FP8: 7.25 % of the weights" in said
-    assert "head: 32 x 10: 10 is no multiple of 16." in said
+    assert "head: 32 x 10: 10 is not a multiple of 16." in said
     (product,) = (item for item in debugger.session.coverage() if (item.layer, item.gemm) == ("head", "fprop"))
-    assert "32 x 10: 10 is no multiple of 16" in product.why
+    assert "32 x 10: 10 is not a multiple of 16" in product.why
 
 
 # ---------------------------------------------------------------------- what was frozen or tied

@@ -152,7 +152,7 @@ def test_the_scripts_own_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("log_with", "advice"),
-    [(None, "make it with Accelerator(log_with='tensorboard'"), ([Kept()], "call accelerator.init_trackers('my_pr")],
+    [(None, "create it with Accelerator(log_with='tensorboard'"), ([Kept()], "call accelerator.init_trackers('my_pr")],
 )
 def test_trackers_that_were_never_initialized(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, log_with: Any, advice: str
@@ -178,7 +178,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     with PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=tmp_path, sinks=[keeper]) as debugger:
         run(accelerator, debugger, *loop)
     assert keeper.iterations == [0, 1, 2]
-    assert caplog.text.count("the server is gone. Training goes on") == 1
+    assert caplog.text.count("the server is gone. Training continues") == 1
 
 
 # --- `accelerate launch` with two processes on the CPU

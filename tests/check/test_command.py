@@ -147,7 +147,7 @@ def as_json(*arguments: str, code: int = 0) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("here")
 def test_a_config_alone() -> None:
-    assert one_line(run("config.yaml")) == "config.yaml: no errors in 3 sections, of which 1 not enabled."
+    assert one_line(run("config.yaml")) == "config.yaml: no errors in 3 sections, 1 not enabled."
     assert as_json("config.yaml") == {"config": "config.yaml", "errors": [], "notes": []}
 
 
@@ -185,7 +185,7 @@ def test_the_plan_as_json() -> None:
             "feature": "LogTensorStats",
             "section": "watched",
             "on": "weight",
-            "steps": "steps 0 on that are multiples of 10",
+            "steps": "steps that are multiples of 10",
         }
     ]
     whole = sum(row["macs"] for row in result["plan"])
@@ -214,19 +214,19 @@ def test_the_plan_with_a_batch() -> None:
     assert numbers["macs"] == result["macs"] - 3 * (64 - 2 * 2) * 64 * 100
     stated = run(*arguments, "my_models:build", "--batch", "my_models:keywords", code=1)
     assert "the batch of my_models:keywords." in one_line(stated)
-    assert "tokens is 30 and has to be a multiple of 16 (next: 32)" in one_line(stated)
+    assert "tokens is 30, but must be a multiple of 16 (next: 32)" in one_line(stated)
     stated = run(*arguments, "my_models:with_a_spare_layer", "--batch", "my_models:batch")
-    assert "The forward does not reach these: spare." in stated
+    assert "Not reached by the forward: spare." in stated
 
 
 def test_findings_end_with_1(here: Path) -> None:
     (here / "config.yaml").write_text(CONFIG.replace("[fc1]", "[fc9]"))
     stated = run("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
     assert "matches none of the 16 layers. Similar names: 'fc" in one_line(stated)
-    assert "tokens is 30 and has to be a multiple of 16 (next: 32)" in one_line(stated)
+    assert "tokens is 30, but must be a multiple of 16 (next: 32)" in one_line(stated)
     result = as_json("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
     assert [finding["kind"] for finding in result["findings"]] == ["unmatched", "shape"]
-    assert stated.startswith("config.yaml: 2 findings on this model, at the end.")
+    assert stated.startswith("config.yaml: 2 findings for this model, listed at the end.")
     assert "no errors" not in stated
 
 
@@ -234,7 +234,7 @@ def test_a_section_without_a_layer_can_be_allowed(here: Path) -> None:
     (here / "config.yaml").write_text(CONFIG.replace("[fc1]", "[fc9]"))
     stated = run("config.yaml", "--model", "my_models:build", "--allow-unmatched")
     assert stated.startswith("config.yaml: no errors in 3 sections")
-    assert "Note: config.yaml, line 4 (section 'watched'): the section 'watched' matches none" in one_line(stated)
+    assert "Note: config.yaml, line 4 (section 'watched'): the selector matches none" in one_line(stated)
 
 
 @pytest.mark.usefixtures("here")
@@ -253,18 +253,18 @@ def test_a_model_that_meta_cannot_make(here: Path) -> None:
 
 
 FACTORIES = {
-    "nothing": "'nothing' failed: ModuleNotFoundError: No module named 'nothing'. Write package.module:function",
-    "my-models:build": "ValueError: invalid format: 'my-models:build'. Write package.module:function",
+    "nothing": "'nothing' failed: ModuleNotFoundError: No module named 'nothing'. Give package.module:function",
+    "my-models:build": "ValueError: invalid format: 'my-models:build'. Give package.module:function",
     "my_model:build": "ModuleNotFoundError: No module named 'my_model'",
     "my_models:buidl": "AttributeError: module 'my_models' has no attribute 'buidl'",
     "my_models:not_a_function": "TypeError: 'int' object is not callable",
     "my_models:model": "TypeError: ",
-    "my_models:with_argument": "missing 1 required positional argument: 'width'. Write package.module:function",
+    "my_models:with_argument": "missing 1 required positional argument: 'width'. Give package.module:function",
     "my_models:fails": 'ValueError: no such width (FILE, line 39: raise ValueError("no such width"))',
     "my_models:exits": "failed: SystemExit: usage",
     "my_models:asks_for_a_gpu": "line 45: return Net(1).cuda())",
     "my_models:returns_the_class": "'my_models:returns_the_class' has returned <class ",
-    "my_models:returns_a_number": "has returned 3. Write package.module:function",
+    "my_models:returns_a_number": "has returned 3. Give package.module:function",
     "broken:build": "'broken:build' failed: ModuleNotFoundError: No module named 'nowhere_at_all'",
     "wrong:build": "'wrong:build' failed: ZeroDivisionError: division by zero",
 }
@@ -287,7 +287,7 @@ def test_a_factory_that_gives_no_model(
     ("arguments", "message"),
     [
         ("confg.yaml", "'confg.yaml' does not exist .* Did you mean 'config.yaml'?"),
-        ("config.yaml --tokens 3", "--tokens: it is for a plan; give --model, too"),
+        ("config.yaml --tokens 3", "--tokens: also give --model"),
         (
             "config.yaml --model my_models:build --observe fast",
             "--observe= must be 'debug', 'fused' or 'auto', not 'fast'",
@@ -295,16 +295,22 @@ def test_a_factory_that_gives_no_model(
         ("config.yaml --model my_models:build --require fp8", "--require= has 'fp8'"),
         ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
         ("config.yaml --model my_models:build --require 'fp9 >= 1%'", "no precision 'fp9'. Did you mean 'fp8'"),
-        ("config.yaml --model my_models:build --batch my_models:batch --tokens 3", "a batch has the tokens"),
+        ("config.yaml --model my_models:build --batch my_models:batch --tokens 3", "a batch already sets the tokens"),
         ("config.yaml --model my_models:build --batch my_models:model", "'my_models:model' failed: TypeError: "),
-        ("config.yaml --model my_models:build --batch my_models:returns_a_number", "has returned 3, which is no batch"),
-        ("config.yaml --model my_models:build --batch my_models:returns_a_list", "Write a tuple in place of the list"),
+        (
+            "config.yaml --model my_models:build --batch my_models:returns_a_number",
+            "has returned 3, which is not a batch",
+        ),
+        ("config.yaml --model my_models:build --batch my_models:returns_a_list", "Return a tuple instead of the list"),
         (
             "config.yaml --model my_models:build --batch my_models:too_wide",
             "failed with the batch (float32[32, 2, 65])",
         ),
         ("config.yaml --model my_models:build --recipe mxfp", "There is no recipe 'mxfp'. Did you mean 'mxfp8'?"),
-        ("config.yaml --model my_models:build --recipe mxfp8", "refuses the recipe 'mxfp8': Device compute capability"),
+        (
+            "config.yaml --model my_models:build --recipe mxfp8",
+            "cannot run the recipe 'mxfp8': Device compute capability",
+        ),
     ],
 )
 def test_wrong_use(
@@ -444,7 +450,7 @@ def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path)
     assert (result["device"], result["convert"], result["recipe"]) == ("meta", "accelerate", "fp8_delayed_scaling")
     assert not AcceleratorState._shared_state
     assert not PartialState._shared_state
-    assert result["unconverted"] == {"lm_head": f"64 x {HEAD}: {HEAD} is no multiple of 16"}
+    assert result["unconverted"] == {"lm_head": f"64 x {HEAD}: {HEAD} is not a multiple of 16"}
     coverage = ran(tmp_path / "run", llama())
     assert result["macs"] == coverage.macs()
     assert result["share"]["fp8"] == pytest.approx(coverage.share("fp8"))
@@ -460,17 +466,17 @@ def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path)
 def test_what_was_frozen_or_tied_before_the_conversion_has_a_note(config: str) -> None:
     arguments = ("--convert", "accelerate", "--tokens", "256", "--memory")
     result = check(config, "only_queries", *arguments)
-    (note,) = (note for note in result["notes"] if "unfrozen" in note)
-    assert note.startswith("Accelerate's conversion has unfrozen these parameters: ")
+    (note,) = (note for note in result["notes"] if "unfroze" in note)
+    assert note.startswith("Accelerate's conversion unfroze these parameters: ")
     assert "model.layers.{0-1}.self_attn.k_proj.weight, " in note
-    assert "lm_head.weight. They get gradients" in note
+    assert "lm_head.weight. They are now trained" in note
     assert "q_proj" not in note
-    assert "convert_model(model) yourself before you make the optimizer" in note
+    assert "convert_model(model) before creating the optimizer" in note
     of_layers = sum(row["low"] for row in result["memory"]["rows"] if row["kind"] == "gradient")
     linears = [module for module in llama_of().modules() if isinstance(module, torch.nn.Linear)]
     assert of_layers == sum(4 * layer.weight.numel() for layer in linears), "the plan is of what then trains"
     (note,) = (note for note in check(config, "with_tied_words", *arguments)["notes"] if "tie" in note)
-    assert note.startswith("Accelerate's conversion has untied model.embed_tokens.weight and lm_head.weight: ")
+    assert note.startswith("Accelerate's conversion untied model.embed_tokens.weight and lm_head.weight: ")
 
 
 @pytest.mark.parametrize(("name", "make", "most"), [("gpt2", gpt2, 0.25), ("mixtral", mixtral, 0.3)])
@@ -508,9 +514,7 @@ def test_a_layer_that_accelerate_fails_on(config: str) -> None:
 
 
 def test_wrong_use_of_convert(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--convert: it is for a plan; give --model, too" in ends(
-        monkeypatch, capsys, "check", config, "--convert", "accelerate"
-    )
+    assert "--convert: also give --model" in ends(monkeypatch, capsys, "check", config, "--convert", "accelerate")
     assert "celerate' is not one of 'accelerate'" in ends(
         monkeypatch, capsys, "check", config, "--model", "nothing:build", "--convert", "acelerate"
     )
@@ -535,6 +539,6 @@ def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> Non
     for layer in ("first", "second"):
         assert planned[layer, "fprop"][0] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
     assert [note.partition(":")[0] for note in result["notes"]] == [
-        "The model has layers of Transformer Engine before Accelerate converts it",
+        "The model already has Transformer Engine layers",
         "--recipe fp8_current_scaling",
     ]

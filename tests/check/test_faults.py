@@ -83,7 +83,7 @@ def test_a_misspelt_word_is_an_error_with_its_line_and_the_word(tmp_path: Path) 
         places = [
             re.match(r".*config\.yaml, line (\d+)(?: column (\d+))? \(section '\w+'\): ", problem) for problem in stated
         ]
-        assert str(line) in {place and place[1] for place in places} or f"Is {wrong!r} meant" in stated[0]
+        assert str(line) in {place and place[1] for place in places} or f"Is {wrong!r} a misspelling" in stated[0]
         for place in places:
             if place and place[2]:
                 column = int(place[2]) - 1

@@ -78,7 +78,7 @@ def test_a_shape_is_found_where_a_run_refuses_it(recipe: str, config: Any, tmp_p
 def test_equal_findings_of_many_layers_are_one() -> None:
     model = torch.nn.ModuleList(te.Linear(20, 32, device="meta") for _ in range(1000))
     [finding] = check(model, recipe="fp8_current_scaling").findings
-    assert finding.text.startswith("{0-999}: fprop: in_features is 20 and has to be a multiple of 16 (next: 32)")
+    assert finding.text.startswith("{0-999}: fprop: in_features is 20, but must be a multiple of 16 (next: 32)")
     assert len(finding.layers) == 1000
 
 
@@ -91,7 +91,7 @@ def test_nothing_in_low_precision() -> None:
     [*_, finding] = check(torch.nn.Sequential(torch.nn.Linear(32, 32)), off).findings
     assert (finding.kind, finding.text) == (
         "high_precision",
-        "Nothing runs in low precision: the model has no layer of Transformer Engine.",
+        "Nothing runs in low precision: the model has no Transformer Engine layer.",
     )
 
 
@@ -106,7 +106,7 @@ def test_unmatched_sections_conflicts_and_conditions() -> None:
     checked = check(two(), config)
     assert sorted(kinds(checked)) == ["config", "config", "unmatched", "unmatched"]
     texts = " ".join(finding.text for finding in checked.findings)
-    for said in ("'nowhere' matches none of the 2 layers", "no layer '2'", "gives 'DisableFP8Layer' to", "mean > 3"):
+    for said in ("matches none of the 2 layers", "no layer '2'", "already has 'DisableFP8Layer'", "mean > 3"):
         assert said in texts
     assert "no layer's name or class contains 'zz'" in " ".join(checked.notes)
     assert {product.layer: product.precision for product in checked.coverage} == {"0": "fp8", "1": "fp8"}
@@ -128,7 +128,7 @@ def test_a_dtype_that_nvfp4_refuses(tmp_path: Path) -> None:
     with gpu_with("nvfp4"):
         model = torch.nn.Sequential(te.Linear(32, 32))
         [finding] = check(model, recipe="nvfp4").findings
-        assert "Hadamard transform takes bfloat16" in finding.text
+        assert "Hadamard transform needs bfloat16" in finding.text
         assert "bfloat16" in error_of(model, torch.randn(32, 32), recipes.NVFP4BlockScaling(), WATCHED, tmp_path)
         assert check(model, recipe=recipes.NVFP4BlockScaling(disable_rht=True)).findings == ()
 
@@ -150,15 +150,16 @@ def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
     assert checked.findings == ()
     assert set(checked.features) == {"0", "1.fc1", "1.fc2"}
     assert list(checked.notes) == [
-        'observe="auto": 1 of 2 modules with features are observed on their own fused path. The others take Transformer'
-        " Engine's debug path: 1: LogTensorStats: the fused path of LayerNormMLP never has its output in high"
-        " precision, which 'max' needs"
+        'observe="auto": 1 of 2 modules with features are observed on the fused path. On Transformer Engine'
+        "'s debug"
+        " path: 1: LogTensorStats: output of LayerNormMLP never exists in high precision on the fused path, which 'max'"
+        " needs"
     ]
     [finding] = check(model, config, observe="debug").findings
     assert (finding.kind, finding.layers) == ("refused", ("0",))
     [finding] = check(model, config, observe="fused").findings
     assert (finding.kind, finding.layers) == ("refused", ())
-    assert "1 cannot be observed on its fused path" in finding.text
+    assert "1 cannot be observed on the fused path" in finding.text
     with pytest.raises(OptionError, match="observe= must be 'debug', 'fused' or 'auto', not 'fast'"):
         check(model, observe="fast")
 
@@ -210,7 +211,7 @@ def test_which_features_act_when() -> None:
     }
     checked = check(two(), config)
     logged = [
-        "s: LogTensorStats of weight, steps 0 on that are multiples of 5",
+        "s: LogTensorStats of weight, steps that are multiples of 5",
         "s: LogTensorStats of gradient, activation, every step",
     ]
     assert {layer: list(map(str, features)) for layer, features in checked.features.items()} == {
@@ -243,7 +244,9 @@ def test_an_environment_variable_that_a_recipe_does_not_take(monkeypatch: pytest
         assert self.backward_override == "nothing", "NVTE_BACKWARD_OVERRIDE must be unset"
 
     monkeypatch.setattr(recipes.Float8CurrentScaling, "__post_init__", refuse)
-    with pytest.raises(RecipeError, match=r"refuses the recipe 'fp8_current_scaling': .*NVTE_BACKWARD_OVERRIDE must"):
+    with pytest.raises(
+        RecipeError, match=r"cannot run the recipe 'fp8_current_scaling': .*NVTE_BACKWARD_OVERRIDE must"
+    ):
         check(torch.nn.Sequential(te.Linear(32, 32)), recipe="fp8_current_scaling")
 
 
@@ -311,7 +314,7 @@ def plan_of(model: Function) -> CheckedModel:
 
 @pytest.mark.parametrize(
     ("what", "make"),
-    [("has no counterpart", recurrent), ("linalg_matrix_exp decomposes", lambda: net(torch.matrix_exp))],
+    [("without an equivalent", recurrent), ("linalg_matrix_exp decomposes", lambda: net(torch.matrix_exp))],
     ids=["LSTM", "matrix_exp"],
 )
 def test_named_and_told_where_a_contract_holds(
@@ -334,7 +337,7 @@ def test_a_plan_by_tokens_names_the_modules_that_it_leaves_out() -> None:
     assert [finding.kind for finding in planned.findings] == ["not_sized", "contract"]
     for finding in planned.findings:
         assert "part" in finding.text
-        assert "cannot be sized without" in finding.text
+        assert "have unknown sizes" in finding.text
 
 
 def test_a_plan_by_tokens_says_that_attention_is_not_in_its_shares() -> None:
@@ -342,10 +345,10 @@ def test_a_plan_by_tokens_says_that_attention_is_not_in_its_shares() -> None:
         model, recipe = te.TransformerLayer(64, 128, 4), recipes.Float8CurrentScaling()
         planned = check_model(model, load_config(CONFIG), recipe=recipe, **keywords)
         assert (planned.coverage.share("fp8") == 1) == ("tokens" in keywords)
-        return [note for note in planned.notes if "products of attention" in note]
+        return [note for note in planned.notes if "attention products" in note]
 
     [note] = noted(tokens=64)
-    assert "lengths of sequences: transformer_layer.self_attention. A batch" in note
+    assert "sequence lengths: transformer_layer.self_attention. To include" in note
     assert not noted(batch=torch.ones(16, 4, 64))
 
 
@@ -438,5 +441,5 @@ def test_without_a_model_the_config_alone_is_judged(tmp_path: Path) -> None:
     said = " ".join(done.stdout.split())
     assert "Note: " in said
     assert "has no enabled feature" in said
-    assert "which is a GEMM and no tensor" in said
+    assert "which is a GEMM, not a tensor" in said
     assert len(json.loads(CliRunner().invoke(cli.app, ["check", str(path), "--json"]).stdout)["notes"]) == 2

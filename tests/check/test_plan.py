@@ -262,7 +262,7 @@ def test_tokens_of_each_layer_tell_which_shapes_are_refused() -> None:
     before = model.state_dict().keys()
     [finding] = check_model(model, load_config({}), recipe=CURRENT(), batch=torch.ones(LENGTH, 10, WIDTH)).findings
     assert (finding.kind, finding.layers) == ("shape", ("pooled",))
-    assert "tokens is 10 and has to be a multiple of 16 (next: 16)" in finding.text
+    assert "tokens is 10, but must be a multiple of 16 (next: 16)" in finding.text
     assert model.state_dict().keys() == before
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -368,13 +368,13 @@ def wrong(batch: Any, model: torch.nn.Module | None = None) -> str:
 
 def test_batches_that_do_not_fit() -> None:
     assert "forward failed with the batch (float32[4, 65])" in wrong(torch.ones(4, WIDTH + 1))
-    assert "Give what a step of training calls the model with" in wrong(torch.ones(4, WIDTH + 1))
+    assert "Return the arguments of a training step" in wrong(torch.ones(4, WIDTH + 1))
     assert "missing a required argument: 'inp'" in wrong({"ids": torch.ones(4, WIDTH)})
-    assert "Write a tuple in place of the list" in wrong([torch.ones(4, WIDTH)])
-    assert "3, which is no batch" in wrong(3)
+    assert "Return a tuple instead of the list" in wrong([torch.ones(4, WIDTH)])
+    assert "3, which is not a batch" in wrong(3)
     operations = torch.nn.Sequential(te.ops.Linear(WIDTH, WIDTH))
     assert "cannot size operations of te.ops (0)" in wrong(torch.ones(4, WIDTH), operations)
-    with pytest.raises(BatchError, match="needs one model"):
+    with pytest.raises(BatchError, match="needs a single model"):
         check_model([te.Linear(WIDTH, WIDTH)], load_config({}), recipe="none", batch=torch.ones(4, WIDTH))
 
 
@@ -382,7 +382,7 @@ def test_batches_that_do_not_fit() -> None:
 def test_a_batch_of_other_columns_is_refused(part: Callable[[int, int], torch.nn.Module]) -> None:
     with meta_device():
         model = torch.nn.Sequential(part(64, 64))
-    with pytest.raises(BatchError, match=r"'0[^']*' takes an input whose last dimension is 64, not .*\[16, 65\]"):
+    with pytest.raises(BatchError, match=r"'0[^']*' takes an input with last dimension 64, not .*\[16, 65\]"):
         check_model(model, load_config(None), recipe="none", batch=torch.ones(16, 65))
 
 

@@ -65,7 +65,7 @@ def test_without_a_finding_the_code_is_0(folder: Path) -> None:
     result = command(folder / "a", folder / "a")
     assert result.exit_code == 0
     assert result.output.startswith("A and B are the same run, so nothing can differ.")
-    assert "All paired numbers are equal, to the last bit." in result.output
+    assert "All paired values are bit-identical." in result.output
     assert not command(folder / "a", folder / "b").output.startswith("A and B are")
 
 
@@ -98,10 +98,10 @@ def test_a_page(folder: Path) -> None:
     ("name", "says"),
     [
         ("missing", "no such file or folder"),
-        ("nothing", "no recorded run is in this folder"),
-        ("foreign.parquet", "no recorded run"),
-        ("empty", "has no numbers yet"),
-        ("other", "share no layer"),
+        ("nothing", "no recorded run in this folder"),
+        ("foreign.parquet", "not a recorded run"),
+        ("empty", "has no statistics and no loss yet"),
+        ("other", "have no common layers"),
     ],
 )
 def test_what_cannot_be_compared_is_told(folder: Path, name: str, says: str) -> None:
@@ -192,7 +192,7 @@ def test_what_b_has_and_a_has_not_comes_first(healthy: Path, bad: Path) -> None:
     text = " ".join(" ".join(lines).split())
     assert f"warning: gradient of {BAD}: {finding.seen_in_words}" in text
     assert finding.remedy in text
-    assert f"The verdict of A: {diagnose(healthy).summary}" in text
+    assert f"Diagnosis of A: {diagnose(healthy).summary}" in text
     assert command(bad, healthy).output.startswith(
         "B has no finding that A does not have. A has 1 finding that B does not have."
     )
@@ -228,7 +228,7 @@ def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkey
     ]
     assert (
         actual.only_b[0].seen_in_words
-        == f"in one of them at step {first.seen_at}, {first.seen}; A has it too in other layers"
+        == f"in one layer at step {first.seen_at}, {first.seen}; A has this finding too, in other layers"
     )
     assert [(item.rule, item.layers) for item in actual.only_a] == [("sibling", ("y",))]
     assert actual.not_judged_in_a == ("other",)

@@ -239,7 +239,7 @@ def test_a_weight_with_fewer_numbers_comes_before_the_activations_that_it_made(r
         assert [name for name, (origin, _) in actual.items() if origin == "made here"] == [f"{GROWS} weight"]
         assert result.first.iteration == -(-since // 5) * 5
         assert result.first.since <= since
-        assert ("It has no numbers between steps 30 and 35" in " ".join(where_first(result))) == (since > 30)
+        assert ("This statistic has no values between steps 30 and 35" in " ".join(where_first(result))) == (since > 30)
 
 
 def test_gradients_that_depart_before_are_what_makes_a_weight_with_fewer_numbers_depart(runs: Runs) -> None:
@@ -382,7 +382,7 @@ def test_another_batch_size_is_a_fact_and_has_no_yardstick(runs: Runs) -> None:
         (fact.name, fact.a, fact.b) for fact in result.facts
     ]
     assert result.pairing.with_other_rows == tuple(LAYERS)
-    assert any("such as with another batch size" in sentence for sentence in what_was_compared(result))
+    assert any("for example another batch size" in sentence for sentence in what_was_compared(result))
     assert [yardstick.holds for yardstick in result.loss.yardsticks] == [None, None]
 
 
@@ -451,12 +451,12 @@ def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, since: i
         runs.record(f"{name} {since}", numbers(0), scalars={"loss": values})
         for name, values in (("good", LOSS), ("lost", np.where(np.arange(STEPS) < since, LOSS, math.nan)))
     )
-    when = f"from step {since} on" if since < STEPS - 1 else f"where it was logged last, in step {since}"
+    when = f"from step {since} on" if since < STEPS - 1 else f"at its last logged step, {since}"
     for a, b, side, other in ((good, lost, "B", "A"), (lost, good, "A", "B")):
         result = compare(a, b)
         assert result.has_findings
-        assert list(first_lines(result)) == [f"The loss of {side} is nan {when}; that of {other} is not."]
-        assert "inf" not in " ".join(of_losses(result.loss))
+        assert list(first_lines(result)) == [f"The loss of {side} is nan {when}; in {other} it is finite."]
+        assert " inf." not in " ".join(of_losses(result.loss))
         assert (result.loss.spike, result.loss.steps) == (None, since)
     both = compare(lost, lost)
     assert len(list(first_lines(both))) == 2
@@ -469,7 +469,7 @@ def test_a_loss_that_the_trainer_hides_is_not_compared_in_its_place(runs: Runs) 
     lost = np.where(np.arange(STEPS) < 20, LOSS, math.nan)
     hidden = {"loss": np.nan_to_num(lost), "loss_step": lost}
     result = runs.compared({"scalars": {"loss": LOSS, "loss_step": LOSS}}, {"scalars": hidden})
-    assert list(first_lines(result)) == ["The loss_step of B is nan from step 20 on; that of A is not."]
+    assert list(first_lines(result)) == ["The loss_step of B is nan from step 20 on; in A it is finite."]
     assert result.loss.name == "loss_step"
 
 
@@ -499,10 +499,14 @@ def test_a_spike_of_the_loss_is_told_though_its_running_median_is_not(runs: Runs
         (
             {(f"blocks.{n}", "weight", "cur_amax"): np.ones(5) for n in range(3)},
             0,
-            r"share no layer; one has 'layers\.0\.fc', the other 'blocks\.0'",
+            r"have no common layers: one has 'layers\.0\.fc', the other 'blocks\.0'",
         ),
-        ({(layer, "weight", "mxfp8_mse"): np.ones(5) for layer in LAYERS}, 0, "layers in common, but no statistic"),
-        (numbers(0), 100, r"no step of any: .*steps 0 to 59.*steps 100 to 159"),
+        (
+            {(layer, "weight", "mxfp8_mse"): np.ones(5) for layer in LAYERS},
+            0,
+            "common layers, but no common statistics",
+        ),
+        (numbers(0), 100, r"no common steps: .*steps 0 to 59.*steps 100 to 159"),
     ],
     ids=["layer", "statistic", "step"],
 )
@@ -527,9 +531,9 @@ def test_runs_without_a_layer_in_common_compare_the_numbers_of_the_trainer(runs:
     assert result.loss.relative == pytest.approx(1)
     (first,) = first_lines(result)
     assert first.startswith(f"{runs.folder / 'without'} has no statistics of layers, so no layer can be compared.")
-    assert first.endswith("Only the numbers of the trainer are compared.")
+    assert first.endswith("Only trainer metrics are compared.")
     (first,) = first_lines(compare(a, other))
-    assert "share no layer" in first
+    assert "have no common layers" in first
 
 
 def test_the_types_of_what_is_kept_are_facts(runs: Runs) -> None:
@@ -561,5 +565,5 @@ def test_layers_pair_by_the_end_of_their_names(runs: Runs, ours: str, theirs: st
     assert (result.ordered, result.pairing.layers) == (True, len(LAYERS))
     assert any(fact.name.startswith("fprop of ") and fact.b == "FP8" for fact in result.facts)
     assert len(result.notes) == 2
-    assert f"named {theirs!r}... where those of {a.path} are named {ours!r}..." in result.notes[0]
-    assert "6 of them" in result.notes[0]
+    assert f"prefixes: {theirs!r} in {b.path}, {ours!r} in {a.path}" in result.notes[0]
+    assert result.notes[0].startswith("6 layers ")

@@ -419,13 +419,15 @@ def test_an_iteration_that_has_not_run_is_an_error(tmp_path: Path) -> None:
     net = te.Linear(32, 64, params_dtype=BF16)
     with InspectSession(NOTHING, model=net, log_dir=tmp_path, allow_unmatched=True, start_step=7) as session:
         assert session.precision == ()
-        with pytest.raises(LookupError, match="None has run yet"):
+        with pytest.raises(LookupError, match="No iteration has run yet"):
             session.precision(at=7)
         for _ in range(3):
             train(session, net, CURRENT)
         assert [entry.since for entry in session.precision(at=9)] == [7] * 3
         for at in (6, 10):
-            with pytest.raises(PrecisionDebugError, match=rf"at={at}\): that iteration has not run .* 7 to 9"):
+            with pytest.raises(
+                PrecisionDebugError, match=rf"at={at}\): this session did not observe that iteration.* 7 to 9"
+            ):
                 session.precision(at=at)
 
 

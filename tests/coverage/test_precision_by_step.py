@@ -87,9 +87,7 @@ def test_a_satisfied_contract(require: Any, skipped: Collection[int], tmp_path: 
     assert run(tmp_path, require, skipped=skipped) == 5
 
 
-@pytest.mark.parametrize(
-    ("skipped", "judged"), [((1, 2), "2:\n- .*: it is 50.0 %"), (range(30), "12:\n- .*: there are no such")]
-)
+@pytest.mark.parametrize(("skipped", "judged"), [((1, 2), "2:\n- .*: it is 50.0 %"), (range(30), "12:\n- .*: no such")])
 def test_it_is_judged_on_a_step_with_a_backward(skipped: Collection[int], judged: str, tmp_path: Path) -> None:
     """Batches that the script skips have none. A run without any is judged all the same."""
     with pytest.raises(PrecisionContractError, match=f"after step {judged}"):
@@ -105,8 +103,8 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
     assert lines[0] == "2: The run breaks its precision contract (require=), checked after step 2:"
     assert lines[1] == "- fp8 >= 95%: it is 50.0 %."
     assert lines[3] == (
-        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. To change that, use a"
-        " layer of Transformer Engine in its place, such as te.Linear, where there is one."
+        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. Remedy: replace it"
+        " with a Transformer Engine layer, such as te.Linear, if one exists."
     )
 
 
@@ -115,9 +113,9 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
     [
         ({"layers": {"fc": "mxfp8"}}, "'fc' must run in mxfp8: fc fprop runs in fp8, and 2 more GEMMs."),
         ({"state": {"optimizer": "bfloat16"}}, "optimizer_state must be bfloat16: some are float32."),
-        ({"state": {"main_grad": "float32"}}, "main_grad must be float32: none was seen."),
+        ({"state": {"main_grad": "float32"}}, "main_grad must be float32: no such tensor was found."),
         ({"state": {"parameter": "bfloat16"}}, "parameter must be bfloat16: some are float32."),
-        ({"share": "fp8 qk >= 10%"}, "fp8 qk >= 10%: there are no such products."),
+        ({"share": "fp8 qk >= 10%"}, "fp8 qk >= 10%: no such products ran."),
     ],
 )
 def test_what_is_broken(require: Any, told: str, tmp_path: Path) -> None:
@@ -142,7 +140,7 @@ def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError) as caught:
         run(tmp_path, "fp8 >= 95%", steps=2)
     assert str(caught.value).splitlines()[:2] == [
-        "The run breaks its precision contract (require=), checked at its end, after step 1:",
+        "The run breaks its precision contract (require=), checked at the end of the run, after step 1:",
         "- fp8 >= 95%: it is 50.0 %.",
     ]
     assert caught.value.coverage.share("fp8") == 0.5
@@ -151,7 +149,9 @@ def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_loop_calls_no_step_is_judged_at_its_end(tmp_path: Path) -> None:
-    with pytest.raises(PrecisionContractError, match=r"checked at its end, without any step\(\):\n.*it is 50.0 %"):
+    with pytest.raises(
+        PrecisionContractError, match=r"checked at the end of the run, without any step\(\):\n.*it is 50.0 %"
+    ):
         run(tmp_path, "fp8 >= 95%", calls_step=False)
 
 
@@ -165,14 +165,14 @@ def test_a_judgement_at_the_end_hides_no_error(tmp_path: Path, caplog: pytest.Lo
             net(torch.ones(16, 32, requires_grad=True)).sum().backward()
             session.step()
         raise KeyError("the loop's own")
-    assert sum("checked at its end, after step 1" in record.getMessage() for record in caplog.records) == 1
+    assert sum("checked at the end of the run, after step 1" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("how", ["no model", "no training"])
 def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
     why = {
         "no model": "the session has no model. Call attach",
-        "no training": "the model did not run forward and backward",
+        "no training": "the model did not run a training forward and backward",
     }[how]
     net = TwoLayers()
     session = InspectSession(CONFIG, log_dir=tmp_path, require="fp8 >= 95%")
@@ -191,7 +191,7 @@ def test_a_change_is_judged_again(freq: int, off: tuple[int, ...], tmp_path: Pat
     config = {"kept": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"], freq=freq)}
     with pytest.raises(PrecisionContractError, match=r"^3: .*\n- fp8 >= 50%: it is 0 %") as caught:
         run(tmp_path, "fp8 >= 50%", off=off, config=config)
-    why = "fc fprop, dgrad, wgrad: 50.0 % in fp32: runs inside te.autocast(enabled=False). To change that, run"
+    why = "fc fprop, dgrad, wgrad: 50.0 % in fp32: runs inside te.autocast(enabled=False). Remedy: run"
     assert why in str(caught.value)
 
 
@@ -309,8 +309,8 @@ def test_a_backward_that_comes_after_many_skipped_batches(tmp_path: Path) -> Non
     session = InspectSession(CONFIG, log_dir=tmp_path / "none")
     of_steps(session, steps=13, skipped=range(13))
     assert str(session.coverage()) == (
-        "FP8 in 50.0 % of the multiply-adds (fprop 50.0); 50.0 % in FP32: head (not a TE layer); no product of a"
-        " backward has been seen, so these are those of a forward alone"
+        "FP8 in 50.0 % of the multiply-adds (fprop 50.0); 50.0 % in FP32: head (not a TE layer); no backward has"
+        " run, so only products of the forward are counted"
     )
     session = InspectSession(CONFIG, log_dir=tmp_path / "two")
     assert of_steps(session, steps=15, skipped=range(13)) == {ONE_LAYER_OF_TE}

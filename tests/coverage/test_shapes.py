@@ -119,8 +119,8 @@ def test_the_exception_says_where_and_what_works(name: str, tmp_path: Path) -> N
     (note,) = raised.value.__notes__
     layer, gemm, dimension, multiple = case.told
     assert f"the layer {layer!r} cannot run the GEMM {gemm}: {dimension}" in note
-    assert f"is {case.size}, and has to be a multiple of {multiple} for" in note
-    assert note.endswith(f"takes is {case.next_size}.")
+    assert f"is {case.size}, but must be a multiple of {multiple} for" in note
+    assert note.endswith(f"support: {case.next_size}.")
     for size in range(case.size + 1, case.next_size):
         with pytest.raises(Exception):  # noqa: B017, PT011
             train(model(case, size), case, size)

@@ -128,9 +128,9 @@ def test_what_has_ended_a_run_is_said_before_the_verdict(
     assert second.startswith("te-precision: Problems found: 1 error" if failed else "te-precision: Not enough checked")
     assert ("failed-run" in {finding.rule for finding in diagnose(tmp_path)}) == failed
     assert outcome_notes(open_run(tmp_path)) == [
-        f"The run failed with step 0 as the last one: {stopped}."
+        f"The run failed (last step: 0): {stopped}."
         if failed
-        else f"The run was ended by {stopped} after step 0: the verdict is on the steps until then."
+        else f"The run was ended by {stopped} after step 0: the steps until then were checked."
     ]
 
 
@@ -148,7 +148,7 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
     assert verdict.summary in ended.stderr
     verdict = diagnose(tmp_path / "KILL")
     assert verdict.state == "not enough checked"
-    assert "failed-run: the run stopped without an end after step" in verdict.summary
+    assert "failed-run: the run stopped after step" in verdict.summary
 
 
 def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path)
     verdict = trained(
         tmp_path, net, sgd(net), steps=20, loss=lambda step: net.train(step < 12)(torch.randn(16, 32)).square().mean()
     )
-    assert "observation: in step 12, the optimizer has stepped, but all observed layers are in" in verdict.summary
+    assert "observation: in step 12, the optimizer stepped, but all observed layers are in" in verdict.summary
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -192,7 +192,7 @@ def test_layers_that_leave_low_precision_without_a_majority_of_alike_ones(tmp_pa
     verdict = trained(tmp_path, net, sgd(net, 1e-6), steps=16, loss=loss, around=outside, logs=False)
     (finding,) = (item for item in verdict.wrong if item.rule == "hole")
     assert (finding.rule, finding.layers, finding.since) == ("hole", ("2", "3"), 10)
-    assert finding.seen == "ran in high precision, after steps in low precision: runs outside of te.autocast"
+    assert finding.seen == "ran in high precision after steps in low precision: runs outside of te.autocast"
 
 
 def test_a_parameter_without_requires_grad_in_the_optimizer(tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, eve
     verdict = trained(tmp_path, net, sgd(net, 0.1), steps=21, loss=loss, around=outside, logs=False)
     assert [item.rule for item in verdict.wrong] == ["missing-gradient"] * (every == 99)
     unjudged = {item.rule: item.why for item in verdict.not_judged}
-    assert unjudged["dead-gradient"] == "no backward has reached a layer with statistics in a collection step"
+    assert unjudged["dead-gradient"] == "no layer with statistics had a backward in a collection step"
 
 
 @pytest.mark.usefixtures("loud")

@@ -89,7 +89,7 @@ def test_known_findings(planted: Planted, tmp_path: Path, line: str, code: int) 
     known.write_text(f"# known\n\n{line}\n")
     result = called("diagnose", planted.folder, "--known", known)
     assert result.exit_code == code
-    unused = "no finding is left out by" in " ".join(result.output.split())
+    unused = "matches no finding" in " ".join(result.output.split())
     assert unused == (code == 1 and not line.startswith("#")), "a line for a finding that is no more is named"
 
 
@@ -131,7 +131,7 @@ def test_the_line_of_a_finding_leaves_it_out(planted: Planted, tmp_path: Path) -
     result = called("diagnose", planted.folder, "--known", tmp_path / "known.txt")
     assert (result.exit_code, "leaves out 1 known finding." in " ".join(result.output.split())) == (0, True)
     (tmp_path / "known.txt").write_text("hole h.{0,2,4,6 and 16 more}.fc1")
-    with pytest.raises(KnownFindingsError, match="does not name all of its layers"):
+    with pytest.raises(KnownFindingsError, match="is an incomplete list of layers"):
         read_known(tmp_path / "known.txt")
 
 
@@ -160,7 +160,7 @@ def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
     values.write_bytes(values.read_bytes()[:100])
     result = called("diagnose", tmp_path)
     assert result.exit_code == 3
-    assert result.output.startswith("A part of the run cannot be read. The verdict is on the rest:\n")
+    assert result.output.startswith("A part of the run cannot be read. Only the rest was checked:\n")
     assert "\nNot enough checked: " in result.output
     assert "checked; a part of the run cannot be read)." in " ".join(result.output.split())
     assert result.output.count("its rows are missing") == 1

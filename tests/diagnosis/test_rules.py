@@ -148,13 +148,13 @@ RANGES = [
         tensor="activation",
         since=10,
         last_good=0,
-        seen="2 elements are inf or nan; 2 more layers have some in the same step",
+        seen="2 elements are inf or nan; 2 more layers have inf or nan in the same step",
     ),
     finds(
         "inf in two layers",
         "nonfinite",
         [ordinary(b7_fc1_activation_nonfinite_num=3.0, b4_fc2_activation_nonfinite_num=1.0)],
-        seen="1 element is inf or nan; 1 more layer has some in the same step",
+        seen="1 element is inf or nan; 1 more layer has inf or nan in the same step",
     ),
     *(
         finds(f"amax of {value}", "nonfinite", [{FC1_WEIGHT: value}], None, layers=("h.0.fc1",))
@@ -175,8 +175,8 @@ RANGES = [
         "nonfinite",
         [ordinary(), INF_EVERYWHERE],
         layers=(),
-        seen="the weights of 20 layers have inf or nan, so the layer where it began is not known. It arose in the steps"
-        " 1 to 10: run from step 1 on again to find the layer",
+        seen="the weights of 20 layers have inf or nan, so the first layer is unknown. The values appeared in"
+        " the steps 1 to 10: rerun from step 1 to find the layer",
     ),
     finds("nan in all weights since the begin", "nonfinite", [INF_EVERYWHERE], layers=("h.0.fc1",)),
     finds("a gradient that is all nan, so that its amax is 0", "nonfinite", [ALL_NAN] * 4),
@@ -267,7 +267,7 @@ SCALES = [
         growing(1.4, 12),
         DELAYED,
         alone=False,
-        seen="amax rises, and is 1.4 times the range of its scale",
+        seen="amax rises and is 1.4 times the range of its scale",
         since=10,
     ),
     finds(
@@ -454,7 +454,7 @@ PRECISIONS = [
         layers=("h.3.fc1",),
         tensor="weight",
         since=10,
-        seen="the largest scale of a rank is 4 times the least of another",
+        seen="the largest scale of one rank is 4 times the smallest scale of another",
     ),
     finds("a scaler in bfloat16", "grad-scaler", [ordinary()], facts(settings=SCALED), severity="warning", since=None),
     silent("a scaler in float16", [ordinary()], facts(settings=Settings(loss_is_scaled=True, float16=True))),
@@ -499,7 +499,7 @@ def test_nothing_is_judged_without_numbers() -> None:
     assert judged([{}]).not_judged[0].why == "only one collection step has run"
     verdict = judged([{}, {}])
     assert str(verdict).startswith("Not enough checked: ")
-    assert all(item.why.startswith("it needs ") and item.collect for item in verdict.not_judged)
+    assert all(item.why.startswith("needs ") and item.collect for item in verdict.not_judged)
 
 
 @pytest.mark.parametrize(("checkpoints", "last"), [((7, 14), 7), ((10, 11), 10), ((14,), None), ((), None)])
@@ -599,7 +599,7 @@ def test_a_gradient_of_nan_is_no_training() -> None:
 
 def test_growth_that_comes_to_lose_something_is_one_finding() -> None:
     (lossless,) = (item for item in judged([*[ordinary()] * 3, *GROWN[4:]], CURRENT) if item.rule == "growth")
-    assert lossless.remedy.startswith("Look for what makes this layer grow")
+    assert lossless.remedy.startswith("Find the cause of the growth")
     (finding,) = (item for item in judged([*GROWN, *[GROWN_AND_LOSSY[-1]] * 3], CURRENT) if item.rule == "growth")
     assert (finding.severity, finding.until, bool(finding.patch)) == ("warning", 80, True)
 
@@ -619,7 +619,7 @@ def test_a_rule_that_fails_is_not_judged_and_stops_nothing(monkeypatch: pytest.M
     failing = RULES[0].__class__(**{**vars(RULES[0]), "id": "failing", "judge": Failing})
     diagnosis = Diagnosis([failing, RULES[1]])
     assert diagnosis.step(Splitter(SeriesTable().__getitem__).step(3, np.empty(0, np.int32), np.empty(0))) == []
-    assert diagnosis.verdict.not_judged[0][:2] == ("failing", "it failed in step 3: ZeroDivisionError: of a rule")
+    assert diagnosis.verdict.not_judged[0][:2] == ("failing", "the rule failed in step 3: ZeroDivisionError: of a rule")
 
 
 @pytest.mark.parametrize(
@@ -749,7 +749,7 @@ def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
     assert {"nonfinite", "hole"} <= set(first.judged)
     waiting = {item.rule: item for item in first.not_judged}
     for rule in ("overflow", "stale-scale", "sibling", "dead-gradient", "growth"):
-        assert waiting[rule][:3] == (rule, "it needs 3 collection steps, and has had 1", "")
+        assert waiting[rule][:3] == (rule, "needs 3 collection steps, had 1", "")
     assert {"overflow", "stale-scale", "sibling", "dead-gradient", "growth"} <= set(
         judged([ordinary()] * 3, delayed).judged
     )
@@ -854,11 +854,11 @@ TILE = {
         ({}, "", ""),
         (TILE, "gemm-kernel", "128 rows from 256 to 383, 64 columns from 0 to 63"),
         ({**TILE, "gemm_gain": 0.5}, "gemm-gain", "GEMM dgrad gives 0.5 times"),
-        ({**TILE, "gemm_kernel_rank_last": 3.0}, "gemm-one-rank", "on rank 3 alone"),
+        ({**TILE, "gemm_kernel_rank_last": 3.0}, "gemm-one-rank", "only on rank 3"),
         ({"gemm_wrong_codes_a%": 40.0}, "gemm-quantizer", "operand A of the GEMM dgrad: 40 % of the codes"),
         ({"gemm_wrong_scales_b%": 100.0}, "gemm-quantizer", "100 % of the scales"),
         ({"gemm_rounding_bias_b": -0.4}, "gemm-quantizer", "a bias of -0.4"),
-        ({"gemm_excess": 30.0}, "gemm-excess", "30 times that of its operands"),
+        ({"gemm_excess": 30.0}, "gemm-excess", "30 times the error of its operands"),
     ],
 )
 def test_who_makes_the_error_of_a_gemm(changed: dict[str, float], rule: str, seen: str) -> None:
@@ -886,7 +886,7 @@ def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
     (results,) = (finding for finding in verdict if finding.rule == "growth")
     assert (results.layers, results.since, results.until) == (("h.3.fc1", "h.5.fc1"), 10, 40)
     assert (results.seen_at, results.as_json()["seen_at"]) == (20, 20)
-    shown = "in one of them at step 20, amax is 1.02e+03 times"
+    shown = "in one layer at step 20, amax is 1.02e+03 times"
     assert str(results).startswith(f"weight of h.{{3,5}}.fc1: {shown}")
     assert results.as_json()["seen_in_words"].startswith(shown)
 

@@ -289,9 +289,9 @@ def test_a_rank_that_misses_a_step_early_mixes_no_batches(two: Ranks, alone: Any
         expected = alone(Layers("a"), [[[("a", seed) for seed in seeds]] for seeds in batches])
         for step, values in enumerate(expected, start=1):
             assert_equal(rank["steps"][step], values)
-    (stated,) = [line for line in first["said"] if "done since the start" in line]
-    assert "done since the start: 4 optimizer steps on rank 0; 5 optimizer steps on rank 1" in stated
-    assert not [line for line in second["said"] if "done since the start" in line]
+    (stated,) = [line for line in first["said"] if "steps since the start" in line]
+    assert "optimizer steps since the start: 4 steps on rank 0; 5 steps on rank 1" in stated
+    assert not [line for line in second["said"] if "steps since the start" in line]
 
 
 @pytest.mark.processes
@@ -299,7 +299,7 @@ def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -
     for number, rank in enumerate(two):
         result = rank["other_schedules"]
         (said,) = result["said"]
-        assert "due in different iterations: schedule 1 on rank 0; schedule 2 on rank 1." in said
+        assert "in different iterations: schedule 1 on rank 0; schedule 2 on rank 1." in said
         assert (result["own"], result["local"]) == ([number], True)
 
 
@@ -307,11 +307,11 @@ def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -
 @pytest.mark.parametrize(
     ("attempt", "kind", "said"),
     [
-        ("another freq", "ConfigError", "all.transformer_engine.LogTensorStats.freq is 1 in one and 2 in the other"),
+        ("another freq", "ConfigError", "all.transformer_engine.LogTensorStats.freq is 1 on one rank and 2 on another"),
         ("one more statistic", "ConfigError", "config 1 on rank 0; config 2 on rank 1"),
-        ("other names", "ConfigError", "The first difference: layer_names is None in one and 'upstream' in the other."),
+        ("other names", "ConfigError", "First difference: layer_names is None on one rank and 'upstream' on another."),
         ("another start_step", "SessionError", "iteration 0 on rank 0; iteration 5 on rank 1"),
-        ("a section for no stage", "ConfigError", "the section 'third' matches none of the 2 layers."),
+        ("a section for no stage", "ConfigError", "the selector matches none of the 2 layers."),
         ("an exact name that no rank has", "ConfigError", "there is no layer 'stage7'. Did you mean 'stage1'?"),
         ("one rank's config is wrong", "ConfigError", "there is no feature 'NoSuchFeature'"),
         ("one rank's model is wrong", "SessionError", "not 'no model'"),

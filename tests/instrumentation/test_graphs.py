@@ -210,7 +210,7 @@ def test_another_recipe_than_at_the_capture(captured: Any, tmp_path: Path, caplo
         train(net, Float8CurrentScaling(), lambda step: session.step(), steps=4)
     assert len(replays) == 4
     (text,) = [text for text in warnings_of(caplog) if "CUDA graph" in text]
-    assert "te.autocast around its call has another recipe than at its capture" in text
+    assert "te.autocast around the replay has another recipe than at the capture" in text
     for verdict in (session.findings, diagnose(tmp_path)):
         assert verdict.summary.startswith("Not enough checked: ")
         assert ": no layer was observed: CUDA graph: " in verdict.summary
@@ -231,7 +231,7 @@ def test_graphs_that_cannot_be_bypassed(tmp_path: Path, caplog: pytest.LogCaptur
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
         train(net, None, lambda step: session.step(), steps=2)
     (text,) = warnings_of(caplog)
-    assert text.startswith("Some layers run in a CUDA graph that cannot be bypassed.")
+    assert text.startswith("These layers run in a CUDA graph that cannot be bypassed")
     assert "a second graph computes its weight gradients (delay_wgrad_compute)" in text
     assert "its forward was wrapped after its graph was made" in text
     assert "not observed: 3 of 4 layers (CUDA graph)" in diagnose(tmp_path).summary
@@ -291,7 +291,7 @@ def test_a_capture_by_hand_is_named_in_the_verdict(tmp_path: Path, caplog: pytes
         session.step()
         session.step()
     (text,) = [text for text in warnings_of(caplog) if "CUDA graph" in text]
-    assert text.startswith("Some layers run in a CUDA graph that cannot be bypassed.")
+    assert text.startswith("These layers run in a CUDA graph that cannot be bypassed")
     assert "not observed: 1 of 1 layer (CUDA graph)" in session.findings.summary
 
 

@@ -72,15 +72,15 @@ def test_features_as_json() -> None:
 
 
 def test_wrong_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnknownFeatureError, match=r"there is no feature 'FakeQunt'\. Did you mean 'FakeQuant'"):
+    with pytest.raises(UnknownFeatureError, match=r"There is no feature 'FakeQunt'\. Did you mean 'FakeQuant'"):
         run("features", "FakeQunt")
     said = ends(monkeypatch, capsys, "features", "FakeQunt")
-    assert said.startswith("te-precision: there is no feature 'FakeQunt'. Did you mean 'FakeQuant'")
+    assert said.startswith("te-precision: There is no feature 'FakeQunt'. Did you mean 'FakeQuant'")
     assert "The features are: DisableFP8GEMM, " in ends(monkeypatch, capsys, "features", "zzz")
     assert "there is no statistic 'underflow%'. Did you mean 'underflows%'" in ends(
         monkeypatch, capsys, "statistics", "underflow%"
     )
-    assert "The statistics are: block_dynamic_range_max, " in ends(monkeypatch, capsys, "statistics", "qqq")
+    assert "List all: te-precision statistics." in ends(monkeypatch, capsys, "statistics", "qqq")
     one_scale = ends(monkeypatch, capsys, "statistics", "fp8_current_scaling_mse_columnwise")
     assert "has one scale for the whole tensor" in one_scale
     assert "'fp8_current_scaling_mse'" in one_scale

@@ -180,7 +180,7 @@ def test_a_second_detector_takes_the_place_of_the_first(caplog: pytest.LogCaptur
     model[1](torch.tensor([INF]))
     with DebugActivationOverflow(model) as second:
         takes_over, report = (record.getMessage() for record in caplog.records)
-        assert "replaces another detector" in takes_over
+        assert "replaces another one" in takes_over
         assert report.startswith("> [0] 0: Scale: input[0] has infs"), "what the first had not told yet"
         model(torch.ones(1)).sum().backward()
         hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
@@ -426,7 +426,7 @@ def test_abort_after_a_batch(steps: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     DebugActivationOverflow(model, abort_after_batch=2)
     done = 0
-    with pytest.raises(AbortAfterBatch, match=r"after batch 2, as abort_after_batch=2 asks") as raised:
+    with pytest.raises(AbortAfterBatch, match=r"after batch 2, as set by abort_after_batch=2") as raised:
         for _ in range(10):
             model(torch.ones(1)).sum().backward()
             if steps:

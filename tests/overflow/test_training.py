@@ -118,7 +118,7 @@ def test_an_optimizer_of_flat_copies_is_warned_of(caplog: pytest.LogCaptureFixtu
         for _ in range(30):
             step(model, optimizer)
     (record,) = caplog.records
-    assert "call look() of the detector before each of their steps" in record.getMessage()
+    assert "call detector.look() before each of their steps" in record.getMessage()
     caplog.clear()
     with DebugActivationOverflow(model) as watching:
         for _ in range(30):
@@ -286,7 +286,7 @@ def test_the_next_step_raises() -> None:
         ):
             optimizer.step()
         assert isinstance(raised.value.__cause__, LookupError)
-        assert "make no DebugActivationOverflow" in str(raised.value)
+        assert "remove DebugActivationOverflow" in str(raised.value)
         assert watching.reports == 0
         step(model, optimizer)
         with pytest.raises(ActivationOverflowError):
@@ -477,7 +477,7 @@ def test_a_gradient_that_is_not_finite_at_any_scale() -> None:
     half = Half()
     model = Function(lambda x: NanBackward.apply(half(x)), half=half)  # type: ignore[no-untyped-call]
     optimizer, scaler = OPTIMIZERS["sgd"](model.parameters()), scaler_of(scale=2.0**4)
-    with pytest.raises(ActivationOverflowError, match=r"The loss was scaled by only 1, so the scale is not") as raised:
+    with pytest.raises(ActivationOverflowError, match=r"The loss scale is only 1, so it is not") as raised:
         with DebugActivationOverflow(model):
             plain(model, optimizer, scaler, 20)
     assert (raised.value.batch, scaler.get_scale()) == (4, 1.0)

@@ -652,7 +652,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             True,
             {"pretend_cuda": False, "capability": (10, 0), "always_in_children": True},
-            ["reference backend, which is slow, although there is a GPU"],
+            ["slow reference backend despite the GPU"],
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_page(report: Any, log_dir: Path, tmp_path: Path) -> None:
         (("-o", "new/report.html"), "cannot be written: there is no folder new"),
         (("-o", "."), ". cannot be written: it is a folder. Give the name of a file, such as report.html."),
         (("-o", ""), ". cannot be written: it is a folder."),
-        (("-o", "report.json"), "this is no .json file. Name it report.html"),
+        (("-o", "report.json"), "not a .json file. Name it report.html"),
     ],
 )
 def test_what_there_is_not(
@@ -165,7 +165,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
 def test_what_report_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="report= must be a valid boolean"):
         InspectSession(report="yes")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="records='off' records nothing"):
+    with pytest.raises(OptionError, match="records='off' is set"):
         InspectSession(report=True, records="off")
     monkeypatch.setattr("te_precision_callbacks.options.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"\[report\]"):

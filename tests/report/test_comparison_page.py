@@ -114,7 +114,7 @@ def test_a_lost_loss_is_the_first_thing_on_the_page(look: Look, tmp_path: Path) 
     numbers = ComparedNumbers()
     look.open(write_comparison(compare(*runs, numbers=numbers), numbers, tmp_path / "lost.html"))
     look.everything_drawn()
-    assert look.page.locator("h2").first.inner_text() == "The loss of A is nan from step 30 on; that of B is not."
+    assert look.page.locator("h2").first.inner_text() == "The loss of A is nan from step 30 on; in B it is finite."
     assert "inf %" not in look.page.locator("main").inner_text()
 
 
@@ -242,7 +242,7 @@ def test_the_page_begins_with_the_answer_and_draws_all(look: Look, run: Recorded
     region = look.page.get_by_role("region", name=speed_facts(run)["summary"])
     assert region.bounding_box()["y"] < 160  # type: ignore[index]
     names, colours = zip(*look.plot("plot.data.map((trace) => [trace.name, trace.marker.color])"), strict=True)
-    assert names == ("BF16", "as it runs: GEMMs", "as it runs: casts", "interval of 95 %")
+    assert names == ("BF16", "as run: GEMMs", "as run: casts", "95 % confidence interval")
     assert len(set(colours)) == len(colours)
 
 

@@ -183,7 +183,7 @@ def test_the_page_stays_within_its_size(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_an_empty_run_is_no_page(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="nothing was recorded"):
+    with pytest.raises(ReportError, match="has no records"):
         write_report(empty(), tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
 
@@ -283,7 +283,7 @@ def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPat
         ({"layer": "nope"}, r"the run has no layer 'nope'\. It has '0', '1', '10' and 13 more\."),
         ({"statistic": "sqnr"}, r"the run has no statistic 'sqnr'\. It has 'sqnr_db', 'underflows%'\."),
         ({"tensor": "grad"}, r"no tensor 'grad'\. It has 'activation', 'gradient', 'weight'\."),
-        ({"rank": 3}, r"no rank 3\. All its numbers are reduced over ranks\."),
+        ({"rank": 3}, r"no rank 3\. All its values are reduced over ranks\."),
         ({"gemm": "fprop"}, r"no gemm 'fprop'\. It names no gemm\."),
     ],
 )

@@ -114,7 +114,7 @@ def test_fold_and_unfold(look: Look, report: Path) -> None:
     assert "open=" in look.page.url
     look.go(look.page.get_by_role("button", name="Alike names"))
     assert [row.rpartition(".")[2] for row in rows()] == ["qkv (3)", "proj (3)", "fc1 (3)", "fc2 (3)"]
-    look.page.get_by_label("Layers whose name has").fill("MLP")
+    look.page.get_by_label("Layer name contains").fill("MLP")
     look.page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.ticktext.length === 2")
 
 
@@ -241,7 +241,7 @@ def test_a_run_of_the_default_config(look: Look, tmp_path: Path) -> None:
     assert len(ticks) == len(ESM2)
     assert all(any(name.endswith(tick) for name in ESM2) for tick in ticks), "long names are cut at their beginning"
     look.everything_drawn("page=profile")
-    assert "add dynamic_range to the statistics of the config" in look.page.locator(".card").inner_text()
+    assert "add dynamic_range to the config" in look.page.locator(".card").inner_text()
     assert len(look.plot("plot.querySelectorAll('.scatterlayer .point')")) >= len(ESM2)
     look.turn("page=config")
     assert "allow_bf16_reduced_precision_reduction: true" in look.page.locator("main").inner_text()
@@ -320,7 +320,7 @@ def test_what_is_not_exact_says_so(look: Look, tmp_path: Path) -> None:
     report = write_report(run, tmp_path / "report.html", most=3_500_000)
     assert report.stat().st_size <= 3_500_000
     look.open(report, "page=heatmap&statistic=sqnr_db&tensor=gradient&fold=layers")
-    assert "All else is read off an overview" in look.page.locator("footer").inner_text()
+    assert "Everything else comes from an overview" in look.page.locator("footer").inner_text()
     assert "overview" in look.page.locator(".badge").inner_text()
     grid = run.grid("sqnr_db", "gradient")
     level = (grid.values.max() - grid.values.min()) / 249

@@ -138,10 +138,10 @@ def test_a_resumed_run_replaces_what_was_recorded_from_its_first_step_on(tmp_pat
     ("make", "said"),
     [
         (lambda path: None, "there is no such file or folder"),
-        (Path.mkdir, "no recorded run is in this folder"),
-        (lambda path: (path / "precision_records").mkdir(parents=True), "no recorded run is in this folder"),
-        (lambda path: (path / "nvdlfw_inspect_statistics_logs").mkdir(parents=True), "no recorded run is in this"),
-        (lambda path: path.write_text("x"), "this file is no recorded run"),
+        (Path.mkdir, "no recorded run in this folder"),
+        (lambda path: (path / "precision_records").mkdir(parents=True), "no recorded run in this folder"),
+        (lambda path: (path / "nvdlfw_inspect_statistics_logs").mkdir(parents=True), "no recorded run in this"),
+        (lambda path: path.write_text("x"), "this file is not a recorded run"),
     ],
 )
 def test_a_path_that_is_no_run(tmp_path: Path, make: Callable[[Path], object], said: str) -> None:
@@ -160,7 +160,7 @@ def test_a_run_in_which_nothing_has_happened_yet(tmp_path: Path) -> None:
 
 def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, range(2), schema=1, versions={"te-precision-callbacks": "0.0.7"})
-    said = r"recorded by te-precision-callbacks 0\.0\.7, with schema 1 of the files; this version reads schema 3 only"
+    said = r"recorded by te-precision-callbacks 0\.0\.7, with schema 1; this version reads only schema 3"
     with pytest.raises(RunError, match=said):
         open_run(tmp_path)
 
@@ -315,7 +315,7 @@ def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
         sink.close(failed.value)
     run = open_run(tmp_path)
     (note,) = run.notes
-    assert "Segment 0 is not recorded to its end: [Errno 27] File too large" in note
+    assert "The end of segment 0 is not recorded: [Errno 27] File too large" in note
     assert len(run.values()) >= 100
     facts = json.loads((rank_folder(tmp_path).parent / "run.json").read_text())
     assert run.segments[0].status == facts["status"] == "running", "training goes on"
@@ -332,7 +332,7 @@ def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
     (segment,) = run.segments
     assert (segment.status, bool(segment.ended_at), len(run.steps)) == ("ended", True, 1)
     (note,) = run.notes
-    assert "Segment 0 is not recorded to its end: [Errno 21] Is a directory" in note
+    assert "The end of segment 0 is not recorded: [Errno 21] Is a directory" in note
 
 
 def test_a_loop_that_goes_back_begins_a_segment(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_another_option(given: object) -> None:
 
 @pytest.mark.parametrize("given", ["10", 10, "64kB", "1023KiB"])
 def test_a_limit_in_which_nothing_has_room(given: object) -> None:
-    with pytest.raises(OptionError, match=rf"records={given!r} leaves [\d,]+ bytes .* at least 1MiB"):
+    with pytest.raises(OptionError, match=rf"records={given!r} is too small .* at least 1MiB"):
         record_limit(given)
 
 
@@ -527,6 +527,6 @@ def test_an_open_file_that_was_cut_while_it_was_written_is_not_closed(tmp_path: 
     writer.add_step(0)
     writer.flush()
     os.truncate(file_of(tmp_path, "steps"), 100)
-    with pytest.raises(OSError, match=r"steps-0001.arrow was changed while it was written: it has 100 of [\d,]+"):
+    with pytest.raises(OSError, match=r"steps-0001.arrow changed during writing: it has 100 of [\d,]+"):
         writer.close()
-    assert any("not recorded to its end" in note for note in open_run(tmp_path).notes)
+    assert any("is not recorded" in note for note in open_run(tmp_path).notes)

@@ -209,7 +209,7 @@ def test_training_goes_on_with_a_full_disk_and_says_so_once(
         train(session, model, 3)
     (said,) = [text for text in caplog.messages if "precision_records" in text]
     assert "is no longer recorded; what was recorded remains readable" in said
-    assert "Training goes on" in said
+    assert "Training continues" in said
 
 
 @pytest.mark.processes

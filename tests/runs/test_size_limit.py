@@ -132,8 +132,8 @@ def test_recent_steps_are_whole_and_the_interval_of_old_ones_doubles(
     assert run.steps["iteration"].to_pylist() == list(range(5000))
     assert len(run.scalars) == 5000, "the loss is kept whole"
     (note,) = run.notes
-    assert note.startswith("Of the statistics of iterations 0 to ")
-    assert f" one step in {min(intervals)} to {max(intervals)} is left, and the lowest and highest value" in note
+    assert note.startswith("The limit of records= was reached: of the statistics in iterations 0 to ")
+    assert f" one step in {min(intervals)} to {max(intervals)} is kept, and the lowest and highest value" in note
     assert caplog.text.count("have reached their limit of 400,000 bytes") == 1
     assert run.events["kind"].to_pylist().count("records_thinned") == 1
 
@@ -173,7 +173,7 @@ def test_histograms_are_thinned_too(tmp_path: Path) -> None:
         inside = [iteration for iteration in left if item.first <= iteration < end]
         assert inside == [iteration for iteration in range(item.first, end) if iteration % item.every == 0]
     assert left[-100:] == [*range(2900, 3000)]
-    assert run.notes[-1].startswith("Of the histograms of iterations ")
+    assert run.notes[-1].startswith("The limit of records= was reached: of the histograms in iterations ")
     assert "value of each series" not in run.notes[-1]
 
 
@@ -225,7 +225,7 @@ def test_a_part_that_is_damaged_stays_and_the_others_are_thinned(
     record(recording, range(300, 2500), truth)
     recording.end(None)
     assert first.exists()
-    assert caplog.text.count("cannot be thinned, and remain") == 1
+    assert caplog.text.count("cannot be downsampled and remain") == 1
     assert size(tmp_path) <= 300_000
     run = open_run(tmp_path)
     assert [note for note in run.notes if f"{first} cannot be read" in note]
@@ -326,7 +326,7 @@ def test_a_run_that_is_thinned_after_it_was_opened_is_to_be_read_again(tmp_path:
     opened = open_run(tmp_path)
     recording.flush()
     assert open_run(tmp_path).thinned
-    with pytest.raises(RunError, match=r"was replaced while it was read .* Read the run again\.$"):
+    with pytest.raises(RunError, match=r"was replaced while it was read .* Try again\.$"):
         opened.values()
     recording.writer.leave()
 

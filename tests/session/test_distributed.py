@@ -114,7 +114,7 @@ def test_errors_of_gemms_are_merged(two: Path) -> None:
         assert merged[statistic] ** 2 == pytest.approx(expected, rel=within), statistic
     results = [finding for finding in diagnose(two / "gemm errors, merged") if finding.rule.startswith("gemm-")]
     assert [(finding.rule, finding.layers) for finding in results] == [("gemm-one-rank", ("linear",))]
-    assert "on rank 1 alone" in results[0].seen
+    assert "only on rank 1" in results[0].seen
 
 
 def test_layers_of_a_pipeline_and_experts_are_not_mixed(two: Path) -> None:
@@ -234,11 +234,11 @@ def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
     assert "(nonfinite, since step 2, on rank 1). What to do: " in live[1]
     said = live[0].splitlines()[0]
     assert said.startswith("Problems found: 1 error" if reduce else "Not enough checked: ")
-    assert "checked; by the numbers of rank 0 alone)." in said
+    assert "checked; only local values of rank 0)." in said
     assert ("finding", 1) in [(row["kind"], row["rank"]) for row in open_run(folder).events.to_pylist()]
     result = CliRunner().invoke(app, ["diagnose", str(folder)])
     assert result.exit_code == 1
-    assert " on rank 1; step 1 does not show it" in " ".join(result.output.split())
+    assert " on rank 1; last step without the problem: 1" in " ".join(result.output.split())
 
 
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:

@@ -43,10 +43,10 @@ def test_what_the_run_does_not_reach(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, options: dict[str, Any], steps: str
 ) -> None:
     run(tmp_path, name, options, records="off")
-    [text] = [record.getMessage() for record in caplog.records if "first time" in record.getMessage()]
+    [text] = [record.getMessage() for record in caplog.records if "became active" in record.getMessage()]
     assert text == (
-        "The run ended after step 3, before these features acted for the first time: the config mapping (section 's'):"
-        f" {name}, {steps}. Choose steps up to 3, or run longer; steps count from 0."
+        "The run ended after step 3, before these features became active: the config mapping (section 's'):"
+        f" {name}, {steps}. Choose steps up to 3, or run longer; steps start at 0."
     )
 
 
@@ -63,14 +63,18 @@ def test_nothing_is_said_of_what_it_reaches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], session: dict[str, Any]
 ) -> None:
     run(tmp_path, "LogTensorStats", {**LOOKS, **options}, records="off", **session)
-    assert "first time" not in caplog.text
+    assert "became active" not in caplog.text
 
 
 @pytest.mark.parametrize(
     ("options", "session", "why"),
     [
-        ({"start_step": 9, "freq": 5}, {}, "the run began at iteration 0, and it is first due at iteration 10"),
-        ({"end_step": 1}, {"start_step": 50}, "the run began at iteration 50, and it is not due from there on"),
+        (
+            {"start_step": 9, "freq": 5},
+            {},
+            "the run started at iteration 0; the feature is first active at iteration 10",
+        ),
+        ({"end_step": 1}, {"start_step": 50}, "the run started at iteration 50; the feature is not active after that"),
     ],
 )
 def test_the_rules_of_gemms_that_were_never_due_are_not_judged(

@@ -154,7 +154,7 @@ def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, capl
     assert 9_000_000 < sum(path.stat().st_size for path in result) <= 10_000_000
     assert all(dumps.load(path).tensors for path in result)
     (message,) = messages(caplog, "DumpTensors stops")
-    assert "max_bytes=10,000,000 leaves no room for the next file" in message
+    assert "max_bytes=10,000,000 is exceeded by the next file" in message
 
 
 # --- conditions ------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def test_a_small_budget_holds_small_files(tmp_path: Path, caplog: pytest.LogCapt
     assert sum(sizes) <= 20_000 < sum(sizes) + max(sizes) + 8_000
     assert len(sizes) >= 5
     (message,) = messages(caplog, "DumpTensors stops")
-    assert "max_bytes=20,000 leaves no room for the next file, of up to " in message
+    assert "max_bytes=20,000 is exceeded by the next file of up to " in message
     assert f"{sum(sizes):,} bytes are in use." in message
 
 
@@ -401,5 +401,5 @@ def test_wrong_options_are_told_once_and_training_goes_on(
         assert logged.iterations("linear_activation_max") == [0, 1, 2], "other features act"
         (message,) = messages(caplog, "DumpTensors", level=logging.ERROR)
         assert words in message
-        assert message.endswith("Nothing is dumped by these options. Training goes on.")
+        assert message.endswith("Nothing is dumped with these options. Training continues.")
         assert not files(tmp_path)

@@ -88,11 +88,11 @@ def test_a_log_folder_that_cannot_be_made_is_said_once(
     assert keeper.iterations == [0, 1, 2]
     (said,) = [record.message for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
     assert said.startswith(f"log_dir='{log_dir}' cannot be written to: [Errno ")
-    assert "writes no records, statistics log, log of events, dumps and report" in said
+    assert "writes no records, logs, dumps or report" in said
     assert not any("te-precision report" in record.message for record in caplog.records), "there is no run"
     closing_lines = capfd.readouterr().err
     assert "te-precision: " in closing_lines
-    assert f"  logs: none, since {log_dir} cannot be written to\n" in closing_lines
+    assert f"  logs: none, because {log_dir} cannot be written to\n" in closing_lines
 
 
 def test_a_strict_run_starts_in_no_folder_in_which_nothing_can_be_made(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     session.stop()
     well.set()
     assert keeper.iterations == list(range(100))
-    assert "The disk does not answer" in caplog.text, "the end has said what is lost"
+    assert "The disk does not respond" in caplog.text, "the end has said what is lost"
     wait_until(lambda: not any(thread.name.startswith("te-precision") for thread in threading.enumerate()))
 
 
@@ -164,13 +164,13 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
         ({"log_dirs": "x"}, "Did you mean 'log_dir'"),
         ({"strict": "yes"}, "strict= must be a valid boolean, not 'yes'"),
         ({"start_step": -1}, "start_step="),
-        ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', or .*, not 'rank1'"),
+        ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', .*, not 'rank1'"),
         ({"statistics_log": "off, 4GiB"}, "statistics_log= must be one of .*, not 'off, 4GiB'"),
         ({"statistics_log": True}, "statistics_log= must be one of .*, not True"),
         ({"sinks": [print]}, "start, write and close"),
         ({"feature_dirs": "not/there"}, "not a folder"),
         ({"feature_dirs": 5}, "feature_dirs= must be a list"),
-        ({"features": [5]}, "features= takes classes"),
+        ({"features": [5]}, "features= takes feature classes"),
         ({"log_dir": 5}, "log_dir= must be a path"),
         ({"prefix": 7}, "prefix= must be a valid string, not 7"),
         ({"process_group": "world"}, "process_group="),

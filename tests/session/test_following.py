@@ -105,9 +105,9 @@ def test_a_module_outside_of_the_tree(tmp_path: Path, caplog: pytest.LogCaptureF
             optimizer = torch.optim.SGD(net.extra[0].parameters())
         train(session, net)
     (text,) = said(caplog)
-    seen = "trains outside the model" if is_held else "no optimizer holds its parameters"
+    seen = "is trained but not in the session's model" if is_held else "no optimizer has its parameters"
     assert f"Linear 'in_a_list' {seen}" in text.replace("runs in training mode with gradients, but ", "")
-    assert ("'in_a_list': trained outside the model" in session.findings.summary) == is_held
+    assert ("'in_a_list': trained but not in the session's model" in session.findings.summary) == is_held
     del optimizer
 
 
@@ -118,7 +118,7 @@ def test_a_loop_without_any_step(tmp_path: Path, runs: bool) -> None:
         for _ in range(3 * runs):
             net(torch.randn(16, 32)).sum().backward()
     assert ("no step was counted" in session.findings.summary) == runs
-    assert ("Call step() of the session" in session.findings.summary) == runs
+    assert ("Call session.step()" in session.findings.summary) == runs
 
 
 def test_a_model_that_has_changed_is_attached_again(tmp_path: Path, keeper: Keeper) -> None:
@@ -157,7 +157,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 
 def said_of_steps(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for text in said(caplog) if "without a step() of precision debugging" in text]
+    return [text for text in said(caplog) if "without a session step()" in text]
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,8 @@ def test_a_loop_that_never_steps_is_warned_of_once(
                 optimizer.step()
             if batch < steps:
                 session.step()
-    assert [text.partition(" times")[0] for text in said_of_steps(caplog)] == [
-        f"SGD has stepped {at}" for at in warned_at
-    ]
-    assert all("Call step() of the session after each step of the optimizer" in text for text in said_of_steps(caplog))
+    assert [text.partition(" times")[0] for text in said_of_steps(caplog)] == [f"SGD stepped {at}" for at in warned_at]
+    assert all("Call session.step() after each optimizer step" in text for text in said_of_steps(caplog))
 
 
 AGAIN, MICRO_BATCHES = (
@@ -227,7 +225,7 @@ def test_a_loop_that_steps_too_often(
             session.step()
     results = [text for text in caplog.messages if text.startswith("step() is called")]
     assert [text.partition(":")[0] for text in results] == [warns] * bool(warns)
-    assert all(f": {len(kinds)} debug iterations for each step" in text for text in results)
+    assert all(f": {len(kinds)} debug iterations per optimizer step" in text for text in results)
     assert (f", {AGAIN}: " in session.findings.summary) == (warns == AGAIN)
 
 
@@ -239,7 +237,7 @@ def test_a_forgotten_step_in_accelerate(tmp_path: Path, caplog: pytest.LogCaptur
             accelerator.backward(model(batch).pow(2).mean())
             optimizer.step()
     (text,) = said_of_steps(caplog)
-    assert "SGD has stepped 3 times" in text
+    assert "SGD stepped 3 times" in text
     assert "Call debugger.step() after each batch" in text
 
 
@@ -256,7 +254,7 @@ def test_a_lightning_module_without_steps(tmp_path: Path) -> None:
     callback = PrecisionDebugCallback(CONFIG, log_dir=tmp_path)
     lightning.trainer(tmp_path, callbacks=[callback]).fit(WithoutSteps(), lightning.loader(3))
     assert "no step was counted" in callback.session.findings.summary
-    assert "step the optimizers that self.optimizers() returns" in callback.session.findings.summary
+    assert "step the optimizers from self.optimizers()" in callback.session.findings.summary
 
 
 class Manual(lightning.Plain):
@@ -279,7 +277,7 @@ def test_an_optimizer_of_torch_in_lightning(tmp_path: Path, caplog: pytest.LogCa
     callback = PrecisionDebugCallback(CONFIG)
     lightning.trainer(tmp_path, callbacks=[callback], limit_train_batches=3).fit(Manual(), lightning.loader(3))
     (text,) = said_of_steps(caplog)
-    assert "step the optimizers that self.optimizers() returns" in text
+    assert "step the optimizers from self.optimizers()" in text
 
 
 def test_a_trainer_steps_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -299,5 +297,5 @@ def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pyte
             session.step()
     assert not session.coverage()
     (text,) = said(caplog)
-    assert text.startswith("In step 0 the optimizer has stepped, but all observed layers are in evaluation mode")
+    assert text.startswith("In step 0 the optimizer stepped, but all observed layers are in evaluation mode")
     assert "call model.train() before the training" in text

@@ -286,7 +286,7 @@ def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_verdict_is_pri
     session.stop(ValueError("ended by a signal"))
     assert keeper.iterations == [0, 1]
     assert "Problems found: 1 error" in capsys.readouterr().err
-    assert "The statistics of iteration 2 are not written: they are on the GPU" in caplog.text
+    assert "The statistics of iteration 2 are lost: they are still on the GPU" in caplog.text
 
 
 def calls_of_stop(folder: Path, layers: int, *, hurried: bool) -> int:

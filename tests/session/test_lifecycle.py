@@ -126,7 +126,7 @@ def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
     with InspectSession(statistics(), model=net, log_dir=tmp_path / "1") as session:
         with pytest.raises(SessionError, match=rf"Another session is running, started at {__file__}:\d+"):
             InspectSession(statistics(), model=net, log_dir=tmp_path / "2").start()
-        with pytest.raises(SessionError, match="running already"):
+        with pytest.raises(SessionError, match="already running"):
             session.start()
         train(session, net, 1)
     assert session.last_statistics, "the first one is unharmed"
@@ -183,7 +183,7 @@ def test_what_is_no_step_is_refused_where_it_is_given(step: Any, tmp_path: Path)
                 give()
         session.step(np.int64(7))
         for ask in (session.precision, session.coverage):
-            with pytest.raises(LookupError, match="has not run under this session"):
+            with pytest.raises(LookupError, match="this session did not observe"):
                 ask(at=step)
         assert session.precision(at=np.int64(0)) == session.precision(at=0)
     assert session.iteration == 1
@@ -192,7 +192,7 @@ def test_what_is_no_step_is_refused_where_it_is_given(step: Any, tmp_path: Path)
 @pytest.mark.parametrize("state", [5, {"a": 1}, {"model": {}, "session": {"iteration": 4}}], ids=str)
 def test_a_state_that_is_no_sessions_is_refused(state: Any, tmp_path: Path) -> None:
     with InspectSession(statistics(), model=model(), log_dir=tmp_path) as session:
-        with pytest.raises(SessionError, match=r"takes what state_dict\(\) has returned, not (5|keys '(a|model)')"):
+        with pytest.raises(SessionError, match=r"takes a result of state_dict\(\), not (5|keys '(a|model)')"):
             session.load_state_dict(state)
         session.load_state_dict({})
 
@@ -200,7 +200,7 @@ def test_a_state_that_is_no_sessions_is_refused(state: Any, tmp_path: Path) -> N
 def test_a_session_that_ends_without_a_model_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with InspectSession(statistics(), log_dir=tmp_path):
         train_step(model())
-    assert "has ended without a model, so nothing was observed" in caplog.text
+    assert "ended without a model, so nothing was observed" in caplog.text
 
 
 def test_stop_may_come_twice_or_without_start(tmp_path: Path) -> None:

@@ -240,4 +240,4 @@ def test_what_leaves_the_fused_path_under_the_default_config_is_named(
     InspectSession(None, model=net, log_dir=tmp_path).start().stop()
     (text,) = [text for text in caplog.messages if "debug path" in text]
     assert "1 of 2 modules" in text
-    assert "1: LogTensorStats: the fused path of LayerNormMLP never has its activation in high precision" in text
+    assert "1: LogTensorStats: activation of LayerNormMLP never exists in high precision" in text

@@ -171,7 +171,7 @@ def without_extra_state(weights: State) -> State:
     return {key: value for key, value in weights.items() if not key.endswith("_extra_state")}
 
 
-MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
+MISSING = "No scales and amax histories were restored: the first step uses scales of 1"
 
 
 def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,7 +205,7 @@ def test_histories_that_were_cut(tmp_path: Path) -> None:
             content[f"amax_history_{direction}"] = content[f"amax_history_{direction}"][-2:].clone()
         state["model"][key] = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
     assert findings(resumed(tmp_path, state, DELAYED)) == [
-        "Amax histories of 2 steps, of 4 in the checkpoint (forward and backward): all 5 layers."
+        "Amax histories of 2 steps instead of 4 in the checkpoint (forward and backward): all 5 layers."
     ]
 
 
@@ -240,7 +240,7 @@ def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
         assert model[2].weight._scale_inv.item() != scale
 
     assert findings(resumed(tmp_path, state, recipe, quantized=True, dtype=torch.float32, then=look)) == [
-        "Quantized primary weights came back with other data: they were rounded anew: all 5 layers."
+        "Quantized primary weights have changed: they were rounded again: all 5 layers."
     ]
 
 
@@ -359,7 +359,7 @@ def test_the_code_of_the_page(
 
 
 OTHER_RECIPE = "Another recipe: DelayedScaling -> Float8CurrentScaling: all 2 layers."
-OTHER_SCALES = "Other scales than in the checkpoint (forward): 0."
+OTHER_SCALES = "The scales differ from the checkpoint (forward): 0."
 Found = list[tuple[str, bool]]  # a rank's findings, and whether it has logged them
 
 

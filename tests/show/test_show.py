@@ -172,8 +172,8 @@ def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
     for arguments, says in (
         (["missing"], "no such file"),
         (["."], "no recorded run"),
-        (["empty"], "has no numbers"),
-        (["file", "--follow"], "no recorded run"),
+        (["empty"], "has no records"),
+        (["file", "--follow"], "not a recorded run"),
         (["empty", "--run", "other", "--follow"], "no run 'other'"),
     ):
         with pytest.raises(cli.PrecisionDebugError, match=says):
@@ -185,7 +185,7 @@ def test_a_run_without_a_step_is_told_as_its_report_tells_it(tmp_path: Path) -> 
         run.add_event("contract_judged", "The contract was never judged.", severity="warning", iteration=0)
         (running,) = no_step_note(open_run(tmp_path))
         assert running.startswith("The run has no step yet")
-    says = "The run has no step, so it has no numbers and no coverage."
+    says = "The run has no step, so it has no statistics and no coverage."
     output = show(tmp_path).output
     assert f"Note: {says}" in output
     assert "The contract was never judged." in output

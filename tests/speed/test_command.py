@@ -154,7 +154,7 @@ def test_what_cannot_be_read_of_a_run_is_reported(table: str) -> None:
         (("--recipe", "nvfp4", "--device", "h100"), "does not run nvfp4"),
         (("--device", "b3000"), "Did you mean 'b300'"),
         (("--device", "b300", "--table", "none.json"), "none.json cannot be read: [Errno 2] No such file"),
-        (("--device", "b300", "--calibrate"), "torch finds none here"),
+        (("--device", "b300", "--calibrate"), "torch finds none"),
     ],
 )
 def test_what_cannot_be_asked(arguments: tuple[str, ...], said: str) -> None:
@@ -166,9 +166,9 @@ def test_what_cannot_be_asked(arguments: tuple[str, ...], said: str) -> None:
     ("arguments", "said"),
     [
         (("speed",), "Missing argument 'RUN'"),
-        (("check", "empty.yaml", "--speed"), "give --model, too"),
-        (("check", "empty.yaml", "--memory"), "give --model, too"),
-        (("check", "empty.yaml", "--device", "h200"), "give --speed, too"),
+        (("check", "empty.yaml", "--speed"), "also give --model"),
+        (("check", "empty.yaml", "--memory"), "also give --model"),
+        (("check", "empty.yaml", "--device", "h200"), "also give --speed"),
         (("check", "empty.yaml", "--model", "speed_models:build", "--tokens", "64", "--speed"), "need a device"),
         (("check", "empty.yaml", "--model", "speed_models:build", "--speed", "--device", "h200"), "need --tokens or"),
     ],
@@ -279,7 +279,7 @@ def test_a_damaged_trace_is_left_out_where_it_was_not_asked_for() -> None:
 
 def test_a_trace_of_another_model_is_not_compared() -> None:
     Planted().write(write_planted(H100, inside="decoder"))
-    assert any("trace of another model" in note for note in read("speed", "logs")["notes"])
+    assert any("from another model" in note for note in read("speed", "logs")["notes"])
 
 
 def test_a_patch_can_be_copied() -> None:

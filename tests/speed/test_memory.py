@@ -274,7 +274,7 @@ def test_what_is_not_planned_is_named(capsys: pytest.CaptureFixture[str]) -> Non
     assert not any(row.kind.startswith("saved") for row in memory)
     show(memory)
     text = " ".join(capsys.readouterr().out.split())
-    assert "tokens of a forward are unknown" in text
+    assert "give the tokens of a forward" in text
     assert "Not planned: operation: operations of te.ops are not planned." in text
 
 
@@ -308,7 +308,7 @@ def test_the_plan_of_a_config() -> None:
     assert batch.bytes("saved_high", layer="second").low == 64 * 128 * 2, "64 tokens arrive there"
     partly = memory_of({"kept": feature("DisableFP8GEMM", ["second"], gemms=["dgrad"])}, tokens=256)
     assert partly.bytes("saved_codes", layer="second").low == 256 * 128 + 4
-    assert any("some of their GEMMs" in note and "second" in note for note in partly.notes)
+    assert any("some GEMMs of these layers" in note and "second" in note for note in partly.notes)
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_a_model_without_te_layers_trains_with_a_warning_that_says_how_to_get_so
     made.train()
     assert made.state.global_step == 4
     (text,) = (record.getMessage() for record in caplog.records if "no Transformer Engine layer" in record.getMessage())
-    assert "accelerate launch --config_file" in text
+    assert "in its config file" in text
     variables = dict(re.findall(r"(ACCELERATE_\w+)=(\w+)", text))
     assert len(variables) == 2
     for name, value in variables.items():
@@ -186,7 +186,7 @@ def test_a_callback_can_be_pickled_and_a_model_copied_while_it_trains(tmp_path: 
 def test_a_second_callback_of_a_trainer_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = (PrecisionDebugTrainerCallback(statistics()) for _ in range(2))
     trainer(arguments(tmp_path, max_steps=1), first, second).train()
-    assert caplog.text.count("This callback does nothing. Give one callback all options.") == 1
+    assert caplog.text.count("This callback has no effect") == 1
     assert first.session.iteration == 1
     with pytest.raises(SessionError, match="no session yet"):
         _ = second.session
@@ -449,7 +449,7 @@ def test_layers_that_accelerate_converts_get_the_state_of_the_checkpoint(
         callback = resumed(tmp_path, llama(of_te=False))
     assert [text.startswith(MISSING) for text in findings(callback.session.resume_report)] == [True]
     (refused,) = [record.message for record in caplog.records if record.name.endswith("transformers.restoring")]
-    assert "of 8 of 8 layers, which the Trainer loads before Accelerate converts the layers" in refused
+    assert "of 8 of 8 converted layers were not restored" in refused
     assert "set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in refused
 
     caplog.clear()

@@ -88,8 +88,8 @@ class Refusal:
 
     def __str__(self) -> str:
         return (
-            f"{self.gemm}: {self.dimension} is {self.size} and has to be a multiple of {self.multiple} "
-            f"(next: {self.next_size}), for {self.asked_by}"
+            f"{self.gemm}: {self.dimension} is {self.size}, but must be a multiple of {self.multiple} (next:"
+            f" {self.next_size}) for {self.asked_by}"
         )
 
 

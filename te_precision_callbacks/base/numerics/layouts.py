@@ -390,7 +390,7 @@ def _scale_memory(
     has = tuple(scales.shape[::-1] if transposed else scales.shape)
     if len(has) != 2 or any(there < needs for there, needs in zip(has, needed, strict=True)):
         raise LayoutError(
-            f"The {type(tensor).__name__} has scales of shape {has}, where its data of {tuple(shape)} need {needed}."
+            f"The {type(tensor).__name__} has scales of shape {has}; its data of shape {tuple(shape)} need {needed}."
         )
     return ScaleMemory(scales, swizzled, transposed)
 

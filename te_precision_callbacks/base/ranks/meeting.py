@@ -82,16 +82,16 @@ def meet(keys: Any, at: RankPlace, wait: float, longest: float, why: str) -> Gro
     """
     listening = devices()
     keys.add("versions", PROTOCOL)
-    _wait_for_all(keys, _ARRIVED, at, wait, f"not all of them have come within {wait:g} s", _warning(at, why))
+    _wait_for_all(keys, _ARRIVED, at, wait, f"not all ranks arrived within {wait:g} s", _warning(at, why))
     if keys.add("versions", 0) != PROTOCOL * at.size:
         raise MeetingFailed(
-            f"they have different versions of te-precision-callbacks ({at.name(at.rank)} has version {PROTOCOL} of the"
-            " messages)"
+            f"the ranks have different versions of te-precision-callbacks ({at.name(at.rank)} has message version"
+            f" {PROTOCOL})"
         )
     group = Group(prefixed_store("gloo", keys), at.rank, at.size, listening, CONNECTING, longest)
     try:
-        # Otherwise a rank could leave before another one has connected to it.
-        _wait_for_all(keys, _CONNECTED, at, CONNECTING, f"not all of them have connected within {CONNECTING:g} s")
+        # Else a rank could leave before another one has connected to it.
+        _wait_for_all(keys, _CONNECTED, at, CONNECTING, f"not all ranks connected within {CONNECTING:g} s")
     except BaseException:
         group.close()
         raise

@@ -131,7 +131,7 @@ class Messages:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.meetings = 0
-        self.departure = Departure(self.rank, "they have not met yet")
+        self.departure = Departure(self.rank, "the ranks are not connected yet")
         self.requests = Requests()
         self.requested: Requests | None = None
         self._purpose = purpose
@@ -175,7 +175,7 @@ class Messages:
             raise self._disconnect(error.departure.text) from error
         except Exception as error:  # all ranks must raise
             self.decline(error, keys)
-            raise self._disconnect(f"The ranks have not met: {_reason(error)}") from error
+            raise self._disconnect(f"The ranks could not connect: {_reason(error)}") from error
         except BaseException as error:
             self.decline(error, keys)
             raise
@@ -242,7 +242,7 @@ class Messages:
             if group.is_whole:  # this rank is the first to leave; after another rank, the store may be gone
                 self._keys.set(_LEFT, json.dumps(asdict(departure) | {"text": departure.text[:_LONGEST_TEXT]}))
         except Exception as error:
-            logger.info("%s cannot report why it has left: %s.", self.name(self.rank).capitalize(), _reason(error))
+            logger.info("%s cannot report why it left: %s.", self.name(self.rank).capitalize(), _reason(error))
         finally:
             group.close()
 
@@ -314,8 +314,8 @@ class Messages:
         finish()
         alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
         if not alike[:-1].all():
-            remedy = "Every rank must call step() for the same optimizer steps"
-            raise RanksLostError(Departure(self.rank, f"The ranks are at different places. {remedy}"))
+            remedy = "Call step() on all ranks, after the same optimizer steps"
+            raise RanksLostError(Departure(self.rank, f"The ranks are at different points of the training. {remedy}"))
         if sums:
             group.add(numbers[:sums])
         if ranked.size > _HEADER_MAXIMA:
@@ -329,11 +329,11 @@ class Messages:
         try:
             if self._keys.check([_LEFT]):
                 return TypeAdapter(Departure).validate_json(self._keys.get(_LEFT))
-        except Exception as failure:  # the store may be gone with the rank
-            logger.info("Why a rank has left is unknown: %s.", _reason(failure))
+        except Exception as failure:  # of the store, which may be gone with the rank
+            logger.info("It is unknown why a rank left: %s.", _reason(failure))
         line = str(error).partition("\n")[0]
         why = line.partition("]")[2].partition(". This is")[0].strip() or line
-        return Departure(self.rank, f"A rank cannot be reached any more: {why}")
+        return Departure(self.rank, f"A rank is no longer reachable: {why}")
 
     def _describe(self, departure: Departure) -> str:
         who = self.name(departure.rank).capitalize()
@@ -363,12 +363,14 @@ class Messages:
             self._connect(attempts.keys_of_attempt(), RECONNECTING, "to reconnect")
         except Exception as error:  # the store may be gone, or a rank
             self.decline(error, attempts.keys_of_attempt())
-            logger.info("%s has not met the other ranks again: %s.", self.name(self.rank).capitalize(), _reason(error))
+            logger.info(
+                "%s could not reconnect to the other ranks: %s.", self.name(self.rank).capitalize(), _reason(error)
+            )
             self._leave(Departure(self.rank, _reason(error)))
             return None
         try:
             wait, self.timeout = self.timeout, RECONNECTING
-            (largest,) = self.largest("again", "to go on together", float(iteration))
+            (largest,) = self.largest("again", "to continue together", float(iteration))
         except Exception:
             return None
         finally:

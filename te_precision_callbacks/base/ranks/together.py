@@ -136,7 +136,7 @@ class Ranks:
             return None
         rejoined = self.messages.tick(iteration, optimizer_steps)
         if rejoined is not None and self.leads:
-            logger.warning("The ranks have met again: statistics are reduced from iteration %d on.", rejoined)
+            logger.warning("The ranks are connected again: statistics are reduced from iteration %d on.", rejoined)
         return rejoined
 
     def end(self) -> None:
@@ -155,13 +155,13 @@ class Ranks:
     def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
         """Return the entries of all ranks, without duplicates; ``kind`` must be equal on all ranks."""
         own = list(entries)
-        why = f"to tell them: {kind}"
+        why = f"to broadcast {kind}"
         return self._exchange(f"exchanging {kind}", lambda messages: messages.pool(own, kind, why, of), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
         def added(messages: Messages) -> list[float]:
             sums = np.array(numbers, np.float64)
-            messages.merge(kind, f"to add them up: {kind}", sums, len(numbers))
+            messages.merge(kind, f"to sum {kind}", sums, len(numbers))
             return [float(number) for number in sums]
 
         return self._exchange(f"exchanging {kind}", added, list(numbers))
@@ -215,7 +215,7 @@ class Ranks:
         if self.messages is None or not self.messages.is_open:
             return False
         if self.messages.requested is None and send:
-            check = self.any("notes", "to ask whether precision has changed", own=self._note)
+            check = self.any("notes", "to check whether precision has changed", own=self._note)
             self.messages.requested = Requests(check=check)
         return bool(self.messages.requested and self.messages.requested.check) and self.are_connected
 

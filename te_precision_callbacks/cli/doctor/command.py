@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def doctor_command(
     log_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="The folder for logs that is examined. By default the current one.")
+        Path, typer.Option(metavar="DIR", help="The log folder to check. Default: the current folder.")
     ] = Path(),
     as_json: Json = False,
 ) -> None:
@@ -59,7 +59,7 @@ def _show(machine: Machine, advice: tuple[DoctorFinding, ...]) -> None:
     for name, value in machine.environment.items():
         _line(name, repr(value))
     if not machine.environment:
-        terminal.show("  none of those that change numbers")
+        terminal.show("  none that affect numerics")
     _title("Log folder")
     folder = machine.log_folder
     _line("folder", folder.path + ("" if folder.exists else ", which does not exist yet"))

@@ -80,7 +80,7 @@ def find_transformer_engine() -> TransformerEngine:
     try:
         plan = plan_launch(Backend.REFERENCE)
     except ReferenceBackendError as error:
-        return TransformerEngine(installed, "none", "no Transformer Engine that can be used", why, str(error), None)
+        return TransformerEngine(installed, "none", "no usable Transformer Engine", why, str(error), None)
     try:
         recipes = recipes_in_process(environment | plan.environment)
     except NoAnswerError as error:
@@ -209,7 +209,7 @@ def _engine_findings(engine: TransformerEngine, *, with_gpu: bool) -> Iterator[D
     if engine.backend == "none":
         yield DoctorFinding(
             "stops a run",
-            "neither the compiled Transformer Engine nor the reference backend can be used. Compiled:"
+            "neither the compiled Transformer Engine nor the reference backend is usable. Compiled:"
             f" {engine.why_not_compiled}. Reference backend: {engine.why_no_reference}",
             f"With a GPU: {COMPILED_BUILD}. Without a GPU: {install_line('reference')}. Overflow"
             " detection needs neither.",
@@ -217,8 +217,8 @@ def _engine_findings(engine: TransformerEngine, *, with_gpu: bool) -> Iterator[D
     elif engine.backend == "reference" and (with_gpu or len(engine.installed) > 1):
         yield DoctorFinding(
             "changes a run",
-            f"the compiled Transformer Engine cannot be imported: {engine.why_not_compiled}. The reference backend runs"
-            " instead where a script or te-precision run installs it, and is slow",
+            f"the compiled Transformer Engine cannot be imported: {engine.why_not_compiled}. The slow reference"
+            " backend is used instead, in scripts that install it and with te-precision run",
             f"Install the build for this torch and CUDA: {COMPILED_BUILD}",
         )
     recipes = engine.recipes
@@ -228,7 +228,7 @@ def _engine_findings(engine: TransformerEngine, *, with_gpu: bool) -> Iterator[D
         yield DoctorFinding(
             "stops a run",
             f"Transformer Engine's checks of recipes fail ({recipes.place}): {recipes.failure}",
-            "A variable with a bad value can be the reason: see the other findings.",
+            "An environment variable with an invalid value can be the cause: see the other findings.",
         )
     elif len(recipes.refusals) == len(RECIPES):
         reasons = "; ".join(dict.fromkeys(recipes.refusals.values()))
@@ -240,12 +240,12 @@ def _torch_findings(torch: Torch | str) -> Iterator[DoctorFinding]:
         yield DoctorFinding("stops a run", f"torch cannot be imported: {torch}", "Install torch again.")
         return
     for warning in torch.warnings:
-        yield DoctorFinding("changes a run", f"torch warns: {warning}", "Until this is solved, torch may see no GPU.")
+        yield DoctorFinding("changes a run", f"torch warns: {warning}", "Until this is fixed, torch may not see a GPU.")
     if torch.driver is not None and not torch.gpus and torch.visible_devices not in ("", "-1"):
         yield DoctorFinding(
             "changes a run",
-            f"there is an NVIDIA driver ({torch.driver}), but torch sees no GPU",
-            "Check CUDA_VISIBLE_DEVICES, and that torch is a build for CUDA (torch.version.cuda).",
+            f"an NVIDIA driver ({torch.driver}) is installed, but torch sees no GPU",
+            "Check CUDA_VISIBLE_DEVICES, and that torch is a CUDA build (torch.version.cuda).",
         )
 
 
@@ -253,9 +253,11 @@ def _folder_findings(folder: LogFolder) -> Iterator[DoctorFinding]:
     where = f"the log folder {folder.path}"
     if folder.why_not_writable:
         yield DoctorFinding(
-            "stops a run", f"{where} cannot be written to: {folder.why_not_writable}", "Give another one: log_dir=."
+            "stops a run", f"{where} cannot be written to: {folder.why_not_writable}", "Set log_dir= to another folder."
         )
     if folder.why_full:
         yield DoctorFinding(
-            "changes a run", f"{where}: {folder.why_full}. Tensors are not dumped", "Make room, or use another disk."
+            "changes a run",
+            f"{where}: {folder.why_full}. Tensors are not dumped",
+            "Free some space, or use another disk.",
         )

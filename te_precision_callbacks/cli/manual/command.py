@@ -42,12 +42,14 @@ def features_command(
 def statistics_command(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="List only this statistic, also with a recipe, such as mxfp8_mse."),
+        typer.Argument(
+            metavar="NAME", help="List only this statistic, optionally with a recipe prefix, such as mxfp8_mse."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """List the statistics that features collect: formula, unit, worse direction, and a line for a config."""
-    from te_precision_callbacks.config.problems import suggestion
+    from te_precision_callbacks.config.problems import nearest, suggestion
     from te_precision_callbacks.statistics.names import UnknownStatisticError, named_request, quantized_names
     from te_precision_callbacks.statistics.table import STATISTICS
 
@@ -56,7 +58,10 @@ def statistics_command(
         try:
             request = named_request(label)
         except UnknownStatisticError as error:
-            hint = suggestion(label, [*STATISTICS, *quantized_names()], known_as="The statistics are")
+            hint = (
+                suggestion(label, nearest(label, [*STATISTICS, *quantized_names()]))
+                or " List all: te-precision statistics."
+            )
             raise UnknownStatisticError(f"{error}.{hint}") from None
         features, line = _options(label, request)
         statistic = request.statistic
@@ -99,7 +104,7 @@ def _list_features(listed: tuple[FeatureEntry, ...]) -> None:
             if feature.place == place:
                 table.add_row(*map(terminal.cell, (feature.name, feature.paragraphs[0])))
         terminal.show(table)
-    terminal.show_text("The case of a name does not matter: DisableFp8Gemm is DisableFP8GEMM.")
+    terminal.show_text("Names are case-insensitive: DisableFp8Gemm is DisableFP8GEMM.")
     terminal.show_text("te-precision features NAME explains a feature.")
 
 
@@ -119,7 +124,7 @@ def _explain_feature(feature: FeatureEntry) -> None:
         terminal.show_text(f"{key.name}: {key.values}", _INDENT, hanging=_INDENT)
         facts = [f"in: {key.places}"]
         if key.required or key.default is not None:
-            facts.append("must be given" if key.required else f"default: {key.default}")
+            facts.append("required" if key.required else f"default: {key.default}")
         terminal.show_text("; ".join(facts), 2 * _INDENT)
         terminal.show_text(key.meaning, 2 * _INDENT)
     if feature.example:
@@ -136,4 +141,4 @@ def _list_statistics(listed: list[dict[str, Any]]) -> None:
             name = f"{statistic['name']} *" if statistic["is_upstream"] else statistic["name"]
             table.add_row(*map(terminal.cell, (name, statistic["formula"], statistic["unit"], statistic["worse"])))
         terminal.show(table)
-    terminal.show_text(f"{SYMBOLS} *: Transformer Engine 2.20 has it, too. docs/statistics.md has the recipes.")
+    terminal.show_text(f"{SYMBOLS} *: also in Transformer Engine 2.20. Recipe prefixes: docs/statistics.md.")

@@ -87,7 +87,7 @@ def find(name: str) -> tuple[FeatureEntry, ...]:
     entries = tuple(feature for feature in known if feature.name.casefold() == name.casefold())
     if not entries:
         hint = suggestion(name, dict.fromkeys(feature.name for feature in known), known_as="The features are")
-        raise UnknownFeatureError(f"there is no feature {name!r}.{hint}")
+        raise UnknownFeatureError(f"There is no feature {name!r}.{hint}")
     return entries
 
 
@@ -107,7 +107,7 @@ def keys_of(model: type[FeatureSchema]) -> tuple[Key, ...]:
 def _feature(name: str, namespace: str) -> FeatureEntry:
     model = schema_of(name) if namespace == NAMESPACE else None
     if model is None:
-        return FeatureEntry(name, namespace, ("Not a feature of this project: its keys are not checked.",))
+        return FeatureEntry(name, namespace, ("Not a feature of te-precision-callbacks: its keys are not checked.",))
     texts = (inspect.getdoc(model) or "").split("\n\n")
     fields = model.model_fields
     return FeatureEntry(

@@ -100,7 +100,7 @@ def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column,
     if where:
         what += f"; wrong: {', '.join(where)}"
     if kind == "rank":
-        what += f"; on rank {beside['gemm_kernel_rank_first'][at]:.0f} alone"
+        what += f"; only on rank {beside['gemm_kernel_rank_first'][at]:.0f}"
     return what
 
 
@@ -108,10 +108,18 @@ class Quantizer(_OfGemms):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for operand in "ab":
             for statistic, most, text in (
-                (f"gemm_wrong_codes_{operand}%", CODES, "{:.3g} % of the codes are not the nearest of their format"),
-                (f"gemm_wrong_scales_{operand}%", SCALES, "{:.3g} % of the scales do not follow from their amax"),
-                (f"gemm_rounding_bias_{operand}", BIAS, "stochastic rounding has a bias of {:.2g} of the distance"),
-                (f"gemm_zeros_excess_{operand}%", ZEROS, "{:.3g} % of the codes are 0 beyond those that should be"),
+                (
+                    f"gemm_wrong_codes_{operand}%",
+                    CODES,
+                    "{:.3g} % of the codes are not the nearest value of the format",
+                ),
+                (f"gemm_wrong_scales_{operand}%", SCALES, "{:.3g} % of the scales do not match their amax"),
+                (
+                    f"gemm_rounding_bias_{operand}",
+                    BIAS,
+                    "stochastic rounding has a bias of {:.2g} of the distance between neighboring values",
+                ),
+                (f"gemm_zeros_excess_{operand}%", ZEROS, "{:.3g} % more codes than expected are 0"),
             ):
                 for column in self._columns(numbers, statistic):
                     yield from self.streaks.sightings(
@@ -135,7 +143,7 @@ class Excess(_OfGemms):
                 facts,
                 column,
                 column.values > EXCESS,
-                f"the error of the GEMM {_GEMM[column.family.tensor]} is {{:.3g}} times that of its operands",
+                f"the error of the GEMM {_GEMM[column.family.tensor]} is {{:.3g}} times the error of its operands",
                 column.values,
             )
 
@@ -150,15 +158,15 @@ RULES = (
         needs="gemm_kernel_ratio of GEMMs",
         collect=_COLLECT,
         condition="gemm_kernel_ratio is above 1: of the whole product, of a row or of a column",
-        silent="rounding of the result and of the sums, as the device makes it: docs/gemm-error.md",
+        silent="rounding of the result and of the sums on this device: docs/gemm-error.md",
         severity="error",
         source="the tolerances are derived in docs/gemm-error.md; cudnn-frontend issue 981 and Primus-Turbo issue 397"
         " were such kernels",
-        why="the numbers are finite and plausible, and no statistic of a tensor shows them",
+        why="the wrong values are finite and plausible, so no statistic of a tensor shows the error",
         disproof="the same operands, multiplied in float64, give the same result",
         remedy=(
-            "Run these layers in high precision until the kernel is replaced, and report it: another version of cuBLAS,"
-            " of Transformer Engine or of the driver may not have it"
+            "Report the kernel, and run these layers in high precision until it is fixed. Another version of cuBLAS,"
+            " Transformer Engine or the driver may be correct"
         ),
         cost="the layer runs at the speed of BF16",
         judge=functools.partial(Kernel, "kernel"),
@@ -170,10 +178,11 @@ RULES = (
         needs="gemm_kernel_ratio and gemm_gain of GEMMs",
         collect=_COLLECT,
         condition=f"gemm_kernel_ratio is above 1, and gemm_gain is more than {GAIN:g} away from 1",
-        silent="rounding; a loss that is scaled, since the operands are too",
+        silent="rounding; loss scaling, because it scales the operands too",
         severity="error",
         source="TransformerEngine issue 3342: gradients of a fused grouped MLP scaled by up to 2^-7",
-        why="a scale is applied twice, not at all, or another block's is; a cosine of the two results shows nothing",
+        why="a scale is applied twice or not at all, or it is another block's scale; cosine similarity does not show"
+        " it",
         disproof="the same operands, multiplied in float64, give the same result",
         remedy="Run these layers in high precision, and report the kernel and the layout of its scales",
         cost="the layer runs at the speed of BF16",
@@ -183,58 +192,57 @@ RULES = (
         id="gemm-one-rank",
         title="a GEMM that is wrong on one rank only",
         subject="tensor",
-        needs="gemm_kernel_ratio of GEMMs, of several ranks with the same layers",
+        needs="gemm_kernel_ratio of GEMMs, on several ranks with the same layers",
         collect=_COLLECT,
-        condition="gemm_kernel_ratio is above 1 on one rank, and on no other",
+        condition="gemm_kernel_ratio is above 1 on exactly one rank",
         silent="layers that exist on some ranks only",
         severity="error",
-        source="silent data corruption is of a device: arXiv 2102.11245; the condition is ours",
-        why="the other ranks run the same kernel with the same format, so it is the device",
+        source="silent data corruption belongs to a device: arXiv 2102.11245; the condition is ours",
+        why="the other ranks run the same kernel and format without the error, so the device is faulty",
         disproof="the finding follows the rank's data to another GPU",
-        remedy="Take the GPU of this rank out of the job, and test it (dcgmi diag -r 3)",
+        remedy="Remove this rank's GPU from the job, and test it (dcgmi diag -r 3)",
         judge=functools.partial(Kernel, "rank"),
     ),
     Rule(
         id="gemm-quantizer",
-        title="codes or scales that the format would not give",
+        title="wrong codes or scales from the quantizer",
         subject="tensor",
         needs="gemm_wrong_codes, gemm_wrong_scales, gemm_rounding_bias and gemm_zeros_excess of GEMMs",
         collect=_COLLECT,
         condition=(
             f"more than {CODES:g} % of the sampled codes or {SCALES:g} % of the scales are wrong; or, with stochastic"
-            f" rounding, the bias is above {BIAS:g} of the distance between neighbouring values, or {ZEROS:g} % more"
+            f" rounding, the bias is above {BIAS:g} of the distance between neighboring values, or {ZEROS:g} % more"
             " codes than expected are 0"
         ),
         silent=(
-            "either neighbour, with stochastic rounding or half way between two; elements that are inf or"
-            " nan, the scales of their blocks, and with NVFP4 a tensor with inf"
+            "rounding to either neighbor with stochastic rounding or halfway between two values; inf and nan"
+            " elements, the scales of their blocks, and NVFP4 tensors with inf"
         ),
         severity="error",
         source="TransformerEngine pull request 3281: stochastic rounding of NVFP4 that gave zeros; the thresholds are"
         " ours",
-        why="the product of wrong codes is exact, and wrong",
-        disproof="the codes that te_precision_callbacks.base.numerics gives for the tensor are the same",
+        why="the GEMM multiplies wrong values, even if its kernel is correct",
+        disproof="te_precision_callbacks.base.numerics gives the same codes for the tensor",
         remedy=(
-            "Keep these layers in high precision or use another recipe for them, and report it. With NVFP4, try"
-            " NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True) first: its quantizer then only"
-            " rounds"
+            "Report it, and run these layers in high precision or with another recipe. With NVFP4, first try"
+            " NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)"
         ),
         judge=Quantizer,
     ),
     Rule(
         id="gemm-excess",
-        title="a product that cancels, and keeps the error of its operands",
+        title="cancellation in a product amplifies the error of its operands",
         subject="tensor",
         needs="gemm_excess of GEMMs",
         collect=_COLLECT,
         condition=f"gemm_excess is above {EXCESS:g} in {EXCESS_STEPS} collection steps in a row",
-        silent="products that cancel a little: independent operands have an excess of 1",
+        silent="products with little cancellation: independent operands have an excess of 1",
         severity="note",
         source="|dA B|^2 is the sum of the squared terms times the squared error of A, and |A B|^2 is less where terms"
         " cancel; the threshold is ours",
-        why="the operands look healthy, each in its own statistics, and the result is mostly error",
+        why="each operand looks healthy in its statistics, but the result is mostly error",
         disproof="the run with this GEMM in high precision has the same loss",
-        remedy=("Keep the GEMM in high precision (DisableQuantizationGEMM), or subtract what its rows have in common"),
+        remedy=("Keep the GEMM in high precision (DisableQuantizationGEMM), or subtract the common part of its rows"),
         cost="the GEMM runs at the speed of BF16",
         judge=Excess,
     ),

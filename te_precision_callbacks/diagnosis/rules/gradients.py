@@ -34,8 +34,8 @@ activations of healthy models, :data:`FAR_GROWN_ELSE`."""
 FAR_GROWN_ELSE = 12.0
 
 STOP_GROWTH = (
-    "Look for what makes this layer grow: the learning rate and the weight decay of its parameters, gradients that are"
-    " not clipped, a factor in its forward or its loss"
+    "Find the cause of the growth: learning rate, weight decay, missing gradient clipping, or a factor in the"
+    " forward or the loss"
 )
 
 
@@ -50,7 +50,7 @@ class DeadGradient(Judge):
 
     @property
     def why_not(self) -> str:
-        lacks = "no backward has reached a layer with statistics in a collection step" if self._lacks_backward else ""
+        lacks = "no layer with statistics had a backward in a collection step" if self._lacks_backward else ""
         return super().why_not or lacks
 
     def event(self, event: Event) -> Iterator[Sighting]:
@@ -77,7 +77,7 @@ class DeadGradient(Judge):
             names = numbers.names_of(activation)
             learns = np.array([name in facts.layers and not facts.layers[name].is_frozen for name in names])
             absent = ~np.isin(activation.layers, gradient.layers) & (activation.values != 0) & learns
-            for sighting in self._dead(numbers, facts, activation, absent, "no backward reaches the layer", "absent"):
+            for sighting in self._dead(numbers, facts, activation, absent, "the layer has no backward", "absent"):
                 yield sighting._replace(tensor="gradient")
         yield from self._dead(numbers, facts, gradient, zero, "all elements are 0", "zero")
 
@@ -173,7 +173,7 @@ class Growth(Judge):
                 column,
                 hurts | is_far,
                 holds & ~hurts & ~is_far,
-                "amax is {:.3g} times what it was at the start",
+                "amax is {:.3g} times its initial value",
                 np.exp2(grown),
             ):
                 first = numbers.names_of(column).index(sighting.layers[0])
@@ -211,26 +211,26 @@ RULES = (
         needs="cur_amax of gradients",
         collect="LogTensorStats with tensors: [activation, gradient] and stats: [cur_amax], or no config at all",
         condition=(
-            f"the gradient of a layer is 0, or no backward reaches it although it has a weight to train, in"
-            f" {DEAD_STEPS} collection steps in a row in which its activation is not 0; from step {RHYTHM} on where it"
-            " has never had one"
+            f"in {DEAD_STEPS} collection steps in a row with an activation that is not 0, the gradient of a layer is"
+            " 0, or a layer with a trainable weight has no backward. For a layer that never had a backward, only"
+            f" from step {RHYTHM} on"
         ),
         silent=(
-            f"a layer that trains in a rhythm of at most {RHYTHM} steps, as a generator; parameters that get their"
-            " gradients in other than collection steps; the first steps of LoRA and of layers that begin at 0, experts"
-            " without tokens, frozen layers, gradients with inf or nan"
+            f"layers that train periodically, at least every {RHYTHM} steps, such as a GAN's generator; layers that"
+            " train only outside of collection steps; the first steps of LoRA and of layers initialized to 0;"
+            " experts without tokens; frozen layers; gradients with inf or nan"
         ),
         severity="warning",
         source="arithmetic; the number of steps is ours",
-        why="the layer does not learn, and the loss may still fall",
+        why="the layer does not learn, although the loss may still fall",
         disproof=(
-            "the layer is meant to be frozen: then set requires_grad=False for its parameters. Or it trains only in"
-            " steps that are not due, as a generator may: freq: 1 in the config shows it"
+            "the layer is frozen on purpose (then set requires_grad=False), or trains only outside of collection"
+            " steps, like a GAN's generator (freq: 1 in the config shows it)"
         ),
         essential=True,
         remedy=(
-            "Look for a detach(), a no_grad() or a product with 0 behind the layer. If the gradient is 0 only in low"
-            " precision, keep the layers behind it in high precision"
+            "Look for detach(), no_grad() or a multiplication by 0 after the layer. If the gradient is 0 only in low"
+            " precision, keep the following layers in high precision"
         ),
         judge=DeadGradient,
     ),
@@ -240,18 +240,18 @@ RULES = (
         subject="tensor",
         needs="zeros% of wgrad",
         collect="LogTensorStats with tensors: [wgrad] and stats: [zeros%]",
-        condition=f"zeros% of wgrad is at least {ZEROS:g} in {ZEROS_STEPS} collection steps in a row, and not 100",
-        silent="activation functions such as ReLU, whose zeros are exact: hence a note",
+        condition=f"zeros% of wgrad is at least {ZEROS:g}, but below 100, in {ZEROS_STEPS} collection steps in a row",
+        silent="nothing: exact zeros of activation functions such as ReLU count too, so this is only a note",
         severity="note",
-        source="arXiv 2604.12374, 2.2: 7 % of the parameters at the end of an NVFP4 run, 3 times those of BF16",
+        source="arXiv 2604.12374, 2.2: 7 % of the parameters at the end of an NVFP4 run, 3 times as many as in BF16",
         why=(
-            "an NVFP4 run has about 3 times as many as one in BF16. Those of FC1 come from underflow in FC2's dgrad,"
-            " those of FC2 mainly from underflow in FC1's fprop"
+            "NVFP4 runs have about 3 times as many zeros as BF16 runs. FC1's zeros come from underflow in FC2's"
+            " dgrad, FC2's mainly from underflow in FC1's fprop"
         ),
-        disproof="a run in BF16 has as many",
+        disproof="a BF16 run has as many zeros",
         remedy=(
-            "Compare with a run in BF16. If the run in BF16 has fewer, keep the output projections in BF16. With NVFP4,"
-            " MXFP8 is enough for them"
+            "Compare with a BF16 run. If it has fewer zeros, keep the output projections in BF16, or with NVFP4 in"
+            " MXFP8"
         ),
         judge=ZerosInWgrad,
     ),
@@ -262,24 +262,22 @@ RULES = (
         needs="cur_amax of tensors in more than one collection step",
         collect="LogTensorStats with stats: [cur_amax], or no config at all; and a longer run",
         condition=(
-            f"amax is at least 2^{GROWTH:g} times the least of its first {BEGIN} collection steps, in"
-            f" {GROWTH_STEPS} collection steps in"
-            " a row. A note;"
-            " a warning if elements of the tensor overflow, or underflow by half of what the rule underflow takes, or"
-            f" from 2^{FAR_GROWN['weight']:g} for a weight, 2^{FAR_GROWN['gradient']:g} for a gradient and"
-            f" 2^{FAR_GROWN_ELSE:g} for other tensors"
+            f"amax is at least 2^{GROWTH:g} times its minimum over the first {BEGIN} collection steps, in"
+            f" {GROWTH_STEPS} collection steps in a row. A note. A warning if elements overflow, or half as many"
+            f" underflow as the rule underflow needs; or if the factor is at least 2^{FAR_GROWN['weight']:g} for a"
+            f" weight, 2^{FAR_GROWN['gradient']:g} for a gradient and 2^{FAR_GROWN_ELSE:g} for other tensors"
         ),
-        silent="smaller growth that loses nothing is a note: massive activations are healthy",
+        silent="nothing: growth without quantization loss is a note, because healthy models have massive activations",
         severity="warning",
         source="arXiv 2409.12517 (SwiGLU), 2402.17762 (massive activations); the threshold is ours",
         why=(
-            "outliers grow before a run in FP8 diverges, and one large element makes a scale too coarse for the other"
-            " elements that share the scale"
+            "outliers grow before an FP8 run diverges, and one large element makes the scale too coarse for all"
+            " elements that share it"
         ),
-        disproof="amax stops growing, and nothing is lost in quantization",
+        disproof="amax stops growing, and quantization loses no elements",
         remedy=(
-            "Keep the layers that read the tensor in high precision (often fc2), or lower the learning rate. With"
-            " delayed or current scaling, a recipe with a scale for each block keeps the growth from the other blocks"
+            "Keep the layers that read the tensor (often fc2) in high precision, or lower the learning rate. With"
+            " delayed or current scaling, a block recipe limits the effect to the block"
         ),
         cost="the layer runs at the speed of BF16",
         judge=Growth,

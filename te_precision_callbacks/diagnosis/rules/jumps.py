@@ -247,36 +247,36 @@ class WeightJump(Judge):
         self._last[column.family] = numbers.iteration, column._replace(values=bits), column._replace(values=change)
 
 
-_LOSS = 'session.log({"loss": ...}) in each step, with a name such as loss, train_loss or train/loss'
+_LOSS = 'session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss'
 _NORM = 'session.log({"grad_norm": ...}) in each step; the Hugging Face Trainer logs it, with logging_steps=1'
 
 RULES = (
     Rule(
         id="diverging-loss",
-        title="the loss rises far above its own noise",
+        title="the loss rises far above its noise",
         subject="model",
-        needs="the loss of at least 3 steps, as the trainer logs it",
+        needs="at least 3 steps of the logged training loss",
         collect=_LOSS,
         condition=(
-            "the last losses are far above the greatest of the 20 before: the last 2 at least 5 times, and one of them"
-            " 30 times; the last 3 at least 4 times, or 3 times with 3 before; or the last 5 at least 2.5 times, with 5"
-            " before. Or the last"
-            f" {LASTS} are above the best level (the median of {BLOCK} losses) by {SPREADS:g} times its spread (95th"
-            f" percentile less median) and by {100 * LOST:g} % of the progress since the start, or of the level where"
-            f" there is no progress. Of a loss that was 0 or negative the last {SIGNED} are {TIMES_SIGNED:g} times as"
-            " large as all of the 20 before. An error if the loss is twice its first value; else a warning"
+            "the last losses are far above the maximum of the 20 before: the last 2 by a factor of 5, one of them by"
+            " 30; the last 3 by 4, or by 3 with at least 3 losses before; or the last 5 by 2.5, with at least 5"
+            f" losses before. Or the last {LASTS} are above the best level (the median of {BLOCK} losses) by"
+            f" {SPREADS:g} times its spread (95th percentile minus median) and by {100 * LOST:g} % of the progress"
+            " since the start, or of the level if there is no progress. Or, for a loss that was 0 or negative, the"
+            f" last {SIGNED} are {TIMES_SIGNED:g} times as large in magnitude as all of the 20 before. An error if"
+            " the loss is twice its first value; else a warning"
         ),
         silent=(
-            "losses of evaluations, parts of the loss, losses of a generator or a critic; single spikes; losses that"
-            " were 0 or negative, as in reinforcement learning, have no ratios, only sizes"
+            "evaluation losses, parts of the loss, generator and critic losses; single spikes. For losses that were"
+            " 0 or negative, as in reinforcement learning, only magnitudes are compared"
         ),
         severity="error",
-        source="calibrated on trainings of small models, with docs/proof.md; the thresholds are ours",
-        why="a run whose loss has left its level seldom recovers, and all other numbers grow with it",
-        disproof="the data or the loss function have changed at that step, and the loss falls again",
+        source="calibrated on trainings of small models: docs/proof.md; the thresholds are ours",
+        why="a run whose loss has left its level seldom recovers, and its other statistics grow too",
+        disproof="the data or the loss function changed at that step, and the loss falls again",
         remedy=(
-            "Go back to a checkpoint from before, and lower the learning rate or lengthen its warmup. If the loss has"
-            " jumped in one step, look at what happened there: a restored checkpoint, overwritten weights, a bad batch"
+            "Resume from an earlier checkpoint with a lower learning rate or a longer warmup. If the loss jumped in"
+            " one step, check that step for a restored checkpoint, overwritten weights, or a bad batch"
         ),
         judge=DivergingLoss,
         essential=True,
@@ -284,22 +284,22 @@ RULES = (
     ),
     Rule(
         id="gradient-jump",
-        title="the gradient norm jumps far above those before",
+        title="the gradient norm jumps far above its earlier values",
         subject="model",
-        needs=f"the gradient norm of at least {LEAST_NORMS} steps, as the trainer logs it",
+        needs=f"at least {LEAST_NORMS} steps of the logged gradient norm",
         collect=_NORM,
         condition=(
-            f"the gradient norm is at least 2^{FACTOR:g} times the median of the last {NORMS}, and {SIGMAS:g} standard"
-            " deviations of its logarithm (from the median deviation) above it. A warning if 3 in a row are, or one is"
-            " 5,000 times the median; else a note"
+            f"the gradient norm is at least 2^{FACTOR:g} times the median of the last {NORMS}, and {SIGMAS:g}"
+            " standard deviations of its logarithm (from the median deviation) above it. A warning if 3 norms in a"
+            " row are, or if one is 5,000 times the median; else a note"
         ),
-        silent="a few large norms, which clipping takes care of, are a note",
+        silent="nothing: a few large norms, which clipping handles, are a note",
         severity="warning",
         source="OLMo 2, arXiv 2501.00656 (7 sigma of the last 1,000 steps); SPAM, arXiv 2501.06842 (5,000 times)",
-        why="a large step can undo what was learned, and low precision loses what other tensors still have",
-        disproof="the learning rate or the data have changed at that step, and the loss goes on as before",
+        why="a large step can undo what was learned",
+        disproof="the learning rate or the data changed at that step, and the loss continues as before",
         remedy=(
-            "Clip the gradient norm, or lower the learning rate. Look at the batch of that step; leave it out if it is"
+            "Clip the gradient norm, or lower the learning rate. Check the batch of that step, and skip it if it is"
             " damaged"
         ),
         judge=GradientJump,
@@ -309,17 +309,17 @@ RULES = (
         id="nonfinite-gradient-norm",
         title="the gradient norm is inf or nan",
         subject="model",
-        needs="the gradient norm, as the trainer logs it",
+        needs="the logged gradient norm",
         collect=_NORM,
         condition="the gradient norm that the trainer logs is inf or nan, and no GradScaler scales the loss",
-        silent="a GradScaler for float16, which skips such steps and lowers its scale",
+        silent="a run with a GradScaler for float16, which skips such steps and lowers its scale",
         severity="error",
         source="arithmetic",
-        why="an optimizer that steps with such gradients writes them into the weights",
-        disproof="the script skips the step, and the next norms are finite",
+        why="an optimizer step with inf or nan gradients breaks the weights",
+        disproof="the script skipped the step, and the next norms are finite",
         remedy=(
-            "Go back to a checkpoint from before, and run the steps from there with debug='activation_overflow', which"
-            " stops at the module and batch that made the first inf or nan"
+            "Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch"
+            " with the first inf or nan"
         ),
         judge=NonfiniteGradientNorm,
         consequence_of=("nonfinite-loss",),
@@ -335,15 +335,14 @@ RULES = (
             f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
             f" 2^{STEADY:g} before"
         ),
-        silent="weights that begin at 0 or small and grow; a large learning rate from the start",
+        silent="weights that grow from 0 or from small values; a learning rate that is large from the start",
         severity="warning",
         source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); the factor is ours",
-        why="an optimizer's step does not do this: something else has written the weights",
-        disproof="the script has set or rescaled the weights at that step",
+        why="an optimizer step does not do this: other code has written the weights",
+        disproof="the script set or rescaled the weights at that step",
         remedy=(
-            "Look at what writes weights between these steps: a checkpoint that is saved or restored, a gather of"
-            " sharded weights, master weights that are copied back, a quantization in place. Go back to a checkpoint"
-            " from before"
+            "Find the code that writes weights between these steps: saving or restoring a checkpoint, gathering"
+            " sharded weights, copying master weights, in-place quantization. Resume from an earlier checkpoint"
         ),
         judge=WeightJump,
     ),

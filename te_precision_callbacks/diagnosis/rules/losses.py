@@ -48,9 +48,9 @@ _CAN_OVERFLOW = ("fp8_delayed_scaling", "")
 _OF_UNKNOWN = max(UNDERFLOW.values())
 
 _REMEDY_OF_WEIGHT = (
-    "Go back to a checkpoint from before, and run the steps from there with DebugActivationOverflow(model,"
-    " parameters=True) around the training. It looks at weights too, which debug='activation_overflow' does not: a"
-    " layer in low precision may cast an inf of its weight to a finite number, so its output need not show it"
+    "Resume from an earlier checkpoint with DebugActivationOverflow(model, parameters=True) around the training."
+    " Unlike debug='activation_overflow', it also checks weights: a low-precision layer may cast an inf in its"
+    " weight to a finite value"
 )
 
 
@@ -68,7 +68,7 @@ class Nonfinite(Judge):
         for column in numbers.all("cur_amax"):
             self.saw(numbers.iteration)
             for layer in column.layers[~np.isfinite(column.values)].tolist():
-                broken[numbers.names[layer], column.family.tensor] = "it has inf or nan"
+                broken[numbers.names[layer], column.family.tensor] = "has inf or nan"
         for column in numbers.all("nonfinite_num"):
             self.saw(numbers.iteration)
             some = column.values > 0
@@ -91,7 +91,7 @@ class Nonfinite(Judge):
             if row["what"] == "nonfinite":
                 names = row["names"]
                 count = f"{many(len(names), 'parameter')} {'has' if len(names) == 1 else 'have'} inf or nan"
-                seen = f"{count} after the last step; the first is {names[0]}"
+                seen = f"{count} after the last step, first {names[0]}"
                 self._first = Sighting(layers_of(names), "", "", seen, row["since"])
                 yield self._first
 
@@ -104,14 +104,14 @@ def _where_it_began(
         first = before + 1
         steps = f"in step {iteration}" if first == iteration else f"in the steps {first} to {iteration}"
         seen = (
-            f"the weights of {weights} layers have inf or nan, so the layer where it began is not known. It arose"
-            f" {steps}: run from step {first} on again to find the layer"
+            f"the weights of {weights} layers have inf or nan, so the first layer is unknown. The values appeared"
+            f" {steps}: rerun from step {first} to find the layer"
         )
         return Sighting((), "", "nonfinite_num", seen, iteration)
     layer, tensor = min(broken, key=lambda place: facts.place(*place))
     others = len({name for name, _ in broken} - {layer})
     have = "has" if others == 1 else "have"
-    inherit = f"; {many(others, 'more layer')} {have} some in the same step" if others else ""
+    inherit = f"; {many(others, 'more layer')} {have} inf or nan in the same step" if others else ""
     remedy = _REMEDY_OF_WEIGHT if tensor == "weight" else ""
     return Sighting((layer,), tensor, "nonfinite_num", broken[layer, tensor] + inherit, iteration, remedy=remedy)
 
@@ -290,16 +290,15 @@ RULES = (
         subject="tensor",
         needs="nonfinite_num or cur_amax of tensors",
         collect="LogTensorStats with stats: [nonfinite_num], or no config at all",
-        condition="a tensor has an element that is inf or nan; the first one in order of execution is named",
-        silent="nothing: gradients scaled for FP16 are inf in steps that a GradScaler skips, and this rule names them",
+        condition="a tensor has an inf or nan element; the first such tensor in execution order is reported",
+        silent="nothing: gradients scaled for FP16 are inf in steps that a GradScaler skips, and are reported too",
         severity="error",
         source="arithmetic",
         why="inf and nan spread to all weights in the next optimizer step, and training does not recover",
-        disproof="the optimizer has skipped the step, as with a GradScaler",
+        disproof="the optimizer skipped the step, as with a GradScaler",
         remedy=(
-            "Go back to a checkpoint from before, and run the steps from there with debug='activation_overflow', which"
-            " stops at the module and batch that made the first one. For a weight, use DebugActivationOverflow(model,"
-            " parameters=True), which checks weights too"
+            "Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch"
+            " with the first inf or nan. For a weight, use DebugActivationOverflow(model, parameters=True)"
         ),
         judge=Nonfinite,
         essential=True,
@@ -315,18 +314,18 @@ RULES = (
             f" {OVERFLOW_STEPS} collection steps in a row, each at least {FALLING:g} times the one before"
         ),
         silent=(
-            "single steps in which the amax of delayed scaling has grown, which the next scale covers; LoRA at its"
-            " start; few elements; steps in which the tensor has inf or nan"
+            "single steps in which amax grows under delayed scaling, because the next scale fits again; the first"
+            " steps of LoRA; few elements; steps in which the tensor has inf or nan"
         ),
         severity="warning",
         source="arXiv 2605.26189: a stale amax saturates, invisible in the loss; the threshold is ours",
-        why="the largest elements are clipped to the largest code, and they matter most to the product",
-        disproof="a run with current scaling has the same loss",
+        why="the largest elements, which matter most to the product, are clipped",
+        disproof="a run with current scaling reaches the same loss",
         remedy=(
-            "Use Float8CurrentScaling or a block recipe, whose scale fits each step; or shorten amax_history_len, or"
+            "Use Float8CurrentScaling or a block recipe, whose scales fit each step; or shorten amax_history_len, or"
             " set a margin"
         ),
-        cost="current scaling reads each tensor once more, for its amax",
+        cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
         judge=Overflow,
         essential=True,
@@ -334,7 +333,7 @@ RULES = (
     ),
     Rule(
         id="underflow",
-        title="elements that round to 0 carry a part of the tensor's norm",
+        title="elements that round to 0 carry a relevant part of the tensor's norm",
         subject="tensor",
         needs="underflows%, scale_inv_max and std of quantized tensors",
         collect=(
@@ -342,27 +341,27 @@ RULES = (
             " config at all"
         ),
         condition=(
-            f"the elements that round to 0 may carry at least {100 * LOST_NORM:g} % of the squared norm, in"
-            f" {UNDERFLOW_STEPS} collection steps in a row: their number times the square of the smallest code, or mse,"
-            " over the square of std. With a scale for each block, or where std is not known, underflows% must be at"
-            " least "
+            f"in {UNDERFLOW_STEPS} collection steps in a row, the elements that round to 0 may carry at least"
+            f" {100 * LOST_NORM:g} % of the squared norm (estimated as their number times the square of the smallest"
+            " code, or as mse, divided by the square of std). With a scale for each block, or without std,"
+            " underflows% must be at least "
             + ", ".join(f"{most:g} ({name})" for name, most in UNDERFLOW.items())
             + ". A note if as many elements carry less of the norm"
         ),
         silent=(
-            "the first step of delayed scaling, which has no scale yet; zeros themselves, which lose nothing; steps in"
-            " which the tensor has inf or nan, which its scale may follow"
+            "the first step of delayed scaling, which has no scale yet; elements that are already 0; steps in which"
+            " the tensor has inf or nan, which may distort its scale"
         ),
         severity="warning",
         source=(
-            "no threshold is published; ours, calibrated on healthy runs. Of the gradient of a tied head 96 % of the"
-            " elements may round to 0, with 8e-12 of the squared norm"
+            "no threshold is published; ours, calibrated on healthy runs. In the gradient of a tied head 96 % of the"
+            " elements may round to 0, with only 8e-12 of the squared norm"
         ),
-        why="elements that round to 0 are missing from the product",
-        disproof="the same layers in BF16 train to the same loss",
+        why="elements that round to 0 do not contribute to the product",
+        disproof="a run with these layers in BF16 reaches the same loss",
         remedy=(
-            "Keep these layers, or the first of them, in high precision. With delayed or current scaling, a recipe with"
-            " a scale for each block loses less. With NVFP4, MXFP8 loses less"
+            "Keep these layers, or the first of them, in high precision. Or use a recipe that loses less: a block"
+            " recipe instead of delayed or current scaling, MXFP8 instead of NVFP4"
         ),
         cost="the layer runs at the speed of BF16",
         judge=Underflow,

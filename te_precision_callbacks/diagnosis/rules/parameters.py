@@ -49,26 +49,26 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
     },
     "frozen-weight": {
         "unchanged": _Kind(
-            "{names}: not a single bit changed in {number:.0f} sampled optimizer steps that should have changed it"
+            "{names}: no bit changed in {number:.0f} sampled optimizer steps that should have changed it"
         ),
         "unstepped": _Kind(
             "no optimizer of the model has stepped with a learning rate above 0 in {number:.0f} steps, since step"
             " {since}",
-            "Check why the loop no longer calls optimizer.step(), or whether the scheduler ends too early: it may count"
-            " micro-batches. A GradScaler skips steps with inf or nan",
+            "Check whether the loop still calls optimizer.step(), and whether the learning-rate scheduler ends too"
+            " early, for example by counting micro-batches. A GradScaler skips steps with inf or nan",
             "warning",
         ),
         "zeroed": _Kind(
             "all sampled gradient elements of {names}, and of nearly all other weights, were 0 at {number:.0f} sampled"
             " optimizer steps",
-            "Look for a zero_grad() between backward() and the optimizer's step, and for a loss or gradient that is"
-            " multiplied by 0",
+            "Look for zero_grad() between backward() and the optimizer step, and for a loss or gradient multiplied"
+            " by 0",
             "warning",
         ),
         "still": _Kind(
             "almost no elements of {names}, and of nearly all other weights, changed in {number:.0f} steps",
-            "Check the learning rate and the scale of the loss. Look for gradients that are removed before the"
-            " optimizer's step, and for code that restores old weights",
+            "Check the learning rate and the loss scale. Look for code that removes gradients before the optimizer"
+            " step or restores old weights",
             "warning",
         ),
         "apart": _Kind(
@@ -140,7 +140,7 @@ def layers_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names if name))
 
 
-_NEEDS = "steps of an optimizer of torch.optim's class"
+_NEEDS = "steps of a torch.optim optimizer"
 _COLLECT = "at least 6 steps of the optimizer, each followed by the session's step()"
 
 RULES = (
@@ -151,24 +151,25 @@ RULES = (
         needs=f"at least 6 {_NEEDS}, or a gradient for each of its parameters",
         collect=_COLLECT,
         condition=(
-            "a parameter receives no gradient in 6 steps of its optimizer; in 64 steps if its module does not run and a"
-            " similar parameter has a gradient. Or a parameter that had gradients receives none in 8 steps in which its"
-            " module runs, and in twice as many as ever before. Or a parameter has gradients, and no optimizer of the"
-            " process contains it. A parameter with requires_grad=False in an optimizer is a note"
+            "a parameter receives no gradient in 6 steps of its optimizer, or in 64 steps if its module does not run"
+            " while a similar parameter has a gradient. Or a parameter that had gradients receives none in 8 steps"
+            " in which its module runs, twice its longest gap so far. Or a parameter has gradients, and no optimizer"
+            " of the process contains it. A parameter with requires_grad=False in an optimizer is a note"
         ),
         silent=(
-            "frozen parameters and copies, such as an EMA, outside of optimizers; optimizers that step less often than"
-            " others; gradients that are 0, or removed before the optimizer step"
+            "frozen parameters, and copies such as an EMA, that are not in an optimizer; optimizers that step less"
+            " often than others; gradients that are 0, or removed before the optimizer step"
         ),
         severity="warning",
         source="Megatron-LM issue 4765, TransformerEngine pull requests 3178 and 3234; the numbers of steps are ours",
         why="the parameter does not train, although the loss may still fall",
         disproof=(
-            "the parameter is unused or fixed on purpose: then set requires_grad=False, and drop it from the optimizer"
+            "the parameter is unused or fixed on purpose: then set requires_grad=False, and remove it from the"
+            " optimizer"
         ),
         remedy=(
-            "Look for a detach() or no_grad() after the layer, a tensor passed by keyword through te.checkpoint (pass"
-            " it by position, or use_reentrant=False), or a module that forward() no longer calls"
+            "Look for detach() or no_grad() after the layer, a keyword tensor in te.checkpoint (pass it by position,"
+            " or set use_reentrant=False), or a module that forward() no longer calls"
         ),
         judge=functools.partial(ParameterRule, "missing-gradient"),
         essential=True,
@@ -177,29 +178,28 @@ RULES = (
         id="frozen-weight",
         title="a weight does not change, or does not follow its master weight",
         subject="layer",
-        needs="some sampled steps of an optimizer of torch.optim's class",
+        needs="some sampled steps of a torch.optim optimizer",
         collect=_COLLECT,
         condition=(
-            "a weight with gradients is unchanged, bit for bit, after 3 sampled steps within at least 6 steps, although"
-            " an update of the size of the learning rate is at least 4 units in the last place of a sampled element. Or"
-            " at least 1 % of its sampled elements differ from the optimizer's float32 master weight by more than"
-            " rounding, in 2 consecutive checks. A warning if optimizers that have stepped do not step in 20 steps, or"
-            " with a learning rate of 0, if"
-            " the sampled gradients of at least 90 % of the matrices are 0 in 3 consecutive sampled steps within at"
-            " least 6 steps, or if at most 5 % of the sampled elements of at least 90 % of the float32 matrices change"
-            " in at least 6 steps"
+            "a weight with gradients is bit-identical after 3 sampled steps within at least 6 steps, although an"
+            " update as large as the learning rate would be at least 4 units in the last place of a sampled element."
+            " Or at least 1 % of its sampled elements differ from the optimizer's float32 master weight by more than"
+            " rounding, in 2 consecutive checks. A warning if optimizers that stepped before do not step, or step"
+            " with a learning rate of 0, for 20 steps; if the sampled gradients of at least 90 % of the matrices are"
+            " 0 in 3 consecutive sampled steps within at least 6 steps, or if at most 5 % of the sampled elements of"
+            " at least 90 % of the float32 matrices change in at least 6 steps"
         ),
         silent=(
-            "updates of 16-bit weights that are lost in rounding (see lost-updates); frozen weights; steps that a"
-            " GradScaler skips; sharded master weights, and master weights not in float32, which are not compared"
+            "updates of 16-bit weights lost in rounding (see lost-updates); frozen weights; steps that a GradScaler"
+            " skips; master weights that are sharded or not in float32, which are not compared"
         ),
         severity="error",
         source="Megatron-LM issues 2272, 4800, 5236, 5487, 5707 and 6754; the thresholds are ours",
-        why="the forward computes with weights that the training does not change",
+        why="the forward uses weights that the training does not change",
         disproof="the weight is fixed on purpose: then set requires_grad=False",
         remedy=(
-            "Look for a copy of the weight that the optimizer updates instead, for example because the model was"
-            " converted or moved after the optimizer was created, and for code that restores old weights"
+            "Check whether the optimizer updates a copy of the weight, for example because the model was converted"
+            " or moved after creating the optimizer. Look for code that restores old weights"
         ),
         judge=functools.partial(ParameterRule, "frozen-weight"),
         essential=True,
@@ -209,7 +209,7 @@ RULES = (
         id="kept-gradient",
         title="gradients are not cleared between optimizer steps",
         subject="model",
-        needs="3 sampled steps of an optimizer of torch.optim's class, each followed by a backward",
+        needs="3 sampled steps of a torch.optim optimizer, each followed by a backward",
         collect=_COLLECT,
         condition=(
             "the gradient of one matrix for each optimizer is not 0 each time that another is added to it between two"
@@ -233,23 +233,22 @@ RULES = (
         needs="a session on several ranks that reduce statistics together, and parameters that are not sharded",
         collect=_COLLECT,
         condition=(
-            "the checksum of about 1,000 elements of a parameter differs between ranks by more than 1e-6 of their"
-            " absolute values, although it was equal on all ranks before the first step, or DistributedDataParallel"
-            " wraps the model on all ranks"
+            "the checksum of about 1,000 elements of a parameter differs between ranks by more than 1e-6 relative to"
+            " their absolute values, although it was equal before the first step, or although"
+            " DistributedDataParallel wraps the model"
         ),
         silent=(
-            "DTensors, FSDP, tensor-parallel shards, experts, DeepSpeed ZeRO 3; parameters that differ before the first"
-            " step, and constants if other parameters differ then"
+            "DTensors, FSDP, tensor-parallel shards, experts, DeepSpeed ZeRO 3; parameters that differ before the"
+            " first step, and constant parameters if others differ then"
         ),
         severity="error",
         source="transformers issue 48205, TransformerEngine pull request 2698; arithmetic",
-        why="each rank computes gradients for a different model, and their mean is correct for no rank",
+        why="each rank computes gradients for a different model, so their mean is wrong for all ranks",
         disproof="the ranks average weights only every few steps, as local SGD does",
         remedy=(
-            "Average the gradients of the parameter over all ranks before the optimizer step: for norms with sequence"
-            " parallelism by an all-reduce over the tensor-parallel group, for routers over the expert-parallel group."
-            " With a distributed optimizer, check that each rank receives the weights that the others updated. Then"
-            " load a checkpoint on all ranks"
+            "All-reduce the gradients before the optimizer step: for norms under sequence parallelism over the"
+            " tensor-parallel group, for routers over the expert-parallel group. A distributed optimizer must gather"
+            " all updated weights. Then load a checkpoint on all ranks"
         ),
         judge=functools.partial(ParameterRule, "replicas-differ", on_several_ranks=True),
         essential=True,
@@ -270,9 +269,7 @@ RULES = (
         source="arithmetic",
         why="each rank trains a separate model on its part of the data",
         disproof="the ranks average weights only every few steps, as local SGD does",
-        remedy=(
-            "Wrap the model with torch.nn.parallel.DistributedDataParallel or FSDP, or let accelerator.prepare() do so"
-        ),
+        remedy=("Wrap the model in torch.nn.parallel.DistributedDataParallel or FSDP, or call accelerator.prepare()"),
         judge=functools.partial(ParameterRule, "no-reduction", on_several_ranks=True),
     ),
 )

@@ -62,13 +62,13 @@ class Hole(Judge):
         self._low |= {layer.name for layer in facts.layers.values() if "fprop" in layer.low}
         groups = group_by_key(((layer.reasons["fprop"], layer.since), layer.name) for layer in left)
         for (reason, since), names in groups.items():
-            seen = f"ran in high precision, after steps in low precision: {_in_words(*reason)}"
+            seen = f"ran in high precision after steps in low precision: {_in_words(*reason)}"
             yield Sighting(tuple(names), "", "", seen, since, key=f"left {reason[0]} {since}")
 
 
 def _in_words(reason: str, exactly: str) -> str:
     text = Reason[reason].value if reason in Reason.__members__ else reason
-    return f"{text} ({exactly})" if exactly and exactly != text else text
+    return exactly or text if exactly in ("", text, "runs inside te.autocast(enabled=False)") else f"{text} ({exactly})"
 
 
 def _is_hole(layer: LayerFacts) -> bool:
@@ -106,7 +106,7 @@ class NoLowPrecision(Judge):
         of_te = [layer for layer in facts.layers.values() if layer.is_of_te and layer.reasons]
         ends_in_high = self._has_low and of_te and not any(layer.low for layer in facts.layers.values())
         if ends_in_high and all(layer.is_explicit for layer in of_te):  # else the rule hole names the layers
-            seen = "the last steps run in high precision, and earlier ones ran in low precision"
+            seen = "the last steps ran in high precision, earlier steps in low precision"
             yield Sighting((), "", "", seen, None, "note")
 
     def _sighting(self, facts: Facts) -> Iterator[Sighting]:
@@ -118,7 +118,7 @@ class NoLowPrecision(Judge):
         reasons = Counter(reason for layer in of_te or ran for reason in layer.reasons.values())
         name, exactly = reasons.most_common(1)[0][0]
         reason = Reason[name] if name in Reason.__members__ else Reason.UNKNOWN
-        why = f"{reason.value} ({exactly})" if exactly and exactly != reason.value else reason.value
+        why = _in_words(reason.name, exactly)
         though = f", although {expected}" if expected else ""
         layers = many(len(of_te), "Transformer Engine layer") if of_te else "no Transformer Engine layer"
         seen = f"no product runs in low precision{though}; {layers}: {why}"
@@ -139,7 +139,7 @@ class Recomputed(Judge):
             if any(name == Reason.RECOMPUTED.name for name, _ in layer.reasons.values())
         ]
         if layers:
-            seen = "the forward runs in low precision, and the backward does not: " + Reason.RECOMPUTED.value
+            seen = "the forward runs in low precision, the backward does not: " + Reason.RECOMPUTED.value
             yield Sighting(tuple(layers), "", "", seen, None)
 
 
@@ -192,56 +192,56 @@ RULES = (
         id="hole",
         title="a layer in high precision among similar layers in low precision",
         subject="layer",
-        needs="the precision of each product, which every session has",
+        needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition=(
-            "a layer's forward GEMM runs in high precision. Either the layer ran in low precision in earlier steps, or"
-            f" at least {LEAST_LOW} layers with the same name but for numbers, and more than run in high precision, run"
-            " in low precision. A note if most of them run outside of te.autocast"
+            "a layer's forward GEMM runs in high precision, although it ran in low precision in earlier steps, or"
+            f" although most similar layers (same name up to numbers; at least {LEAST_LOW}) run in low precision. A"
+            " note if most of the similar layers run outside of te.autocast"
         ),
         silent=(
-            "layers that a section of the config, the recipe or te.autocast(enabled=False) keeps in high precision; the"
-            " first and the last of layers with the same name but for numbers"
+            "layers that a section of the config, the recipe or te.autocast(enabled=False) keeps in high precision;"
+            " the first and the last of the similar layers"
         ),
         severity="warning",
         source="ours",
-        why="the run is slower than planned, and a comparison with BF16 says less than it seems to",
-        disproof="the layer was left out on purpose, by code that the session cannot see",
-        remedy="Do what the reason says: make it a Transformer Engine layer, or call it inside of te.autocast",
+        why="the run is slower than planned, and a comparison with BF16 is misleading",
+        disproof="the layer is in high precision on purpose, set by code that the session does not see",
+        remedy="Fix the reason given: replace the layer with a Transformer Engine layer, or call it inside te.autocast",
         judge=Hole,
     ),
     Rule(
         id="no-low-precision",
         title="nothing runs in low precision",
         subject="model",
-        needs="the precision of each product, which every session has",
+        needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition=(
-            f"no product runs in low precision in the first {LEAST_STEPS} collection steps or by the end. A warning if"
-            " low precision is expected: by the trainer's settings, or by a region of te.autocast(enabled=True) that no"
-            " layer runs in; else a note"
+            f"no product runs in low precision in the first {LEAST_STEPS} collection steps or by the end. A warning"
+            " if the trainer's settings, or a te.autocast(enabled=True) without layers in it, show that low"
+            " precision is expected; else a note"
         ),
-        silent="models without Transformer Engine layers, unless the trainer was to convert them",
+        silent="models without Transformer Engine layers, unless the trainer was asked to convert them",
         severity="warning",
         source="accelerate#2597, LLaMA-Factory#9500, axolotl#3323: runs in BF16 that were meant to be FP8",
-        why="the run has the cost and the numbers of high precision",
-        disproof="the run is a baseline in high precision on purpose",
+        why="the run has the speed and the numerics of high precision",
+        disproof="the run is a high-precision baseline",
         remedy="Run the forward inside te.autocast(enabled=True, recipe=...)",
         judge=NoLowPrecision,
         essential=True,
     ),
     Rule(
         id="recomputed",
-        title="a backward in high precision after a checkpointed forward",
+        title="the backward of a checkpointed layer runs in high precision",
         subject="layer",
-        needs="the precision of each product, which every session has",
+        needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition="a reentrant checkpoint recomputes the forward of a layer outside of te.autocast",
         silent="checkpoints that recompute under the recipe",
         severity="warning",
-        source="torch.utils.checkpoint restores torch's autocast and not Transformer Engine's",
-        why="two of three products run in high precision, and the scales of delayed scaling are not updated by them",
-        disproof="the backward is meant to run in high precision",
+        source="torch.utils.checkpoint restores torch's autocast, but not Transformer Engine's",
+        why="dgrad and wgrad run in high precision, and do not update the scales of delayed scaling",
+        disproof="the backward runs in high precision on purpose",
         remedy=_remedy(Reason.RECOMPUTED),
         judge=Recomputed,
     ),
@@ -255,9 +255,9 @@ RULES = (
         silent="FP8 block scaling, for which one user found HYBRID better (NVIDIA/TransformerEngine#2754)",
         severity="warning",
         source="NVIDIA-NeMo/Megatron-Bridge#638: training diverged; arXiv 2506.08027: E4M3 everywhere",
-        why="with a scale for 32 elements the range of E4M3 is enough, and E5M2 has one bit of mantissa less",
+        why="with a scale per 32 elements, E4M3 has enough range, and E5M2 has one mantissa bit less",
         disproof="a run with Format.E4M3 has the same loss",
-        remedy="MXFP8BlockScaling(fp8_format=Format.E4M3), the default of the recipe",
+        remedy="Use MXFP8BlockScaling(fp8_format=Format.E4M3), the default of the recipe",
         recipes=("mxfp8",),
         judge=Mxfp8Hybrid,
     ),
@@ -265,14 +265,14 @@ RULES = (
         id="nvfp4-tail",
         title="NVFP4 in the last layers",
         subject="model",
-        needs="the precision of each product, which every session has",
+        needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition=f"all of the last {100 * TAIL:g} % of the layers, in order of execution, run in NVFP4",
         silent="nothing: a note",
         severity="note",
         source="arXiv 2509.25149: a 12B model kept its first 2 and last 8 blocks in BF16; the last 4 suffice",
         why="long runs with NVFP4 in all linear layers diverged",
-        disproof="short runs and fine-tuning need not show it",
+        disproof="the run is short or a fine-tuning: these may not show the problem",
         remedy="Keep the last layers in BF16 or MXFP8: DisableFP8Layer, or a region of te.autocast",
         cost="these layers run at the speed of BF16",
         recipes=("nvfp4",),
@@ -282,7 +282,7 @@ RULES = (
         id="bf16-state",
         title="optimizer state or gradients in bfloat16",
         subject="model",
-        needs="the types of what the optimizer keeps, after its first step",
+        needs="the dtypes of the optimizer state after the first step",
         collect="a session over at least one step of a torch optimizer of the model",
         condition=(
             f"optimizer state in bfloat16; gradients accumulated or reduced in it over {MANY} micro-batches or more"
@@ -292,10 +292,10 @@ RULES = (
         source=(
             "Nemotron 3 Ultra: gradients of the output layer accumulated in BF16 were a large run's first divergence"
         ),
-        why="runs that seem to diverge in FP8 often lose small updates there",
+        why="runs that seem to diverge in FP8 often lose small updates in this state",
         disproof="the same run with float32 state has the same loss",
         remedy="Keep optimizer state, main_grad and reductions in float32",
-        cost="memory: two bytes more for each number",
+        cost="memory: two more bytes per element",
         judge=LowPrecisionState,
     ),
 )

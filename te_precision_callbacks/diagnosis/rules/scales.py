@@ -123,9 +123,8 @@ class ScaleNeverUpdated(_OfScaleAndAmax):
 
 
 _REMEDY_OF_GRADIENT = (
-    "Let a gradient reach the first layer that runs inside of te.autocast: Transformer Engine updates the scales of all"
-    " gradients in the backward of this layer. If a detach() follows it on purpose, run it in a te.autocast of its own,"
-    " or with te.autocast(enabled=False), or set requires_grad=False for its parameters. Or use Float8CurrentScaling"
+    "Make sure that the first layer inside te.autocast has a backward, which updates the scales of all gradients. If"
+    " a detach() after it is on purpose, run it in a separate te.autocast, or freeze it. Or use Float8CurrentScaling"
 )
 
 
@@ -182,7 +181,7 @@ class StaleScale(_OfScaleAndAmax):
                 facts,
                 scales,
                 rises,
-                "amax rises, and is {:.3g} times the range of its scale",
+                "amax rises and is {:.3g} times the range of its scale",
                 np.exp2(-above),
                 tells=risen & ~small,
                 key="rising",
@@ -230,7 +229,7 @@ class ScalesDiffer(Judge):
                 largest,
                 far,
                 (apart > 0) & ~far,
-                "the largest scale of a rank is {:.4g} times the least of another",
+                "the largest scale of one rank is {:.4g} times the smallest scale of another",
                 np.exp2(apart),
             )
 
@@ -263,24 +262,22 @@ RULES = (
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect=_COLLECT,
         condition=(
-            f"in all collection steps, at least {UNMOVED_STEPS}, the scale is 1, its initial value; or it never changes"
-            f" although amax has been 2^{TOO_SMALL:g} times its range"
+            f"in all collection steps (at least {UNMOVED_STEPS}) the scale is 1, its initial value; or the scale"
+            f" never changes although amax was 2^{TOO_SMALL:g} times its range"
         ),
         silent=(
-            "the first step, which has no scale yet; a scale that stays where the largest amax of its history was;"
-            " weights with a constant amax, which may be frozen; tensors that are 0, such as those of experts"
-            " without tokens"
+            "the first step, which has no scale yet; a scale held by the largest amax in the history; weights with a"
+            " constant amax, such as frozen ones; tensors that are 0, such as those of experts without tokens"
         ),
         severity="warning",
         source="NVIDIA/TransformerEngine#3456 (gradients) and #3284 (te.autocast inside of te.checkpoint)",
         why=("with a scale of 1 the format covers one fixed range, in which small gradients and weights round to 0"),
-        disproof="amax is always the largest number of the format, for which the scale is 1",
+        disproof="amax always equals the format's maximum, so a scale of 1 is correct",
         remedy=(
-            "Transformer Engine updates these scales when the outermost te.autocast ends, if it and gradients are"
-            " enabled. Enter te.autocast around te.checkpoint, not inside the checkpointed function, which a reentrant"
-            " checkpoint runs without gradients; and not inside te.autocast(enabled=False). Or use Float8CurrentScaling"
+            "Enter te.autocast around te.checkpoint, not inside the checkpointed function (a reentrant checkpoint"
+            " runs it without gradients), and not inside te.autocast(enabled=False). Or use Float8CurrentScaling"
         ),
-        cost="current scaling reads each tensor once more, for its amax",
+        cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
         judge=ScaleNeverUpdated,
         essential=True,
@@ -294,10 +291,9 @@ RULES = (
         collect=_COLLECT,
         condition=(
             f"amax is at least 2^{FAR:g} times the range of the scale in {TOO_SMALL_STEPS} collection steps in a row,"
-            f" or 2^{TOO_SMALL:g} times with as many overflows as the rule overflow needs; or 2^{RISING:g} times while"
-            f" it rises by 2^{RISEN:g} in all, except for weights; or the range is at least"
-            f" 2^{TOO_LARGE:g} times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} collection steps in a"
-            " row"
+            f" or 2^{TOO_SMALL:g} times with as many overflows as the rule overflow needs, or (except for weights)"
+            f" 2^{RISING:g} times while it rises by 2^{RISEN:g} in total. Or the range is at least 2^{TOO_LARGE:g}"
+            f" times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} collection steps in a row"
         ),
         silent=(
             "the first step, which has no scale yet; the growth of gradients in the first steps of a healthy run, which"
@@ -306,13 +302,13 @@ RULES = (
         ),
         severity="warning",
         source="arXiv 2605.26189 (a stale amax); the thresholds are ours, calibrated on planted spikes",
-        why="until a spike has left the amax history, small elements round to 0",
-        disproof="underflows% falls when the history has passed the spike",
+        why="until a spike leaves the amax history, small elements round to 0",
+        disproof="underflows% falls once the spike has left the history",
         remedy=(
-            "Use amax_compute_algo='most_recent' or Float8CurrentScaling; a shorter amax_history_len ends it earlier."
-            " Where amax keeps rising, look for the cause of the growth"
+            "Use amax_compute_algo='most_recent', a shorter amax_history_len, or Float8CurrentScaling. If amax keeps"
+            " rising, look for the cause of the growth"
         ),
-        cost="current scaling reads each tensor once more, for its amax",
+        cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
         judge=StaleScale,
         essential=True,
@@ -320,7 +316,7 @@ RULES = (
     ),
     Rule(
         id="scales-differ",
-        title="the scale of delayed scaling differs by rank",
+        title="the scale of delayed scaling differs between ranks",
         subject="tensor",
         needs="scale_inv_min and scale_inv_max of delayed scaling, reduced over ranks, with one micro-batch in a step",
         collect=(
@@ -332,8 +328,8 @@ RULES = (
             f" 2^{APART:g} or more, else a note"
         ),
         silent=(
-            "current and block scaling, whose scales are each rank's own; the first step, which has no scale yet; steps"
-            " of several micro-batches, after each of which a rank gets new scales"
+            "current and block scaling, where each rank has local scales; the first step, which has no scale yet;"
+            " steps with several micro-batches, each of which updates the scales"
         ),
         severity="warning",
         source=(
@@ -341,18 +337,18 @@ RULES = (
             " steps; the threshold is ours"
         ),
         why=(
-            "ranks round the same weights differently, and what tensor-parallel ranks gather in FP8 has one scale for"
-            " all"
+            "ranks round the same weights differently, and FP8 tensors that tensor-parallel ranks gather need one"
+            " common scale"
         ),
         disproof=(
-            "the group is smaller on purpose, as with Megatron's tp_only_amax_red, or the ranks have different layers"
-            " under one name"
+            "the group is smaller on purpose, as with Megatron's tp_only_amax_red, or the ranks have different"
+            " layers with the same name"
         ),
         remedy=(
             "Pass a group with all data-parallel and tensor-parallel ranks as te.autocast(amax_reduction_group=...), in"
             " Megatron get_amax_reduction_group(); keep reduce_amax=True"
         ),
-        cost="one all-reduce of some numbers for each layer in each forward and backward",
+        cost="one small all-reduce per layer in each forward and backward",
         recipes=("fp8_delayed_scaling",),
         judge=ScalesDiffer,
     ),

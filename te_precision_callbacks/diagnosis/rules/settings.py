@@ -16,7 +16,7 @@ class LossScaling(Judge):
             return
         self.judged = True
         if settings.loss_is_scaled and not settings.float16 and not _has_float16(facts):
-            yield Sighting((), "", "", "a GradScaler scales the loss, and nothing is computed in float16", None)
+            yield Sighting((), "", "", "a GradScaler scales the loss, but nothing runs in float16", None)
 
 
 def _has_float16(facts: Facts) -> bool:
@@ -44,8 +44,8 @@ class AmaxReduction(Judge):
             if outside:
                 over = f"over {many(row['ranks'], 'rank')}" if row["reduced"] else "over no other rank"
                 seen = (
-                    f"amaxes are reduced {over}, without {outside} of the {row['tensor_parallel']} ranks that share the"
-                    " layer by tensor parallelism"
+                    f"amaxes are reduced {over}, but not over {outside} of the {row['tensor_parallel']}"
+                    " tensor-parallel ranks of the layer"
                 )
                 yield Sighting(layers, "", "", seen, None, "warning", key="tensor parallel")
             elif not row["reduced"]:
@@ -77,8 +77,8 @@ RULES = (
         needs="the scalers that step the model's optimizers, and the types of the first step",
         collect=_COLLECT,
         condition=(
-            "torch's GradScaler, not disabled, steps an optimizer of the model, and no layer, weight, gradient or"
-            " operand is in float16"
+            "an enabled torch GradScaler steps an optimizer of the model, but no layer, weight, gradient or operand"
+            " is in float16"
         ),
         silent="GradScaler(enabled=False); scalers of other models; any float16 in the model",
         severity="warning",
@@ -87,11 +87,12 @@ RULES = (
             " pytorch/pytorch#98828: a scale that is never lowered grows until it is inf"
         ),
         why=(
-            "bfloat16 and FP8 with scales do not need it. It doubles the gradient every 2,000 steps, which saturates"
-            " delayed scaling for a step, and it can skip steps of the optimizer silently"
+            "bfloat16 and FP8 do not need loss scaling. The scaler doubles the gradients every 2,000 steps, which"
+            " saturates delayed scaling for a step, and can silently skip optimizer steps"
         ),
-        disproof="a part of the model that the session does not see computes in float16",
-        remedy="Remove the scaler, or make it with GradScaler(enabled=False); in Lightning use precision='bf16-mixed'",
+        disproof="a part of the model that the session does not observe runs in float16",
+        remedy="Remove the scaler, or create it with GradScaler(enabled=False); in Lightning use"
+        " precision='bf16-mixed'",
         judge=LossScaling,
     ),
     Rule(
@@ -104,22 +105,22 @@ RULES = (
             "tensor-parallel ranks of a layer are not in its amax reduction group, or reduce_amax=False: a warning."
             " Other ranks with the layer are not in the group, or reduce_amax=False without tensor parallelism: a note"
         ),
-        silent="one rank; other recipes; groups that leave out stages of a pipeline or other experts",
+        silent="single-rank runs; other recipes; groups without other pipeline stages or other experts",
         severity="warning",
         source=(
             "NVIDIA/Megatron-LM#442: the data-parallel group alone diverged after some 1,000 steps, with 8"
             " tensor-parallel ranks; AMD-AGI/Primus#669 reduces nothing without tensor parallelism, for speed"
         ),
         why=(
-            "each rank quantizes with its own scales. Tensor-parallel ranks gather tensors in FP8 and read them with"
-            " one scale; data-parallel ranks round the same weights differently"
+            "each rank quantizes with local scales, but tensor-parallel ranks read gathered FP8 tensors with one"
+            " scale, and data-parallel ranks round the same weights differently"
         ),
-        disproof="the rule scales-differ finds nothing",
+        disproof="the rule scales-differ has no finding",
         remedy=(
             "Keep reduce_amax=True, and pass a group with all data-parallel and tensor-parallel ranks as"
             " te.autocast(amax_reduction_group=...), in Megatron get_amax_reduction_group()"
         ),
-        cost="one all-reduce of some numbers for each forward and each backward",
+        cost="one small all-reduce in each forward and backward",
         recipes=("fp8_delayed_scaling",),
         judge=AmaxReduction,
     ),
@@ -127,21 +128,21 @@ RULES = (
         id="ignored-argument",
         title="an argument of the recipe has no effect",
         subject="config",
-        needs="the recipes with which layers have quantized",
+        needs="the recipes that layers used",
         collect=_COLLECT,
         condition=(
             "an argument of a recipe is not at its default, and nothing in Transformer Engine 2.20 reads it for this"
             " recipe and these layers"
         ),
-        silent="arguments at their default; names that the recipe does not have, which leave no trace",
+        silent="arguments at their default; unknown argument names, which leave no trace",
         severity="warning",
         source=(
-            "read from Transformer Engine 2.20.2, and most of it run: same bits with and without. The table with the"
-            " places: te_precision_callbacks/instrumentation/recipe_arguments.py"
+            "read from Transformer Engine 2.20.2, most also tested: bit-identical with and without. Table:"
+            " te_precision_callbacks/instrumentation/recipe_arguments.py"
         ),
-        why="the run does not train as its script says",
-        disproof="a run without the argument has other losses in its first steps",
-        remedy="Do what the finding says, or leave the argument out",
+        why="the run does not train as the script specifies",
+        disproof="a run without the argument has different losses in its first steps",
+        remedy="Apply the fix in the finding, or remove the argument",
         judge=IgnoredArgument,
     ),
 )

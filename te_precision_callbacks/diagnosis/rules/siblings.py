@@ -234,24 +234,26 @@ RULES = (
         ),
         collect="LogTensorStats with stats: [std, cur_amax], or no config at all",
         condition=(
-            "among layers of one class, shape and format whose names differ only in numbers, the tensor's std or amax"
-            f" jumps by 2^{FAR:g} (weights: 2^{OF_WEIGHTS:g}) in {FAR_STEPS} collection steps in a row; or by"
-            f" 2^{NEAR:g} in {NEAR_STEPS}, if at least {LOST:g} % of its elements round to 0 or {OVERFLOW:g} %"
-            f" overflow, four times more than in most layers. A jump is at least {SPREADS:g} median absolute deviations"
-            f" of the steps between neighbours. With {LEAST_ALIKE} to {FEW} layers only the larger jumps count, from"
-            f" {FEW_SPREADS:g} times the distance between the farthest others; of two layers, the one farther from all"
-            f" others deviates. Or at least {SHARES['underflows%']:g} % of its elements round to 0 with an unknown part"
-            f" of its norm, or {SHARES['overflows%']:g} % overflow, and {TIMES:g} times as many as in three quarters of"
-            f" the similar layers, in {FAR_STEPS} steps in a row"
+            "similar layers have the same class, shape and format, and names that differ only in numbers. Between"
+            f" neighbors in such a group, the tensor's std or amax jumps by 2^{FAR:g} (weights: 2^{OF_WEIGHTS:g}) in"
+            f" {FAR_STEPS} collection steps in a row; or by 2^{NEAR:g} in {NEAR_STEPS}, if at least {LOST:g} % of its"
+            f" elements round to 0 or {OVERFLOW:g} % overflow, four times more than in most layers. A jump is at"
+            f" least {SPREADS:g} median absolute deviations of all differences between neighbors. With {LEAST_ALIKE}"
+            f" to {FEW} similar layers only the larger jumps count, and only from {FEW_SPREADS:g} times the range of"
+            " the others; of two layers, the one farther from all other layers is reported. Or at least"
+            f" {SHARES['underflows%']:g} % of its elements round to 0 (if their part of the norm is unknown), or"
+            f" {SHARES['overflows%']:g} % overflow, and {TIMES:g} times as many as in three quarters of the similar"
+            f" layers, in {FAR_STEPS} steps in a row"
         ),
-        silent="trends with depth; the amax of activations alone, which is a note; fewer similar layers",
+        silent="trends with depth; fewer similar layers. Deviations only in the amax of activations are a note",
         severity="warning",
         source="ours, calibrated on healthy and planted runs; massive activations: arXiv 2402.17762",
-        why="blocks of a model are similar; one that differs by orders of magnitude has a bug or no longer learns",
-        disproof="the model scales this layer on purpose, or its run in BF16 shows the same and trains well",
+        why="the blocks of a model are similar: a block that differs by orders of magnitude has a bug or no longer"
+        " learns",
+        disproof="the model scales this layer on purpose, or a BF16 run shows the same and trains well",
         remedy=(
-            "Find what sets the first of these layers apart from the others: an initialization, a scaling factor, a"
-            " mask. Compare with a run in BF16: te-precision compare BF16 RUN"
+            "Check how the first layer of the finding differs from similar layers: initialization, scaling factors,"
+            " masks. Compare with a BF16 run: te-precision compare BF16 RUN"
         ),
         judge=Sibling,
     ),

@@ -59,12 +59,12 @@ class NonfiniteLoss(Judge):
     def why_not(self) -> str:
         if self._is_filtered:
             return (
-                "the Trainer leaves inf and nan out of the loss that it logs: set logging_nan_inf_filter=False in its"
+                "the Trainer filters inf and nan from the logged loss: set logging_nan_inf_filter=False in"
                 " TrainingArguments"
             )
         return (
-            f"no loss was logged under a name that only the loss of the training has, such as loss or train_loss, but"
-            f" {some_of(self._others)}: log it under such a name, too"
+            f"no logged name clearly is the training loss (logged: {some_of(self._others)}): also log it as loss or"
+            " train_loss"
             if self._others
             else ""
         )
@@ -153,23 +153,20 @@ RULES = (
         id="nonfinite-loss",
         title="the loss is inf or nan",
         subject="model",
-        needs="the loss, as the trainer logs it",
-        collect='session.log({"loss": ...}) in each step, with a name such as loss, train_loss or train/loss',
-        condition=(
-            "a number that the trainer logs as the loss of the training, such as loss, train_loss or train/loss, is inf"
-            " or nan"
-        ),
+        needs="the logged training loss",
+        collect='session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss',
+        condition=("the logged training loss (loss, train_loss, train/loss or similar) is inf or nan"),
         silent=(
-            "losses of evaluations; parts of the loss and other numbers, which are nan where they have no value;"
-            " gradients scaled for float16, whose overflow leaves the loss finite"
+            "evaluation losses; parts of the loss and other metrics, which may be nan without a value; overflow of"
+            " gradients scaled for float16, which leaves the loss finite"
         ),
         severity="error",
         source="arithmetic",
-        why="the gradients of such a loss are inf or nan in all layers, and the optimizer writes them into the weights",
-        disproof="the script skips the batch, for example one without labels, and the next losses are finite",
+        why="its gradients are inf or nan in all layers, and the optimizer step breaks the weights",
+        disproof="the script skips the batch, for example a batch without labels, and the next losses are finite",
         remedy=(
-            "Go back to a checkpoint from before, and run the steps from there with debug='activation_overflow', which"
-            " stops at the module and batch that made the first inf or nan"
+            "Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch"
+            " with the first inf or nan"
         ),
         judge=NonfiniteLoss,
         essential=True,
@@ -178,25 +175,25 @@ RULES = (
         id="gradient-norm",
         title="the gradient norm creeps up while the loss no longer falls",
         subject="model",
-        needs=f"the loss and the gradient norm of at least {WINDOW} steps, as the trainer logs them",
+        needs=f"at least {WINDOW} steps of the logged training loss and gradient norm",
         collect=(
             'session.log({"loss": ..., "grad_norm": ...}) in each step; the Hugging Face Trainer logs both, with'
             " logging_steps=1"
         ),
         condition=(
-            f"over {WINDOW} logged steps, or over {WINDOW} means of {', '.join(map(str, MEANS[1:]))} of them, the"
-            f" median gradient norm of the last third is at least 2^{RISE:g} times that of the first third, with the"
-            f" middle third between and no jump, and the loss has not fallen by {100 * FLAT:g} %. A warning if it has"
-            f" risen by {100 * RISING:g} % or more, beyond its quartiles; else a note"
+            f"over {WINDOW} logged steps, or over {WINDOW} means of {', '.join(map(str, MEANS[1:]))} logged steps"
+            f" each, the median gradient norm of the last third is at least 2^{RISE:g} times that of the first third,"
+            f" with the middle third in between and without a jump, and the loss has not fallen by {100 * FLAT:g} %."
+            f" A warning if it has risen by {100 * RISING:g} % or more, beyond its quartiles; else a note"
         ),
-        silent="a loss that still falls, norms after clipping, losses of evaluations",
+        silent="a loss that still falls, norms after clipping, evaluation losses",
         severity="warning",
-        source="arXiv 2506.20752: in MX formats it comes before spikes that do not recover; the numbers are ours",
+        source="arXiv 2506.20752: in MX formats it precedes spikes without recovery; the thresholds are ours",
         why="with block formats a slowly growing gradient norm came before runs diverged",
-        disproof="the learning rate or the data have changed at that step, or a run in BF16 has the same norm",
+        disproof="the learning rate or the data changed at that step, or a BF16 run has the same norm",
         remedy=(
-            "Go back to a checkpoint from before, and lower the learning rate, or run on in BF16 what was in lower"
-            " precision: the forward, or activations and LayerNorm"
+            "Resume from an earlier checkpoint with a lower learning rate, or with the low-precision parts in BF16:"
+            " the forward, or activations and LayerNorm"
         ),
         cost="higher precision runs at the speed of BF16",
         judge=GradientNorm,

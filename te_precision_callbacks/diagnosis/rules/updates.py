@@ -63,37 +63,35 @@ def _adds_eps(facts: Facts) -> bool | None:
     return None if facts.settings is None else facts.settings.adds_eps
 
 
-_COLLECT = "no config, or a section with the name default_statistics"
+_COLLECT = "no config, or a section named default_statistics"
 
 RULES = (
     Rule(
         id="stale-weights",
-        title="a layer multiplies with low-precision weights of an earlier step",
+        title="a layer uses stale cached weights of an earlier step",
         subject="tensor",
         needs="a forward with is_first_microbatch=False in a collection step",
         collect="any statistic of the layer",
         condition=(
-            f"at least {STALE_SHARE:g} % of the elements of a cached weight are farther from the present"
-            f" weight than its"
-            f" format rounds, in {STALE_STEPS} collection steps in a row"
+            f"at least {STALE_SHARE:g} % of the elements of a cached weight differ from the current weight by more"
+            f" than rounding, in {STALE_STEPS} collection steps in a row"
         ),
         silent="micro-batches 2 to n of a step, frozen weights, learning rates too small to change a code",
         severity="error",
         source="arithmetic; the threshold is ours",
-        why="the layer computes with the weights of the step that made the cache, and its training has no effect",
-        disproof="the weights are meant to be fixed",
+        why="the layer keeps using the weights of an earlier step, so training it has no effect",
+        disproof="the weights are fixed on purpose",
         remedy=(
-            "Pass is_first_microbatch=True in the first micro-batch after each step of the optimizer; in Megatron call"
-            " set_is_first_microbatch() of each model chunk. A layer on Transformer Engine's debug path"
-            " renews its cache"
-            " in collection steps, so the run differs without the debugger"
+            "Pass is_first_microbatch=True in the first micro-batch after each optimizer step; in Megatron call"
+            " set_is_first_microbatch() of each model chunk. Collection steps on the debug path refresh the cache,"
+            " so the run differs without the debugger"
         ),
         judge=functools.partial(
             AboveThreshold,
             STALE,
             STALE_SHARE,
             STALE_STEPS,
-            "{:.3g} % of the elements of the cached weight are not those of the present weight",
+            "{:.3g} % of the elements of the cached weight differ from the current weight",
         ),
     ),
     Rule(
@@ -111,14 +109,14 @@ RULES = (
         source="ours: bfloat16 keeps 8 bits, so an update below 1/256 to 1/512 of a weight is lost",
         why="the loss stops falling, whatever the precision of the GEMMs",
         disproof="the same run with master weights in float32 has the same loss",
-        remedy="Keep master weights in float32, or use stochastic rounding; or raise the learning rate",
-        cost="four bytes for each weight",
+        remedy="Use float32 master weights or stochastic rounding, or raise the learning rate",
+        cost="four more bytes per weight",
         judge=functools.partial(
             AboveThreshold,
             UNCHANGED,
             LOST,
             LOST_STEPS,
-            "{:.3g} % of the weights in bfloat16 or float16 are the same after a step of the optimizer",
+            "{:.3g} % of the weights in bfloat16 or float16 are unchanged by an optimizer step",
             _has_16_bit_weights,
         ),
         consequence_of=("below-eps",),
@@ -137,18 +135,18 @@ RULES = (
         silent="single weights, such as those of rare tokens",
         severity="warning",
         source="arithmetic of Adam: with sqrt(v) below eps the update is about lr * g / eps; the share is ours",
-        why="the update is far smaller than the learning rate, and the model hardly learns",
+        why="updates are far smaller than the learning rate, so the model hardly learns",
         disproof="eps is large on purpose",
         remedy=(
-            "Look for a loss that is scaled down or averaged twice, and for gradients that are clipped to a tiny norm;"
-            " else lower eps, for example to 1e-15"
+            "Look for a loss that is scaled down or averaged twice, and for gradients clipped to a tiny norm;"
+            " otherwise lower eps, for example to 1e-15"
         ),
         judge=functools.partial(
             AboveThreshold,
             BELOW_EPS,
             SMALL,
             SMALL_STEPS,
-            "the gradients of {:.3g} % of the weights are smaller than the optimizer's eps",
+            "{:.3g} % of the weights have gradients below the optimizer's eps",
             _adds_eps,
         ),
     ),

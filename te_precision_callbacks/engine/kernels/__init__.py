@@ -79,8 +79,8 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
             raise  # nothing can run on this GPU any more
         _on_gpu = eager.add
         logger.warning(
-            "Statistics on the GPU are computed by plain torch operations: slower, but equally exact. The Triton kernel"
-            " cannot be used (%s: %s).",
+            "Statistics on the GPU use plain torch operations, which are slower but give the same results: the"
+            " Triton kernel failed (%s: %s).",
             type(error).__name__,
             error,
         )

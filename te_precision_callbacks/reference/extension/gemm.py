@@ -117,10 +117,12 @@ def generic_gemm(
         ReferenceBackendError: shapes, types or usages that the compiled extension also refuses.
     """
     if comm_overlap is not None:
-        raise MissingFunctionError("generic_gemm(comm_overlap=...): userbuffers are not in the reference backend.")
+        raise MissingFunctionError(
+            "generic_gemm(comm_overlap=...): the reference backend does not support userbuffers."
+        )
     beta = (1.0 if accumulate else 0.0) if beta is None else beta
     if beta != 0.0 and not accumulate:
-        raise ReferenceBackendError(f"beta={beta} without accumulate=True: beta would apply to nothing.")
+        raise ReferenceBackendError(f"beta={beta} without accumulate=True: beta needs accumulate=True.")
 
     a = operand(A, rowwise=transA, name="A")
     b = operand(B, rowwise=not transB, name="B")
@@ -399,9 +401,9 @@ def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torc
     for rule in rules:
         if sizes[rule.size] % rule.multiple:
             raise ReferenceBackendError(
-                f"GEMM of A {a.shape}{', transposed,' if transa else ''} and B {b.shape}"
-                f"{', transposed,' if transb else ''} in {a.kind}: {rule.size} is {sizes[rule.size]} and has to be a "
-                f"multiple of {rule.multiple}, for {rule.asked_by}. Pad the operands."
+                f"GEMM of A {a.shape}{', transposed,' if transa else ''} and B"
+                f" {b.shape}{', transposed,' if transb else ''} in {a.kind}: {rule.size} is {sizes[rule.size]}, but"
+                f" must be a multiple of {rule.multiple} for {rule.asked_by}. Pad the operands."
             )
 
 

@@ -135,8 +135,8 @@ MISSING: dict[str, tuple[str, ...]] = {
 
 def refuse(name: str, purpose: str) -> NoReturn:
     raise MissingFunctionError(
-        f"{name} is not in the reference backend ({purpose}). Use the compiled Transformer Engine on a GPU for it, or "
-        "change the model so that it is not needed."
+        f"{name} is not in the reference backend ({purpose}). Use the compiled Transformer Engine on a GPU, or avoid"
+        " it in the model."
     )
 
 

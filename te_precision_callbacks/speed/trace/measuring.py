@@ -288,8 +288,8 @@ def measure(trace: Trace) -> MeasuredStep:
     all_work = trace.kernels or [event for event in trace.host if event.what == "operator"]
     if not spans or not any(parse_range(event.name)[0] in ("forward", "backward") for event in trace.host):
         raise TraceError(
-            f"{trace.path} has no ranges of layers and of whole steps, so kernels cannot be assigned to layers. Record"
-            ' the trace with profile=, such as profile="11-13", which adds them.'
+            f"{trace.path} has no ranges of layers and of whole steps, so kernels cannot be assigned to layers."
+            ' Record the trace with profile=, such as profile="11-13".'
         )
     work, iterations = _in_iterations(all_work, spans)
     if not work:
@@ -347,11 +347,14 @@ def _rows(work: Mapping[TraceEvent, NamedKernel], steps: int) -> tuple[MeasuredP
 
 def _notes(trace: Trace, work: Mapping[TraceEvent, NamedKernel]) -> Iterable[str]:
     if not trace.kernels:
-        yield "The trace has no GPU events. The times are those of operators on the host."
+        yield "The trace has no GPU events, so the times are of operators on the host."
     products = [event for event, known in work.items() if known.kind in ("gemm", "attention")]
     without = sum(not event.context.layer for event in products)
     if without:
-        yield f"{without} of {len(products)} GEMM and attention kernels ran outside all ranges: their layer is unknown."
+        yield (
+            f"{without} of {len(products)} GEMM and attention kernels ran outside of all ranges: their layers are"
+            " unknown."
+        )
 
 
 def show(step: MeasuredStep) -> None:

@@ -29,21 +29,20 @@ def compare_command(
         list[str] | None,
         typer.Option(
             metavar="RUN",
-            help="A baseline run like A, for example with another seed: it sets the noise floor. May be given several"
-            " times.",
+            help="A baseline run like A with another seed, to measure the noise floor. Can be repeated.",
         ),
     ] = None,
-    lasting: Annotated[int, typer.Option(metavar="N", help="The minimum number of steps of a difference.")] = 5,
+    lasting: Annotated[int, typer.Option(metavar="N", help="The number of steps that a difference must last.")] = 5,
     report: Annotated[
         Path | None,
-        typer.Option("--report", "-o", metavar="FILE", help="Also write one page that opens offline, such as x.html."),
+        typer.Option("--report", "-o", metavar="FILE", help="Also write an offline page, such as x.html."),
     ] = None,
     run: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="The run of a folder that has several, or the beginning of its name: first that of A, then that of B"
-            " (by default of the same folder), then those of --noise. The default is the latest.",
+            help="Name, or beginning of the name, of a run in a folder with several runs: first for A, then for B"
+            " (default: same folder), then for --noise. Default: the latest.",
         ),
     ] = None,
     as_json: Json = False,
@@ -57,7 +56,7 @@ def compare_command(
     if b is None and len(chosen) == 2:
         b = a
     if b is None:
-        raise typer.BadParameter("give a second run to compare with", param_hint="B")
+        raise typer.BadParameter("give a second run to compare with A", param_hint="B")
     paths = [a, b, *(noise or ())]
     if len(chosen) > len(paths):
         raise typer.BadParameter(f"{len(chosen)} runs are chosen, of {len(paths)} folders", param_hint="--run")

@@ -57,10 +57,7 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
     def renamed(name: str) -> str:
         return own + name[len(other) :] if name.startswith(other) else name
 
-    note = (
-        f"{b.path}: its layers are named {other!r}... where those of {a.path} are named {own!r}...; layers are paired"
-        f" by the rest of their names: {common[own, other]} of them."
-    )
+    note = f"{common[own, other]} layers are paired without their prefixes: {other!r} in {b.path}, {own!r} in {a.path}."
     tables = {name: _with_layers(getattr(b, name), renamed) for name in _TABLES}
     return replace(b, **tables), note
 
@@ -226,7 +223,7 @@ def compare(
     shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))  # no bound is known for other batches
     if search.without_steps == len(paired):
         raise ComparisonError(
-            f"{first.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(first)},"
+            f"{first.name} and {other.name} have {len(paired)} series in common, but no common steps: {_span(first)},"
             f" {_span(other)}.{first.run.notes_sentence}{other.run.notes_sentence}"
         )
     same_run = (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id)
@@ -244,7 +241,7 @@ def compare(
         (*filter(None, renamed), *(f"{_name(run, runs)}: {note}" for run in runs for note in run.notes)),
         same_run,
         None if same_run else compare_verdicts(a, b),
-        apart and f"{apart} Only the numbers of the trainer are compared.",
+        apart and f"{apart} Only trainer metrics are compared.",
     )
 
 
@@ -262,18 +259,17 @@ def _layers_apart(first: Side, other: Side) -> str:
             remedy = "Record it with a config that logs statistics, such as LogTensorStats."
             if "te" not in side.run.layers["family"].to_pylist():
                 remedy = (
-                    "It has no layer of Transformer Engine: without FP8, Accelerate and the Hugging Face Trainer"
-                    " convert none. te_precision_callbacks.accelerate.convert_to_te(model), called before the optimizer"
-                    " is made, gives it the layers of the run in FP8."
+                    "It has no Transformer Engine layers. For the same layers as in the FP8 run, call"
+                    " te_precision_callbacks.accelerate.convert_to_te(model) before creating the optimizer."
                 )
             return f"{side.name} has no statistics of layers, so no layer can be compared. {remedy}{notes}"
     shown = [next(subject.layer for subject in side.series if subject.layer) for side in (first, other)]
     if any(subject.layer in {theirs.layer for theirs in other.series} for subject in first.series if subject.layer):
         return (
-            f"{first.name} and {other.name} have layers in common, but no statistic of one: those of the tensors"
-            f" themselves, such as std and cur_amax, pair whatever the recipe.{notes}"
+            f"{first.name} and {other.name} have common layers, but no common statistics. Record statistics that do not"
+            f" depend on the recipe, such as std and cur_amax.{notes}"
         )
-    return f"{first.name} and {other.name} share no layer; one has {shown[0]!r}, the other {shown[1]!r}.{notes}"
+    return f"{first.name} and {other.name} have no common layers: one has {shown[0]!r}, the other {shown[1]!r}.{notes}"
 
 
 def _span(side: Side) -> str:

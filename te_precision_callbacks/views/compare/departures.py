@@ -105,7 +105,7 @@ def side_of_run(run: RecordedRun, name: str) -> Side:
         numbers = _in_order(np.zeros(len(values), np.int64), iterations, values)
         scalars[Subject("", "", "", "", metric, None)] = numbers.iterations, numbers.values
     if not series and not scalars:
-        raise ComparisonError(f"{name} has no numbers yet: no statistic was recorded, and no loss.{run.notes_sentence}")
+        raise ComparisonError(f"{name} has no statistics and no loss yet.{run.notes_sentence}")
     return Side(run, name, series, scalars)
 
 

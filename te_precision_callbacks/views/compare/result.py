@@ -74,7 +74,7 @@ def _beyond(findings: Iterable[Finding], others: Iterable[Finding], name: str) -
         if layers == finding.layers and not (not layers and "" in has):
             yield finding
         elif layers:  # the described layer may be among those of the other run
-            seen = f"{finding.seen_in_words}; {name} has it too in other layers"
+            seen = f"{finding.seen_in_words}; {name} has this finding too, in other layers"
             yield dataclasses.replace(finding, layers=layers, seen=seen, seen_at=None)
 
 

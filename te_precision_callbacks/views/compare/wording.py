@@ -44,53 +44,52 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
     if pairing.with_other_rows:
         resized = some_of(fold_names(pairing.with_other_rows))
         yield (
-            f"B computes another number of rows in {resized}, such as with another batch size: norms, counts and"
-            " gradients may differ for that reason alone."
+            f"B has another number of rows in {resized}, for example another batch size: norms, counts and gradients"
+            " may differ only because of that."
         )
     if floor is None:
         yield (
-            "There is no noise floor: a factor of 2 (4 of a squared error), 5 percentage points, or 3 dB count. Give"
-            " --noise a run like A with another seed to measure ordinary differences."
+            "No noise floor: differences count from a factor of 2 (4 for squared errors), 5 percentage points or 3"
+            " dB. To measure it, give --noise a run like A with another seed."
         )
     else:
-        yield f"Noise floor: how much A differs from {' and '.join(floor.sides)}."
+        yield f"Noise floor: the difference between A and {' and '.join(floor.sides)}."
         if floor.without:
             yield (
-                f"It does not have {many(floor.without, 'series')}: for these a factor of 2, 5 percentage points, or"
-                " 3 dB count."
+                f"The noise floor lacks {many(floor.without, 'series')}: their differences count from a factor of 2,"
+                " 5 percentage points or 3 dB."
             )
     if pairing.steps == 1:
-        yield "A difference counts if it is in this one step: no other shows whether it lasts."
+        yield "A difference counts if it is in this step, the only one compared."
     elif pairing.steps < comparison.lasting:
         yield f"A difference counts if it lasts all {pairing.steps} steps."
     else:
         yield f"A difference counts if it lasts {many(comparison.lasting, 'step')}."
     if not comparison.ordered:
-        yield "The order of execution was not recorded: layers are in the order of their first numbers."
+        yield "The order of execution was not recorded: layers are in the order of their first values."
 
 
 def where_first(comparison: Comparison) -> Iterator[str]:
     if comparison.all_equal:
-        yield "All paired numbers are equal, to the last bit."
+        yield "All paired values are bit-identical."
         return
     first = comparison.first
     if first is None:
-        beyond = "beyond the noise floor" if comparison.floor else "by as much"
-        beyond += " for as long" if comparison.pairing.steps > 1 else ""
-        yield f"Nowhere {beyond}. Not all values are equal."
+        beyond = "exceeds the noise floor" if comparison.floor else "is large enough to count"
+        beyond += " for that long" if comparison.pairing.steps > 1 else ""
+        yield f"No difference {beyond}, although not all values are equal."
         return
     departure = first.strongest
     medians = f" (medians of steps {departure.iteration} to {departure.until})" if departure.steps > 1 else ""
     multiple = times(departure)
-    beyond = f", {multiple} its ordinary spread" if multiple and departure.spread is not None else ""
+    beyond = f", {multiple} its noise" if multiple and departure.spread is not None else ""
     yield (
         f"First at step {first.iteration}: {first.name}, {origin(first)}. {departure.statistic} is"
-        f" {number(departure.b)} instead of {number(departure.a)}{medians}:"
-        f" {difference(departure)}{beyond}."
+        f" {number(departure.b)} in B, {number(departure.a)} in A{medians}: {difference(departure)}{beyond}."
     )
     if any(parting.iteration < first.iteration for parting in comparison.parted):
         between = f"between steps {first.since - 1} and {first.iteration}"
-        yield f"It has no numbers {between}: it may have begun in any of them."
+        yield f"This statistic has no values {between}: the difference may have begun in any of these steps."
 
 
 def first_lines(comparison: Comparison) -> Iterator[str]:
@@ -103,32 +102,32 @@ def first_lines(comparison: Comparison) -> Iterator[str]:
     sides = (("A", loss.lost_a, "B", loss.lost_b), ("B", loss.lost_b, "A", loss.lost_a))
     for side, lost, other, lost_there in sides:
         if lost is not None:
-            only = f"where it was logged last, in step {lost.since}"
+            only = f"at its last logged step, {lost.since}"
             when = f"from step {lost.since} on" if lost.since < lost.until else only
-            alone = f"; that of {other} is not" if lost_there is None else ""
+            alone = f"; in {other} it is finite" if lost_there is None else ""
             yield f"The {loss.name} of {side} is {lost.what} {when}{alone}."
 
 
 def of_losses(loss: LossComparison) -> Iterator[str]:
     is_lost = loss.lost_a is not None or loss.lost_b is not None
     if not loss.steps:
-        yield f"No {loss.name} is left to compare: one is lost from the first step that both have."
+        yield f"No {loss.name} can be compared: one run has inf or nan from the first common step on."
         return
-    what = "steps before one is lost" if is_lost else "steps"
-    off = f", so B is {_percent(loss.relative)} off" if math.isfinite(loss.relative) else ""
+    what = "steps before one becomes inf or nan" if is_lost else "steps"
+    off = f": B differs by {_percent(loss.relative)}" if math.isfinite(loss.relative) else ""
     most = f"; at most {_percent(loss.largest, signed=False)}, at step {loss.largest_at}" if off else ""
     yield (
-        f"{loss.name}, as a running median of {loss.window} of {loss.steps} {what}: from step {loss.stable_since} on"
-        f" {number(loss.a)} and {number(loss.b)}{off}{most if math.isfinite(loss.largest) else ''}."
+        f"{loss.name} in {loss.steps} {what}, as a running median of {loss.window}: from step {loss.stable_since} on"
+        f" {number(loss.a)} in A, {number(loss.b)} in B{off}{most if math.isfinite(loss.largest) else ''}."
     )
     if loss.spike is not None:
         others = "" if loss.spike.steps == 1 else f", the largest of {loss.spike.steps} such steps"
         yield (
             f"A spike: {number(loss.spike.a)} and {number(loss.spike.b)} at step {loss.spike.iteration}{others}. The"
-            " running median hides it."
+            " running median hides this spike."
         )
     if loss.floor is not None and math.isfinite(loss.floor):
-        yield f"The runs of the noise floor are {_percent(loss.floor, signed=False)} off there."
+        yield f"The runs of the noise floor differ by {_percent(loss.floor, signed=False)} there."
     yardsticks = [yardstick for yardstick in loss.yardsticks if yardstick.holds is not None]
     a, b = map(str.upper, loss.precisions)
     for yardstick in yardsticks:
@@ -147,7 +146,9 @@ def origin(parting: Parting) -> str:
 def difference(departure: StatisticDeparture) -> str:
     value = departure.difference
     if abs(value) > NO_NUMBER:
-        return "no number" if not (math.isfinite(departure.a) and math.isfinite(departure.b)) else "at times no number"
+        return (
+            "no number" if not (math.isfinite(departure.a) and math.isfinite(departure.b)) else ("at times inf or nan")
+        )
     if departure.unit == "powers of two":
         if departure.a * departure.b < 0:
             return "another sign"
@@ -213,8 +214,8 @@ def _new_findings(verdicts: ComparedVerdicts) -> Iterator[str]:
     left = more_findings(len(verdicts.only_b))
     if left:
         yield f"{left}, which --json has."
-    yield f"The verdict of A: {verdicts.a.summary}"
-    yield f"The verdict of B: {verdicts.b.summary}"
+    yield f"Diagnosis of A: {verdicts.a.summary}"
+    yield f"Diagnosis of B: {verdicts.b.summary}"
 
 
 def _paragraphs(title: str, lines: Iterable[str]) -> None:
@@ -230,7 +231,7 @@ def _title(text: str) -> None:
 def _show_facts(facts: Sequence[FactDifference]) -> None:
     _title("Facts that differ")
     if not facts:
-        terminal.show_text("none that were recorded", _INDENT)
+        terminal.show_text("none recorded", _INDENT)
         return
     table = terminal.table("fact", "A", "B")
     table.columns[0].max_width = _WIDEST_NAME
@@ -249,7 +250,7 @@ def _show_parted(comparison: Comparison) -> None:
         strongest = parting.strongest
         what = (parting.iteration, form_of(parting.layer), parting.tensor, parting.rank, parting.origin)
         rows.setdefault((*what, strongest.statistic, strongest.difference > 0), []).append(parting)
-    last = "beyond its ordinary spread" if comparison.floor else "of what counts"
+    last = "vs. noise" if comparison.floor else "vs. threshold"
     table = terminal.table("step", "where", "statistic", "A", "B", "difference", last, "")
     for column in table.columns[3:6]:
         column.no_wrap = True

@@ -23,10 +23,10 @@ from te_precision_callbacks.speed.command import DeviceName
 
 
 def report_command(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The log folder of a run, or a run's own folder.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The log folder, or the folder of a single run.")],
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", metavar="FILE", help="The file, whose name ends in .html."),
+        typer.Option("--output", "-o", metavar="FILE", help="The output file, ending in .html."),
     ] = Path("report.html"),
     *,
     run: Run = None,

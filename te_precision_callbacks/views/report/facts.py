@@ -155,7 +155,7 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
     try:
         speed = estimate_step(step_of_run(run), device_of_run(run) if device is None else device)
     except SpeedError as error:
-        remedy = " Make the report again with it: te-precision report RUN --device h200"
+        remedy = " Then create the report again: te-precision report RUN --device h200"
         unknown = f"{error}{remedy if isinstance(error, DeviceError) else ''}"
         return {"summary": "The speed of this run is unknown", "device": None, "unknown": unknown}
     json = speed.as_json()

@@ -108,7 +108,7 @@ def output_path(path: str | os.PathLike[str]) -> Path:
         raise ReportError(f"{name} cannot be written: it is a folder. Give the name of a file, such as report.html.")
     if ending and ending.lower() not in ("html", "htm"):
         named = visible(str(path.with_suffix(".html")))
-        raise ReportError(f"{name}: this is no .{visible(ending)} file. Name it {named}.")
+        raise ReportError(f"{name}: not a .{visible(ending)} file. Name it {named}.")
     if not path.parent.is_dir():
         raise ReportError(f"{name} cannot be written: there is no folder {visible(str(path.parent))}.")
     return path

@@ -42,20 +42,20 @@ def show_command(
     run: Run = None,
     statistic: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="A statistic, as in a config or with its recipe. May be given several times."
-        ),
+        typer.Option(metavar="NAME", help="A statistic, as in a config or with its recipe. Can be repeated."),
     ] = None,
-    most: Annotated[int, typer.Option(metavar="N", min=1, help="The layers of each statistic.")] = 3,
+    most: Annotated[int, typer.Option(metavar="N", min=1, help="The number of layers per statistic.")] = 3,
     follow: Annotated[
         bool,
         typer.Option(
             "--follow",
-            help="Draw again while the run is written, and end with it; wait for it where it has not begun. In a file"
-            " or pipe: once, at the end.",
+            help="Update until the run ends, and wait for a run that has not started. In a file or pipe: print once,"
+            " at the end.",
         ),
     ] = False,
-    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often, with --follow.")] = 2.0,
+    every: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Seconds between updates with --follow.")
+    ] = 2.0,
     as_json: Json = False,
 ) -> None:
     """Show a run: the verdict, coverage, the loss, the worst layers by each statistic, the last events."""

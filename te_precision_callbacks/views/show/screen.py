@@ -55,7 +55,7 @@ class Screen:
         if view.more_statistics:
             yield Text()
             shown = ", ".join(fold_names(view.more_statistics, most=8))
-            yield paragraph(f"Not shown: {shown}. --statistic shows one.", "dim")
+            yield paragraph(f"Not shown: {shown}. Show one with --statistic.", "dim")
         if view.events:
             yield Text("\nLast events", style="bold")
             for event in view.events:

@@ -190,7 +190,9 @@ def short_names(*columns: pa.ChunkedArray) -> ShortNames:
 def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
     names = [name for name in chosen if not _worst_numbers(groups[name])]
     if names:
-        yield f"{', '.join(names)}: all numbers so far are of delayed scaling's first step, which has no scale yet."
+        yield (
+            f"{', '.join(names)}: all values so far are from the first step of delayed scaling, which has no scale yet."
+        )
 
 
 _SHORT = {"front_door": "integration", "recipes": "recipe", "gpu": "GPU", "te_backend": "Transformer Engine"}
@@ -260,7 +262,7 @@ def _chosen(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) 
 def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
     histogram = logged_request(name)
     if histogram is not None and histogram.statistic.is_histogram and name in run.series["statistic"].to_pylist():
-        return f"{name!r} is a histogram, of which no number is the worst. 'te-precision report' draws it."
+        return f"{name!r} is a histogram, which has no worst value. See 'te-precision report'."
     return f"{run.path} has no statistic {name!r}.{format_known_names(name, known)}{run.notes_sentence}"
 
 

@@ -21,7 +21,7 @@ const sentences = (texts) => texts.map((text) => el("p", {}, text));
 
 function partedCard(report) {
   if (!report.parted.length) return null;
-  const beyond = report.floor ? "#beyond its ordinary spread" : "#of what counts";
+  const beyond = report.floor ? "#vs. noise" : "#vs. threshold";
   const rows = report.parted.map((parting) => {
     const [departure] = parting.departures, more = parting.departures.length - 1;
     return [
@@ -29,8 +29,8 @@ function partedCard(report) {
       `${departure.statistic}${more > 0 ? `, ${more} more` : ""}`, departure.a, departure.b, departure.difference, departure.times, parting.origin,
     ];
   });
-  return card("All that parts", {
-    about: `By the step at which it begins, and within a step in the order of execution. Each line leads to both curves.${report.parted_total > rows.length ? ` The first ${shown(rows.length)} of ${shown(report.parted_total)} tensors.` : ""}`,
+  return card("All differing tensors", {
+    about: `Sorted by first step, then by execution order. Each row links to both curves.${report.parted_total > rows.length ? ` The first ${shown(rows.length)} of ${shown(report.parted_total)} tensors.` : ""}`,
     extra: [csvButton("departures", ["step", "layer", "tensor", "rank", "statistic", "gemm", "a", "b", "difference", "times", "origin"], () =>
       report.parted.flatMap((parting) => parting.departures.map((each) => [
         each.iteration, parting.layer < 0 ? "" : report.layers[parting.layer].name, parting.tensor, parting.rank === REDUCED ? "" : parting.rank,
@@ -43,7 +43,7 @@ function partedCard(report) {
 function losses(report) {
   const { loss } = report;
   if (!loss?.arrays) return [null, () => {}];
-  const curves = plotNode(280, "The losses of both sides"), apart = plotNode(280, "How far apart the losses are");
+  const curves = plotNode(280, "The losses of both sides"), apart = plotNode(280, "Difference of the losses");
   const made = card("Loss", {
     extra: [csvButton("losses", ["step", "a", "b", "a smoothed", "b smoothed", "difference in %"], async () => {
       const [steps, ...columns] = await unpackedCurve(report, loss.arrays);
@@ -93,16 +93,16 @@ function newFindings(report) {
 
 async function comparisonPage(report) {
   const [loss, drawLoss] = losses(report), [first] = report.parted;
-  const tiles = [["A, the reference", report.a], ["B", report.b], ["Noise floor", report.floor ? report.floor.join(", ") : "none"], ["Tensors that part", shown(report.parted_total)]];
+  const tiles = [["A, the reference", report.a], ["B", report.b], ["Noise floor", report.floor ? report.floor.join(", ") : "none"], ["Differing tensors", shown(report.parted_total)]];
   return [[
     lostLosses(report), newFindings(report),
-    el("h1", {}, report.name), notes(report, "What is missing"),
+    el("h1", {}, report.name), notes(report, "Missing data"),
     el("dl", { class: "tiles" }, tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     card("Where they diverge first", {}, el("div", { class: "finding first" }, sentences(report.first)),
       first && el("p", {}, curveLink(first, first.departures[0], "Both curves"))),
     partedCard(report), loss,
     el("div", { class: "two" },
-      card("Facts that differ", {}, report.facts.length ? table(["fact", "A", "B"], report.facts, { tall: true }) : el("p", { class: "quiet" }, "None that were recorded.")),
+      card("Facts that differ", {}, report.facts.length ? table(["fact", "A", "B"], report.facts, { tall: true }) : el("p", { class: "quiet" }, "None recorded.")),
       card("What was compared", {}, sentences(report.what))),
   ], drawLoss];
 }
@@ -171,15 +171,15 @@ async function curvesPage(report) {
   const partings = report.parted.filter((parting) => parting.layer === number);
   return [[
     el("h1", { class: "layer-name" }, number < 0 ? "The trainer's numbers" : layer),
-    el("div", { class: "controls" }, choice("Layer", names.map((each) => each < 0 ? ["", "the trainer's numbers"] : [report.layers[each].name, brief(report.layers[each])]), number < 0 ? "" : layer,
+    el("div", { class: "controls" }, choice("Layer", names.map((each) => each < 0 ? ["", "trainer metrics"] : [report.layers[each].name, brief(report.layers[each])]), number < 0 ? "" : layer,
       (name) => state.go({ layer: name, step: "", tensor: "", statistic: "" }))),
-    partings.length > 0 && card("What departs here", {}, table(["#step", "tensor", "statistic", "#A", "#B", "#difference", report.floor ? "#beyond its ordinary spread" : "#of what counts", "origin"],
+    partings.length > 0 && card("Differences", {}, table(["#step", "tensor", "statistic", "#A", "#B", "#difference", report.floor ? "#vs. noise" : "#vs. threshold", "origin"],
       partings.flatMap((parting) => parting.departures.map((each) => [
         shown(each.iteration), parting.tensor, curveLink(parting, each, each.statistic), each.a, each.b, each.difference, each.times, parting.origin,
       ])), { tall: true })),
-    own.length > plots.length && el("p", { class: "quiet" }, `${plots.length} of ${shown(own.length)} series: those that depart first.`),
+    own.length > plots.length && el("p", { class: "quiet" }, `${plots.length} of ${shown(own.length)} series: the first to differ.`),
     own.length ? el("div", { class: "two" }, plots.map(([node]) => node))
-      : card("Nothing to show", {}, el("p", { class: "quiet" }, "The page has no curves of this layer: those that depart come first.")),
+      : card("Nothing to show", {}, el("p", { class: "quiet" }, "The page has no curves of this layer, only of the first that differ.")),
   ], async () => Promise.all(plots.map(([, render]) => render()))];
 }
 

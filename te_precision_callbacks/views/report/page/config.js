@@ -20,14 +20,14 @@ function segmentCard(segment, number) {
     number > 1 && el("h2", {}, `Process start ${segment.number + 1}: from step ${shown(segment.first_iteration)}, ${segment.status}`),
     el("div", { class: "two" },
       card("Config", { extra: facts.config_hash ? [el("span", { class: "quiet mono" }, facts.config_hash)] : [] },
-        facts.config_text ? el("pre", {}, facts.config_text) : el("p", { class: "quiet" }, "The run does not have its config.")),
+        facts.config_text ? el("pre", {}, facts.config_text) : el("p", { class: "quiet" }, "The config was not recorded.")),
       card("Run", {}, table(["name", "value"], [
         ["status", segment.status], ["started", segment.started_at || "–"], ["ended", segment.ended_at || "–"],
         ["first step", shown(segment.first_iteration)], ["ranks", shown(segment.world)],
       ]), Object.keys(others).length > 0 && mapping(others))),
     el("div", { class: "two" },
-      card("Versions", {}, has("versions") ? mapping(facts.versions) : el("p", { class: "quiet" }, "The run does not say them.")),
-      card("Environment", {}, has("environment") ? mapping(facts.environment) : el("p", { class: "quiet" }, "No variable that changes precision was set, or the run does not say."))),
+      card("Versions", {}, has("versions") ? mapping(facts.versions) : el("p", { class: "quiet" }, "Not recorded.")),
+      card("Environment", {}, has("environment") ? mapping(facts.environment) : el("p", { class: "quiet" }, "No variable that affects precision was set or recorded."))),
   ];
 }
 
@@ -44,10 +44,10 @@ async function configPage(report) {
     card("Events", {
       about: total > events.length ? `The last ${shown(events.length)} of ${shown(total)}.` : "",
       extra: [csvButton("events", columns, () => events.map((event) => columns.map((name) => event[name])))],
-    }, rows.length ? table(["#step", "kind", "severity", "layer", "ranks", "text"], rows, { tall: true }) : el("p", { class: "quiet" }, "Nothing happened that the run noted.")),
+    }, rows.length ? table(["#step", "kind", "severity", "layer", "ranks", "text"], rows, { tall: true }) : el("p", { class: "quiet" }, "No events were recorded.")),
     ...segments.slice().reverse().map((segment) => segmentCard(segment, segments.length)),
-    plan.length > 0 && card("What the config did", {}, table(["section", "file", "feature", "#layers", "steps"], plan.map((row) =>
+    plan.length > 0 && card("Features of the config", {}, table(["section", "file", "feature", "#layers", "steps"], plan.map((row) =>
       [row.section, row.file ? `${row.file}${row.line ? `:${row.line}` : ""}` : "", row.feature, shown(row.layers), row.until === null ? `from ${row.since ?? 0}` : `${row.since ?? 0} to ${row.until}`]))),
-    states.length > 0 && card("Types that are kept", {}, table(["what", "type", "#bytes", "#count"], states.map((row) => [row.subject, row.dtype, shown(row.bytes), shown(row.count)]))),
+    states.length > 0 && card("Dtypes of the state", {}, table(["state", "dtype", "#bytes", "#count"], states.map((row) => [row.subject, row.dtype, shown(row.bytes), shown(row.count)]))),
   ], async () => {}];
 }

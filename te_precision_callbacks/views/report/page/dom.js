@@ -83,7 +83,7 @@ function save(name, text) {
 // A button for the table behind a plot; the rows are made when it is pressed.
 const csvButton = (name, columns, rows) =>
   el("button", {
-    class: "small csv", type: "button", title: `Save the numbers as ${name}.csv`,
+    class: "small csv", type: "button", title: `Save the data as ${name}.csv`,
     onclick: async () => save(`${name}.csv`, csv(columns, await rows())),
   }, "CSV");
 
@@ -94,7 +94,7 @@ const card = (title, { about, extra = [] } = {}, ...children) =>
     el("div", { class: "head" }, el("h2", {}, title), el("span", { class: "space" }), ...extra, about && el("p", {}, about)),
     ...children);
 
-const notes = (report, title = "What this run lacks") => report.notes.length > 0 &&
+const notes = (report, title = "Missing data") => report.notes.length > 0 &&
   el("div", { class: "notes", role: "note" }, el("strong", {}, title),
     el("ul", {}, report.notes.map((note) => el("li", {}, note))));
 

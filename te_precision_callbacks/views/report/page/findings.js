@@ -38,20 +38,20 @@ function verdictPart(report) {
     el("h2", { id: "verdict" }, verdict.summary),
     findings.length > 0 && el("ol", { "aria-label": "Findings, root causes and the most severe first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
     findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all details` : "All details")),
-    notJudged.length > 0 && el("p", { class: "quiet" }, `Not checked: ${notJudged.map(({ rule }) => rule).join(", ")}. `, toFindings("What to collect")));
+    notJudged.length > 0 && el("p", { class: "quiet" }, `Not checked: ${notJudged.map(({ rule }) => rule).join(", ")}. `, toFindings("What to add")));
 }
 
 function findingCard(report, finding, number) {
   const { since, until, last_good: lastGood, checkpoint } = finding, unnamed = finding.layers_total - finding.places.length;
   const steps = since === null ? "" : `steps ${stepText(report, since)} to ${stepText(report, until)}${finding.where && ` ${finding.where}`}`
-    + (lastGood === null ? "; no step is known to be good" : `; step ${stepText(report, lastGood)} does not show it; `
-      + (checkpoint === null ? "no checkpoint from before that step is known"
-        : `the last checkpoint from before that step has the state before step ${stepText(report, checkpoint)}`));
+    + (lastGood === null ? "; no earlier step without the problem is known" : `; last step without the problem: ${stepText(report, lastGood)}; `
+      + (checkpoint === null ? "no earlier checkpoint is known"
+        : `last earlier checkpoint: before step ${stepText(report, checkpoint)}`));
   const where = { statistic: finding.statistic, tensor: finding.tensor, step: since ?? "" };
   const layers = finding.places.length > 0 && [
     finding.places.map((place, at) => [at ? ", " : "", layerLink(report, place, where)]), unnamed > 0 && ` and ${shown(unnamed)} more`];
   const parts = [
-    ["seen", finding.seen_in_words], ["caused by", finding.caused_by], ["seen in", steps], [finding.places.length > 1 ? "layers, the first one first" : "layer", layers],
+    ["seen", finding.seen_in_words], ["caused by", finding.caused_by], ["seen in", steps], [finding.places.length > 1 ? "layers, in execution order" : "layer", layers],
     ["why it matters", finding.why], ["what to do", `${finding.remedy}.`], ["section for the config", finding.patch && el("pre", {}, finding.patch)],
     ["not a problem if", finding.disproof], ["rule", `${finding.rule}: ${finding.title}`], ["source", finding.source],
   ];
@@ -65,10 +65,10 @@ async function findingsPage(report) {
   const { verdict } = report, { findings, not_judged: notJudged } = verdict;
   return [[
     el("h1", {}, "Findings"), el("p", {}, verdict.summary),
-    !verdict.judged && el("p", { class: "quiet" }, "The run has no statistics that a rule can check. Record statistics of its layers, for which no config is needed."),
+    !verdict.judged && el("p", { class: "quiet" }, "The run has no statistics to check. Record statistics of the layers: the default config is enough."),
     findings.map((finding, number) => findingCard(report, finding, number)),
-    notJudged.length > 0 && card("Rules that were not checked", { about: "Collect what a rule needs, and run again." },
-      table(["rule", "why not", "what to collect"], notJudged.map(({ rule, why, collect }) => [el("span", { class: "mono" }, rule), why, collect]))),
-    verdict.judged > 0 && card("Rules that were checked", { about: "te-precision rules ID explains a rule." }, el("p", { class: "mono" }, verdict.judged_rules.join(", "))),
+    notJudged.length > 0 && card("Rules that were not checked", { about: "To check them, add the missing data and run again." },
+      table(["rule", "why not", "what to add"], notJudged.map(({ rule, why, collect }) => [el("span", { class: "mono" }, rule), why, collect]))),
+    verdict.judged > 0 && card("Rules that were checked", { about: "For details: te-precision rules ID" }, el("p", { class: "mono" }, verdict.judged_rules.join(", "))),
   ], async () => {}];
 }

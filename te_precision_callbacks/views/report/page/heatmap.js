@@ -162,7 +162,7 @@ async function heatmapPage(report) {
 
   const change = (changes) => state.go(changes);
   const search = el("input", {
-    type: "search", placeholder: "part of a name", value: state.now.filter, "aria-label": "Layers whose name has",
+    type: "search", placeholder: "part of a name", value: state.now.filter, "aria-label": "Layer name contains",
     oninput: (event) => { state.note({ filter: event.target.value }); render(); },
   });
   const controls = el("div", { class: "controls" },
@@ -170,12 +170,12 @@ async function heatmapPage(report) {
     family.several && buttons("Columns", [["steps", "Steps"], ["ranks", "Ranks"]], ranksShown ? "ranks" : "steps",
       (axis) => change({ axis })),
     buttons("Rows", folds, fold(), (name) => change({ fold: name, open: "" })),
-    el("label", { class: "grow" }, "Layers whose name has", search));
+    el("label", { class: "grow" }, "Layer name contains", search));
   const word = extreme(family.worse);
   const exactAll = Object.keys(family.curves).length >= family.layers.length * family.ranks.length;
   const widest = Math.max(1, ...Array.from(family.begins, (begin, at) => family.ends[at] - begin + 1));
   const how = ranksShown ? [true, `exact: the ${word} of the run`]
-    : [exactAll && widest === 1, exactAll && widest === 1 ? "all numbers are exact" : widest === 1 ? "overview: a cell is a step" : `overview: a cell is the ${word} of up to ${widest} steps`];
+    : [exactAll && widest === 1, exactAll && widest === 1 ? "all values are exact" : widest === 1 ? "overview: a cell is a step" : `overview: a cell is the ${word} of up to ${widest} steps`];
   const page = card(family.label, {
     about: `${family.formula ? `${family.formula.replaceAll("`", "")}. ` : ""}${MEANS[family.worse] ?? MEANS[""]} Click a layer to open it${fold() === "layers" ? "" : ", a folded row to unfold it"}; drag to zoom, double-click to go back.`,
     extra: [count, badge(...how), csvButton(`heatmap ${family.label}`,
@@ -235,7 +235,7 @@ async function heatmapPage(report) {
     rows = plotRows(report, family, fold(), opened, search.value);
     count.textContent = `${shown(rows.length)} rows, ${shown(family.layers.length)} layers`;
     if (!rows.length) {
-      count.textContent = "no layer has this in its name";
+      count.textContent = "no layer name contains this";
       return;
     }
     const found = rows.map((row, at) => [row, at]).filter(([row]) => isFound(row));

@@ -4,7 +4,7 @@ function gemmTable(gemms) {
   const sizes = ({ gemm, n, m, k }) => gemm === "dgrad" ? [n, m, k] : gemm === "wgrad" ? [k, m, n] : [n, k, m]; // tokens, in, out
   const times = (gemm) => sizes(gemm).every((size) => size) ? [...(gemm.batch > 1 ? [gemm.batch] : []), ...sizes(gemm)].join(" × ") : "–";
   const ran = (gemm) => gemm.runs === "never" ? `does not run${gemm.not_run ? `: ${gemm.not_run}` : ""}` : (gemm.precision || "–").toUpperCase();
-  return table(["product", "runs in", "operands", "why not low", "tokens × in × out", "#multiply-adds a step"], gemms.map((gemm) => [
+  return table(["product", "runs in", "operands", "reason for high precision", "tokens × in × out", "#multiply-adds per step"], gemms.map((gemm) => [
     gemm.gemm + (gemm.backward && !["dgrad", "wgrad"].includes(gemm.gemm) ? " (backward)" : ""), ran(gemm),
     Object.entries(gemm.operands).map(([tensor, format]) => el("div", {}, `${tensor}: ${format}`)),
     gemm.why ?? "", times(gemm), gemm.macs ? shown(gemm.macs) : "–",
@@ -114,7 +114,7 @@ async function layerPage(report) {
   const found = report.verdict.findings.find((finding) => finding.places.length)?.places[0];
   const worst = found ?? report.worst_layers.find((listed) => listed.items.length)?.items[0].layer;
   const index = named >= 0 ? named : worst ?? [...withNumbers][0] ?? 0;
-  if (!report.layers.length) return nothingPage("Layer", "The run names no layers.");
+  if (!report.layers.length) return nothingPage("Layer", "The run has no layers.");
   const layer = report.layers[index];
   const own = report.families.filter((family) => family.rowOf.has(index));
   const ranks = [...new Set(own.flatMap((family) => family.ranks))].sort((a, b) => a - b);
@@ -141,10 +141,10 @@ async function layerPage(report) {
     layer.gemms.length > 0
       ? card("Matrix products", { extra: [csvButton(`products ${layer.name}`, ["gemm", "backward", "precision", "operands", "why", "n", "m", "k", "batch", "calls", "macs"],
           () => layer.gemms.map((gemm) => [gemm.gemm, gemm.backward, gemm.precision, JSON.stringify(gemm.operands), gemm.why, gemm.n, gemm.m, gemm.k, gemm.batch, gemm.calls, gemm.macs]))] }, gemmTable(layer.gemms))
-      : card("Matrix products", {}, el("p", { class: "quiet" }, "The run does not say in which precision this layer's products ran.")),
-    histograms.length > 0 && el("div", {}, el("h2", {}, "Magnitudes"), el("p", { class: "quiet" }, "How many elements have which magnitude, added up over the steps of a column.")),
+      : card("Matrix products", {}, el("p", { class: "quiet" }, "The precision of this layer's products was not recorded.")),
+    histograms.length > 0 && el("div", {}, el("h2", {}, "Magnitudes"), el("p", { class: "quiet" }, "Elements by magnitude, summed over the steps of a column.")),
     histograms.length > 0 && el("div", { class: "magnitudes" }, histograms.map(({ histogram, key }) => add(histogramCard(report, histogram, key)))),
-    missing.length > 0 && el("p", { class: "quiet" }, `No room in this file for ${missing.map((each) => `${each.statistic} of ${each.tensor}`).join(", ")}.`),
+    missing.length > 0 && el("p", { class: "quiet" }, `Not in this file, to limit its size: ${missing.map((each) => `${each.statistic} of ${each.tensor}`).join(", ")}.`),
     byTensor.length > 0 && el("h2", {}, "Scales and amax"),
     byTensor.length > 0 && el("div", { class: "three" }, byTensor.map((tensor) => add(curvesCard(report, index, tensor, own.filter((family) => isScale(family) && family.tensor === tensor), { name: (family) => family.statistic, log: true })))),
     others.size > 0 && el("h2", {}, "Statistics"),

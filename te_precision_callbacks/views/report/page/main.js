@@ -2,8 +2,8 @@
 
 function exactness({ exact, levels }) {
   return exact.curves >= exact.series
-    ? "All recorded numbers on these pages are exact; what is estimated from them says so. "
-    : `Exact are the worst number of each layer and the curves of ${shown(exact.curves)} of ${shown(exact.series)} series (those that show findings first, then the worst of each statistic). All else is read off an overview with ${levels} levels a statistic, in which a cell is the worst of up to ${shown(exact.widest)} steps; it is marked with ≈ or "overview". `;
+    ? "All recorded values on these pages are exact; estimates are marked. "
+    : `Exact: the worst value of each layer, and the curves of ${shown(exact.curves)} of ${shown(exact.series)} series (those that show findings first, then the worst of each statistic). Everything else comes from an overview with ${levels} levels per statistic, in which a cell is the worst of up to ${shown(exact.widest)} steps, and is marked with ≈ or "overview". `;
 }
 
 guarded(() => openPage({

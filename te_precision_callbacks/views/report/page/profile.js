@@ -4,7 +4,7 @@ async function profilePage(report) {
   await openAll(report);
   const tensors = [...new Set(report.families.map((one) => one.tensor).filter((tensor) => sourcesOf(report, tensor).any))];
   if (!tensors.length)
-    return nothingPage("Depth profile", "It needs cur_amax, or min and max, of a tensor: the run has none of them.");
+    return nothingPage("Depth profile", "The profile needs cur_amax, or min and max, of a tensor, which the run does not have.");
   const tensor = tensors.includes(state.now.tensor) ? state.now.tensor : tensors[0];
   const sources = sourcesOf(report, tensor);
   const steps = stepsOf(sources);
@@ -26,8 +26,8 @@ async function profilePage(report) {
     el("label", { class: "grow" }, shownStep, slider));
   const isPoint = !sources.range;
   const page = card(`Range of ${tensor} through the model`, {
-    about: isPoint ? `A dot marks the largest magnitude: the run has nothing else of ${tensor}. For bars down to the smallest magnitude, add dynamic_range to the statistics of the config.`
-      : "A bar reaches from the smallest magnitude that is not 0 to the largest; a tick marks the standard deviation. Layers run from top to bottom.",
+    about: isPoint ? `A dot marks the largest magnitude, the only recorded value of ${tensor}. For bars down to the smallest magnitude, add dynamic_range to the config.`
+      : "A bar spans the smallest nonzero to the largest magnitude; a tick marks the standard deviation. Layers run from top to bottom.",
     extra: [badgeHolder, csvButton(`profile ${tensor}`, ["layer", "step", "smallest", "std", "largest", "format smallest", "format largest", "exact"],
       () => rows.map((row) => [row.name, row.step, ...[row.low, row.middle, row.high, row.limits?.bottom, row.limits?.top].map((power) => power === undefined || power === null ? null : 2 ** power), row.exact]))],
   }, without, node);
@@ -67,8 +67,8 @@ async function profilePage(report) {
     const now = await read();
     rows = now;
     const drawn = new Set(rows.map(({ index }) => index)), left = sources.layers.filter((index) => !drawn.has(index));
-    without.textContent = left.length ? `${rows.length ? "Not drawn: " : "Nothing to draw: "}${shown(left.length)} of ${shown(sources.layers.length)} layers have no finite number but 0 at this step, such as ${report.layers[left[0]].name}.`
-      + (rows.length ? "" : ` The last step with one is ${stepText(report, steps[last])}.`) : "";
+    without.textContent = left.length ? `${rows.length ? "Not drawn: " : "Nothing to draw: "}${shown(left.length)} of ${shown(sources.layers.length)} layers have no finite, nonzero value at this step, such as ${report.layers[left[0]].name}.`
+      + (rows.length ? "" : ` The last step with such a value is ${stepText(report, steps[last])}.`) : "";
     node.hidden = !rows.length;
     if (!rows.length) return badgeHolder.replaceChildren();
     visible ??= [-0.5, rows.length - 0.5];
@@ -131,7 +131,7 @@ async function profilePage(report) {
       el("b", {}, power(row.low), " to ", power(row.high)),
       row.middle !== undefined && el("span", {}, "standard deviation ", power(row.middle)),
       row.limits && el("span", { class: "dim" }, `${windowTitle(format())}: `, power(row.limits.bottom), " to ", power(row.limits.top),
-        `, scale ${row.limits.recorded ? "recorded" : "assumed from the largest number"}`));
+        `, scale ${row.limits.recorded ? "recorded" : "assumed from the largest value"}`));
   }
 
   const rowAt = (y) => shownRows.find((row) => y >= row.at - 0.5 && y < row.at + row.size - 0.5);

@@ -80,7 +80,7 @@ async function openPage({ shownPages, defaults, prepared, named, foot }) {
   document.querySelector(".run").title = report.from;
   navigation();
   document.querySelector("footer").append(el("p", {}, foot(report),
-    `Made ${report.made} by te-precision-callbacks ${report.version} from ${report.from}. Drawn by plotly.js (MIT licence), which this file carries; nothing is fetched.`));
+    `Created ${report.made} by te-precision-callbacks ${report.version} from ${report.from}. Plots by plotly.js (MIT license), included in this file; nothing is downloaded.`));
   await loadPlotly();
   addEventListener("hashchange", show);
   await show();

@@ -37,7 +37,7 @@ function coverageCard(report) {
   const total = (pass) => rows.filter((row) => pass === null || row.backward === pass).reduce((sum, row) => sum + row.macs, 0);
   if (!rows.length) {
     return [card("Coverage", {}, el("p", { class: "quiet" },
-      "Nothing says in which precision the matrix products of this run ran: it was not recorded by this package, or no whole step has run.")), () => {}];
+      "The precision of the matrix products is unknown: te-precision-callbacks did not record the run, or no step was completed.")), () => {}];
   }
   const precisions = [...new Set(rows.map((row) => row.precision))]
     .sort((a, b) => rank(a) - rank(b));
@@ -51,7 +51,7 @@ function coverageCard(report) {
   };
   const node = plotNode(190, "Multiply-adds by precision, in the forward and the backward");
   const made = card("Coverage", {
-    about: "The multiply-adds of a step by the precision they ran in, at the end of the run.",
+    about: "Multiply-adds of a step by precision, at the end of the run.",
     extra: [csvButton("coverage", ["precision", "backward", "macs"], () => rows.map((row) => [row.precision, row.backward, row.macs]))],
   }, node, report.run.other_steps.map((line) => el("p", {}, `${line}.`)), reasons(report));
   const render = () => draw(node, precisions.map((precision) => ({
@@ -86,7 +86,7 @@ function reasons(report) {
     }
   const rows = [...found].sort((a, b) => b[1].macs - a[1].macs);
   const most = 5, left = rows.slice(most);
-  return rows.length > 0 && table(["why not in low precision", "#layers", "#multiply-adds"], [
+  return rows.length > 0 && table(["reason for high precision", "#layers", "#multiply-adds"], [
     ...rows.slice(0, most).map(([why, { macs, layers }]) => [why, shown(layers.size), `${shown((100 * macs) / total, 3)} %`]),
     ...(left.length ? [[`${left.length} more reasons`, "", `${shown((100 * left.reduce((sum, [, { macs }]) => sum + macs, 0)) / total, 3)} %`]] : []),
   ]);
@@ -95,10 +95,10 @@ function reasons(report) {
 function lossCard(report) {
   const all = report.scalars;
   if (!all.length) {
-    return [card("Loss", {}, el("p", { class: "quiet" }, "The run has none of the trainer's numbers, such as the loss.")), () => {}];
+    return [card("Loss", {}, el("p", { class: "quiet" }, "The run has no trainer metrics, such as the loss.")), () => {}];
   }
   const chosen = () => all.find((one) => one.name === state.now.scalar) ?? all[0];
-  const node = plotNode(260, "The trainer's numbers over steps");
+  const node = plotNode(260, "Trainer metrics over steps");
   const picker = all.length > 1 && choice("Number", all.map((one) => [one.name, shortened(one.name, 40)]), chosen().name, (name) => {
     state.note({ scalar: name });
     render();
@@ -163,15 +163,15 @@ function worstPart(report) {
   const clean = empty(true), unjudged = empty(false);
   if (!report.worst_layers.length) {
     return [card("Worst layers", {}, el("p", { class: "quiet" }, report.families.length
-      ? "No statistic of this run has a direction in which it gets worse: amax, std, norms and scales have none."
-      : "The run has no statistics of layers: its config collects none, or nothing has been due yet."))];
+      ? "The run has only statistics without a worse direction, such as amax, std, norms and scales."
+      : "The run has no statistics of layers: the config collects none, or no collection step has run."))];
   }
   return [
     el("div", {}, el("h2", {}, "Worst layers"),
-      el("p", { class: "quiet" }, "The five worst layers for each statistic, over the whole run. SQNR and squared error hide elements that are lost next to an outlier: see underflows and overflows, too.")),
+      el("p", { class: "quiet" }, "The five worst layers for each statistic, over the whole run. SQNR and squared error do not show elements lost next to an outlier: also check underflows and overflows.")),
     el("div", { class: "two" }, found.map((listed) => worstCard(report, listed))),
     clean.length > 0 && el("p", { class: "quiet clean" }, `No issues in any layer or step: ${clean.join(", ")}.`),
-    unjudged.length > 0 && el("p", { class: "quiet" }, `Only numbers of delayed scaling's first step, which has no scale yet: ${unjudged.join(", ")}.`),
+    unjudged.length > 0 && el("p", { class: "quiet" }, `Only values from the first step of delayed scaling, which has no scale yet: ${unjudged.join(", ")}.`),
   ];
 }
 
