@@ -35,7 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.reference.inherited import WATCH_VARIABLE, startup_path, watch_setting
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class ScriptWatch:
         self._iterations, self._search_until = 0, SEARCHED_ITERATIONS
         self._has_stepped = False
         self._schedules: set[Any] = set()
-        self._search = Replaced()
-        self._replaced = Replaced(yields=True)
+        self._search = Replacements()
+        self._replaced = Replacements(keeps_later=True)
         self._handles: list[Any] = []
         self._has_called = self._has_attached = self._has_ended = False
         self._process = os.getpid()
@@ -109,9 +109,9 @@ class ScriptWatch:
         self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=101)
 
     def _stop_at_exit(self) -> None:
-        from te_precision_callbacks.session.endings import uncaught
+        from te_precision_callbacks.session.endings import uncaught_exception
 
-        self.stop(uncaught() or self._exit)
+        self.stop(uncaught_exception() or self._exit)
 
     def _before_exit(self, status: Any = None) -> None:
         self._exit = None if status in (None, 0) else SystemExit(status)
@@ -135,8 +135,8 @@ class ScriptWatch:
     def _end(self, error: BaseException | None = None) -> None:
         """Stop the session, if it runs. Hooks of optimizers stay, without effect, since one may be running."""
         self._has_ended = True
-        self._search.put_back()
-        self._replaced.put_back()
+        self._search.restore()
+        self._replaced.restore()
         session, self.session = self.session, None
         if session is not None:
             session.stop(error)
@@ -223,7 +223,7 @@ class ScriptWatch:
             ]
             if optimizers:
                 self._attach(module, optimizers, name)
-        self._search.put_back()
+        self._search.restore()
 
     def _is_replaced(self) -> bool:
         from te_precision_callbacks.session.session import running_session
@@ -315,7 +315,7 @@ class ScriptWatch:
             self._backwards, self._limit = 0, max(self._limit, 2 * self._backwards)
             self._iterations += 1
             if self._iterations >= self._search_until:
-                self._search.put_back()
+                self._search.restore()
             self.session.step()
 
     def _before_scaler_step(self, *_: Any) -> None:
@@ -342,7 +342,7 @@ class ScriptWatch:
                 self.backward(value)
         self._backwards += 1
         if self._backwards == self._limit:
-            self._search.put_back()
+            self._search.restore()
             self._warn()
 
     def _after_scale(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:

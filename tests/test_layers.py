@@ -15,11 +15,11 @@ from rich.console import Console
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.layers.folding import ShortNames, folded, in_sentence
-from te_precision_callbacks.layers.forwards import in_evaluation, innermost_autograd_frame, running_functions
+from te_precision_callbacks.layers.folding import ShortNames, fold_for_sentence, fold_names
+from te_precision_callbacks.layers.forwards import innermost_autograd_frame, is_evaluation_forward, running_functions
 from te_precision_callbacks.layers.naming import (
     Layer,
-    different_at_one_path,
+    find_ambiguous_names,
     module_paths,
     named_te_modules,
     snake_case,
@@ -181,10 +181,10 @@ class Stage(torch.nn.Module):
 
 def test_layers_of_other_ranks_at_one_path_have_numbers_of_the_whole_model() -> None:
     first, second = Stage(0), torch.nn.DataParallel(checkpoint_wrapper(Stage(1)))
-    alike = different_at_one_path([*layers(first), *layers(second)])
+    alike = find_ambiguous_names([*layers(first), *layers(second)])
     assert alike["layers.1.attention"] == ["layers.1.attention", "layers.3.attention"]
     assert len(alike) == len(layers(first))
-    assert not different_at_one_path([*layers(first), *layers(Stage(0))]), "replicas are alike"
+    assert not find_ambiguous_names([*layers(first), *layers(Stage(0))]), "replicas are alike"
 
     numbered = {layer.name: layer for module in named_te_modules(second, by_number=True) for layer in module.layers}
     assert [*numbered][:3] == [
@@ -212,16 +212,16 @@ def test_layers_of_other_ranks_at_one_path_have_numbers_of_the_whole_model() -> 
     ],
 )
 def test_folded_names(names: list[str], texts: list[str]) -> None:
-    assert folded(names) == texts
+    assert fold_names(names) == texts
 
 
 def test_at_most_so_many_texts() -> None:
-    assert folded(["a", "b", "c"], most=2) == ["a", "b", "1 more"]
-    assert folded(["a", "b"], most=2) == ["a", "b"]
+    assert fold_names(["a", "b", "c"], most=2) == ["a", "b", "1 more"]
+    assert fold_names(["a", "b"], most=2) == ["a", "b"]
 
 
 def test_a_name_without_letters_is_quoted_in_a_sentence() -> None:
-    assert in_sentence("0", "1", "4.0", "net.0") == "'{0-1}' and '4.0' and net.0"
+    assert fold_for_sentence("0", "1", "4.0", "net.0") == "'{0-1}' and '4.0' and net.0"
 
 
 def unfolded(text: str) -> set[str]:
@@ -241,7 +241,7 @@ def unfolded(text: str) -> set[str]:
 @given(names=st.sets(st.from_regex(r"m\.[0-3]\.e\.([0-3]|1[0-2])\.fc[12]", fullmatch=True), min_size=1, max_size=30))
 @examples(100)
 def test_a_text_stands_for_exactly_its_names(names: set[str]) -> None:
-    texts = folded(sorted(names))
+    texts = fold_names(sorted(names))
     assert sorted([name for text in texts for name in unfolded(text)]) == sorted(names)
     assert len(texts) <= len(names)
 
@@ -318,7 +318,7 @@ looks: list[Any] = []
 
 def look() -> None:
     looks.append(
-        (innermost_autograd_frame(), [context is not None for context in running_functions()], in_evaluation())
+        (innermost_autograd_frame(), [context is not None for context in running_functions()], is_evaluation_forward())
     )
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from te_precision_callbacks.base.ranks import group, meeting, messages
 from te_precision_callbacks.base.ranks.group import devices
 from te_precision_callbacks.base.ranks.meeting import MeetingFailed, RankPlace, next_keys, refuse
-from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _read, _Return
+from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _from_json, _Reconnection
 
 
 def name(rank: int) -> str:
@@ -88,9 +88,9 @@ def test_all_ranks_have_the_same_bits_of_sums_maxima_and_texts(tmp_path: Path, s
         before = dist.distributed_c10d._world.group_count, dist.group.WORLD._get_sequence_number_for_group()
         own = numbers[sent.rank].copy()
         sent.merge("a", "to a", own, 3000)
-        entries = sent.pooled([f"own {sent.rank}", "shared"], "names", "to name", str)
-        assert sent.pooled(["equal", "equal"], "names", "to name", str) == ["equal"]
-        assert sent.pooled([float("inf")], "names", "to name", float) == [float("inf")]
+        entries = sent.pool([f"own {sent.rank}", "shared"], "names", "to name", str)
+        assert sent.pool(["equal", "equal"], "names", "to name", str) == ["equal"]
+        assert sent.pool([float("inf")], "names", "to name", float) == [float("inf")]
         after = dist.distributed_c10d._world.group_count, dist.group.WORLD._get_sequence_number_for_group()
         assert after == before, "the training's groups have counted nothing"
         return own, entries
@@ -270,7 +270,7 @@ def test_a_stranger_holds_nobody_up(tmp_path: Path) -> None:
 
 def test_messages_are_not_unpickled() -> None:
     with pytest.raises(ValueError, match="utf-8"):
-        _read(pickle.dumps(["text"]), str)
+        _from_json(pickle.dumps(["text"]), str)
 
 
 # ---------------------------------------------------------------------- meetings
@@ -332,9 +332,9 @@ def test_ranks_come_together_in_the_same_step_without_waiting(parted_at: int, or
     assert 26 <= met[0] - parted_at <= 34, "as docs/session.md says"
 
 
-def parted(places: list[RankPlace]) -> list[tuple[RankPlace, _Return]]:
+def parted(places: list[RankPlace]) -> list[tuple[RankPlace, _Reconnection]]:
     store = dist.HashStore()
-    ranks = [(place, _Return(store)) for place in places]
+    ranks = [(place, _Reconnection(store)) for place in places]
     for _, item in ranks:
         item.put_off()
     return ranks

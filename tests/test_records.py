@@ -144,7 +144,7 @@ def test_a_slow_disk_drops_steps_and_reports_their_number(
 ) -> None:
     """The training's thread does not wait: the disk takes nothing before all steps were handed over."""
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
-    monkeypatch.setattr(statistics_log, "MOST_WAITING", 10)
+    monkeypatch.setattr(statistics_log, "MAX_QUEUED", 10)
     may_write, append = threading.Event(), LogFile.append
 
     def slow(file: LogFile, text: str) -> None:

@@ -8,13 +8,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from te_precision_callbacks.statistics.table import OF_BLOCKS, OF_GEMMS, STATISTICS, SYMBOLS_OF_GEMMS, Of, Statistic
+from te_precision_callbacks.statistics.table import (
+    BLOCK_SOURCES,
+    GEMM_SOURCES,
+    STATISTICS,
+    SYMBOLS_OF_GEMMS,
+    Statistic,
+    StatisticSource,
+)
 
 _GROUPS = (
-    ("The tensor before quantization: `LogTensorStats`", (Of.TENSOR, Of.BLOCKS, Of.EXPONENTS)),
-    ("The quantized tensor: `LogFp8TensorStats` and `LogNvfp4TensorStats`", (Of.QUANTIZED, Of.SCALES)),
-    ("The same, block by block: only for recipes with a scale per block", tuple(OF_BLOCKS)),
-    ("GEMMs: `LogGemmError`", OF_GEMMS),
+    (
+        "The tensor before quantization: `LogTensorStats`",
+        (StatisticSource.TENSOR, StatisticSource.BLOCKS, StatisticSource.EXPONENTS),
+    ),
+    (
+        "The quantized tensor: `LogFp8TensorStats` and `LogNvfp4TensorStats`",
+        (StatisticSource.QUANTIZED, StatisticSource.SCALES),
+    ),
+    ("The same, block by block: only for recipes with a scale per block", tuple(BLOCK_SOURCES)),
+    ("GEMMs: `LogGemmError`", GEMM_SOURCES),
 )
 """The tables of docs/statistics.md: title and sources."""
 
@@ -37,10 +50,10 @@ def table() -> str:
     return "\n\n".join(f"**{title}**\n\n{_rows(sources)}" for title, sources in _GROUPS)
 
 
-def _rows(sources: Iterable[Of]) -> str:
+def _rows(sources: Iterable[StatisticSource]) -> str:
     lines = ["| statistic | formula | unit | worse | in TE 2.20 |", "|---|---|---|---|---|"]
     for s in STATISTICS.values():
-        if s.of in sources:
+        if s.source in sources:
             name, formula = _row_of(s)
             upstream = "yes" if s.upstream else ""
             lines.append(f"| `{name}` | {formula} | {s.unit} | {s.worse.value} | {upstream} |")

@@ -12,7 +12,7 @@ from measuring import as_in_a_long_run
 from gpu_parts.kernels import BOUNDS_ON_CPU, BOUNDS_ON_GPU, SUMS_AND_MAXIMA, compared, drawn
 from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
-from te_precision_callbacks.base.numerics.layouts import ScaleMemory, Stored, packed
+from te_precision_callbacks.base.numerics.layouts import ScaleMemory, Stored, pack_fp4
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels.columns import (
     LIMIT_SUMS,
@@ -22,8 +22,8 @@ from te_precision_callbacks.engine.kernels.columns import (
     RANGE_MAXIMA,
     RANGE_SUMS,
     BlockPlaces,
+    BlockScaledTensor,
     ColumnPlaces,
-    InBlocks,
     Pending,
 )
 
@@ -49,14 +49,14 @@ FORMS: tuple[Form, ...] = (
 """Name, format of codes and of scales, stored block, block, and whether codes are of the transpose."""
 
 
-def _in_blocks(form: Form, shape: tuple[int, int], device: torch.device) -> InBlocks:
+def _in_blocks(form: Form, shape: tuple[int, int], device: torch.device) -> BlockScaledTensor:
     """Return random codes and scales; the rows of a square block share a scale."""
     _, codes_format, scale_format, stored_block, block, transposed = form
     generator = torch.Generator().manual_seed(3)
     rows, columns = shape[::-1] if transposed else shape
     largest = codes_format.max_code
     codes = torch.randint(largest, (rows, columns), dtype=torch.uint8, generator=generator)
-    codes = packed(codes) if codes_format is E2M1 else codes
+    codes = pack_fp4(codes) if codes_format is E2M1 else codes
     down, along = block[0] // stored_block[0], block[1] // stored_block[1]
     size = (-(-rows // block[0]), -(-columns // block[1]))
     if scale_format is None:
@@ -72,7 +72,7 @@ def _in_blocks(form: Form, shape: tuple[int, int], device: torch.device) -> InBl
         amax=torch.tensor([3.0], device=device) if codes_format is E2M1 else None,
         largest_scale=448.0 if codes_format is E2M1 else None,
     )  # fmt: skip
-    return InBlocks(part, block)
+    return BlockScaledTensor(part, block)
 
 
 def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gpu_parts.rows import Rows, Settings, in_one_line, layouts
-from te_precision_callbacks.base.numerics.layouts import stored
+from te_precision_callbacks.base.numerics.layouts import read_stored
 
 ROWS, COLUMNS, OUTPUTS = 256, 384, 128
 """Multiples of 128, which all recipes take; the number of outputs is that of a weight's rows."""
@@ -125,7 +125,7 @@ def _make(number: int, sides: list[Settings], folder: Path) -> None:
             except Exception as error:  # the others may be fine
                 failures[key] = in_one_line(error)
                 continue
-            rowwise = stored(quantized, columnwise=False)
+            rowwise = read_stored(quantized, columnwise=False)
             if key in (WEIGHT, ACTIVATION) and rowwise is not None:
                 operands[key] = quantized
                 results[name][key] = rowwise.dequantized().cpu()
@@ -142,7 +142,7 @@ def _make(number: int, sides: list[Settings], folder: Path) -> None:
 def _parts(quantized: Any, quantizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Data, scales and amaxes, without what pads them."""
     for direction in ("rowwise", "columnwise"):
-        part = stored(quantized, columnwise=direction == "columnwise")
+        part = read_stored(quantized, columnwise=direction == "columnwise")
         if part is None:
             continue
         yield f"{direction} data", part.codes

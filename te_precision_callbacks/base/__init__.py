@@ -1,1 +1,1 @@
-"""Shared basics: vocabulary, errors, notices, ranks, numerics, the terminal. Imports nothing above it."""
+"""Shared basics: vocabulary, errors, notices, ranks, numerics, the terminal. Imports no other package."""

@@ -1,6 +1,7 @@
-"""C++ functions for the CPU, compiled by torch at their first use; plain torch, with one warning, otherwise.
+"""C++ functions for the CPU, compiled by torch at their first use.
 
-The first compilation on a machine takes some seconds; torch keeps the library on disk.
+The first compilation on a machine takes some seconds; torch caches the library on disk. If it fails, a warning is
+logged once, and the caller uses plain torch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ class CppFile:
     """The functions of a C++ file.
 
     Args:
-        functions: name -> its argument types, of ctypes.
-        what: the work that plain torch does otherwise, for the warning.
-        times: how much slower that is at most, for the warning.
+        functions: name -> ctypes of the arguments.
+        what: the work that plain torch does if compilation fails, for the warning.
+        times: maximum slowdown of plain torch, for the warning.
         flags: compiler flags, after torch's own.
     """
 
@@ -42,21 +43,21 @@ class CppFile:
 
     @property
     def function(self) -> Any:
-        """The only function of the file, once compiled."""
+        """The function of a file with a single one; None before it is compiled."""
         return next(iter(self.functions.values()), None)
 
     def is_compiled(self) -> bool:
-        """Compile the file unless that was tried; return whether it succeeded."""
+        """Compile the file at the first call; return whether it succeeded."""
         if not self.functions and not self.failed:
             try:
-                self.functions = self.loaded()
+                self.functions = self.load()
             except Exception as error:
                 self.failed = True
                 what, times = self._fallback
-                say_not_compiled(logger, what, times, error)
+                warn_not_compiled(logger, what, times, error)
         return bool(self.functions)
 
-    def loaded(self, flags: Sequence[str] = ()) -> dict[str, Any]:
+    def load(self, flags: Sequence[str] = ()) -> dict[str, Any]:
         """Compile, or load from torch's cache (2.13, ``_inductor/codecache.py``).
 
         Without ``needs_vec_isa=False``, torch would first test the processor for vector instructions.
@@ -76,7 +77,7 @@ class CppFile:
         return functions
 
 
-def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:
+def warn_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:
     if isinstance(error, OSError):
         advice = "torch keeps compiled code in a cache folder: set TORCHINDUCTOR_CACHE_DIR to a writable one."
     else:

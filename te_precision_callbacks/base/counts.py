@@ -22,14 +22,14 @@ def size(count: int) -> str:
 
 
 def some_of(names: Iterable[str], most: int = 3) -> str:
-    """The first names, and how many more there are: ``a, b, c and 4 more``."""
+    """Return the first names and the number of others: ``a, b, c and 4 more``."""
     listed = list(names)
     more = len(listed) - most
     return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
-    """Key -> its values, in their order."""
+def group_by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
+    """Return key -> values, in the order of the pairs."""
     values: dict[KeyT, list[ValueT]] = {}
     for key, value in pairs:
         values.setdefault(key, []).append(value)

@@ -21,10 +21,10 @@ class UnknownDebugOptionError(OptionError, ValueError):
 
 
 def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> tuple[str, ...]:
-    """Return the names in a value of ``debug=``, such as ``"a b"`` or a list of such texts, without duplicates.
+    """Return the names in a value of ``debug=``, such as ``"a b"`` or a list of strings, without duplicates.
 
     Raises:
-        UnknownDebugOptionError: a name is unknown, or the value is not text; the message lists all valid names.
+        UnknownDebugOptionError: a name is unknown, or is not a string; the message lists all valid names.
     """
     parts = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
     names: dict[str, None] = {}
@@ -32,20 +32,20 @@ def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> t
         if part is None:
             continue
         if not isinstance(part, str):
-            raise UnknownDebugOptionError(f"debug= takes names, not {part!r}. The names are {_listed(valid)}.")
+            raise UnknownDebugOptionError(f"debug= takes names, not {part!r}. The names are {_join_names(valid)}.")
         for name in part.split():
             if name not in valid:
                 close = difflib.get_close_matches(name, valid, n=1)
                 meant = f" Did you mean {close[0]!r}?" if close and "," not in name else ""
                 raise UnknownDebugOptionError(
-                    f"There is no debug option {name!r}.{meant} The options are {_listed(valid)}; separate several by"
-                    " spaces."
+                    f"There is no debug option {name!r}.{meant} The options are {_join_names(valid)}; separate several"
+                    " by spaces."
                 )
             names[name] = None
     return tuple(names)
 
 
-def _listed(valid: Sequence[str]) -> str:
+def _join_names(valid: Sequence[str]) -> str:
     return ", ".join(map(repr, valid))
 
 
@@ -58,7 +58,7 @@ def refuse_unread_config(config: object, debug: Iterable[str]) -> None:
     """Refuse a config that nothing reads.
 
     Raises:
-        OptionError: there is a config, without ``te_precision`` among the debug options.
+        OptionError: a config is given, but ``te_precision`` is not among the debug options.
     """
     if config is not None and TE_PRECISION not in debug:
         raise OptionError(

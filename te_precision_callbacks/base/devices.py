@@ -1,6 +1,6 @@
 """CUDA streams, graph capture and unrecoverable GPU errors.
 
-Without an initialized CUDA, no function calls the driver.
+No function here initializes CUDA.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def is_capturing() -> bool:
         return False
     try:
         return torch.cuda.is_current_stream_capturing()
-    except RuntimeError:  # the GPU is lost, and whatever is done next raises again
+    except RuntimeError:  # the GPU is lost; the next CUDA call raises again
         return False
 
 
@@ -30,7 +30,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def follow(stream: torch.cuda.Stream | None, tensors: Iterable[torch.Tensor]) -> None:
-    """Make the current stream wait for the stream that wrote tensors, and keep their memory for that long."""
+    """Make the current stream wait for the stream that wrote tensors, and keep their memory until then."""
     if stream is None:
         return
     reading = torch.cuda.current_stream(stream.device)
@@ -48,7 +48,7 @@ def is_lost(error: BaseException) -> bool:
     """
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return False
-    if not _in_use() or is_capturing():  # asking a stream would end its capture
+    if not _in_use() or is_capturing():  # a query would end the stream's capture
         return False
     try:
         torch.cuda.current_stream().query()

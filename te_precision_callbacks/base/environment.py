@@ -1,6 +1,6 @@
-"""Installed versions, GPUs, and what changes numbers: environment variables and torch's settings.
+"""Installed versions, GPUs, and the environment variables and torch settings that change numerical results.
 
-Most variables are read once, when a library is imported. Read from Transformer Engine 2.20.2, torch 2.13, accelerate
+Libraries read most variables once, at import. The variables are from Transformer Engine 2.20.2, torch 2.13, accelerate
 1.15 and transformers 5.23.
 """
 
@@ -91,7 +91,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """The state of torch in this process; versions are None where a library is not installed.
+    """The state of torch in this process; the version of a missing library is None.
 
     Attributes:
         visible_devices: CUDA_VISIBLE_DEVICES, if set.
@@ -122,7 +122,7 @@ def torch_facts() -> Torch:
     messages = [str(warning.message) for warning in caught]
     try:
         encoded = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:  # torch was built with another cuDNN than the loaded one, which it says once
+    except RuntimeError as error:  # torch was built with another cuDNN than the loaded one; raised only once
         encoded = torch._C._cudnn.getVersionInt()
         messages.append(str(error))
     return Torch(

@@ -1,9 +1,9 @@
-"""The exceptions of this package.
+"""The exceptions that several packages raise; others are defined where they are raised.
 
-Packages define their own; this module has the shared ones::
+Hierarchy::
 
     PrecisionDebugError
-        OptionError                          a keyword, or its value
+        OptionError                          an unknown keyword, or an invalid value
         MissingExtraError                    an optional package is missing
         SessionError                         a session cannot start or step
             TransformerEngineUnavailableError
@@ -42,12 +42,12 @@ class PrecisionDebugError(Exception):
 
 
 class OptionError(PrecisionDebugError, TypeError):
-    """A keyword does not exist, or does not accept the given value."""
+    """An unknown keyword, or an invalid value."""
 
 
 @contextmanager
-def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors about keywords name the user's arguments: keyword -> argument, as in ``--observe= must be ...``."""
+def rename_keywords(names: Mapping[str, str]) -> Iterator[None]:
+    """Replace keywords in error messages by the user's arguments (keyword -> argument), such as ``--observe=``."""
     try:
         yield
     except PrecisionDebugError as error:
@@ -58,7 +58,7 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class FeatureError(PrecisionDebugError, RuntimeError):
-    """A debug feature failed; ``failure`` is equal for the same failure in all layers."""
+    """A debug feature failed; ``failure`` identifies the failure, without the layer."""
 
     def __init__(self, message: str, *, feature: str = "", call: str = "", layer: str = "", failure: str = "") -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ class SessionError(PrecisionDebugError, RuntimeError):
 
 
 class TransformerEngineUnavailableError(SessionError, ImportError):
-    """Transformer Engine cannot be imported; ``subject`` begins the message."""
+    """Transformer Engine cannot be imported; the message starts with ``subject``."""
 
     def __init__(self, error: BaseException, subject: str = "Transformer Engine") -> None:
         super().__init__(

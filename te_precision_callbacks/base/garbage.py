@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Pause the collector, which would scan all objects of a large model repeatedly."""
+    """Pause garbage collection, which would scan all objects of a large model repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

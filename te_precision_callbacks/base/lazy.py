@@ -19,20 +19,20 @@ from functools import cache
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package that imports its names ``if TYPE_CHECKING:``."""
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports its names under ``if TYPE_CHECKING:``."""
 
     @cache
-    def homes() -> dict[str, tuple[str, str]]:
+    def origins() -> dict[str, tuple[str, str]]:
         return dict(_imported_for_checkers(package))
 
     def getattr_(name: str) -> object:
-        if name.startswith("__") or name not in homes():
+        if name.startswith("__") or name not in origins():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, own = homes()[name]
+        module, own = origins()[name]
         return getattr(importlib.import_module(module), own)
 
     def dir_() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes()})
+        return sorted({*vars(sys.modules[package]), *origins()})
 
     return getattr_, dir_
 

@@ -22,8 +22,8 @@ class Notices:
 
 
 @contextmanager
-def gathered_warnings() -> Iterator[list[str]]:
-    """Collect the texts of warnings, which are complete after the block, instead of logging them."""
+def collect_warnings() -> Iterator[list[str]]:
+    """Collect warnings instead of logging them; the list is filled at the end of the block."""
     texts: list[str] = []
     package = logging.getLogger(_PACKAGE)
     handler, propagate = logging.handlers.BufferingHandler(_MOST_RECORDS), package.propagate

@@ -10,23 +10,23 @@ from torch.optim.optimizer import Optimizer
 
 
 def optimizers_of_process() -> list[Optimizer]:
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Optimizer)]
 
 
 def held_ids(optimizer: Any) -> Iterator[int]:
-    """Yield the ids of an optimizer's tensors: parameters of a model, or their master weights."""
+    """Yield the ids of the tensors that an optimizer steps: parameters of a model, or their master weights."""
     return (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
 
 
 def after_closure(
     args: tuple[Any, ...], keywords: Mapping[str, Any], act: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments of ``optimizer.step`` that run ``act`` after the closure; None without a closure.
+    """Return arguments for ``optimizer.step`` with a closure that also runs ``act``; None without a closure.
 
-    Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
+    With a closure, as used by Lightning and by LBFGS, forward and backward run inside the step.
     """
 
-    def followed(closure: Callable[[], Any]) -> Callable[[], Any]:
+    def wrap(closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
             loss = closure()
             act()
@@ -35,7 +35,7 @@ def after_closure(
         return run
 
     if len(args) > 1 and callable(args[1]):
-        return (args[0], followed(args[1]), *args[2:]), dict(keywords)
+        return (args[0], wrap(args[1]), *args[2:]), dict(keywords)
     if callable(closure := keywords.get("closure")):
-        return args, {**keywords, "closure": followed(closure)}
+        return args, {**keywords, "closure": wrap(closure)}
     return None

@@ -12,8 +12,8 @@ def keep_high(*layers: str, others: Iterable[str] = ()) -> str:
     """Return a section that keeps layers in high precision.
 
     Args:
-        others: names that the pattern must not match; if they have no other number of a numbered layer, the pattern
-            accepts all numbers.
+        others: names that the pattern must not match. If several layers differ only in their numbers, and no other name
+            does, the pattern matches all numbers.
     """
     pattern = json.dumps(f"^{_pattern(layers, others)}$")  # JSON is YAML
     return f"""keep_in_high_precision:

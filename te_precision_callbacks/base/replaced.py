@@ -10,24 +10,24 @@ from typing import Any
 _MISSING = object()
 
 
-class Replaced:
-    """Replaces attributes; ``yields`` keeps a wrapper that someone has put around a replacement."""
+class Replacements:
+    """Replaces attributes until :meth:`restore`; ``keeps_later`` keeps attributes that were replaced again since."""
 
-    def __init__(self, *, yields: bool = False) -> None:
-        self._yields = yields
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+    def __init__(self, *, keeps_later: bool = False) -> None:
+        self._keeps_later = keeps_later
+        self._saved: list[tuple[Any, str, Any, Any]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._replaced)
+        return bool(self._saved)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name, _MISSING), value))
+        self._saved.append((owner, name, vars(owner).get(name, _MISSING), value))
         _set(owner, name, value)
 
-    def put_back(self) -> None:
-        while self._replaced:
-            owner, name, before, value = self._replaced.pop()
-            if not self._yields or vars(owner).get(name) is value:
+    def restore(self) -> None:
+        while self._saved:
+            owner, name, before, value = self._saved.pop()
+            if not self._keeps_later or vars(owner).get(name) is value:
                 _set(owner, name, before)
 
 
@@ -40,15 +40,15 @@ def _set(owner: Any, name: str, value: Any) -> None:
     elif value is _MISSING:
         vars(owner).pop(name, None)
     else:
-        vars(owner)[name] = value  # setattr of an OptimizedModule would set the attribute of what it wraps
+        vars(owner)[name] = value  # setattr of an OptimizedModule would set the attribute of the wrapped module
 
 
 class BeforeCalls:
-    """Call a method before each call of another object's method, with the same arguments, until it is removed.
+    """Calls a callback before each call of an object's method, with the same arguments, until :meth:`remove`.
 
     Args:
-        owner: gets the replacement in its ``__dict__``; other objects of its class keep their method.
-        before: a bound method; its object is not kept alive.
+        owner: the object; only its ``__dict__`` is changed, not its class.
+        before: a bound method, which is weakly referenced.
     """
 
     def __init__(self, owner: Any, name: str, before: Callable[..., None]) -> None:
@@ -56,9 +56,9 @@ class BeforeCalls:
         self._name = name
         self._own = getattr(owner, name)
         self._before = weakref.WeakMethod(before)
-        functools.update_wrapper(self, self._own, updated=())  # it may be another BeforeCalls, with the same attributes
-        self._replaced = Replaced(yields=True)
-        self._replaced.replace(owner, name, self)
+        functools.update_wrapper(self, self._own, updated=())  # not __dict__: _own may be another BeforeCalls
+        self._saved = Replacements(keeps_later=True)
+        self._saved.replace(owner, name, self)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         before = self._before()
@@ -70,4 +70,4 @@ class BeforeCalls:
         return getattr, (self.owner, self._name)
 
     def remove(self) -> None:
-        self._replaced.put_back()
+        self._saved.restore()

@@ -15,12 +15,12 @@ class IterationError(PrecisionDebugError, LookupError): ...
 
 
 def whole_number(value: object) -> int | None:
-    """Convert an integer of Python or numpy; None for anything else, including bool."""
+    """Convert a Python or numpy integer; None for anything else, including bool."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # a tensor or an array that is none
+    except TypeError:  # a tensor or an array that is not an integer
         return None
 
 
@@ -41,7 +41,7 @@ class Iterations:
         return self._ran[-1][1] if self._ran else None
 
     def ran(self, iteration: int) -> bool:
-        """Record that an iteration has run; return whether later ones no longer count, as after a resume."""
+        """Record that an iteration has run; return whether this dropped later iterations, as after a resume."""
         returned = bool(self._ran) and iteration < self._ran[-1][1]
         if returned:
             self._ran = [[first, min(last, iteration - 1)] for first, last in self._ran if first < iteration]
@@ -61,7 +61,7 @@ class Iterations:
 
 
 class AnyIteration(tuple[FactT, ...]):
-    """Facts about a run; calling the object returns the facts of one iteration."""
+    """Facts about a run, as a tuple; calling it returns the facts of one iteration."""
 
     _at: Callable[[int], Iterable[FactT]]
 

@@ -1,6 +1,6 @@
 """Printing of tables, text and JSON by the commands of ``te-precision``.
 
-Colour and bold are for terminals only; in a file or pipe every line stays whole. Text from files and configs is printed
+Colour and bold are for terminals only; lines in a file or pipe are not wrapped. Text from files and configs is printed
 without markup and control characters.
 """
 
@@ -66,14 +66,14 @@ def show(what: RenderableType) -> None:
 
 
 class Wrapped(Text):
-    """Text that breaks the names of layers and files after a separator, where they are longer than a line."""
+    """Text that breaks names of layers and files after a separator if they are longer than a line."""
 
     def wrap(self, console: Console, width: int, **options: Any) -> Lines:
-        text = _WORD.sub(lambda word: _in_lines(word[0], width), self.plain)
+        text = _WORD.sub(lambda word: _break_name(word[0], width), self.plain)
         return Text(text, self.style, overflow="fold").wrap(console, width, **options)
 
 
-def _in_lines(word: str, width: int) -> str:
+def _break_name(word: str, width: int) -> str:
     lines = [""]
     for part in _SEPARATED.split(word):
         if lines[-1] and cell_len(lines[-1] + part) > width:
@@ -87,7 +87,7 @@ def paragraph(text: str, style: str = "") -> Text:
 
 
 def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False) -> None:
-    """Print a paragraph, wrapped to the terminal, or to 80 columns in a file or pipe, unless COLUMNS is set."""
+    """Print a paragraph, wrapped to COLUMNS if set, or to the terminal, or to 80 columns in a file or pipe."""
     width = min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
     first = " " * indent
     typer.echo(
@@ -141,7 +141,7 @@ def cell_lines(lines: Iterable[str]) -> Text:
 
 
 def plain(value: Any) -> Any:
-    """Convert to JSON types; numbers that are not finite become "nan", "inf" or "-inf"."""
+    """Convert to JSON types; non-finite numbers become "nan", "inf" or "-inf"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return plain(fields)

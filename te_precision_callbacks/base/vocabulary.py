@@ -20,15 +20,15 @@ OPERANDS: Mapping[GemmName, tuple[OperandName, OperandName]] = {
     "dgrad": ("gradient", "weight"),
     "wgrad": ("gradient", "activation"),
 }
-"""The two tensors that each GEMM multiplies: the operands B and A of Transformer Engine's GEMMs."""
+"""GEMM -> the tensors of its operands B and A, in Transformer Engine's terms."""
 
 GEMM_OF_LAYOUT: Mapping[str, GemmName] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
-"""The layout that Transformer Engine asks for (whether each operand is transposed, as in BLAS) -> the GEMM."""
+"""Layout of Transformer Engine's GEMM call (whether A and B are transposed, as in BLAS) -> GEMM."""
 
 RESULT: Mapping[GemmName, TensorName] = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 
 ROWWISE: Mapping[str, GemmName] = {"activation": "fprop", "weight": "fprop", "gradient": "dgrad"}
-"""The GEMM that reads the rowwise data of a tensor; the other one reads its columnwise data."""
+"""Tensor -> the GEMM that reads its rowwise data; the other GEMM reads the columnwise data."""
 
 COLUMNWISE: Mapping[str, GemmName] = {"activation": "wgrad", "weight": "dgrad", "gradient": "wgrad"}
 
@@ -41,11 +41,11 @@ class RecipeRow(NamedTuple):
     """A recipe, with the names of Transformer Engine 2.20.2.
 
     Attributes:
-        other_names: further accepted spellings.
-        shares: the elements that share a scale; ``all``: the whole tensor.
+        other_names: other accepted spellings.
+        shares: number of elements that share a scale; ``all`` for the whole tensor.
         factor: the type of the scale.
         elements: the default element format.
-        fixed: why names of statistics cannot choose the element format; empty if they can.
+        fixed: why a statistic's name cannot select the element format; empty if it can.
         recipe_class: the class in ``common/recipe``.
         question: the method of recipe classes that returns True for this recipe only.
         check: the function in ``pytorch/quantization.py`` that tests hardware support.
@@ -142,14 +142,14 @@ _ROWS = (
 )
 
 RECIPES: Mapping[str, RecipeRow] = {row.name: row for row in _ROWS}
-"""The recipes by name. ``numerics/recipes.py`` has their arithmetic, ``numerics/gemm_shapes.py`` the sizes
-that their GEMMs accept."""
+"""The recipes by name. See ``numerics/recipes.py`` for their arithmetic, ``numerics/gemm_shapes.py`` for the sizes that
+their GEMMs accept."""
 
 ONE_SCALE = tuple(row.name for row in _ROWS if row.shares == "all")
-"""Recipes with one scale per tensor; others have one per block."""
+"""Recipes with one scale per tensor; the others have a scale per block."""
 
 WITH_ELEMENT_FORMAT = tuple(row.name for row in _ROWS if not row.fixed)
-"""Recipes whose elements can be any of :data:`ELEMENT_FORMATS`, and which can be simulated."""
+"""Recipes that can be simulated, with any of :data:`ELEMENT_FORMATS`."""
 
 LOW_PRECISION: Mapping[str, frozenset[str]] = {
     "fp8": frozenset({"fp8", "mxfp8"}),
@@ -157,24 +157,25 @@ LOW_PRECISION: Mapping[str, frozenset[str]] = {
     "nvfp4": frozenset({"nvfp4"}),
     "quantized": frozenset({"fp8", "mxfp8", "nvfp4"}),
 }
-"""Words for low precision -> precisions; MXFP8 is FP8 too, with a scale for each block."""
+"""Word for low precision -> precisions; ``fp8`` includes MXFP8."""
 
 HIGH_PRECISION = ("bf16", "fp16", "fp32", "fp64")
 
 PRECISIONS: Mapping[str, frozenset[str]] = {**LOW_PRECISION, **{name: frozenset({name}) for name in HIGH_PRECISION}}
-"""Words that a coverage's ``share`` accepts -> values of ``Product.precision``."""
+"""Word that a coverage's ``share`` accepts -> values of ``Product.precision``."""
 
 SUBJECTS = ("parameter", "gradient", "main_grad", "reduce", "optimizer_state", "master_weight")
-"""What is kept: ``parameter``, ``gradient``: those of the model. ``main_grad``: Megatron's gradients, which accumulate
-over micro-batches. ``reduce``: gradients that ranks sum. ``optimizer_state``: tensors of the optimizer as large as a
-parameter. ``master_weight``: weights in another dtype than the model's, in the optimizer's state or parameters."""
+"""Kinds of training state. ``parameter``, ``gradient``: of the model. ``main_grad``: Megatron's gradients, which
+accumulate over micro-batches. ``reduce``: gradients that ranks sum. ``optimizer_state``: tensors of the optimizer as
+large as a parameter. ``master_weight``: weights in another dtype than the model's, in the optimizer's state or
+parameters."""
 
 LayerNames = Literal["path", "upstream"]
-"""Layer names: ``"path"`` in the module tree, or ``"upstream"`` as by nvidia-dlfw-inspect's
+"""How layers are named: by their path in the module tree, or as by nvidia-dlfw-inspect's
 ``infer_and_assign_layer_names``."""
 
 Observe = Literal["debug", "fused", "auto"]
-"""The path of layers while features observe their tensors."""
+"""Transformer Engine's path that layers take while features observe their tensors."""
 
 
 _RECIPE_OF_QUANTIZER = {row.quantizer: row.name for row in _ROWS}
@@ -184,12 +185,12 @@ IDENTITY_QUANTIZER = "IdentityQuantizer"
 """Transformer Engine's quantizer that leaves a tensor unchanged."""
 
 HYBRID_QUANTIZER = "HybridQuantizer"
-"""Transformer Engine's quantizer with a separate quantizer for each direction."""
+"""Transformer Engine's quantizer with separate rowwise and columnwise quantizers."""
 
 
-def class_names(thing: Any) -> tuple[str, ...]:
-    """Return the names in a class's MRO, which recognize Transformer Engine's subclasses without importing it."""
-    kind: type = type(thing)
+def class_names(obj: Any) -> tuple[str, ...]:
+    """Return the class names in an object's MRO, to recognize Transformer Engine's classes without importing it."""
+    kind: type = type(obj)
     return _names_of_class(kind)
 
 
@@ -209,9 +210,9 @@ def _recipe_of_class(quantizer: type) -> str | None:
     return next((_RECIPE_OF_QUANTIZER[name] for name in names if name in _RECIPE_OF_QUANTIZER), None)
 
 
-def name_of_format(thing: Any) -> str | None:
+def name_of_format(obj: Any) -> str | None:
     """Return the format of a quantized tensor, a storage or a quantizer; None for other classes."""
-    kind: type = type(thing)
+    kind: type = type(obj)
     return format_of_class(kind)
 
 
@@ -221,5 +222,5 @@ def format_of_class(kind: type) -> str | None:
 
 
 def name_of_recipe(recipe: Any) -> str | None:
-    """Return the name (of :data:`RECIPES`) of a Transformer Engine recipe; None for a custom one."""
+    """Return the name of a Transformer Engine recipe in :data:`RECIPES`; None for a custom recipe."""
     return next((row.name for row in _ROWS if getattr(recipe, row.question)()), None)

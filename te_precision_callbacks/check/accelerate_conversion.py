@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 
 if TYPE_CHECKING:
     import torch
@@ -71,11 +71,11 @@ def _describe_lost_effects(
     untied = [names for names in names_of_parameters if len({id(now[name]) for name in names if name in now}) > 1]
     if thawed:
         yield (
-            f"Accelerate's conversion unfroze these parameters: {', '.join(folded(thawed, most=_MOST_NAMES))}. They"
+            f"Accelerate's conversion unfroze these parameters: {', '.join(fold_names(thawed, most=_MOST_NAMES))}. They"
             f" are now trained. {_FREEZE_AGAIN}"
         )
     if untied:
-        pairs = "; ".join(folded([" and ".join(names) for names in untied], most=_MOST_NAMES))
+        pairs = "; ".join(fold_names([" and ".join(names) for names in untied], most=_MOST_NAMES))
         yield f"Accelerate's conversion untied {pairs}: each has its own copy of the weights. {_FREEZE_AGAIN}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from te_precision_callbacks.base.counts import by_key
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
@@ -40,7 +40,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.fused import choose, format_paths
 from te_precision_callbacks.instrumentation.recipe_arguments import ignored_arguments
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
-from te_precision_callbacks.layers.folding import in_sentence
+from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
     Model,
@@ -49,7 +49,7 @@ from te_precision_callbacks.layers.naming import (
     named_te_modules,
 )
 from te_precision_callbacks.options import check_value
-from te_precision_callbacks.session.model import without_layers
+from te_precision_callbacks.session.model import no_layers_warning
 from te_precision_callbacks.speed.memory import Memory, plan_memory
 
 
@@ -233,7 +233,7 @@ class _Check:
         if products.attention and products.coverage.macs():
             self._notes.append(
                 "The shares do not include the two attention products, which depend on sequence lengths:"
-                f" {in_sentence(*products.attention, most=2)}. To include them, give --batch (batch= in Python)"
+                f" {fold_for_sentence(*products.attention, most=2)}. To include them, give --batch (batch= in Python)"
                 " instead of the number of tokens."
             )
         if products.not_counted:
@@ -342,7 +342,7 @@ class _Check:
         plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_fused_path(drafted.plan))
         kept = {entry.layer.name for entry in plan.layers}
         left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
-        for why, names in by_key((refused.why(name), name) for name in left).items():
+        for why, names in group_by_key((refused.why(name), name) for name in left).items():
             text = (
                 f"No feature can act on {join_names(names)}, because Transformer Engine's debug path does not support"
                 f" them: {why}."
@@ -353,7 +353,7 @@ class _Check:
     def _without_layers(self, layers: Sequence[Layer]) -> str:
         if layers:
             return ""
-        text = without_layers("without precision debugging")
+        text = no_layers_warning("without precision debugging")
         modules = (module for _, root in named_roots(self._model) or () for module in root.modules())
         if self._unconverted is None and any("PreTrainedModel" in class_names(module) for module in modules):
             text += (
@@ -384,17 +384,17 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                     (target.options.schedule if isinstance(target.options, Scheduled) else "every step", target.tensor)
                     for target in schema.targets
                 )
-                for steps, tensors in by_key((str(schedule), str(tensor)) for schedule, tensor in due).items():
+                for steps, tensors in group_by_key((str(schedule), str(tensor)) for schedule, tensor in due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)
             elif isinstance(schema, LogGemmError):
                 by_steps = ((str(target.options.schedule), str(target.gemm)) for target in schema.targets)
-                for steps, gemms in by_key(by_steps).items():
+                for steps, gemms in group_by_key(by_steps).items():
                     yield ActingFeature(name, section.name, ", ".join(gemms), steps)
             elif schema is not None:
                 effect = section.effects[name]
-                replaced = by_key(effect.modifies)
+                replaced = group_by_key(effect.modifies)
                 gemms_by_steps = ((effect.format_steps(gemm), gemm) for gemm in effect.gemms)
-                for steps, gemms in by_key(gemms_by_steps).items():
+                for steps, gemms in group_by_key(gemms_by_steps).items():
                     texts = [f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms]
                     yield ActingFeature(name, section.name, ", ".join(texts), steps)
             else:

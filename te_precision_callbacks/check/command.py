@@ -24,9 +24,9 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.errors import named_as
+from te_precision_callbacks.base.errors import rename_keywords
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.base.notices import gathered_warnings
+from te_precision_callbacks.base.notices import collect_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import RECIPES, Observe
 from te_precision_callbacks.check.accelerate_conversion import Conversion, ConversionResult
@@ -177,7 +177,7 @@ def check_command(
     target = None if device is None else device_named(device)
     if target is not None and recipe is not None and recipe in RECIPES:
         target.check_recipe(recipe)  # its error names a recipe for this device
-    with gathered_warnings() as more, without_collections():
+    with collect_warnings() as more, without_collections():
         checked, made_on, converted = _check(
             model,
             recipe or _AUTO,
@@ -213,7 +213,7 @@ def _load(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
     if not Path(path).expanduser().is_file():
         load_config(path)  # raises the error for a missing file
     try:
-        with gathered_warnings() as warnings:
+        with collect_warnings() as warnings:
             return load_config(path), warnings
     except ConfigError as error:
         if as_json:
@@ -258,7 +258,7 @@ def _check(
     if convert is not None:
         recipe, notes = recipe_of_accelerate(recipe)
     recipe_by_name(recipe)  # reports an unknown name before building a model
-    with named_as({"observe": "--observe", "require": "--require"}):
+    with rename_keywords({"observe": "--observe", "require": "--require"}):
         check_value("observe", observe)
         contract = read_contract(require)
     check = functools.partial(
@@ -294,7 +294,7 @@ def _plan_model(
 
 @without_collections()
 def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Path | None) -> StepSpeed:
-    from te_precision_callbacks.layers.folding import folded
+    from te_precision_callbacks.layers.folding import fold_names
     from te_precision_callbacks.speed.devices import SpeedError
     from te_precision_callbacks.speed.estimate import Step
 
@@ -307,7 +307,7 @@ def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Pat
         "Times do not include {}: give --batch to include their matrix products.": checked.not_counted,
         "Times do not include attention ({}), which depends on sequence lengths. Give --batch.": checked.attention,
     }
-    notes = (text.format(", ".join(folded(names, most=8))) for text, names in left_out.items() if names)
+    notes = (text.format(", ".join(fold_names(names, most=8))) for text, names in left_out.items() if names)
     step = Step(checked.coverage, checked.recipe, notes=tuple(notes))
     return speed_of_step(step, device, recipe=None, calibrate=calibrate, table=table)
 

@@ -30,7 +30,7 @@ from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_nam
 from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.coverage.shapes import layer_features
-from te_precision_callbacks.layers.forwards import in_backward, in_evaluation
+from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
 
@@ -312,7 +312,7 @@ class _StandIns:
 
 def _counts() -> bool:
     """Return whether a forward belongs to training, and is not recomputed by an activation checkpoint."""
-    return not in_backward() and not in_evaluation()
+    return not is_in_backward() and not is_evaluation_forward()
 
 
 # ---------------------------------------------------------------------- results on the meta device

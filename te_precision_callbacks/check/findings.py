@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.counts import by_key
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.config import Section
@@ -19,7 +19,7 @@ from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.coverage.coverage import Coverage, list_uncounted
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
 
 FindingKind = Literal[
@@ -59,7 +59,7 @@ def find_recipe_problems(recipe: Any, acting: Mapping[str, Sequence[Section]]) -
         for feature, effect in section.effects.items()
         if effect.needs_recipe not in ("", own)
     )
-    for (place, feature, needed), names in by_key(needing).items():
+    for (place, feature, needed), names in group_by_key(needing).items():
         text = f"{place}: {feature} on {join_names(names)} needs the recipe {needed}, and fails with {own or 'none'}."
         yield PlanFinding("recipe", text, tuple(names))
 
@@ -85,7 +85,7 @@ def find_shape_problems(
     name = recipe_text(recipe)
     if name not in SCALING_OF_RECIPE:
         return
-    low = by_key((product.layer, product.gemm) for product in coverage if product.is_low)
+    low = group_by_key((product.layer, product.gemm) for product in coverage if product.is_low)
     refused: list[tuple[tuple[str, ...], str]] = []
     by_hadamard: list[str] = []
     capability = get_device_compute_capability()
@@ -99,7 +99,7 @@ def find_shape_problems(
             refused.append((texts, layer))
         if name == "nvfp4" and "wgrad" in gemms and facts.dtype != torch.bfloat16:
             by_hadamard.append(layer)
-    for texts, names in by_key(refused).items():
+    for texts, names in group_by_key(refused).items():
         yield PlanFinding("shape", f"{join_names(names)}: {'; '.join(texts)}.", tuple(names))
     if by_hadamard and not recipe.disable_rht:
         # common/hadamard_transform/*.cu of Transformer Engine 2.20.2
@@ -190,4 +190,4 @@ def _list_refusals(
 
 
 def join_names(names: Iterable[str]) -> str:
-    return ", ".join(folded(names, most=_MOST_NAMED))
+    return ", ".join(fold_names(names, most=_MOST_NAMED))

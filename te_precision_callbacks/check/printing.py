@@ -10,13 +10,13 @@ import typer
 from rich.text import Text
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import by_key, many
+from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import ConversionResult
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
 from te_precision_callbacks.coverage.coverage import Product, Reason, percent
 from te_precision_callbacks.coverage.gemm_precision import format_operands
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.speed.memory import show as show_memory
 
 _INDENT = 2
@@ -57,7 +57,7 @@ class PlannedLayers:
 
 
 def rows(checked: CheckedModel) -> list[PlannedLayers]:
-    by_layer = by_key((product.layer, product) for product in checked.coverage)
+    by_layer = group_by_key((product.layer, product) for product in checked.coverage)
     alike: dict[object, list[str]] = {}
     for layer, products in by_layer.items():
         planned = tuple(
@@ -105,7 +105,7 @@ def show(
     for steps, coverage in checked.spans.items():
         terminal.show_text(f"In {steps}: {coverage}")
     if checked.not_reached:
-        names = ", ".join(folded(checked.not_reached, most=_MOST_NAMES))
+        names = ", ".join(fold_names(checked.not_reached, most=_MOST_NAMES))
         terminal.show_text(f"Not reached by the forward: {names}.")
     if checked.memory is not None:
         typer.echo()
@@ -129,7 +129,7 @@ def _conditions(checked: CheckedModel, batch: str | None) -> str:
 
 
 def _cells(row: PlannedLayers, whole: int) -> list[Text]:
-    names = folded(row.layers)
+    names = fold_names(row.layers)
     more = len(names) - _MOST_NAMES
     gemms = [_formats(row, gemm) for gemm in GEMMS]
     share = f" ({percent(row.macs / whole)} %)" if whole else ""

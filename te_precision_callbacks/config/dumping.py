@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from te_precision_callbacks.base.counts import by_key, some_of
+from te_precision_callbacks.base.counts import group_by_key, some_of
 from te_precision_callbacks.base.vocabulary import RECIPES, RESULT, TENSORS
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condition, EventCondition, Threshold
@@ -21,7 +21,7 @@ from te_precision_callbacks.config.schemas import (
 )
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.schedule import Schedule
-from te_precision_callbacks.statistics.table import GEMM_STATISTICS, OF_GEMMS, STATISTICS
+from te_precision_callbacks.statistics.table import GEMM_SOURCES, GEMM_STATISTICS, STATISTICS
 
 if TYPE_CHECKING:
     from te_precision_callbacks.config.planning import Plan, Section
@@ -35,7 +35,7 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
             activation overflow detection is off.
     """
     by_name = {section.name: section for section in sections}
-    for hit, entries in by_key((entry.sections, entry) for entry in plan.layers).items():
+    for hit, entries in group_by_key((entry.sections, entry) for entry in plan.layers).items():
         written = entries[0].features.get(NAMESPACE, {}).values()
         schemas = [options.schema for options in written if isinstance(options, ReadOptions)]
         layers = [entry.layer.name for entry in entries]
@@ -90,7 +90,7 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
     """Message for a condition on a statistic that no feature collects; ``known`` are the tensor's statistics."""
     wanted = condition.statistic
     those = "that layer" if len(layers) == 1 else "those layers"
-    if wanted.statistic.of in OF_GEMMS:
+    if wanted.statistic.source in GEMM_SOURCES:
         gemms = [gemm for gemm, result in RESULT.items() if result == tensor]
         return (
             f"the condition {str(condition)!r} of DumpTensors would never hold: LogGemmError does not measure the GEMM"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from te_precision_callbacks.base.counts import by_key, some_of
+from te_precision_callbacks.base.counts import group_by_key, some_of
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect, conflicts
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, raise_problems, shown, suggestion
@@ -81,7 +81,7 @@ class Plan:
         The layers are selected by one anchored pattern of exact names, so a layer is never in two sections.
         """
         config: dict[str, Any] = {}
-        for sections, entries in by_key((entry.sections, entry) for entry in self.layers).items():
+        for sections, entries in group_by_key((entry.sections, entry) for entry in self.layers).items():
             name = " + ".join(sections)
             while name in config:
                 name += " "

@@ -26,7 +26,7 @@ from te_precision_callbacks.coverage.coverage import (
     list_uncounted,
     percent,
 )
-from te_precision_callbacks.layers.folding import in_sentence
+from te_precision_callbacks.layers.folding import fold_for_sentence
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class ContractKeeper:
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
         self._changes = changes
-        ranks.put_note(note=iteration >= self._first and self._checked != changes)
+        ranks.request_check(note=iteration >= self._first and self._checked != changes)
 
     def end_step(
         self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
@@ -80,10 +80,10 @@ class ContractKeeper:
         Raises PrecisionContractError on all ranks.
         """
         first = iteration if self._first is None else self._first
-        asks = iteration == first or (iteration > first and iteration % CHECK_INTERVAL == 0)
+        send = iteration == first or (iteration > first and iteration % CHECK_INTERVAL == 0)
         if not ranks.several:
-            ranks.put_note(note=iteration >= first and self._checked != changes)
-        noted = ranks.noted(asks=asks)
+            ranks.request_check(note=iteration >= first and self._checked != changes)
+        noted = ranks.check_requested(send=send)
         # A change detected after the step's statistics were sent is announced in the next step, for this step's check.
         changed_at, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
         if not noted:
@@ -94,7 +94,7 @@ class ContractKeeper:
             self._checked, own = self._changes, coverage_at(changed_at)
         products = shared_products(own, ranks, "products to check")
         coverage = Coverage(products, state=shared_state(own.state, ranks, "types to check"))
-        if ranks.several and not ranks.are_together:
+        if ranks.several and not ranks.are_connected:
             return None
         if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
             self._checked = -1  # only forwards have run so far: check a later step
@@ -107,7 +107,7 @@ class ContractKeeper:
         self._checked_until = self._checked
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
         when = f"checked after step {iteration}"
-        raises = self._on_broken == "raise" and bool(broken) and ranks.still_together()
+        raises = self._on_broken == "raise" and bool(broken) and ranks.check_connected()
         self._unchecked = "" if broken else left_out(self._contract, coverage)
         if broken:
             return self._report_broken(broken, coverage, when, raises=raises)
@@ -221,7 +221,7 @@ def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
             first = max(others, key=lambda product: product.macs)
             more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
             yield (
-                f"{pattern!r} must run in {precision}: {in_sentence(first.layer)} {first.gemm} runs in"
+                f"{pattern!r} must run in {precision}: {fold_for_sentence(first.layer)} {first.gemm} runs in"
                 f" {first.precision}{f' ({first.why})' if first.why else ''}{more}."
             )
 
@@ -261,7 +261,7 @@ def _offenders(coverage: Coverage) -> list[str]:
     for (precision, reason, why), products in rows[:_MOST_OFFENDERS]:
         share = percent(sum(product.macs for product in products) / whole)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
-        layers = in_sentence(*dict.fromkeys(product.layer for product in products), most=3)
+        layers = fold_for_sentence(*dict.fromkeys(product.layer for product in products), most=3)
         remedy = f" Remedy: {REMEDIES[reason]}." if reason and reason in REMEDIES else ""
         texts.append(f"- {layers} {gemms}: {share} % in {precision}{f': {why}.{remedy}' if reason else ''}")
     more = len(rows) - _MOST_OFFENDERS

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from te_precision_callbacks.base.vocabulary import GEMMS, LOW_PRECISION, PRECISIONS
-from te_precision_callbacks.layers.folding import in_sentence
+from te_precision_callbacks.layers.folding import fold_for_sentence
 
 ProductName = Literal["fprop", "dgrad", "wgrad", "qk", "pv", "other", "lookup"]
 Family = Literal["te", "te_ops", "torch", "functional", "attention", "lookup"]
@@ -289,7 +289,7 @@ _PARTS = {"qk": "attention", "pv": "attention", "other": "other products"}
 
 
 def list_uncounted(coverage: Coverage) -> list[str]:
-    texts = [f"{what} ({in_sentence(*layers, most=2)})" for what, layers in coverage.not_counted.items()]
+    texts = [f"{what} ({fold_for_sentence(*layers, most=2)})" for what, layers in coverage.not_counted.items()]
     return texts[:_MOST_CAUSES] + ([f"and {len(texts) - _MOST_CAUSES} more"] if len(texts) > _MOST_CAUSES else [])
 
 
@@ -319,6 +319,6 @@ def _causes(products: Iterable[Product]) -> list[str]:
     for product in products:
         why = product.reason.value if product.reason is Reason.NOT_TE else product.why
         layers.setdefault(why, {})[product.layer] = None
-    texts = [f"{in_sentence(*names, most=2)}{f' ({why})' if why else ''}" for why, names in layers.items()]
+    texts = [f"{fold_for_sentence(*names, most=2)}{f' ({why})' if why else ''}" for why, names in layers.items()]
     more = len(texts) - _MOST_CAUSES
     return texts[:_MOST_CAUSES] + ([f"and {more} more reason{'s' if more > 1 else ''}"] if more > 0 else [])

@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
 )
 
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import REDUCING, KeptState, OperatorProducts
-from te_precision_callbacks.layers.forwards import in_backward, in_evaluation, outside_of_dynamo
+from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, outside_of_dynamo
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
@@ -72,7 +72,7 @@ class ModelWatch:
         self._in_gemm_layer = in_gemm_layer
         self._count = count
         self._is_muted = False
-        self._replaced = Replaced(yields=True)
+        self._replaced = Replacements(keeps_later=True)
 
     def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
         """Watch a model, after :meth:`close`. The first step is counted. ``modules`` maps ids to paths and modules."""
@@ -106,7 +106,7 @@ class ModelWatch:
     def close(self) -> None:
         self.active = self.counting = False
         self.state.close()
-        self._replaced.put_back()
+        self._replaced.restore()
         self.failure = ""
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
@@ -129,7 +129,7 @@ class ModelWatch:
         def part(*arguments: Any, **keywords: Any) -> Any:
             call = here.call
             if call is None:
-                if not is_te or not self.is_watching() or not torch.is_grad_enabled() or in_backward():
+                if not is_te or not self.is_watching() or not torch.is_grad_enabled() or is_in_backward():
                     return noting(*arguments, **keywords)
                 call = self.calls.outside
             try:
@@ -168,7 +168,7 @@ class ModelWatch:
 
     def _note_forward(self, module: Any) -> None:
         with_gradients = torch.is_grad_enabled()
-        if module.training and (with_gradients or not _in_evaluation()):
+        if module.training and (with_gradients or not _is_evaluation_forward()):
             self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
 
     def _wrap_root(self, root: Any) -> None:
@@ -184,7 +184,7 @@ class ModelWatch:
 
         @functools.wraps(upstream)
         def around(*arguments: Any, **keywords: Any) -> Any:
-            if not self.is_watching() or not torch.is_grad_enabled() or in_backward():
+            if not self.is_watching() or not torch.is_grad_enabled() or is_in_backward():
                 return upstream(*arguments, **keywords)
             calls = self.calls
             outer = calls.current
@@ -218,7 +218,7 @@ class ModelWatch:
         def around(roots: Any, *arguments: Any, **keywords: Any) -> Any:
             if not self.is_watching():
                 return upstream(roots, *arguments, **keywords)
-            if in_backward():  # a nested backward: the outer one decides whether it is counted
+            if is_in_backward():  # a nested backward: the outer one decides whether it is counted
                 self._run_guarded(lambda: self.operators.nodes.bind(roots))
                 return upstream(roots, *arguments, **keywords)
             looking = self._run_guarded(lambda: self._watch_backward(roots))
@@ -304,7 +304,7 @@ class TrainingStepOfOneModule(CallOfOneModule):
         return functools.partial, (_training_step_of_its_class, self._module)
 
 
-_in_evaluation = outside_of_dynamo(in_evaluation)
+_is_evaluation_forward = outside_of_dynamo(is_evaluation_forward)
 
 
 def _attends_in_fp8() -> bool:

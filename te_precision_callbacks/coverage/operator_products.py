@@ -36,7 +36,7 @@ from te_precision_callbacks.coverage.matrix_products import (
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
 from te_precision_callbacks.coverage.precision_audit import dtype_name, format_of
 from te_precision_callbacks.coverage.seen_product import UNFUSED, SeenProduct, kind_of
-from te_precision_callbacks.layers.forwards import in_backward, in_evaluation, is_computing_again
+from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, is_recomputing
 from te_precision_callbacks.layers.naming import Model, named_roots
 
 _SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
@@ -86,13 +86,13 @@ class OperatorProducts:
 
     def forward_call(self) -> ModelCall | None:
         """The model call of the forward that runs in this thread, also of a forward recomputed in a backward."""
-        if not in_backward():
+        if not is_in_backward():
             return self.calls.current
         at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
         return at_node[0].call if at_node else None
 
     def look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        is_backward = in_backward()
+        is_backward = is_in_backward()
         if operator in REDUCING:
             if is_backward:
                 self._state.note_reduced(operator, arguments)
@@ -106,9 +106,9 @@ class OperatorProducts:
         if any(product.sequences is not None for product in products):
             self.note_data_dependent_sizes()
         if not is_backward:
-            if not in_evaluation():
+            if not is_evaluation_forward():
                 self._note_forward(operator, products, arguments, result, uncounted=uncounted)
-        elif is_computing_again():
+        elif is_recomputing():
             self._note_forward(operator, products, arguments, result, uncounted=uncounted, recomputed=True)
         else:
             self._note_backward(operator, products, uncounted=uncounted)

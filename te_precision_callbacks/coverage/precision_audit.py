@@ -39,7 +39,7 @@ from te_precision_callbacks.coverage.gemm_precision import (
     GemmFact,
     PrecisionHistory,
 )
-from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
+from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 
 MODIFIED = " (modified)"
@@ -208,7 +208,7 @@ class PrecisionAudit:
             return
         self._had_backward |= event.gemm != "fprop"
         notes = self._now[event.layer]
-        if event.gemm == "fprop" and not (event.recipe or in_backward()) and _is_in_autocast():
+        if event.gemm == "fprop" and not (event.recipe or is_in_backward()) and _is_in_autocast():
             notes.excluded = True
         for operand in event.operands:
             text = format_of_data(operand.data)

@@ -16,7 +16,7 @@ from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
 from te_precision_callbacks.coverage.model_watch import ModelWatch, is_seen_by
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
 from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, CountedKinds, CountedStep, SeenProduct
-from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
+from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
 
@@ -139,11 +139,11 @@ class ModelProducts(ModelWatch):
 
     def _note_recomputed(self, event: GemmEvent) -> None:
         """Compare the recipes of both forwards of a reentrant checkpoint, and keep the model call for the second."""
-        if event.kind is ForwardKind.SILENT and not in_backward():
+        if event.kind is ForwardKind.SILENT and not is_in_backward():
             if event.recipe:
                 self._first_in_recipe.add(event.layer)
             self._note_running(event.layer)
-        again = event.kind is ForwardKind.OBSERVED and not event.recipe and in_backward()
+        again = event.kind is ForwardKind.OBSERVED and not event.recipe and is_in_backward()
         if again and event.layer in self._first_in_recipe:
             self.recomputed_outside.add(event.layer)
 
@@ -202,9 +202,9 @@ class ModelProducts(ModelWatch):
         if not self.counting or not is_seen_by(self):
             return
         call = self.operators.forward_call()
-        if kind is ForwardKind.SILENT and not in_backward():  # a checkpoint recomputes it in the backward
+        if kind is ForwardKind.SILENT and not is_in_backward():  # a checkpoint recomputes it in the backward
             self._note_running(layer)
-        if kind is not ForwardKind.OBSERVED or (call is None and in_backward()):
+        if kind is not ForwardKind.OBSERVED or (call is None and is_in_backward()):
             return
         tensors = given["query_layer"], given["key_layer"], given["value_layer"]
         sizes = AttentionSizes.of(*tensors, given["qkv_format"])

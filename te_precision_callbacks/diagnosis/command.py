@@ -171,14 +171,14 @@ def _format_last_good(finding: Finding) -> str:
 
 def _show_finding(finding: Finding) -> None:
     from te_precision_callbacks.diagnosis.known import known_line
-    from te_precision_callbacks.layers.folding import folded
+    from te_precision_callbacks.layers.folding import fold_names
 
     terminal.show_text(f"{finding.severity}: {finding.subject}: {finding.seen_in_words}", hanging=_INDENT)
     since = ""
     if finding.since is not None:
         where = f" {finding.where}" if finding.where else ""
         since = f"{_span(finding)}{where}; {_format_last_good(finding)}"
-    layers = ", ".join(folded(finding.layers, most=_MOST_LAYERS)) if len(finding.layers) > 1 else ""
+    layers = ", ".join(fold_names(finding.layers, most=_MOST_LAYERS)) if len(finding.layers) > 1 else ""
     for name, text in (
         ("caused by", finding.caused_by),
         ("seen in", since),

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import GEMMS
-from te_precision_callbacks.layers.folding import in_sentence
+from te_precision_callbacks.layers.folding import fold_for_sentence
 
 Severity = Literal["error", "warning", "note"]
 
@@ -83,7 +83,7 @@ class Finding:
         if not self.layers:
             return "the model"
         first, more = self.layers[0], len(self.layers) - 1
-        names = in_sentence(*self.layers, most=_MOST_NAMES) if more < _MOST_NAMES else in_sentence(first)
+        names = fold_for_sentence(*self.layers, most=_MOST_NAMES) if more < _MOST_NAMES else fold_for_sentence(first)
         others = f" and {many(more, 'more layer')}" if more >= _MOST_NAMES else ""
         return f"{self.tensor} of {names}{others}" if self.tensor else f"{names}{others}"
 

@@ -19,7 +19,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.rules import RULES
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 
 
 class KnownFindingsError(PrecisionDebugError, ValueError):
@@ -48,7 +48,7 @@ def leave_out(known: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, in
 
 
 def known_line(finding: Finding) -> str:
-    return " ".join(filter(None, (finding.rule, ", ".join(folded(finding.layers, most_ranges=None)))))
+    return " ".join(filter(None, (finding.rule, ", ".join(fold_names(finding.layers, most_ranges=None)))))
 
 
 def read_known(path: Path) -> list[KnownLine]:

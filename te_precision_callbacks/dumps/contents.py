@@ -23,8 +23,8 @@ from te_precision_callbacks.base.numerics.layouts import (
     ScaleMemory,
     Stored,
     is_quantized,
-    stored,
-    unpacked,
+    read_stored,
+    unpack_fp4,
 )
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import (
@@ -194,7 +194,7 @@ def create_record(
         operand = gemm.operands()[side]
         memory: Stored | torch.Tensor = data
         if kind_is_known(data):
-            part = stored(data, columnwise=operand.columnwise)
+            part = read_stored(data, columnwise=operand.columnwise)
             if part is None:
                 raise DumpError(f"The {operand.tensor} has no data of the direction that the GEMM reads.")
             memory = part
@@ -327,7 +327,7 @@ def _describe_quantized(
     tensors: dict[str, torch.Tensor] = {}
     directions: dict[bool, Direction] = {}
     for columnwise, source in ((False, of_rows), (True, of_columns)):
-        part = None if source is None else stored(source, columnwise=columnwise)
+        part = None if source is None else read_stored(source, columnwise=columnwise)
         # Per-tensor FP8 data in one layout serve both directions; write them once.
         if part is None or (part.mode == PER_TENSOR and of_rows is of_columns and part.transposed is not columnwise):
             continue
@@ -419,7 +419,7 @@ def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Te
 
 def _decoded_tensors(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Tensor]]:
     if part.element_format.dtype is None:
-        data = part.element_format.decode(unpacked(part.codes))
+        data = part.element_format.decode(unpack_fp4(part.codes))
         shape = direction.shape
         in_memory = (*shape[-1:], *shape[:-1]) if part.transposed else shape
         yield f"{direction.data}_unpacked_values", data.reshape(in_memory)

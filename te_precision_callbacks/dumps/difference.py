@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import Stored, unpacked
+from te_precision_callbacks.base.numerics.layouts import Stored, unpack_fp4
 from te_precision_callbacks.dumps.contents import Dump, dequantize, require_dump
 from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, dtype_name, is_merged_shape
@@ -228,7 +228,7 @@ def _layout_text(part: Stored) -> str:
 
 
 def _internals(a: Stored, b: Stored) -> Internals:
-    ours, theirs = (unpacked(part.codes) if part.element_format.bits == 4 else part.codes for part in (a, b))
+    ours, theirs = (unpack_fp4(part.codes) if part.element_format.bits == 4 else part.codes for part in (a, b))
     # Compared as bits, so that NaN equals NaN.
     factors = [part.factors().contiguous().view(torch.int32) for part in (a, b)]
     return Internals(factors[0].numel(), int((ours != theirs).sum()), int((factors[0] != factors[1]).sum()))

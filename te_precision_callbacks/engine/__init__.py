@@ -1,1 +1,1 @@
-"""The statistics engine: one pass over each tensor in a step, slots on the device, and the reduction over the ranks."""
+"""The statistics engine: one pass over each tensor, slots on the device, and the reduction over ranks."""

@@ -46,8 +46,8 @@ from te_precision_callbacks.engine.kernels.columns import (
     SCALE_MAXIMA,
     SCALE_SUMS,
     BlockPlaces,
+    BlockScaledTensor,
     ColumnPlaces,
-    InBlocks,
     Pending,
 )
 from te_precision_callbacks.engine.kernels.eager import scale_columns
@@ -67,7 +67,13 @@ from te_precision_callbacks.gemm_error.kernel_check import FORMAT_SUMS, KERNEL_M
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
-from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS, OF_BLOCKS, OF_SCALES, STATISTICS, Of
+from te_precision_callbacks.statistics.table import (
+    BLOCK_SOURCES,
+    EXPONENT_COLUMNS,
+    SCALE_SOURCES,
+    STATISTICS,
+    StatisticSource,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +83,13 @@ OnFailure = Callable[[str, str, Exception], None]
 
 
 class Placement(NamedTuple):
-    """A layer's split over its tensor-parallel group, and the part of each tensor that TE shows.
+    """A layer's split over its tensor-parallel group, and the part of each tensor that features get from TE.
 
     Read from TE 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,base}.py`` and ``distributed.py:
     gather_along_first_dim``). *Parts*: each rank has a different part, and all count. *Alike*: each rank has the whole
-    tensor; the first rank's counts. *Terms*: each rank has a partial sum of full size, which TE adds only afterwards.
-    All terms count, so the statistics are not those of the sum. In addition, wgrad is a term of each data-parallel rank
-    and each micro-batch.
+    tensor, and only the first rank counts. *Terms*: each rank has a partial sum of full size, which TE reduces later.
+    All terms count, so the statistics are not the statistics of the sum. In addition, each data-parallel rank and each
+    micro-batch has its own term of wgrad.
 
     =================  ==================  =====================  =======================
     tensor             column-parallel     row-parallel           neither (all is copied)
@@ -96,12 +102,12 @@ class Placement(NamedTuple):
     dgrad              terms               parts                  alike, ``s`` parts
     =================  ==================  =====================  =======================
 
-    ``s``: with sequence parallelism. A column-parallel layer then shows its input before it is gathered, a row-parallel
-    layer its output gradient after it was gathered. With ``return_layernorm_output_gathered`` TE shows the input before
-    and after gathering: each element counts once more per rank.
+    ``s``: with sequence parallelism. Features then get the input of a column-parallel layer before it is gathered, and
+    the output gradient of a row-parallel layer after it was gathered. With ``return_layernorm_output_gathered`` they
+    get the input before and after gathering: each element counts once more per rank.
 
     Attributes:
-        first: whether no lower rank of the group reduces together with this one.
+        first: whether this is the lowest rank of the group among the ranks that reduce together.
         mode: ``column``, ``row`` or None, as Transformer Engine's ``parallel_mode``.
         sequence_parallel: whether activations are split along the sequence outside of the GEMMs.
     """
@@ -131,11 +137,11 @@ class StatisticsEngine:
     """Collects statistics of tensors during a step.
 
     Args:
-        on_failure: called with the failed operation, the tensor and the exception; by default each kind is logged once.
-            Other statistics of the tensor are still measured.
+        on_failure: called with the failed operation, the tensor and the exception; by default, each operation is logged
+            once. The tensor's other statistics are still measured.
 
     Attributes:
-        placements: layer -> its split. A layer without a placement counts as not split, except for its weight.
+        placements: layer -> its split. Without a placement, a layer counts as not split, except for its weight.
         series: the series of the run; None for a new table.
         iteration: the debug iteration of the last watched tensor.
         gemm_operands: receives operands of GEMMs in high precision; None without a session.
@@ -147,7 +153,7 @@ class StatisticsEngine:
         self.has_news = False
         self.iteration = 0
         self.series = SeriesTable() if series is None else series
-        self._readings: WeakKeyDictionary[Rows, _TableReading] = WeakKeyDictionary()
+        self._readings: WeakKeyDictionary[Rows, _TableReader] = WeakKeyDictionary()
         self._slots = Segments()
         self._reduction = Reduction(None, self._report)
         self._noted: list[tuple[Watched, list[Sequence[Request]]]] = []
@@ -157,8 +163,8 @@ class StatisticsEngine:
         self.notices = Notices()
         self.gemm_operands: GemmOperands | None = None
 
-    def _report(self, doing: str, of: str, error: Exception) -> None:
-        self.on_failure(doing, of, error)
+    def _report(self, operation: str, subject: str, error: Exception) -> None:
+        self.on_failure(operation, subject, error)
 
     def reduce_over(self, messages: Messages | None) -> None:
         if self._reduction.messages is not messages:
@@ -187,36 +193,42 @@ class StatisticsEngine:
         self._noted.append((watched, [requests]))
 
     def add(
-        self, layer: str, tensor: str, iteration: int, of: Of, sums: torch.Tensor, maxima: torch.Tensor | None = None
+        self,
+        layer: str,
+        tensor: str,
+        iteration: int,
+        source: StatisticSource,
+        sums: torch.Tensor,
+        maxima: torch.Tensor | None = None,
     ) -> None:
         """Add columns measured elsewhere, and request all their statistics.
 
         Args:
-            of: the source of the columns.
-            sums, maxima: float64, the columns of ``of``.
+            source: the source of the columns.
+            sums, maxima: float64, the columns of ``source``.
         """
         self.has_news, self.iteration = True, iteration
-        with _ready():
-            key = SegmentKey(layer, tensor, of.name)
-            segment = self._slots.segment(key, *_COLUMNS[of], sums.device, contributes=True)
+        with _without_autograd():
+            key = SegmentKey(layer, tensor, source.name)
+            segment = self._slots.segment(key, *_COLUMNS[source], sums.device, contributes=True)
             self._slots.merge(segment, sums, maxima)
-            self._slots.ask(segment, _requests_of(of))
+            self._slots.request(segment, _requests_of(source))
 
     def measure(self) -> None:
-        """Measure all queued tensors, each in one pass; on a GPU in one launch for all.
+        """Measure all queued tensors, each in one pass; on a GPU, in one launch for all tensors.
 
-        An exception is raised after all other tensors were measured.
+        An exception is raised only after the other tensors were measured.
         """
         if self._noted:
             noted, self._noted = self._noted, []
-            if is_capturing():  # a graph capture would record it, and each replay would add it again
-                self._say_captured(noted[0][0])
+            if is_capturing():  # the captured pass would add the values again in each replay
+                self._warn_captured(noted[0][0])
                 return
             self.has_news, self.iteration = True, noted[-1][0].iteration
-            with _ready():
+            with _without_autograd():
                 self._measure(noted)
 
-    def _say_captured(self, watched: Watched) -> None:
+    def _warn_captured(self, watched: Watched) -> None:
         if self.notices.first("captured"):
             logger.warning(
                 "%s %s is not measured, because a CUDA graph is being captured: capture after the steps that you"
@@ -226,11 +238,11 @@ class StatisticsEngine:
             )
 
     def _measure(self, noted: Iterable[tuple[Watched, Sequence[Sequence[Request]]]]) -> None:
-        left: dict[torch.device, list[tuple[_Measuring, _Ready, Sequence[Pending]]]] = {}
+        left: dict[torch.device, list[tuple[_Measurement, _CachedPasses, Sequence[Pending]]]] = {}
         failure: Exception | None = None
         for watched, asked in noted:
             try:
-                measuring = _Measuring(self, watched)
+                measuring = _Measurement(self, watched)
                 passes = measuring.run(self._plan(asked, measuring.unquantized_as))
             except Exception as error:
                 failure = failure or error
@@ -249,9 +261,9 @@ class StatisticsEngine:
         key = tuple(map(id, asked)), unquantized_as
         plan = self._plans.get(key)
         if plan is None:
-            plan = _Plan(asked, _wanted(asked, unquantized_as), {}, {})
+            plan = _Plan(asked, _group_by_kind(asked, unquantized_as), {}, {})
             if all(type(requests) is tuple for requests in asked):
-                if len(self._plans) >= _MOST_PLANS:
+                if len(self._plans) >= _MAX_PLANS:
                     self._plans.clear()
                 self._plans[key] = plan
         return plan
@@ -262,13 +274,13 @@ class StatisticsEngine:
         return measurements
 
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        with _ready():
+        with _without_autograd():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         readings = [(self._reading(table.rows), table) for table in tables]
         measured = [
             numbers
             for reading, table in readings
-            for numbers in (reading.numbers(table), reading.lost(table, self._broken))
+            for numbers in (reading.numbers(table), reading.nonfinite_counts(table, self._broken))
         ]
         return Measured(
             self.series,
@@ -278,49 +290,51 @@ class StatisticsEngine:
             local=self._reduction.local,
         )
 
-    def _reading(self, rows: Rows) -> _TableReading:
+    def _reading(self, rows: Rows) -> _TableReader:
         reading = self._readings.get(rows)
         if reading is None:
-            reading = self._readings[rows] = _TableReading(rows, self.series)
+            reading = self._readings[rows] = _TableReader(rows, self.series)
         return reading
 
     def forget(self) -> None:
-        with _ready():
+        with _without_autograd():
             self._slots.reset()
         self.has_news = False
         self._weights_seen.clear()
 
 
 @functools.cache
-def _requests_of(of: Of) -> Sequence[Request]:
-    return tuple(Request(name, row) for name, row in STATISTICS.items() if row.of is of)
+def _requests_of(source: StatisticSource) -> Sequence[Request]:
+    return tuple(Request(name, row) for name, row in STATISTICS.items() if row.source is source)
 
 
-_IS_READY = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _made_ready() -> Iterator[None]:
+def _disable_autograd() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
-def _ready() -> AbstractContextManager[None]:
+def _without_autograd() -> AbstractContextManager[None]:
     """Disable gradients and inference mode: tensors created in inference mode cannot be changed later."""
-    return _made_ready() if torch.is_grad_enabled() or torch.is_inference_mode_enabled() else _IS_READY
+    return _disable_autograd() if torch.is_grad_enabled() or torch.is_inference_mode_enabled() else _NO_CONTEXT
 
 
 def _log_failure_once() -> OnFailure:
     notices = Notices()
 
-    def log(doing: str, of: str, error: Exception) -> None:
-        if notices.first(doing):
-            logger.warning("%s %s: %s: %s. Training continues without it.", doing, of, type(error).__name__, error)
+    def log(operation: str, subject: str, error: Exception) -> None:
+        if notices.first(operation):
+            logger.warning(
+                "%s %s: %s: %s. Training continues without it.", operation, subject, type(error).__name__, error
+            )
 
     return log
 
 
-class _PickedRows(Mapping[str, npt.NDArray[np.float64]]):
+class _SelectedRows(Mapping[str, npt.NDArray[np.float64]]):
     def __init__(self, columns: Mapping[str, npt.NDArray[np.float64]], rows: npt.NDArray[np.intp]) -> None:
         self._columns = columns
         self._rows = rows
@@ -335,25 +349,25 @@ class _PickedRows(Mapping[str, npt.NDArray[np.float64]]):
         return len(self._columns)
 
 
-_Numbers = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
+_SeriesValues = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
 
 _NONFINITE = "nonfinite_num"
 
 
-class _TableReading:
-    """Values of a table's rows; cached for all steps with the same due statistics."""
+class _TableReader:
+    """Computes the values of a table's rows; cached for all steps with the same statistics."""
 
     def __init__(self, rows: Rows, table: SeriesTable) -> None:
         self._table = table
-        self._uncounted = [  # moments of tensors without a request for nonfinite_num: row, layer and tensor
+        self._uncounted = [  # row, layer and tensor of tensors with moments, but without a request for nonfinite_num
             (row, key.layer, key.tensor)
             for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True))
-            if key.kind == Of.TENSOR.name and _NONFINITE not in labels
+            if key.kind == StatisticSource.TENSOR.name and _NONFINITE not in labels
         ]
         self._uncounted_rows = np.array([row for row, _, _ in self._uncounted], dtype=np.intp)
         numbers: list[int] = []
         places: dict[str, list[tuple[int, int]]] = {}  # statistic -> (row, place) pairs
-        histograms: dict[Of, list[tuple[int, int]]] = {}  # kind -> (row, series) pairs
+        histograms: dict[StatisticSource, list[tuple[int, int]]] = {}  # kind -> (row, series) pairs
         for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True)):
             for label in labels:
                 number = table.intern(key.layer, key.tensor, label)
@@ -361,7 +375,7 @@ class _TableReading:
                 if request is None:
                     raise UnknownStatisticError(f"another rank has a statistic {label!r} that is unknown on this rank")
                 if request.statistic.value is None:
-                    histograms.setdefault(request.statistic.of, []).append((row, number))
+                    histograms.setdefault(request.statistic.source, []).append((row, number))
                 else:
                     places.setdefault(request.statistic.name, []).append((row, len(numbers)))
                     numbers.append(number)
@@ -369,17 +383,17 @@ class _TableReading:
         self._formulas = [
             (STATISTICS[name], *np.array(pairs, dtype=np.intp).T.copy()) for name, pairs in places.items()
         ]
-        self._histograms = [(_COLUMNS[of][0], *zip(*pairs, strict=True)) for of, pairs in histograms.items()]
+        self._histograms = [(_COLUMNS[source][0], *zip(*pairs, strict=True)) for source, pairs in histograms.items()]
 
-    def numbers(self, table: Table) -> _Numbers:
+    def numbers(self, table: Table) -> _SeriesValues:
         values = np.empty(len(self._series))
         for statistic, rows, places in self._formulas:
             if statistic.value is not None:
-                values[places] = statistic.value(_PickedRows(table.columns, rows))
+                values[places] = statistic.value(_SelectedRows(table.columns, rows))
         return self._series, values
 
-    def lost(self, table: Table, broken: set[tuple[str, str]]) -> _Numbers:
-        """``nonfinite_num`` of tensors without a request for it, from the first inf or nan on; extends ``broken``."""
+    def nonfinite_counts(self, table: Table, broken: set[tuple[str, str]]) -> _SeriesValues:
+        """Return ``nonfinite_num`` of tensors that do not request it, after a first inf or nan; extends ``broken``."""
         counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
         broken.update(self._uncounted[place][1:] for place in np.flatnonzero(counts).tolist())
         places = [place for place, key in enumerate(self._uncounted) if key[1:] in broken] if broken else []
@@ -392,25 +406,25 @@ class _TableReading:
             yield from zip(numbers, map(tuple, counts), strict=True)
 
 
-_COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    Of.TENSOR: (MOMENT_SUMS, MAXIMA),
-    Of.EXPONENTS: (EXPONENT_COLUMNS, ()),
-    Of.BLOCKS: ((), ("block_range",)),
-    Of.QUANTIZED: (COMPARISON_SUMS, ()),
-    Of.SCALES: (SCALE_SUMS, SCALE_MAXIMA),
-    Of.SCALE_LIMITS: (LIMIT_SUMS, ()),
-    Of.LOSSES: (LOSS_SUMS, LOSS_MAXIMA),
-    Of.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
-    Of.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
-    Of.GEMM_FORMAT: (FORMAT_SUMS, ()),
-    Of.GEMM_CODES_A: (CodeCheck._fields, ()),
-    Of.GEMM_CODES_B: (CodeCheck._fields, ()),
+_COLUMNS: Mapping[StatisticSource, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    StatisticSource.TENSOR: (MOMENT_SUMS, MAXIMA),
+    StatisticSource.EXPONENTS: (EXPONENT_COLUMNS, ()),
+    StatisticSource.BLOCKS: ((), ("block_range",)),
+    StatisticSource.QUANTIZED: (COMPARISON_SUMS, ()),
+    StatisticSource.SCALES: (SCALE_SUMS, SCALE_MAXIMA),
+    StatisticSource.SCALE_LIMITS: (LIMIT_SUMS, ()),
+    StatisticSource.LOSSES: (LOSS_SUMS, LOSS_MAXIMA),
+    StatisticSource.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
+    StatisticSource.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
+    StatisticSource.GEMM_FORMAT: (FORMAT_SUMS, ()),
+    StatisticSource.GEMM_CODES_A: (CodeCheck._fields, ()),
+    StatisticSource.GEMM_CODES_B: (CodeCheck._fields, ()),
 }
 """Source of a statistic -> the summed columns, and the maximum columns."""
 
 
 class _QuantizedForm(NamedTuple):
-    """A quantized form of a tensor, as a :class:`Request` names it."""
+    """A quantized form of a tensor; see :class:`Request`."""
 
     recipe: str
     columnwise: bool
@@ -418,16 +432,16 @@ class _QuantizedForm(NamedTuple):
 
 
 class _SegmentKind(NamedTuple):
-    """Source of a statistic; requests of one kind share a segment."""
+    """Source of statistics; requests of one kind share a segment."""
 
-    of: Of
+    source: StatisticSource
     form: _QuantizedForm | None = None
     blocks: Blocks | None = None
 
     @classmethod
     def of_request(cls, request: Request) -> _SegmentKind:
         form = None if request.recipe is None else _QuantizedForm(request.recipe, request.columnwise, request.e5m2)
-        return cls(request.statistic.of, form, request.blocks)
+        return cls(request.statistic.source, form, request.blocks)
 
     @property
     def name(self) -> str:
@@ -437,7 +451,7 @@ class _SegmentKind(NamedTuple):
 
 @functools.cache
 def _name_of(kind: _SegmentKind) -> str:
-    parts = [kind.of.name]
+    parts = [kind.source.name]
     if kind.form is not None:
         parts += [kind.form.recipe or "OWN", "columnwise" if kind.form.columnwise else "rowwise"]
         parts += [] if kind.form.e5m2 is None else [ELEMENT_FORMATS[kind.form.e5m2]]
@@ -449,24 +463,24 @@ def _name_of(kind: _SegmentKind) -> str:
 _Key = tuple[str, str, int | None]
 
 _Wanted = Mapping[_SegmentKind, Sequence[Request]]
-"""What to measure of a tensor, and the statistics that follow."""
+"""Kinds of a tensor to measure -> requested statistics."""
 
-_MOST_PLANS = 256
+_MAX_PLANS = 256
 
 
 class _Plan(NamedTuple):
-    """Kinds to measure for a set of requests, and their slots.
+    """Kinds to measure for a set of requests, with their slots.
 
     Attributes:
         asked: the requests, kept alive because the cache uses their ids.
-        segments: layer, tensor and shard -> the segment of each kind, until placements change.
-        ready: layer, tensor and shard -> the passes that covered all requests last time.
+        segments: (layer, tensor, shard) -> the segment of each kind, until placements change.
+        ready: (layer, tensor, shard) -> the passes that covered all requests last time.
     """
 
     asked: Sequence[Sequence[Request]]
     wanted: _Wanted
     segments: dict[_Key, dict[_SegmentKind, SlotRange]]
-    ready: dict[_Key, _Ready]
+    ready: dict[_Key, _CachedPasses]
 
 
 class _Pass(NamedTuple):
@@ -475,12 +489,12 @@ class _Pass(NamedTuple):
     of_blocks: BlockPlaces | None = None
 
 
-class _Ready(NamedTuple):
-    """Passes that cover all requests for a tensor: one, or one for each block-scaled form.
+class _CachedPasses(NamedTuple):
+    """Cached passes that cover all requests for a tensor: one pass, or one per block-scaled form.
 
     Attributes:
-        moves: the slots' count of moves; another count invalidates this.
-        asked: the segments, and the requests for each.
+        moves: the slots' count of moves when cached; another count invalidates the passes.
+        asked: the segments, with their requests.
     """
 
     moves: int
@@ -489,7 +503,7 @@ class _Ready(NamedTuple):
     asked: Sequence[tuple[SlotRange, Sequence[Request]]]
 
 
-def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
+def _group_by_kind(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
     wanted: dict[_SegmentKind, list[Request]] = {}
     for request in itertools.chain.from_iterable(asked):
         of_layer = unquantized_as is not None and request.recipe == OWN_RECIPE
@@ -498,10 +512,10 @@ def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _
     return wanted
 
 
-_OF_CODES = frozenset({Of.QUANTIZED, Of.SCALES})
+_OF_CODES = frozenset({StatisticSource.QUANTIZED, StatisticSource.SCALES})
 
 
-class _Measuring:
+class _Measurement:
     def __init__(self, engine: StatisticsEngine, watched: Watched) -> None:
         self._engine = engine
         self._watched = watched
@@ -524,52 +538,56 @@ class _Measuring:
 
     @property
     def unquantized_as(self) -> str | None:
-        """Recipe of own-recipe statistics in a layer without a recipe: its quantizer's, else current scaling.
+        """Recipe that is simulated for a tensor that is not quantized: its quantizer's, else current scaling.
 
-        None if the tensor is quantized, or the quantizer is unknown.
+        None if the tensor is quantized, or its quantizer is unknown.
         """
         if self._quantized is not None or self._unknown_quantizer is not None:
             return None
         return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
-    def run(self, plan: _Plan) -> tuple[_Ready, Sequence[Pending]] | None:
-        """Measure the requested kinds. Returns passes to launch before :meth:`end`; None if all is done."""
+    def run(self, plan: _Plan) -> tuple[_CachedPasses, Sequence[Pending]] | None:
+        """Measure the requested kinds.
+
+        Returns:
+            Passes to launch before :meth:`end`; None if nothing is left to do.
+        """
         slots, seen = self._engine._slots, self._engine._weights_seen
         key = self._watched.layer, self._watched.tensor, self._shard
         ready = plan.ready.get(key)
         if ready is not None and ready.moves == slots.moves and ready.device == self._values.device:
-            again = self._by(ready)
+            again = self._reuse_passes(ready)
             if again is not None:
                 return ready, again
         self._segments = plan.segments.setdefault(key, {})
         for kind, requests in plan.wanted.items():
             segment = self._segment(kind)
             if segment.key in seen or not self._values.numel():
-                slots.ask(segment, requests)
+                slots.request(segment, requests)
             else:
                 self._wanted[kind] = requests
         if not self._wanted:
             return None
-        held: dict[_QuantizedForm, PerTensor | InBlocks | None] = {}
+        held: dict[_QuantizedForm, PerTensor | BlockScaledTensor | None] = {}
         for form in dict.fromkeys(kind.form for kind in self._wanted if kind.form is not None):
             try:
-                held[form] = self._held(form)
+                held[form] = self._read_quantized(form)
             except Exception as error:
-                self._failed(form, error)
-        ready, rest = self._fused(held)
-        self._measure_apart(rest, held)
+                self._report_failure(form, error)
+        ready, rest = self._plan_passes(held)
+        self._measure_separately(rest, held)
         if ready is None:
             return None
         if not rest and len(self._wanted) == len(plan.wanted):
             plan.ready[key] = ready
         return ready, [self._pending(pass_, None if pass_.form is None else held[pass_.form]) for pass_ in ready.passes]
 
-    def end(self, ready: _Ready) -> None:
+    def end(self, ready: _CachedPasses) -> None:
         for segment, requests in ready.asked:
             segment.measured = True
-            self._asked(segment, requests)
+            self._mark_requested(segment, requests)
 
-    def _by(self, ready: _Ready) -> Sequence[Pending] | None:
+    def _reuse_passes(self, ready: _CachedPasses) -> Sequence[Pending] | None:
         if not self._values.numel() or self._watched.values is None:
             return None
         seen = self._engine._weights_seen
@@ -578,70 +596,75 @@ class _Measuring:
         pending: list[Pending] = []
         for pass_ in ready.passes:
             try:
-                held = None if pass_.form is None else self._held(pass_.form)
+                held = None if pass_.form is None else self._read_quantized(pass_.form)
             except Exception:  # the retry reports it
                 return None
-            if pass_.form is not None and not self._suits(pass_, held):
+            if pass_.form is not None and not self._can_reuse(pass_, held):
                 return None
             pending.append(self._pending(pass_, held))
         return pending
 
-    def _suits(self, pass_: _Pass, held: PerTensor | InBlocks | None) -> bool:
+    def _can_reuse(self, pass_: _Pass, held: PerTensor | BlockScaledTensor | None) -> bool:
         if pass_.of_blocks is None:
             return isinstance(held, PerTensor)
-        return isinstance(held, InBlocks) and held.fits(self._values)
+        return isinstance(held, BlockScaledTensor) and held.fits(self._values)
 
-    def _pending(self, pass_: _Pass, held: PerTensor | InBlocks | None) -> Pending:
+    def _pending(self, pass_: _Pass, held: PerTensor | BlockScaledTensor | None) -> Pending:
         if isinstance(held, PerTensor):
             return Pending(self._values, held.codes, held.scale_inv, held.e5m2, pass_.places)
         if held is not None and pass_.of_blocks is not None:
             return Pending(self._values, None, None, False, pass_.places, held, pass_.of_blocks)
         return Pending(self._values, None, None, False, pass_.places)
 
-    def _fused(
-        self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
-    ) -> tuple[_Ready | None, Sequence[_SegmentKind]]:
-        """Return passes for all kinds that passes cover (one, or one per form), and the other kinds."""
+    def _plan_passes(
+        self, held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
+    ) -> tuple[_CachedPasses | None, Sequence[_SegmentKind]]:
+        """Return the passes (one, or one per form), and the kinds that they do not cover."""
         fused = [kind for kind in self._wanted if self._is_fusable(kind, held)]
         rest = [kind for kind in self._wanted if kind not in fused]
         if not fused:
             return None, rest
-        at: dict[_QuantizedForm | None, dict[Of, SlotRange]]
-        at = {kind.form: {} for kind in fused if kind.form is not None} or {None: {}}
-        first = next(iter(at))  # its pass also covers kinds without a form
+        segments: dict[_QuantizedForm | None, dict[StatisticSource, SlotRange]]
+        segments = {kind.form: {} for kind in fused if kind.form is not None} or {None: {}}
+        first = next(iter(segments))  # its pass also covers kinds without a form
         slots, device = self._engine._slots, self._values.device
         for kind in fused:
             segment = self._segment(kind)
             if segment.device != device:
                 raise QuantizationError("the layer moved to another device within a step")
-            at[first if kind.form is None else kind.form][kind.of] = segment
+            segments[first if kind.form is None else kind.form][kind.source] = segment
         passes = [
-            _pass(form, of, in_blocks=form is not None and isinstance(held[form], InBlocks)) for form, of in at.items()
+            _pass(form, by_source, in_blocks=form is not None and isinstance(held[form], BlockScaledTensor))
+            for form, by_source in segments.items()
         ]
-        ready = _Ready(slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused])
+        ready = _CachedPasses(
+            slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused]
+        )
         return ready, rest
 
-    def _is_fusable(self, kind: _SegmentKind, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> bool:
+    def _is_fusable(
+        self, kind: _SegmentKind, held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
+    ) -> bool:
         if kind.form is None:
             return kind.blocks is None
         data = held.get(kind.form)
-        if self._watched.values is None or data is None:  # without values, codes have nothing to be compared with
+        if self._watched.values is None or data is None:  # codes are compared with values
             return False
-        return kind.of in _OF_CODES if isinstance(data, PerTensor) else data.fits(self._values)
+        return kind.source in _OF_CODES if isinstance(data, PerTensor) else data.fits(self._values)
 
-    def _measure_apart(
-        self, kinds: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
+    def _measure_separately(
+        self, kinds: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
     ) -> None:
         """Measure kinds that no pass covers: ranges of blocks, simulated recipes, scales without the tensor."""
         for kind in kinds:
             if kind.blocks is not None:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
         for form, data in held.items():
-            wanted = {kind.of for kind in kinds if kind.form == form}
+            wanted = {kind.source for kind in kinds if kind.form == form}
             if wanted:
                 self._compare(form, data, wanted)
 
-    def _held(self, form: _QuantizedForm) -> PerTensor | InBlocks | None:
+    def _read_quantized(self, form: _QuantizedForm) -> PerTensor | BlockScaledTensor | None:
         """Return the quantized data that a GEMM reads; None if the form must be simulated."""
         quantized = self._watched.quantized(columnwise=form.columnwise)
         if quantized is None and form.recipe == OWN_RECIPE and self._unknown_quantizer is not None:
@@ -658,38 +681,40 @@ class _Measuring:
         except QuantizationError as error:
             if its_recipe is None:
                 raise
-            self._say_simulated(form, str(error))
+            self._warn_simulated(form, str(error))
             return None
         if isinstance(held, PerTensor) and self._watched.values is not None and held.codes.shape != self._values.shape:
             sizes = f"{tuple(held.codes.shape)}, the tensor before quantization {tuple(self._values.shape)}"
             raise QuantizationError(f"the quantized tensor has the shape {sizes}")
         return held
 
-    def _compare(self, form: _QuantizedForm, held: PerTensor | InBlocks | None, wanted: Set[Of]) -> None:
+    def _compare(
+        self, form: _QuantizedForm, held: PerTensor | BlockScaledTensor | None, wanted: Set[StatisticSource]
+    ) -> None:
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
-        refused: dict[str, Set[Of]] = {}
+        refused: dict[str, Set[StatisticSource]] = {}
         if self._watched.values is None:
-            refused["the tensor exists only in quantized form"] = wanted - (OF_SCALES if held else set())
+            refused["the tensor exists only in quantized form"] = wanted - (SCALE_SOURCES if held else set())
         if isinstance(held, PerTensor) or (held is None and its_recipe == "fp8_current_scaling"):
-            refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & OF_BLOCKS
+            refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & BLOCK_SOURCES
         wanted = wanted - set().union(*refused.values())
         try:
             columns = self._columns(form._replace(recipe=its_recipe), held, wanted) if wanted else {}
         except Exception as error:
-            self._failed(form, error)
+            self._report_failure(form, error)
             return
-        for of in wanted & columns.keys():
-            self._merge(_SegmentKind(of, form), columns[of])
+        for source in wanted & columns.keys():
+            self._merge(_SegmentKind(source, form), columns[source])
         for reason, kinds in refused.items():
             if kinds:
-                self._failed(form, QuantizationError(reason), kinds)
+                self._report_failure(form, QuantizationError(reason), kinds)
 
     def _columns(
-        self, form: _QuantizedForm, held: PerTensor | InBlocks | None, wanted: Set[Of]
-    ) -> Mapping[Of, SumsAndMaxima]:
+        self, form: _QuantizedForm, held: PerTensor | BlockScaledTensor | None, wanted: Set[StatisticSource]
+    ) -> Mapping[StatisticSource, SumsAndMaxima]:
         if isinstance(held, PerTensor):
-            return {Of.SCALES: scale_columns(held.scale_inv)}
-        if isinstance(held, InBlocks):
+            return {StatisticSource.SCALES: scale_columns(held.scale_inv)}
+        if isinstance(held, BlockScaledTensor):
             return eager_blocks.columns(held, self._watched.values, wanted)
         finite = torch.where(self._values.isfinite(), self._values.abs(), 0.0)
         settings = self._settings(form)
@@ -704,7 +729,7 @@ class _Measuring:
         return settings if form.e5m2 is None else settings._replace(e5m2=form.e5m2)
 
     def _quantizer(self, columnwise: bool) -> Any:
-        """The quantizer of the tensor that a GEMM reads, else the layer's: a feature may have replaced the tensor."""
+        """Return the quantizer of the tensor that a GEMM reads, which a feature may have replaced; else the layer's."""
         return self._quantizer_of(self._watched.quantized(columnwise=columnwise))
 
     def _quantizer_of(self, quantized: Any) -> Any:
@@ -715,25 +740,27 @@ class _Measuring:
         segment, device = self._segments.get(kind), self._values.device
         if segment is None or segment.device != device:
             key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
-            segment = self._engine._slots.segment(key, *_COLUMNS[kind.of], device, contributes=self._contributes)
+            segment = self._engine._slots.segment(key, *_COLUMNS[kind.source], device, contributes=self._contributes)
             self._segments[kind] = segment
         return segment
 
     def _merge(self, kind: _SegmentKind, columns: SumsAndMaxima) -> None:
         segment = self._segment(kind)
         self._engine._slots.merge(segment, *columns)
-        self._asked(segment, self._wanted[kind])
+        self._mark_requested(segment, self._wanted[kind])
 
-    def _asked(self, segment: SlotRange, requests: Sequence[Request]) -> None:
-        self._engine._slots.ask(segment, requests)
+    def _mark_requested(self, segment: SlotRange, requests: Sequence[Request]) -> None:
+        self._engine._slots.request(segment, requests)
         if self._watched.tensor == _WEIGHT:  # a step's micro-batches share the weight
             self._engine._weights_seen.add(segment.key)
 
-    def _failed(self, form: _QuantizedForm, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
-        labels = self._labels(form, of)
+    def _report_failure(
+        self, form: _QuantizedForm, error: Exception, sources: Collection[StatisticSource] = frozenset(StatisticSource)
+    ) -> None:
+        labels = self._labels(form, sources)
         self._engine.on_failure(labels, f"of {self._watched.layer} {self._watched.tensor}", error)
 
-    def _say_simulated(self, form: _QuantizedForm, why: str) -> None:
+    def _warn_simulated(self, form: _QuantizedForm, why: str) -> None:
         if self._engine.notices.first(why):
             logger.warning(
                 "%s of %s %sis simulated from the high-precision tensor with the settings of the layer's quantizer,"
@@ -744,29 +771,29 @@ class _Measuring:
                 why,
             )
 
-    def _labels(self, form: _QuantizedForm, of: Collection[Of] = frozenset(Of)) -> str:
+    def _labels(self, form: _QuantizedForm, sources: Collection[StatisticSource] = frozenset(StatisticSource)) -> str:
         return ", ".join(
             request.label
             for kind, requests in self._wanted.items()
-            if kind.form == form and kind.of in of
+            if kind.form == form and kind.source in sources
             for request in requests
         )
 
 
-def _pass(form: _QuantizedForm | None, segments: Mapping[Of, SlotRange], *, in_blocks: bool) -> _Pass:
+def _pass(form: _QuantizedForm | None, segments: Mapping[StatisticSource, SlotRange], *, in_blocks: bool) -> _Pass:
 
-    def at(of: Of) -> tuple[int, int]:
-        segment = segments.get(of)
+    def at(source: StatisticSource) -> tuple[int, int]:
+        segment = segments.get(source)
         return (-1, -1) if segment is None else (segment.sum_start, segment.maximum_start)
 
-    moments, scales = at(Of.TENSOR), at(Of.SCALES)
+    moments, scales = at(StatisticSource.TENSOR), at(StatisticSource.SCALES)
     places = ColumnPlaces(
         moments=moments[0],
         maxima=moments[1],
-        compared=at(Of.QUANTIZED)[0],
+        compared=at(StatisticSource.QUANTIZED)[0],
         scales=scales[0],
         scale_maxima=scales[1],
-        exponents=at(Of.EXPONENTS)[0],
+        exponents=at(StatisticSource.EXPONENTS)[0],
     )
     return _Pass(form, places, eager_blocks.places_of(at) if in_blocks else None)
 
@@ -774,7 +801,7 @@ def _pass(form: _QuantizedForm | None, segments: Mapping[Of, SlotRange], *, in_b
 def _plain(values: torch.Tensor | None) -> torch.Tensor:
     if values is None:
         return torch.empty(0)
-    # Avoid a torch operation between GEMMs: for a small tensor it costs as much as everything else.
+    # Avoid a torch operation between GEMMs: for a small tensor it costs as much as the rest.
     return values if type(values) is torch.Tensor else values.detach()
 
 

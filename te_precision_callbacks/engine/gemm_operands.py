@@ -8,10 +8,10 @@ import torch
 
 
 class GemmOperands:
-    """Keeps the operands of one module at a time; another module's first tensor drops them.
+    """Keeps the operands of one module; the first tensor of another module drops them.
 
     Attributes:
-        modules: layer -> the number of its module.
+        modules: layer -> id of its module.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """Reads quantized tensors and simulates quantization, for quantization statistics.
 
-    found = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
-    would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8", "gradient"),
-                     columnwise=False)
-    would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
+    data = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
+    columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, default_settings("mxfp8", "gradient"),
+                       columnwise=False)
+    columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
 The simulation uses the recipe's arithmetic (:mod:`te_precision_callbacks.base.numerics.recipes`), not Transformer
 Engine's quantizers, so it also covers layers in high precision and GPUs without the format.
@@ -19,65 +19,70 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks, padded
+from te_precision_callbacks.base.numerics.blocks import as_matrix, pad_to_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
 from te_precision_callbacks.base.numerics.layouts import (
     MXFP8,
     NVFP4,
     PER_TENSOR,
     LayoutError,
-    codes_of_tensor,
     fp8_format,
+    per_tensor_codes,
+    read_stored,
     scaling_mode,
-    stored,
 )
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.engine.kernels import compiled, eager
-from te_precision_callbacks.engine.kernels.columns import InBlocks
+from te_precision_callbacks.engine.kernels.columns import BlockScaledTensor
 from te_precision_callbacks.engine.kernels.eager_blocks import (
     Scales,
     SumsAndMaxima,
     columns_of,
-    joined,
+    join_comparisons,
     limit,
     needs_blocks,
     range_columns,
 )
 from te_precision_callbacks.statistics.names import no_blocks
-from te_precision_callbacks.statistics.table import OF_BLOCKS, Of
+from te_precision_callbacks.statistics.table import BLOCK_SOURCES, StatisticSource
 
 
 class QuantizationError(PrecisionDebugError, RuntimeError):
-    """A statistic of a quantized tensor that cannot be computed."""
+    """A statistic of a quantized tensor cannot be computed."""
 
 
 class PerTensor(NamedTuple):
-    """A tensor in FP8 with one scale: its codes (uint8, the tensor's shape), and the factor from code to value."""
+    """An FP8 tensor with one scale.
+
+    Attributes:
+        codes: uint8, in the tensor's shape.
+        scale_inv: the factor from decoded code to value.
+    """
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
     e5m2: bool
 
 
-def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
+def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
     """Return the contents of a quantized tensor of Transformer Engine.
 
     Args:
         quantized: a Float8, MXFP8, Float8 block-scaled or NVFP4 tensor or storage; scales may be in GEMM layout.
-        columnwise: which data. For per-tensor FP8 both are the rowwise data.
+        columnwise: whether to read the columnwise data; no difference for per-tensor FP8.
 
     Raises:
-        QuantizationError: the data are missing or Hadamard-transformed, or the format is another one.
+        QuantizationError: the data are missing or Hadamard-transformed, or the format is not supported.
     """
     if scaling_mode(quantized) == PER_TENSOR:
-        codes = codes_of_tensor(quantized)
+        codes = per_tensor_codes(quantized)
         if codes is None:
             raise QuantizationError("the quantized tensor has neither its data nor their transpose")
         return PerTensor(codes, quantized._scale_inv, fp8_format(quantized) is E5M2)
     direction = "columnwise" if columnwise else "rowwise"
     try:
-        part = stored(quantized, columnwise=columnwise)
+        part = read_stored(quantized, columnwise=columnwise)
     except LayoutError as error:
         raise QuantizationError(str(error)) from error
     if part is None:
@@ -85,16 +90,16 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
     if part.hadamard:
         raise QuantizationError(f"the {direction} data are of a random Hadamard transform of the tensor")
     square = part.mode in (MXFP8, NVFP4) and getattr(quantized._quantizer, "with_2d_quantization", False)
-    return InBlocks(part, (max(part.block),) * 2 if square else part.block)
+    return BlockScaledTensor(part, (max(part.block),) * 2 if square else part.block)
 
 
 def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:
-    """As :meth:`Recipe.defaults`.
+    """Return the default settings of a recipe: :meth:`Recipe.defaults`.
 
     Raises:
         QuantizationError: delayed scaling, which is not simulated.
     """
-    return _simulated(recipe).defaults(tensor, e5m2=e5m2)
+    return _simulated_recipe(recipe).defaults(tensor, e5m2=e5m2)
 
 
 def settings_of(quantizer: Any) -> QuantizerSettings:
@@ -103,7 +108,7 @@ def settings_of(quantizer: Any) -> QuantizerSettings:
     Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``.
 
     Raises:
-        QuantizationError: an NVFP4 quantizer with "4over6" or an amax for each row, which is not simulated.
+        QuantizationError: an NVFP4 quantizer with "4over6" or an amax per row, which is not simulated.
     """
     for attribute, what in (("nvfp4_use_4over6", "4over6"), ("row_scaled_nvfp4", "an amax for each row")):
         if getattr(quantizer, attribute, False):
@@ -118,7 +123,7 @@ def settings_of(quantizer: Any) -> QuantizerSettings:
     )
 
 
-def _simulated(recipe: str) -> Recipe:
+def _simulated_recipe(recipe: str) -> Recipe:
     if recipe not in RECIPES:
         raise QuantizationError(
             f"{recipe} can be read only in a layer that runs it: its scale comes from the amaxes of earlier steps"
@@ -130,43 +135,43 @@ def simulate(
     recipe: str,
     values: torch.Tensor,
     amax: torch.Tensor,
-    wanted: Collection[Of],
+    wanted: Collection[StatisticSource],
     settings: QuantizerSettings,
     *,
     columnwise: bool,
-) -> Mapping[Of, SumsAndMaxima]:
+) -> Mapping[StatisticSource, SumsAndMaxima]:
     """Simulate a recipe on a tensor.
 
     Args:
         values: any shape, float64, float32, float16 or bfloat16; only finite elements count.
-        amax: float64 or float32, one element: the largest finite magnitude; 0 or below if none.
-        wanted: the kinds of columns; none for a tensor without elements.
+        amax: float64 or float32, one element: the largest finite magnitude; 0 or less without finite elements.
+        wanted: the kinds of columns to return. An empty tensor returns no columns.
 
     Raises:
-        QuantizationError: delayed scaling, whose scale comes from the amaxes of earlier steps; or block statistics of a
-            recipe without blocks.
+        QuantizationError: delayed scaling, since its scale comes from the amaxes of earlier steps; or block statistics
+            of a recipe without blocks.
     """
-    simulated = _simulated(recipe)
+    simulated = _simulated_recipe(recipe)
     block = simulated.block(settings)
-    if block is None and not OF_BLOCKS.isdisjoint(wanted):
+    if block is None and not BLOCK_SOURCES.isdisjoint(wanted):
         raise QuantizationError(no_blocks(recipe))
     if not values.numel():
         return {}
     if block is None:
-        blocks = _in_rows(values)
+        blocks = _split_into_rows(values)
     else:
         matrix = as_matrix(values)
-        blocks = in_blocks(matrix.t() if columnwise else matrix, block)
-    if set(wanted) == {Of.RANGES}:
-        return {Of.RANGES: range_columns(blocks)}
+        blocks = split_into_blocks(matrix.t() if columnwise else matrix, block)
+    if set(wanted) == {StatisticSource.RANGES}:
+        return {StatisticSource.RANGES: range_columns(blocks)}
     tensor_amax = amax.reshape(()).clamp(0.0, FLOAT32_MAX).to(torch.float32)
     by_block = block is not None and needs_blocks(wanted)
     simulation = _simulation(recipe, settings, by_block)
     columns = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
-    compared = joined([compared for compared, _, _ in columns], by_block)
+    compared = join_comparisons([compared for compared, _, _ in columns], by_block)
     kept = columns[:1] if block is None else columns
     factors, stored_scales = (torch.cat([piece[index].reshape(-1) for piece in kept]) for index in (1, 2))
-    # One scale for the tensor always counts, as in a real quantized tensor.
+    # A per-tensor scale always counts, as in a real quantized tensor.
     occupied = torch.ones_like(factors, dtype=torch.bool) if block is None else None
     return columns_of(wanted, compared, Scales(factors, stored_scales, *simulated.limits), occupied, blocks)
 
@@ -184,7 +189,7 @@ def _simulation(
     return simulation
 
 
-def _in_rows(values: torch.Tensor) -> torch.Tensor:
+def _split_into_rows(values: torch.Tensor) -> torch.Tensor:
     row = math.gcd(values.numel(), 4096)
     row = row if row >= 256 else 4096
-    return padded(eager.flattened(values).unsqueeze(0), (1, row), math.nan).view(-1, row)
+    return pad_to_blocks(eager.flatten(values).unsqueeze(0), (1, row), math.nan).view(-1, row)

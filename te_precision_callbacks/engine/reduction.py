@@ -1,17 +1,18 @@
 """Copies a step's measurements to the host, reduced over ranks, with one copy and one message.
 
 Segments are matched by name, so ranks may hold different layers, and a layer may rest on some ranks for a step. Names
-are exchanged only when a rank has a segment outside the common layout, which a flag in the vector of maxima shows
-without a further message.
+are exchanged only when a rank has a segment outside the common layout, which a flag in the vector of maxima signals
+without an extra message.
 
-The maxima also carry each rank's :class:`Stamp` and its negative. If the largest stamp is not the smallest, the ranks
-are in different iterations, and the merged values are dropped; so are they if counts of optimizer steps that were equal
-begin to differ: a rank has missed a step(). Counts that differ from the start, as with different optimizers, are only
-reported. If they were equal once, the next steps decide; until then values are not merged.
+The maxima also carry each rank's :class:`Stamp` and its negative. If the largest and the smallest stamp differ, the
+ranks are in different iterations, and the merged values are dropped. They are also dropped if the ranks' counts of
+optimizer steps begin to differ after they were equal: a rank has missed a step(). Counts that differ from the start, as
+with different optimizers, are only reported. If they were equal only once, the next steps decide which case it is;
+until then, values are not merged.
 
 Parts of a tensor on different ranks are added. Replicas (weights of a data-parallel group) are merged by maximum, even
-if some did not run the layer; tensor-parallel shards stay separate in the message and are added on the host. Different
-tensors under one name would be mixed: use separate process groups.
+if some ranks did not run the layer. Tensor-parallel shards stay separate in the message, and are added on the host.
+Different tensors with the same name would be mixed: use separate process groups for them.
 """
 
 from __future__ import annotations
@@ -48,10 +49,9 @@ class Stamp(NamedTuple):
     """Values that must be equal on all ranks that reduce together; integers below 2**53, exact in float64.
 
     Attributes:
-        iteration: the debug iteration.
-        schedule: a hash of the schedules.
-        optimizer_steps: the rank's optimizer steps, higher if it skipped a step(). Negative if unknown, which is not
-            compared. May differ from the start.
+        schedule: hash of the schedules.
+        optimizer_steps: number of the rank's optimizer steps, which is higher than on other ranks if it skipped a
+            step(). May differ from the start. Negative if unknown; then it is not compared.
     """
 
     iteration: int
@@ -63,8 +63,13 @@ NO_STAMP = Stamp(0, 0, -1)
 """Placeholder for a caller without a stamp."""
 
 
-class Described(NamedTuple):
-    """Description of a segment, exchanged between ranks; ``outputs`` are labels of statistics."""
+class SegmentDescription(NamedTuple):
+    """Description of a segment, exchanged between ranks.
+
+    Attributes:
+        sums, maxima: names of the columns.
+        outputs: labels of statistics.
+    """
 
     key: SegmentKey
     sums: tuple[str, ...]
@@ -103,18 +108,18 @@ class Reduction:
     """Collects :class:`Segments` over ranks.
 
     Args:
-        messages: to other ranks; None for a single rank.
+        messages: the channel to other ranks; None for a single rank.
 
     Attributes:
-        local: whether the last values are local despite a requested reduction.
-        optimizers_differ: whether the ranks' numbers of optimizer steps differ in one iteration.
+        local: whether the last values are local although a reduction was requested.
+        optimizers_differ: whether the ranks had different numbers of optimizer steps in an iteration.
     """
 
     def __init__(self, messages: Messages | None, on_failure: OnFailure) -> None:
         self.messages = messages
         self.local = self.optimizers_differ = False
         self._on_failure = on_failure
-        self._agreed: dict[SegmentKey, Described] = {}
+        self._agreed: dict[SegmentKey, SegmentDescription] = {}
         self._layout: _Layout | None = None
         self._layout_version = -1
         self._own_layout: _Layout | None = None
@@ -124,9 +129,9 @@ class Reduction:
         self._is_undecided = False
 
     def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
-        """Return the measurements since the last call; with ``reduce`` all ranks of the group must call this.
+        """Return the measurements since the last call. With ``reduce``, all ranks of the group must call this.
 
-        They are local if the reduction fails: see :attr:`local`.
+        If the reduction fails, the measurements are local (:attr:`local`).
         """
         messages = self.messages
         self.local = reduce and messages is not None
@@ -151,7 +156,7 @@ class Reduction:
 
     def _collect_own(self, slots: Segments) -> list[Table]:
         if self._own_layout is None or self._own_version != slots.version:
-            self._own_layout = _Layout(map(_describe, slots.segments.values()), slots, all_of_them=True)
+            self._own_layout = _Layout(map(_describe, slots.segments.values()), slots, include_all=True)
             self._own_version = slots.version
         layout = self._own_layout
         layout.pack(slots, NO_STAMP, changed=False, requests=Requests())
@@ -160,37 +165,39 @@ class Reduction:
     def _reduce(self, messages: Messages, slots: Segments, stamp: Stamp) -> _Layout:
         why = f"to reduce the statistics of iteration {stamp.iteration}. A rank may have ended or skipped a step()"
         while True:
-            news = () if self._layout_version == slots.version and self._layout is not None else self._news(slots)
+            news = (
+                () if self._layout_version == slots.version and self._layout is not None else self._new_segments(slots)
+            )
             if self._layout is not None:
                 if self._layout_version != slots.version and not news:
-                    self._lay_out(slots)  # new here, but known from other ranks
+                    self._update_layout(slots)  # the segments are new on this rank only
                 layout = self._layout
                 layout.pack(slots, stamp, changed=bool(news), requests=messages.requests)
                 messages.merge("statistics", why, layout.merged, layout.split)
                 if not layout.has_one_stamp() or self._has_missed_a_step(layout, stamp):
-                    self._part(messages, stamp)
+                    self._leave_out_of_step(messages, stamp)
                 if not layout.has_changed():
                     messages.requested = layout.requested()
                     if layout.has_one_optimizer_count():
                         self._agreements, self._last_agreement = self._agreements + 1, stamp.iteration
                     return layout
-            for entry in messages.pooled(news, "names of statistics", why, Described):
+            for entry in messages.pool(news, "names of statistics", why, SegmentDescription):
                 known = self._agreed.get(entry.key)
                 outputs = dict.fromkeys([*(known.outputs if known else ()), *entry.outputs])
                 self._agreed[entry.key] = entry._replace(outputs=tuple(outputs))
-            self._lay_out(slots)
+            self._update_layout(slots)
 
     def _has_missed_a_step(self, layout: _Layout, stamp: Stamp) -> bool:
         self._is_undecided = False
-        apart = layout.optimizer_steps_apart()
-        if not apart or not self._agreements or self.optimizers_differ:
+        difference = layout.optimizer_step_difference()
+        if not difference or not self._agreements or self.optimizers_differ:
             return False
         since = stamp.iteration - self._last_agreement
         self._is_undecided = self._agreements == 1 and since < _DECISIVE
-        return not self._is_undecided and (self._agreements > 1 or 2 * apart < since)
+        return not self._is_undecided and (self._agreements > 1 or 2 * difference < since)
 
     def _note_optimizers(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
-        if layout.optimizer_steps_apart() and not self.optimizers_differ and not self._is_undecided:
+        if layout.optimizer_step_difference() and not self.optimizers_differ and not self._is_undecided:
             self.optimizers_differ = True
             if messages.rank == 0:
                 logger.warning(
@@ -200,48 +207,48 @@ class Reduction:
                     stamp.iteration,
                 )
 
-    def _news(self, slots: Segments) -> list[Described]:
-        news: list[Described] = []
+    def _new_segments(self, slots: Segments) -> list[SegmentDescription]:
+        news: list[SegmentDescription] = []
         for described in map(_describe, slots.segments.values()):
             known = self._agreed.get(described.key)
             if known is None or not set(described.outputs) <= set(known.outputs):
                 news.append(described)
         return news
 
-    def _lay_out(self, slots: Segments) -> None:
-        self._layout = _Layout(sorted(self._agreed.values(), key=_order), slots, all_of_them=False)
+    def _update_layout(self, slots: Segments) -> None:
+        self._layout = _Layout(sorted(self._agreed.values(), key=_order), slots, include_all=False)
         self._layout_version = slots.version
 
-    def _part(self, messages: Messages, stamp: Stamp) -> None:
+    def _leave_out_of_step(self, messages: Messages, stamp: Stamp) -> None:
         """End the messages after a stamp mismatch.
 
         Raises:
             RanksDifferError: always.
         """
         stamps = messages.by_rank(stamp, "stamps", "to find the ranks that are out of step")
-        error = _out_of_step({rank: Stamp(*row) for rank, row in stamps.items()})
+        error = _out_of_step_error({rank: Stamp(*row) for rank, row in stamps.items()})
         messages.part("the ranks are out of step", for_good=len({row[1] for row in stamps.values()}) > 1)
         raise error
 
 
-def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
+def _out_of_step_error(stamps: Mapping[int, Stamp]) -> RanksDifferError:
     """Return the error for a mismatch: global rank -> stamp."""
 
-    def of(part: str) -> dict[int, int]:
+    def values_by_rank(part: str) -> dict[int, int]:
         return {rank: getattr(stamp, part) for rank, stamp in stamps.items() if getattr(stamp, part) >= 0}
 
     local = "Statistics are not reduced"
-    schedules = list(dict.fromkeys(of("schedule").values()))
+    schedules = list(dict.fromkeys(values_by_rank("schedule").values()))
     if len(schedules) > 1:
-        names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in of("schedule").items()}
+        names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in values_by_rank("schedule").items()}
         return RanksDifferError(
             "The ranks have different configs that collect statistics in different iterations:"
             f" {format_by_rank(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local"
             " values."
         )
-    parts = [format_by_rank({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
-    if len(set(of("optimizer_steps").values())) > 1:
-        done = {rank: f"{number} steps" for rank, number in of("optimizer_steps").items()}
+    parts = [format_by_rank({rank: f"iteration {number}" for rank, number in values_by_rank("iteration").items()})]
+    if len(set(values_by_rank("optimizer_steps").values())) > 1:
+        done = {rank: f"{number} steps" for rank, number in values_by_rank("optimizer_steps").items()}
         parts.append(f"optimizer steps since the start: {format_by_rank(done)}")
     return RanksDifferError(
         f"The ranks are out of step: {'; '.join(parts)}. Call step() on all ranks after the same optimizer steps,"
@@ -249,11 +256,11 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
     )
 
 
-def _describe(segment: SlotRange) -> Described:
-    return Described(segment.key, segment.sums, segment.maxima, tuple(segment.outputs))
+def _describe(segment: SlotRange) -> SegmentDescription:
+    return SegmentDescription(segment.key, segment.sums, segment.maxima, tuple(segment.outputs))
 
 
-def _order(described: Described) -> tuple[str, str, str, int]:
+def _order(described: SegmentDescription) -> tuple[str, str, str, int]:
     layer, tensor, kind, shard = described.key
     return layer, tensor, kind, -1 if shard is None else shard
 
@@ -264,27 +271,27 @@ _TRAILER = 2 * _PARTS + 1 + _REQUESTS
 """Elements after the maxima: a stamp, its negative, a flag for segments outside the layout, and the requests."""
 _CHANGED = -1 - _REQUESTS
 _DECISIVE = 3
-"""Iterations after which a missed step() is distinguishable from an optimizer that steps less often."""
+"""Iterations after which a missed step() can be distinguished from an optimizer that steps less often."""
 _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
 """Parts of a stamp before this index must be equal."""
 
 
 class _Layout:
-    """Places of all columns in the message and in this rank's vectors.
+    """Offsets of all columns in the message and in this rank's vectors.
 
-    The first part of the message is summed: for each output of each segment, the number of ranks on which it is due;
-    then the summed columns. The second part is merged by maximum: the maximum columns, all columns of replicas, the
-    stamp and its negative, and the flags.
+    The first part of the message is summed: a flag for each output of each segment, 1 if it is due on the rank, then
+    the summed columns. The second part is merged by maximum: the maximum columns, all columns of replicas, the stamp
+    and its negative, and the flags.
 
     Args:
-        all_of_them: whether segments that do not contribute are included.
+        include_all: whether segments that do not contribute are included.
 
     Attributes:
-        merged: the message on the host, first local, then reduced.
-        split: number of summed elements.
+        merged: the message on the host, reduced in place.
+        split: number of elements in the summed part.
     """
 
-    def __init__(self, described: Iterable[Described], slots: Segments, *, all_of_them: bool) -> None:
+    def __init__(self, described: Iterable[SegmentDescription], slots: Segments, *, include_all: bool) -> None:
         self._device = next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
         entries = list(described)
         self._due = sum(len(entry.outputs) for entry in entries)
@@ -295,7 +302,7 @@ class _Layout:
         due, added, largest = 0, self._due, self.split
         for entry in entries:
             segment = slots.segments.get(entry.key)
-            if segment is not None and not (segment.contributes or all_of_them):
+            if segment is not None and not (segment.contributes or include_all):
                 segment = None
             replicated = entry.key.shard is not None
             sums_at = largest if replicated else added
@@ -317,7 +324,7 @@ class _Layout:
         self.merged = np.empty(largest + _TRAILER)
         self._host = torch.from_numpy(self.merged)
         self._moves = [
-            (on, of, _places(sources, widths).to(on), _places(targets, widths).to(self._device))
+            (on, of, _indices(sources, widths).to(on), _indices(targets, widths).to(self._device))
             for (on, of), ranges in moves.items()
             for sources, targets, widths in [np.array(ranges).T]
             if widths.any()
@@ -333,25 +340,25 @@ class _Layout:
         largest, smallest = self._stamps()[:, :_PARTS_COMPARED]
         return bool((largest == -smallest).all())
 
-    def optimizer_steps_apart(self) -> int:
+    def optimizer_step_difference(self) -> int:
         largest, smallest = self._stamps()[:, -1]
         return 0 if largest == NOTHING else int(largest + smallest)
 
     def has_one_optimizer_count(self) -> bool:
-        return not self.optimizer_steps_apart() and bool(self._stamps()[0, -1] > 0)
+        return not self.optimizer_step_difference() and bool(self._stamps()[0, -1] > 0)
 
     def _stamps(self) -> npt.NDArray[np.float64]:
         return self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
 
     def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, requests: Requests) -> None:
-        """Pack this rank's message on its device and copy it to the host; neutral where it has no values."""
+        """Pack this rank's message on its device, with neutral elements for absent values, and copy it to the host."""
         message = torch.full((len(self.merged) - _TRAILER,), NOTHING, dtype=torch.float64, device=self._device)
         message[: self.split] = 0.0
         due: list[float] = []
         resting: list[int] = []
         for entry, segment, _, sums_at, _ in self._pieces:
-            asked = segment.due if segment is not None else ()
-            due.extend(map(asked.__contains__, entry.outputs))
+            labels = segment.due if segment is not None else ()
+            due.extend(map(labels.__contains__, entry.outputs))
             if segment is not None and not segment.measured and entry.key.shard is not None:
                 resting.extend(range(sums_at, sums_at + len(entry.sums)))
         vectors = {on: {"sums": sums, "maxima": maxima} for on, sums, maxima in slots.vectors()}
@@ -368,16 +375,16 @@ class _Layout:
         trailer[_CHANGED], trailer[_CHANGED + 1 :] = changed, requests
 
     def unpack(self, values: Values) -> list[Table]:
-        """Return segments with an output due on any rank, with replicas' shards added up."""
+        """Return the segments with an output that is due on any rank, with the shards of replicas added up."""
         due = values[: self._due] > 0
         tables = (block.table(*columns, values, due) for columns, block in self._blocks.items())
         return [table for table in tables if table is not None]
 
 
 class _Piece(NamedTuple):
-    """A segment's place in the message; ``segment`` is this rank's, None if it has nothing to send."""
+    """Offsets of a segment in the message; ``segment`` is None if this rank has nothing to send for it."""
 
-    entry: Described
+    entry: SegmentDescription
     segment: SlotRange | None
     due_at: int
     sums_at: int
@@ -386,11 +393,11 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Block:
-    """Segments with the same columns; ``rows`` has a number for each tensor, shared by its shards."""
+    """Segments with the same columns; ``rows`` has a row index per tensor, shared by its shards."""
 
     pieces: list[tuple[_Piece, int]] = field(default_factory=list)
     rows: dict[SegmentKey, int] = field(default_factory=dict)
-    _picked: dict[bytes, _Picked] = field(default_factory=dict)
+    _selections: dict[bytes, _Selection] = field(default_factory=dict)
 
     def add(self, piece: _Piece) -> None:
         self.pieces.append((piece, self.rows.setdefault(piece.entry.key._replace(shard=None), len(self.rows))))
@@ -417,49 +424,49 @@ class _Block:
         if not flags.any():
             return None
         pattern = flags.tobytes()
-        picked = self._picked.get(pattern)
-        if picked is None:
-            if len(self._picked) == _MOST_PATTERNS:
-                self._picked.clear()
-            picked = self._picked[pattern] = self._pick(flags.tolist())
-        cells = values[picked.cells]
-        matrix = np.full((len(picked.rows.keys), cells.shape[1]), NOTHING)
+        selection = self._selections.get(pattern)
+        if selection is None:
+            if len(self._selections) == _MAX_PATTERNS:
+                self._selections.clear()
+            selection = self._selections[pattern] = self._select(flags.tolist())
+        cells = values[selection.cells]
+        matrix = np.full((len(selection.rows.keys), cells.shape[1]), NOTHING)
         matrix[:, : len(sums)] = 0.0
-        # A replica that no rank has measured has sent no sum.
+        # No rank has measured this replica.
         added = np.where(cells[:, : len(sums)] == NOTHING, 0.0, cells[:, : len(sums)])
-        np.add.at(matrix[:, : len(sums)], picked.row_of, added)
-        np.maximum.at(matrix[:, len(sums) :], picked.row_of, cells[:, len(sums) :])
-        return Table(picked.rows, dict(zip((*sums, *maxima), matrix.T, strict=True)))
+        np.add.at(matrix[:, : len(sums)], selection.row_of, added)
+        np.maximum.at(matrix[:, len(sums) :], selection.row_of, cells[:, len(sums) :])
+        return Table(selection.rows, dict(zip((*sums, *maxima), matrix.T, strict=True)))
 
-    def _pick(self, due: Sequence[bool]) -> _Picked:
+    def _select(self, due: Sequence[bool]) -> _Selection:
         outputs: dict[int, dict[str, None]] = {}
         chosen: list[int] = []
         rows: list[int] = []
         flags = iter(due)
         for index, (piece, row) in enumerate(self.pieces):
-            asked = [label for label in piece.entry.outputs if next(flags)]
-            if asked:
-                outputs.setdefault(row, {}).update(dict.fromkeys(asked))
+            labels = [label for label in piece.entry.outputs if next(flags)]
+            if labels:
+                outputs.setdefault(row, {}).update(dict.fromkeys(labels))
                 chosen.append(index)
                 rows.append(row)
         keys, place = list(self.rows), {row: number for number, row in enumerate(outputs)}
-        return _Picked(
-            Rows([keys[row] for row in outputs], [tuple(asked) for asked in outputs.values()]),
+        return _Selection(
+            Rows([keys[row] for row in outputs], [tuple(labels) for labels in outputs.values()]),
             self._cells[chosen],
             np.array([place[row] for row in rows], dtype=np.intp),
         )
 
 
-_MOST_PATTERNS = 16
-"""Limit of cached combinations of due segments, which differ with the features' ``freq``."""
+_MAX_PATTERNS = 16
+"""Maximum number of cached combinations of due segments; features with different ``freq`` cause several."""
 
 
-class _Picked(NamedTuple):
+class _Selection(NamedTuple):
     rows: Rows
     cells: npt.NDArray[np.intp]
     row_of: npt.NDArray[np.intp]
 
 
-def _places(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:
+def _indices(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:
     before = np.cumsum(widths) - widths
     return torch.from_numpy(np.repeat(starts - before, widths) + np.arange(widths.sum()))

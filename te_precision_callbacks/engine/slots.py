@@ -1,11 +1,11 @@
 """Slots for a step's statistics: ranges of two float64 vectors on each device.
 
-Every watched tensor has segments: its moments, its exponents, one for each compared recipe, and so on, each with
+Every watched tensor has segments, such as its moments, its exponents, and one per compared recipe. Each segment has
 columns for sums and for maxima. Micro-batches merge in place.
 
-Each GPU stream has its own vectors, created, filled and added to on that stream alone, so streams never wait for each
-other. Vectors that become too short keep their values, and longer ones take later additions. Reading at the end of the
-step waits for all streams and merges their vectors.
+Each GPU stream has its own vectors, which are created, filled and added to only on that stream, so streams never wait
+for each other. Vectors that become too short keep their values; later additions go to longer vectors. Reading at the
+end of the step waits for all streams and merges their vectors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SegmentKey(NamedTuple):
 
     Attributes:
         kind: the source: ``TENSOR``, ``EXPONENTS``, ``QUANTIZED mxfp8 rowwise``, ...
-        shard: the shard of a replicated tensor (a weight); None if every rank's part differs.
+        shard: index of the shard, for a replicated tensor (a weight); None if each rank has a different part.
     """
 
     layer: str
@@ -43,12 +43,12 @@ class SlotRange:
 
     Attributes:
         sum_start, maximum_start: offsets in the vectors of ``device``.
-        contributes: False if another rank has the same part.
+        contributes: whether this rank's values count; False if another rank has the same part.
         outputs: labels of all statistics ever requested, in order.
         due: labels requested since the last flush.
         measured: whether a value was merged since the last flush.
-        asked: the last requests since the last flush, if any.
-        parts: the vectors last merged into, and its range of each.
+        last_requests: the requests since the last flush, if any.
+        parts: the vectors that were last merged into, with views of the segment's range in both.
     """
 
     key: SegmentKey
@@ -61,7 +61,7 @@ class SlotRange:
     outputs: dict[str, None] = field(default_factory=dict)
     due: set[str] = field(default_factory=set)
     measured: bool = False
-    asked: Sequence[Request] | None = None
+    last_requests: Sequence[Request] | None = None
     parts: tuple[_Vectors, torch.Tensor, torch.Tensor] | None = None
 
 
@@ -69,8 +69,8 @@ class _Vectors:
     """A vector of sums and one of maxima, on one device and one stream.
 
     Args:
-        stream: the stream that fills and adds; None for a device without streams.
-        lengths: of both.
+        stream: the stream that uses the vectors; None for a device without streams.
+        lengths: of sums and maxima.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None, lengths: tuple[int, int]) -> None:
@@ -115,7 +115,7 @@ class _Device:
         sums, maxima = first.sums[:used_sums], first.maxima[:used_maxima]
         if others:
             sums, maxima = sums.clone(), maxima.clone()
-        for other in others:  # shorter ones predate the last segments
+        for other in others:  # shorter vectors are older than the last segments
             sums[: len(other.sums)].add_(other.sums[:used_sums])
             here = maxima[: len(other.maxima)]
             torch.maximum(here, other.maxima[:used_maxima], out=here)
@@ -124,8 +124,8 @@ class _Device:
     def reset(self) -> Sequence[_Vectors]:
         """Reset to neutral values, and return the remaining vectors.
 
-        The current stream keeps its longest vectors. Those of other streams are dropped, since only additions may be
-        queued there.
+        The current stream keeps its longest vectors. Vectors of other streams are dropped, since only their own stream
+        may reset them.
         """
         stream = current_stream(self._device)
         self._vectors = [vectors for vectors in self._vectors if vectors.stream == stream][:1]
@@ -159,7 +159,7 @@ class Segments:
             if segment is None:
                 segment = SlotRange(key, sums, maxima, device, sum_start, maximum_start, contributes)
                 self.segments[key] = segment
-            else:  # the layer moved to another device: requests stay
+            else:  # the layer moved to another device
                 segment.device, segment.sum_start, segment.maximum_start = device, sum_start, maximum_start
                 segment.contributes, segment.parts = contributes, None
                 self.moves += 1
@@ -169,10 +169,10 @@ class Segments:
             self.version += 1
         return segment
 
-    def ask(self, segment: SlotRange, requests: Sequence[Request]) -> None:
-        if segment.asked is requests:
+    def request(self, segment: SlotRange, requests: Sequence[Request]) -> None:
+        if segment.last_requests is requests:
             return
-        segment.asked = requests
+        segment.last_requests = requests
         segment.due.update([request.label for request in requests])
         if not segment.due <= segment.outputs.keys():
             segment.outputs.update(dict.fromkeys(request.label for request in requests))
@@ -181,7 +181,7 @@ class Segments:
     def merge(self, segment: SlotRange, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         segment.measured = True
         kept_sums, kept_maxima = self.parts(segment)
-        # Checking a tensor's device costs less than a torch call that does nothing.
+        # The check is cheaper than a torch call that does nothing.
         if sums is not None:
             kept_sums.add_(sums if sums.device == segment.device else sums.to(segment.device))
         if maxima is not None:
@@ -198,15 +198,12 @@ class Segments:
         return parts[1:]
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a device's sums and maxima, with room for more segments.
-
-        For operations queued on the current stream, until there is another segment.
-        """
+        """Return a device's vectors of sums and maxima for the current stream, valid until a segment is added."""
         vectors = self._devices[device].current()
         return vectors.sums, vectors.maxima
 
     def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
-        """Return device, sums and maxima of each device over all its streams, for the current stream."""
+        """Yield each device with its sums and maxima, merged over its streams, for use on the current stream."""
         for device, on in self._devices.items():
             yield device, *on.read()
 
@@ -214,7 +211,7 @@ class Segments:
         kept = {vectors for on in self._devices.values() for vectors in on.reset()}
         for segment in self.segments.values():
             segment.due.clear()
-            segment.asked = None
+            segment.last_requests = None
             segment.measured = False
             if segment.parts is not None and segment.parts[0] not in kept:
                 segment.parts = None  # it would keep dropped vectors alive

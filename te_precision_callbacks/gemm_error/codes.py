@@ -120,7 +120,7 @@ def check_codes(part: Stored, high: torch.Tensor, rules: RoundingRules, row: int
     else:
         factors, block = _window_values(all_factors, rows, columns, part.block), (height, width)
     decoded = part.elements(rows)[:, columns].double()
-    spread = blocks.spread(factors, block, (exact.shape[0], exact.shape[1])).double()
+    spread = blocks.repeat_per_block(factors, block, (exact.shape[0], exact.shape[1])).double()
     y = torch.where(spread.isfinite(), exact.double() / spread, torch.nan)
     codes = _codes(decoded, y, part.element_format, stochastic=rules.stochastic)
     scales = _scales(part, matrix, exact, rules, rows, columns) if rules.scales_follow else _none(y)
@@ -180,9 +180,9 @@ def _scales(
         wanted = torch.reciprocal(_fp8_scale(amax, part, rules, FLOAT32_MAX))
         return _count_wrong(_are_close(part.scales.reshape(1), wanted), amax.isfinite())
     block = (max(part.block),) * 2 if rules.square else part.block
-    amaxes = blocks.tiled(exact.float().abs(), block).amax((1, 3))
+    amaxes = blocks.as_tiles(exact.float().abs(), block).amax((1, 3))
     if rules.square and block != part.block:
-        numbers = blocks.number(exact.shape, part.block)
+        numbers = blocks.block_counts(exact.shape, part.block)
         amaxes = amaxes.repeat_interleave(block[0] // part.block[0], 0)[: numbers[0]]
         amaxes = amaxes.repeat_interleave(block[1] // part.block[1], 1)[:, : numbers[1]]
     scales, use = _window_values(part.block_scales(), rows, columns, part.block), amaxes.isfinite()

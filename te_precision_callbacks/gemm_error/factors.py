@@ -14,7 +14,7 @@ import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.numerics import blocks
-from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, stored
+from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, read_stored
 
 PIECE_BYTES = 64 << 20
 """The default memory of a decoded piece."""
@@ -163,7 +163,7 @@ def factor_of(tensor: Any, *, columnwise: bool, piece_bytes: int = PIECE_BYTES) 
     if isinstance(tensor, Stored):
         part: Stored | None = tensor
     elif is_quantized(tensor):
-        part = stored(tensor, columnwise=columnwise)
+        part = read_stored(tensor, columnwise=columnwise)
     elif type(tensor) in (torch.Tensor, torch.nn.Parameter):
         matrix = tensor.detach()
         return Factor(matrix.reshape(math.prod(matrix.shape[:-1]), matrix.shape[-1]), columnwise, piece_bytes)
@@ -179,4 +179,4 @@ def _decode(part: Stored, factors: torch.Tensor, place: slice) -> torch.Tensor:
     if factors.numel() == 1:
         return elements.mul_(factors.view(()))
     height = part.block[0]
-    return blocks.times_blocks(elements, factors[place.start // height : -(-place.stop // height)], part.block)
+    return blocks.multiply_by_blocks(elements, factors[place.start // height : -(-place.stop // height)], part.block)

@@ -1,15 +1,14 @@
-"""Decides in each forward of a Transformer Engine module whether it takes the debug path and whether a feature acts.
+"""Decides for each forward of a TE module whether it takes the debug path and whether a feature acts.
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active``
 (``pytorch/module/base.py``).
 
-It also detects forwards that use low-precision copies of outdated weights. A forward with ``is_first_microbatch=False``
-uses weights cached by an earlier forward. If a script never passes True again, these are the first step's (2.20.2:
+Detects stale cached weights: a forward with ``is_first_microbatch=False`` uses the low-precision weights that an
+earlier forward cached. If a script never passes True again, all steps use the weights of the first (2.20.2:
 ``_fp8_workspaces`` of the modules, and ``rowwise_gemm_tensor`` of ``DebugQuantizedTensor``).
 
-It reads the state of delayed scaling: of layers that ran before they had a scale, and of layers that only a CUDA graph
-runs. In a layer's first step the scale is 1, so most of a small gradient underflows. The layer's state before its first
-forward shows this: a resumed run may have the scales of its checkpoint.
+Reads the state of delayed scaling, before a layer's first forward and of layers in CUDA graphs. In a layer's first step
+the scale is 1, so most of a small gradient underflows, unless the run was resumed with the scales of its checkpoint.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from te_precision_callbacks.instrumentation.refusals import (
     DebugForward,
     DebugRefusal,
     RefusedLayers,
+    graph_refusal,
     has_quantized_input,
-    in_graph,
     is_captured,
     refusal_of,
 )
@@ -53,8 +52,8 @@ from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.statistics.series import log_name
 
 
-class _Look(NamedTuple):
-    """State of a module that was new in an iteration, and whether its scale is still the initial one."""
+class _ScalingSnapshot(NamedTuple):
+    """A module's scales when first read; ``is_empty`` if all are 1, without an amax history."""
 
     scale: torch.Tensor
     iteration: int
@@ -65,24 +64,24 @@ class DelayedScalingLayers:
     """Reads each state of delayed scaling once, in the first forward with features that uses it."""
 
     def __init__(self) -> None:
-        self._looks: dict[int, _Look] = {}
+        self._snapshots: dict[int, _ScalingSnapshot] = {}
 
-    def look(self, module: torch.nn.Module, iteration: int) -> None:
+    def snapshot(self, module: torch.nn.Module, iteration: int) -> None:
         """Read a module's state in a training forward, without waiting for the device."""
         states = list(delayed_states(module)) if module.fp8 else []
-        known = self._looks.get(id(module))
+        known = self._snapshots.get(id(module))
         if states and (known is None or known.scale is not states[0].scale):
             is_empty = torch.stack([_is_empty(state) for state in states]).any()
-            self._looks[id(module)] = _Look(states[0].scale, iteration, is_empty)
+            self._snapshots[id(module)] = _ScalingSnapshot(states[0].scale, iteration, is_empty)
 
     def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Collection[str]) -> frozenset[str]:
-        """Return the layers with a new, empty state in a step.
+        """Return the layers that ran without a scale in a step: their state was new and empty.
 
         Args:
             layers: the layers with statistics; layers of other ranks count if one of this rank does.
         """
         ours = {layer.name: id(module.module) for module in modules for layer in module.layers}
-        new = {key: look.is_empty for key, look in self._looks.items() if look.iteration == iteration}
+        new = {key: snapshot.is_empty for key, snapshot in self._snapshots.items() if snapshot.iteration == iteration}
         if not new:
             return frozenset()
         device = next(iter(new.values())).device
@@ -107,7 +106,7 @@ _STATES = (("scaling_fwd", "activation", 0), ("scaling_fwd", "weight", 1), ("sca
 
 
 def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``<layer>_<tensor>_scale_inv_max`` and ``_cur_amax`` of a layer in a CUDA graph: replays update both.
+    """Yield ``<layer>_<tensor>_scale_inv_max`` and ``_cur_amax`` of layers in a CUDA graph, which replays update.
 
     The history's last row has the amaxes of the last forward and backward, once the scales are updated.
 
@@ -124,12 +123,12 @@ def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[
                     yield f"{layer}_{tensor}_cur_amax", history[-1, position]
 
 
-class Answers:
+class DebugPathDecisions:
     """The replacements of ``is_debug_iter`` and ``no_debug_features_active``.
 
     Attributes:
-        unwatched: other modules with a training forward.
-        ran: ids of modules with training forwards in this iteration.
+        unwatched: modules with a training forward that the session does not watch.
+        ran: ids of watched modules with a training forward in this iteration.
         current: the current forward of each thread.
         refused: the layers that Transformer Engine's debug path refuses.
     """
@@ -151,7 +150,7 @@ class Answers:
         self._audit = audit
         self._classify = classify
         self._scalars = scalars
-        self._own_is_debug_iter: Callable[[Any], bool] = bool
+        self._upstream_is_debug_iter: Callable[[Any], bool] = bool
         self.ran: set[int] = set()
         self._checked_cache: set[int] = set()
         self._failures = failures
@@ -191,25 +190,25 @@ class Answers:
             self._check_cached(module, frame)
         if self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
             if is_captured():
-                self._leave_captured(module)
+                self._exclude_captured(module)
             return False
         if kind is ForwardKind.EVALUATION:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
-        return bool(self._own_is_debug_iter(module))
+        return bool(self._upstream_is_debug_iter(module))
 
     def _check_cached(self, module: Any, frame: FrameType | None) -> None:
         """Check once per iteration whether the weights that a forward reads from the cache are stale."""
         if not module.__dict__.get("_fp8_workspaces") or id(module) in self._checked_cache:
             return
         try:
-            for name, share in stale_shares(module, self.watched.layers[id(module)], frame):
+            for name, percentage in stale_shares(module, self.watched.layers[id(module)], frame):
                 self._checked_cache.add(id(module))
-                self._scalars.add(name, share)
+                self._scalars.add(name, percentage)
         except Exception as error:
             self._failures.report("looking at the cached weights of", str(module.name), error)
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        self._own_is_debug_iter = upstream
+        self._upstream_is_debug_iter = upstream
         unwatched, classify = self.unwatched, self._classify
 
         @outside_of_dynamo
@@ -229,7 +228,7 @@ class Answers:
             forward = DebugForward(module, quantizers, self.current.has_quantized_input)
             _forget_cached_weights(module, quantizers)
             if kind is not ForwardKind.EVALUATION:
-                idle = self._is_left_alone(forward, idle=bool(upstream(module, quantizers)))
+                idle = self._stays_idle(forward, idle=bool(upstream(module, quantizers)))
                 if kind is not ForwardKind.UNTOUCHED:
                     self.note_plan(module, quantizers, kind, idle=idle)
                     if not idle:
@@ -241,7 +240,7 @@ class Answers:
             idle = not any_feature_enabled(quantizers)
             if idle:
                 self._idle_in_evaluation[id(module)] = TEDebugState.get_iteration()
-            return self._is_left_alone(forward, idle=idle)
+            return self._stays_idle(forward, idle=idle)
 
         return no_debug_features_active
 
@@ -280,7 +279,7 @@ class Answers:
 
     def check_scales(self, module: Any, iteration: int) -> None:
         try:
-            self.delayed_scaling.look(module, iteration)
+            self.delayed_scaling.snapshot(module, iteration)
         except Exception as error:
             self._failures.report("reading the scales of", str(module.name), error)
 
@@ -295,36 +294,39 @@ class Answers:
     def _report_unreached(self, module: Any, tensors: str, why: str) -> None:
         self._failures.report(f"What features do with {tensors}", f"of {module.name}", QuantizationError(why))
 
-    def _is_left_alone(self, forward: DebugForward, *, idle: bool) -> bool:
+    def _stays_idle(self, forward: DebugForward, *, idle: bool) -> bool:
         module, refusal = forward.module, refusal_of(forward)
         if refusal is None or (idle and not refusal.lasts):
             return idle
         if refusal is CUDA_GRAPH:
-            self._leave_captured(module)
+            self._exclude_captured(module)
         else:
             self._note_refusal(module, refusal)
         return True
 
-    def _leave_captured(self, module: torch.nn.Module) -> None:
-        """Leave a module in a graph capture alone. Whether the graph can be bypassed is known only afterwards."""
+    def _exclude_captured(self, module: torch.nn.Module) -> None:
+        """Exclude a module from observation during a graph capture; :meth:`resolve_captured` decides afterwards."""
         self._captured[id(module)] = module, self.watched.fused.get(id(module))
-        self.watched.leave_alone(module)
+        self.watched.exclude(module)
         if self.refused.strict:
             self._note_refusal(module, CUDA_GRAPH)
 
     def resolve_captured(self, bypassable: Collection[int], refused: Iterable[tuple[torch.nn.Module, str]]) -> None:
-        """Refuse modules captured in a step, except in graphs that can be bypassed (by id); ``refused`` has the
-        reasons.
+        """Refuse modules captured in a step, except in graphs that can be bypassed.
+
+        Args:
+            bypassable: ids of modules in such graphs.
+            refused: modules in other graphs, with reasons.
         """
         for module, why_not in refused:
             if id(module) in self.watched.modules and id(module) not in self.watched.refused:
-                self.watched.leave_alone(module)
-                self._note_refusal(module, in_graph(why_not))
+                self.watched.exclude(module)
+                self._note_refusal(module, graph_refusal(why_not))
             self._captured.pop(id(module), None)
         captured, self._captured = self._captured, {}
         for key, (module, changed_steps) in captured.items():
             if key in bypassable:
-                self.watched.take_back(module, changed_steps)
+                self.watched.watch_again(module, changed_steps)
             else:
                 self._note_refusal(module, CUDA_GRAPH)
 
@@ -337,15 +339,15 @@ def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
     """Drop weights cached with ``is_first_microbatch`` in another iteration or in an evaluation.
 
     Transformer Engine would write the new weight with the cached weight's quantizer, which has the features and the
-    precision of its own iteration. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
+    precision of an earlier iteration. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
     """
     from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
 
     workspaces: dict[str, Any] = module.__dict__["_fp8_workspaces"]
     now = quantizers[0]
-    for name, held in list(workspaces.items()):
-        if isinstance(held, DebugQuantizedTensor):
-            made = held.quantizer
+    for name, cached in list(workspaces.items()):
+        if isinstance(cached, DebugQuantizedTensor):
+            made = cached.quantizer
             # With an fsdp_group, TE reads attributes that this weight lacks.
             if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:
                 del workspaces[name]
@@ -363,21 +365,21 @@ _SMALL = {"FP8": 2.0**-16, "MXFP8": 2.0**-10, "NVFP4": 2.0**-4}
 
 
 def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield log name and :data:`STALE` of each weight that the forward in ``frame`` reads from the cache."""
+    """Yield log name and :data:`STALE` percentage of each weight that the forward in ``frame`` reads from the cache."""
     cached = module.__dict__.get("_fp8_workspaces")
     if not cached or frame is None or frame.f_locals.get("is_first_microbatch") is not False:
         return
     for key, held in cached.items():
         weight, codes = getattr(module, key, None), getattr(held, "rowwise_gemm_tensor", held)
         if isinstance(weight, torch.Tensor) and codes is not None:
-            share = _share(weight.detach(), codes)
-            if share is not None:
+            percentage = _stale_percentage(weight.detach(), codes)
+            if percentage is not None:
                 layer = layers[1] if key.startswith("fc2") and len(layers) > 1 else layers[0]
-                yield log_name(layer, "weight", STALE), share
+                yield log_name(layer, "weight", STALE), percentage
 
 
 @torch.no_grad()
-def _share(weight: torch.Tensor, codes: Any) -> torch.Tensor | None:
+def _stale_percentage(weight: torch.Tensor, codes: Any) -> torch.Tensor | None:
     name = (name_of_format(codes) or "").partition(" ")[0]
     weight = getattr(weight, "_local_tensor", weight)
     if name not in _ROUNDING or name_of_format(weight) is not None:
@@ -386,5 +388,7 @@ def _share(weight: torch.Tensor, codes: Any) -> torch.Tensor | None:
     if now.shape != then.shape:
         return None
     size = now.abs()
-    share: torch.Tensor = 100 * ((then - now).abs() > _ROUNDING[name] * size + _SMALL[name] * size.max()).float().mean()
-    return share
+    percentage: torch.Tensor = (
+        100 * ((then - now).abs() > _ROUNDING[name] * size + _SMALL[name] * size.max()).float().mean()
+    )
+    return percentage

@@ -18,18 +18,18 @@ from te_precision_callbacks.overflow.errors import STOPS
 
 logger = logging.getLogger(__name__)
 
-MOST_REPORTS = 20
-"""Maximum number of reported kinds; further kinds are only counted."""
+MAX_REPORTS = 20
+"""Maximum number of kinds of failures reported; further kinds are only counted."""
 
-ASKED_FOR: tuple[type[PrecisionDebugError], ...] = (
+RAISED_IN_TRAINING: tuple[type[PrecisionDebugError], ...] = (
     ObservationError,  # strict=True
     ResumeAuditError,  # strict=True
     PrecisionContractError,  # require=, with on_broken="raise"
     PrecisionFindingError,  # on_finding="stop"
     *STOPS,  # debug="activation_overflow"
 )
-"""Exceptions that a step raises in training; every other is a failure of observation. Wrong usage, such as a step
-without a model, raises a SessionError before the step runs.
+"""Exceptions that a step raises into training. All others are reported as failures of observation; wrong usage, such as
+a step without a model, raises a SessionError before the step runs.
 """
 
 
@@ -60,22 +60,22 @@ class ObservationFailures:
         new, self._new = self._new, []
         return new
 
-    def report(self, doing: str, of: str, error: BaseException) -> None:
+    def report(self, operation: str, subject: str, error: BaseException) -> None:
         """Report a failure.
 
         A lost GPU is reported once; the next operation of training raises it.
 
         Args:
-            doing: the operation that failed.
-            of: the layer and tensor, the iteration, or another subject. Failures that differ only in this are of one
-                kind.
+            operation: the operation that failed.
+            subject: the layer and tensor, the iteration, or another object of the operation. Failures that differ only
+                in their subject are of one kind.
 
         Raises:
             ObservationError: with ``strict=True``.
             RuntimeError: with ``strict=True``, the exception itself if the GPU is lost.
         """
-        where = f"{doing} {of}"
-        if self.lost_folder is not None and _is_of(self.lost_folder, error):
+        where = f"{operation} {subject}"
+        if self.lost_folder is not None and _concerns_folder(self.lost_folder, error):
             self._report_lost_folder()
             return
         if is_lost(error):
@@ -86,9 +86,9 @@ class ObservationFailures:
                 logger.warning("%s", lost_message(error, "Observation"))
             return
         if self._strict:
-            raise ObservationError(f"{where}: {_text(error)}") from error
-        kind = (doing, type(error), error.kind if isinstance(error, FeatureError) else _text(error))
-        known = kind in self._reported or len(self._reported) >= MOST_REPORTS
+            raise ObservationError(f"{where}: {_format_error(error)}") from error
+        kind = (operation, type(error), error.kind if isinstance(error, FeatureError) else _format_error(error))
+        known = kind in self._reported or len(self._reported) >= MAX_REPORTS
         if not known:
             self._reported.add(kind)
         if isinstance(error, QuantizationError):  # a statistic that the layer cannot have
@@ -98,22 +98,22 @@ class ObservationFailures:
             return
         self._count += 1
         if not known:
-            self._new.append((self.iteration, f"{where}: {_text(error)}"))
+            self._new.append((self.iteration, f"{where}: {_format_error(error)}"))
         if isinstance(error, (RanksLostError, RanksDifferError)):
             if not known:
-                self._report_apart(where, error)
+                self._report_disconnected(where, error)
         elif self._count == 1 or not known:
             logger.error(
                 "Precision debugging failed on rank %d: %s: %s. Training continues without this part. This failure"
                 " is reported once; strict=True raises it.",
                 self._rank,
                 where,
-                _text(error).removesuffix("."),
+                _format_error(error).removesuffix("."),
                 exc_info=error if self._count == 1 else None,
             )
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
-        """Report once that a log folder is not writable: on rank 0 now, on others when they have something to write."""
+        """Report once that a log folder is not writable: on rank 0 now, on other ranks when they fail to write."""
         self.lost_folder, self._lost_by = folder.absolute(), error
         if self._rank == 0:
             self._report_lost_folder()
@@ -129,7 +129,7 @@ class ObservationFailures:
                 self._rank,
             )
 
-    def _report_apart(self, where: str, error: BaseException) -> None:
+    def _report_disconnected(self, where: str, error: BaseException) -> None:
         text = str(error).removesuffix(".")
         if self._leads():
             logger.error(
@@ -149,8 +149,8 @@ class ObservationFailures:
             logger.error("Precision debugging failed %d times on rank %d.", self._count, self._rank)
 
 
-def _is_of(folder: Path, error: BaseException | None) -> bool:
-    """A parent of the folder counts too."""
+def _concerns_folder(folder: Path, error: BaseException | None) -> bool:
+    """Return whether an error's path is in the folder, or is one of its parents."""
     while error is not None:
         if isinstance(error, OSError) and isinstance(error.filename, (str, Path)):
             cause = Path(error.filename).absolute()
@@ -159,7 +159,7 @@ def _is_of(folder: Path, error: BaseException | None) -> bool:
     return False
 
 
-def _text(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     """Transformer Engine's asserts have no text."""
     try:
         text = str(error)

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.errors import SessionError
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.instrumentation.answers import Answers, scales_in_graph
+from te_precision_callbacks.instrumentation.answers import DebugPathDecisions, scales_in_graph
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords
@@ -48,8 +48,9 @@ from te_precision_callbacks.statistics.schedule import Schedule
 
 
 class PaddedRows:
-    """Counts the rows that ``te.Fp8Padding`` adds in a collection step, for the sizes that low precision needs: the
-    scalar ``<module>_padded_rows%``, of the rows of experts' tokens.
+    """Measures the share of rows that ``te.Fp8Padding`` adds to experts' tokens, as ``<module>_padded_rows%``.
+
+    Low-precision GEMMs need these sizes. Only collection steps are counted.
 
     Args:
         is_due: whether this is a collection step.
@@ -65,25 +66,25 @@ class PaddedRows:
         self._is_due = is_due
         self._rows: dict[str, tuple[int, int]] = {}
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
-        def counted(module: torch.nn.Module, inp: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        def pad_and_count(module: torch.nn.Module, inp: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
             padded = forward(module, inp, *arguments, **keywords)
             name = self.names.get(id(module))
             if name is not None and self._is_due() and self._classify(module) is ForwardKind.OBSERVED:
-                rows, of_all = self._rows.get(name, (0, 0))
-                self._rows[name] = rows + len(padded[0]) - len(inp), of_all + len(padded[0])
+                rows, total = self._rows.get(name, (0, 0))
+                self._rows[name] = rows + len(padded[0]) - len(inp), total + len(padded[0])
             return padded
 
-        return counted
+        return pad_and_count
 
     def end_step(self) -> None:
-        for name, (rows, of_all) in self._rows.items():
-            self._scalars.add(f"{name}_padded_rows%", 100 * rows / max(of_all, 1))
+        for name, (rows, total) in self._rows.items():
+            self._scalars.add(f"{name}_padded_rows%", 100 * rows / max(total, 1))
         self._rows.clear()
 
 
-_INFERENCE = "_forward_metadata_inference"
+_STAGE_INFERENCE = "_forward_metadata_inference"
 
 
 class ForwardHooks:
@@ -101,7 +102,7 @@ class ForwardHooks:
         self._failures = failures
         self._audit = audit
         self._scalars = scalars
-        self.answers = Answers(classify, failures, audit, scalars, strict=strict)
+        self.answers = DebugPathDecisions(classify, failures, audit, scalars, strict=strict)
         self._watched = self.answers.watched
         self.regions = AutocastRegions()
         self._fused_observation = FusedObservation(engine, failures.report)
@@ -109,7 +110,9 @@ class ForwardHooks:
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
         self.order = ExecutionOrder()
         running = Running()
-        self.products = ModelProducts(failures.report, lambda: classify.paused, running.in_layer, self._listen)
+        self.products = ModelProducts(
+            failures.report, lambda: classify.paused, running.is_in_layer, self._update_listeners
+        )
         self._tap = GemmTap(
             classify,
             failures.report,
@@ -120,13 +123,13 @@ class ForwardHooks:
         )
         self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.armed))
         self._graphs = CudaGraphs()
-        self._seams = Replaced()
+        self._seams = Replacements()
         self._has_ranges = self._is_capturing = self._paused_before = False
 
-    def put_ranges(self, *, wanted: bool) -> None:
-        if wanted != self._has_ranges:
-            self._has_ranges = wanted
-            self._listen()
+    def set_ranges(self, *, enabled: bool) -> None:
+        if enabled != self._has_ranges:
+            self._has_ranges = enabled
+            self._update_listeners()
 
     def watch(
         self,
@@ -141,7 +144,7 @@ class ForwardHooks:
         Args:
             refused: the ids of modules that must not take the debug path.
             operations: ``te.ops`` operations with GEMMs.
-            fused: ids of modules observed on their fused path -> steps that change their precision.
+            fused: id of a module observed on its fused path -> steps with features that change its precision.
             roots: the models that are searched for CUDA graphs.
         """
         self._release()
@@ -158,11 +161,11 @@ class ForwardHooks:
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
         self.padding.names = names
         self.products.watch_model(model, names, self._tap.operations.layers)
-        self._listen()
+        self._update_listeners()
 
     def arm(self) -> None:
         self._watched.arm_all()
-        self._listen()
+        self._update_listeners()
 
     def begin(self, iteration: int) -> None:
         if self._is_capturing:  # the capture has raised
@@ -175,9 +178,9 @@ class ForwardHooks:
         self._watched.begin(iteration, ran, all_at_once=other_regions, excluded=self.regions.excludes_more)
         self._classify.was_paused = False
         self._tap.begin_iteration(all_operations=other_regions)
-        self._listen()
+        self._update_listeners()
 
-    def _listen(self) -> None:
+    def _update_listeners(self) -> None:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         self._audit.enter(TEDebugState.get_iteration())
@@ -214,7 +217,7 @@ class ForwardHooks:
         return self.gemm_errors.before_sum(layer, gemm, out, kept)
 
     def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> Collection[tuple[int, str]]:
-        """Query a module's features on its fused path; return needed tensors as layer number and tensor name."""
+        """Query a module's features on its fused path; return the tensors they need as (layer index, tensor name)."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         if kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
@@ -230,13 +233,13 @@ class ForwardHooks:
         upcoming = self._fused_observation.query(layers, iteration), self._watched.next_change(module, iteration)
         next_query = min((step for step in upcoming if step is not None), default=None)
         module.__dict__["next_iter_when_debug_should_be_run"] = next_query
-        wanted = self._fused_observation.wanted(layers)
-        if not wanted:
+        needed = self._fused_observation.needed_tensors(layers)
+        if not needed:
             return ()
         self.answers.check_scales(module, iteration)
-        if self.answers.current.has_quantized_input and (0, "activation") in wanted:
+        if self.answers.current.has_quantized_input and (0, "activation") in needed:
             self.answers.report_quantized_input(module)
-        return wanted
+        return needed
 
     def install(self) -> None:
         """Install the replacements.
@@ -261,7 +264,7 @@ class ForwardHooks:
         )
         require(quantization.FP8GlobalStateManager, "autocast_enter")
         require(debug_quantization.DebugQuantizedTensor, "get_tensor")
-        from te_precision_callbacks.instrumentation.quantizer import OVERRIDDEN, quantizer_of
+        from te_precision_callbacks.instrumentation.quantizer import OVERRIDDEN, make_quantizer_class
 
         require(debug_quantization.DebugQuantizer, *OVERRIDDEN)
         self._seams.replace(module_class, "is_debug_iter", self.answers.make_is_debug_iter(module_class.is_debug_iter))
@@ -271,15 +274,15 @@ class ForwardHooks:
             self.answers.make_no_debug_features_active(module_class.no_debug_features_active),
         )
         manager = quantization.FP8GlobalStateManager
-        self._seams.replace(manager, "autocast_enter", staticmethod(self.regions.around(manager.autocast_enter)))
-        self._seams.replace(Fp8Padding, "forward", self.padding.around(Fp8Padding.forward))
+        self._seams.replace(manager, "autocast_enter", staticmethod(self.regions.wrap(manager.autocast_enter)))
+        self._seams.replace(Fp8Padding, "forward", self.padding.wrap(Fp8Padding.forward))
         # torch.distributed.pipelining (2.13) runs each stage once before its micro-batches, on uninitialized memory.
         pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
-        if pipelining is not None and hasattr(pipelining.PipelineStage, _INFERENCE):
-            inference = getattr(pipelining.PipelineStage, _INFERENCE)
-            self._seams.replace(pipelining.PipelineStage, _INFERENCE, self._classify.paused_in(inference))
+        if pipelining is not None and hasattr(pipelining.PipelineStage, _STAGE_INFERENCE):
+            inference = getattr(pipelining.PipelineStage, _STAGE_INFERENCE)
+            self._seams.replace(pipelining.PipelineStage, _STAGE_INFERENCE, self._classify.pause_during(inference))
         self._install_for_refusals()
-        quantizer = quantizer_of(self.answers.current, self._failures)
+        quantizer = make_quantizer_class(self.answers.current, self._failures)
         self._seams.replace(debug_quantization, "DebugQuantizer", quantizer)
         for name in ("layernorm_linear", "layernorm_mlp", "linear", "grouped_linear"):
             module = sys.modules.get(f"transformer_engine.pytorch.module.{name}")
@@ -338,7 +341,7 @@ class ForwardHooks:
 
     def remove(self) -> None:
         self._release()
-        self._seams.put_back()
+        self._seams.restore()
         self.answers.forget()
 
     def _release(self) -> None:
@@ -358,10 +361,11 @@ def require(owner: Any, *names: str) -> None:
 
 
 class ExecutionOrder:
-    """Layer -> position of its first ``forward`` and ``backward``: a listener of the tap.
+    """Listener of the tap that records the execution order of layers.
 
     Attributes:
-        has_grown: whether layers were added since the reader of the positions has unset it.
+        forward, backward: layer -> position of its first forward or backward.
+        has_grown: whether layers were added; the reader of the positions resets it.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from te_precision_callbacks.layers.gemm_events import GemmEvent, Watched
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
-from te_precision_callbacks.statistics.table import OF_SCALES
+from te_precision_callbacks.statistics.table import SCALE_SOURCES
 
 if TYPE_CHECKING:
     from te_precision_callbacks.features.base import Watcher
@@ -46,7 +46,7 @@ HIGH_PRECISION_ON_FUSED_PATH: Mapping[str, tuple[frozenset[str], ...]] = {
 }
 """Module class -> for each of its layers, the tensors available in high precision on its fused path.
 
-LayerNormMLP may fuse the activation function and its derivative into the GEMMs that write the other two.
+LayerNormMLP may fuse the activation function and its derivative into the GEMMs that write the excluded tensors.
 """
 
 _OVERLAPPING = ("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgrad")
@@ -63,7 +63,7 @@ class NotFused(NamedTuple):
 
 
 def why_not_fused(
-    named: NamedModule, planned: Mapping[str, LayerPlan], only_looks: Callable[[str], bool]
+    named: NamedModule, planned: Mapping[str, LayerPlan], only_observes: Callable[[str], bool]
 ) -> NotFused | None:
     """Return why a module cannot be observed on its fused path; None if it can.
 
@@ -77,32 +77,34 @@ def why_not_fused(
     grouped = ("use_grouped_tensor", "single_grouped_weight", "single_grouped_bias")
     if any(getattr(module, name, False) for name in grouped):
         return NotFused("the tensors of its experts are one grouped tensor")
-    parts = _parts(module)
+    parts = _available_tensors(module)
     if parts is None:
         return NotFused(f"the fused path is unknown for a {type(module).__name__}")
-    for number, layer in enumerate(named.layers):
+    for index, layer in enumerate(named.layers):
         entry = planned.get(layer.name)
         if entry is None:
             continue
-        available = parts[min(number, len(parts) - 1)]
+        available = parts[min(index, len(parts) - 1)]
         for name, options in entry.features.get(NAMESPACE, {}).items():
             if options.get("enabled", False):
-                reason = _why_not(name, options, available, module, only_looks)
+                reason = _why_feature_not_fused(name, options, available, module, only_observes)
                 if reason:
                     return NotFused(reason, layer.name)
     return None
 
 
-def _parts(module: Any) -> tuple[frozenset[str], ...] | None:
+def _available_tensors(module: Any) -> tuple[frozenset[str], ...] | None:
     parts = next((parts for name in class_names(module) if (parts := HIGH_PRECISION_ON_FUSED_PATH.get(name))), None)
     if parts is not None and getattr(module, "gemm_gelu_fusion", False):  # NVTE_GEMM_GELU_FUSION=1
         return parts[0], parts[1] - {"activation"}
     return parts
 
 
-def _why_not(name: str, options: Any, available: frozenset[str], module: Any, only_looks: Callable[[str], bool]) -> str:
+def _why_feature_not_fused(
+    name: str, options: Any, available: frozenset[str], module: Any, only_observes: Callable[[str], bool]
+) -> str:
     schema = options.schema if isinstance(options, ReadOptions) else None
-    if schema is None or (isinstance(schema, ObservingFeatureSchema) and not only_looks(name)):
+    if schema is None or (isinstance(schema, ObservingFeatureSchema) and not only_observes(name)):
         return f"Transformer Engine calls your own feature {name} only on its debug path"
     if isinstance(schema, LogGemmError):
         return ""  # statistics of unavailable tensors are skipped
@@ -117,15 +119,15 @@ def _why_not(name: str, options: Any, available: frozenset[str], module: Any, on
         if tensor in available:
             continue
         if isinstance(item, Dumped) and item.high_precision_tensor:
-            return f"{name}: {_never(tensor, module)}"
+            return f"{name}: {_format_unavailable(tensor, module)}"
         if isinstance(item, LoggedTensor):
             needing = [
                 request.label
                 for request in item.requests
-                if request.recipe != OWN_RECIPE or request.statistic.of not in OF_SCALES
+                if request.recipe != OWN_RECIPE or request.statistic.source not in SCALE_SOURCES
             ]
             if needing:
-                return f"{name}: {_never(tensor, module)}, which {needing[0]!r} needs"
+                return f"{name}: {_format_unavailable(tensor, module)}, which {needing[0]!r} needs"
     return ""
 
 
@@ -136,7 +138,7 @@ def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tupl
     return tuple(dict.fromkeys(schedule for schema in schemas for schedule in schema.effect().schedules.values()))
 
 
-def _never(tensor: str, module: Any) -> str:
+def _format_unavailable(tensor: str, module: Any) -> str:
     return f"{tensor} of {type(module).__name__} never exists in high precision on the fused path"
 
 
@@ -144,12 +146,13 @@ def choose(
     observe: Observe,
     modules: Sequence[NamedModule],
     plan: Plan,
-    only_looks: Callable[[str], bool] = lambda name: True,
+    only_observes: Callable[[str], bool] = lambda name: True,
 ) -> tuple[dict[int, tuple[Schedule, ...]], dict[str, NotFused]]:
     """Choose the modules to observe on their fused path.
 
-    Returns id -> steps that change its precision, on the debug path; and name -> reason of the other modules with
-    features.
+    Returns:
+        Id of a chosen module -> steps on the debug path, since features change its precision; name of another module
+        with features -> reason.
 
     Raises:
         ConfigError: with ``"fused"``, if a module with features cannot be observed on its fused path.
@@ -158,7 +161,7 @@ def choose(
         return {}, {}
     planned = {entry.layer.name: entry for entry in plan.layers}
     watched = [named for named in modules if any(layer.name in planned for layer in named.layers)]
-    why = [(named, why_not_fused(named, planned, only_looks)) for named in watched]
+    why = [(named, why_not_fused(named, planned, only_observes)) for named in watched]
     refused = {named.name: reason for named, reason in why if reason is not None}
     if observe == "fused" and refused:
         name, reason = next(iter(refused.items()))
@@ -196,7 +199,7 @@ class _Due(NamedTuple):
 
 
 _Watchers = tuple[tuple[str, tuple["Watcher", ...]], ...]
-"""A layer's tensors, each with the features that may observe it."""
+"""The tensors of a layer, with the features that may observe them."""
 
 
 class FusedObservation:
@@ -213,12 +216,12 @@ class FusedObservation:
         self._modules: dict[str, Any] = {}
         self._watchers: dict[str, _Watchers] = {}
         self._shared: dict[tuple[object, ...], _Watchers] = {}
-        self._answers: dict[int, _Due] = {}
+        self._due_of_watchers: dict[int, _Due] = {}
         self._due: dict[str, _Due] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         self._modules = {layer.name: named.module for named in modules for layer in named.layers}
-        for cache in (self._watchers, self._shared, self._answers, self._due):
+        for cache in (self._watchers, self._shared, self._due_of_watchers, self._due):
             cache.clear()
 
     def query(self, layers: Sequence[str], iteration: int) -> int | None:
@@ -228,17 +231,17 @@ class FusedObservation:
         self._api = debug_api.transformer_engine
         if iteration != self._iteration:
             self._iteration = iteration
-            self._answers.clear()
+            self._due_of_watchers.clear()
         for layer in layers:
-            self._due[layer] = self._answer(layer, iteration)
+            self._due[layer] = self._query_layer(layer, iteration)
         return min((due.upcoming for layer in layers if (due := self._due[layer]).upcoming is not None), default=None)
 
     def leave(self, layers: Sequence[str]) -> None:
-        """Until the next query: the module takes the debug path."""
+        """Stop observing layers until the next query, since their module takes the debug path."""
         for layer in layers:
             self._due.pop(layer, None)
 
-    def _answer(self, layer: str, iteration: int) -> _Due:
+    def _query_layer(self, layer: str, iteration: int) -> _Due:
         watchers = self._watchers.get(layer)
         if watchers is None:
             try:
@@ -251,15 +254,13 @@ class FusedObservation:
                 for tensor, watchers in of_tensors
             )
             watchers = self._watchers[layer] = self._shared.setdefault(key, of_tensors)
-        answer = self._answers.get(id(watchers))
+        answer = self._due_of_watchers.get(id(watchers))
         if answer is None:
-            answer = self._answers[id(watchers)] = _queried(watchers, iteration)
+            answer = self._due_of_watchers[id(watchers)] = _query_watchers(watchers, iteration)
         return answer
 
-    def wanted(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
-        return frozenset(
-            (number, tensor) for number, layer in enumerate(layers) for tensor in self._due[layer].watchers
-        )
+    def needed_tensors(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
+        return frozenset((index, tensor) for index, layer in enumerate(layers) for tensor in self._due[layer].watchers)
 
     def __call__(self, event: GemmEvent) -> None:
         due = self._due.get(event.layer)
@@ -291,20 +292,20 @@ class FusedObservation:
             self._report("observing", f"{event.layer} {event.gemm}", error)
 
 
-def _queried(watchers: _Watchers, iteration: int) -> _Due:
-    looking: dict[str, list[Watcher]] = {}
+def _query_watchers(watchers: _Watchers, iteration: int) -> _Due:
+    due: dict[str, list[Watcher]] = {}
     upcoming: list[int] = []
     for tensor, of_tensor in watchers:
         for watcher in of_tensor:
-            is_wanted, again = watcher.feature.due(watcher.options, iteration)
+            is_wanted, next_iteration = watcher.feature.due(watcher.options, iteration)
             if is_wanted:
-                looking.setdefault(tensor, []).append(watcher)
-            upcoming += [] if again is None else [again]
-    return _Due(looking, min(upcoming, default=None))
+                due.setdefault(tensor, []).append(watcher)
+            upcoming += [] if next_iteration is None else [next_iteration]
+    return _Due(due, min(upcoming, default=None))
 
 
 def _tensors(event: GemmEvent) -> Iterator[tuple[str, Any, Any]]:
-    """Yield a GEMM's tensors, in high precision and as given: each operand in its first GEMM, and the result."""
+    """Yield a GEMM's tensors by name, in high precision and as passed: operands in their first GEMM, and the result."""
     for operand in event.operands:
         if operand.first:
             plain = type(operand.given) in (torch.Tensor, torch.nn.Parameter)

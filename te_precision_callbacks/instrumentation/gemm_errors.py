@@ -3,8 +3,8 @@
 The kernel error follows from a GEMM's codes, scales and result. Format and quantizer errors need operands in high
 precision:
 
-- Weight and activation exist in the forward only, which multiplies them with the probes of the backward's GEMMs and
-  keeps only these vectors.
+- Weight and activation exist only in the forward, where they are multiplied with the probes of the backward's GEMMs.
+  Only the products are kept.
 - The gradient exists when the backward's GEMMs run.
 
 The fused path has the tensors of :data:`~te_precision_callbacks.instrumentation.fused.HIGH_PRECISION_ON_FUSED_PATH`,
@@ -29,7 +29,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is_quantized
-from te_precision_callbacks.base.numerics.nvfp4 import rotated
+from te_precision_callbacks.base.numerics.nvfp4 import rotate
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import LogGemmErrorItem
@@ -58,7 +58,7 @@ from te_precision_callbacks.gemm_error.kernel_check import (
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Watched
 from te_precision_callbacks.layers.naming import NamedModule
-from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.statistics.table import StatisticSource
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +122,11 @@ class SelectedGemms(Generic[_OptionsT]):
 
 
 class GemmErrors:
-    """Measures the errors of selected GEMMs; see the module docstring.
+    """Measures the errors of selected GEMMs.
 
     Attributes:
         operands: operands in high precision, until their GEMM has run.
-        not_measured: (layer, GEMM) -> why it, or its format error, was not measured in any call.
+        not_measured: (layer, GEMM) -> why the GEMM, or its format error, was not measured in any call.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
@@ -139,7 +139,7 @@ class GemmErrors:
         self._measured: set[tuple[str, str, bool]] = set()
 
     @property
-    def why_nothing(self) -> str:
+    def why_none_measured(self) -> str:
         return "" if self._measured else next(iter(self.not_measured.values()), "")
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
@@ -153,12 +153,12 @@ class GemmErrors:
         self.operands.forget()
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Thin | None:
-        """Multiply the tensor that a GEMM is about to add to with the probes."""
+        """Multiply the accumulated tensor with the probes before a GEMM adds to it."""
         due = self._selected.due(layer, gemm, kept)
         if due is None or not isinstance(out, torch.Tensor) or is_quantized(out) or not out.numel() or is_capturing():
             return None
         item, iteration = due
-        with quiet(out.device):
+        with without_autograd(out.device):
             matrix = factor_of(out, columnwise=False, piece_bytes=item.max_memory)
             n, m = matrix.shape
             x, y = self._probes(layer, item, iteration, gemm, out.device, x=m, y=n)
@@ -208,7 +208,7 @@ class GemmErrors:
             self.not_measured.pop((layer, gemm), None)
 
     def _prepare(self, event: GemmEvent) -> None:
-        """Multiply the forward's operands with the probes of all GEMMs with this operand A."""
+        """Multiply the forward's operands with the probes of all GEMMs that have them as operand A."""
         layer = event.layer
         for gemm, tensor in _FORWARD_OPERAND.items():
             due = self._selected.due(layer, gemm, event.kept)
@@ -216,18 +216,20 @@ class GemmErrors:
                 continue
             item, iteration = due
             operand = event.a if tensor == "weight" else event.b
-            high = high_of(self.operands, layer, operand)
+            high = high_precision_of(self.operands, layer, operand)
             if high is None or not high.numel():
                 cached = self._weights.get((layer, gemm)) if tensor == "weight" else None
                 if cached is not None and cached.iteration == iteration:
                     event.kept[layer, gemm] = cached
                 continue
             columnwise = gemm != "fprop"
-            with quiet(high.device):
+            with without_autograd(high.device):
                 right = factor_of(high, columnwise=columnwise, piece_bytes=item.max_memory)
                 x, g = self._probes(layer, item, iteration, gemm, right.device, x=right.shape[0], g=right.shape[1])
                 swept = right.sweep(from_rows=x, from_k=g)
-                codes = _codes(operand._replace(columnwise=columnwise), high, seed_of(iteration, layer, gemm, "window"))
+                codes = _check_operand_codes(
+                    operand._replace(columnwise=columnwise), high, seed_of(iteration, layer, gemm, "window")
+                )
             if swept.to_k is not None and swept.to_rows is not None:
                 kept = event.kept[layer, gemm] = _Kept(iteration, swept.to_k, swept.to_rows, codes)
                 if tensor == "weight":
@@ -263,10 +265,10 @@ class GemmErrors:
             reason = f"max_memory is {item.max_memory} bytes, and 128 rows need {needed}"
             self.skip(event.layer, event.gemm, reason, remedy="Raise max_memory")
             return
-        with quiet(left.device):
+        with without_autograd(left.device):
             x, y, g = self._probes(event.layer, item, iteration, event.gemm, left.device, x=m, y=n, g=k)
             alpha = float(event.arguments.get("alpha", 1.0))
-            of_g = ProbedOperands(_rotated(g, left, event.b), _rotated(g, right, event.a))
+            of_g = ProbedOperands(_rotate_probes(g, left, event.b), _rotate_probes(g, right, event.a))
             expected, operands = product_and_operands(left, right, x, y, of_g, alpha)
             matrix = factor_of(result_of(event), columnwise=False, piece_bytes=item.max_memory)
             if matrix.shape != (n, m):
@@ -275,22 +277,22 @@ class GemmErrors:
                 )
                 return
             run = thin(matrix, x, y)
-            call = GemmCall(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added(event))
+            call = GemmCall(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added_terms(event))
             check = check_kernel(run, expected, call)
             tensor = RESULT[event.gemm]
-            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(check, own_rank()))
+            self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM, *kernel_columns(check, own_rank()))
             self._note_measured(event.layer, event.gemm)
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
-            high = high_of(self.operands, event.layer, event.b)
+            high = high_precision_of(self.operands, event.layer, event.b)
             if high is not None and high.numel() != n * k:
                 self.skip(event.layer, event.gemm, f"{_FORMAT}an operand was gathered after quantization")
                 high = None
             if high is not None and left.is_quantized:
-                codes = _codes(event.b, high, seed_of(iteration, event.layer, event.gemm, "window"))
+                codes = _check_operand_codes(event.b, high, seed_of(iteration, event.layer, event.gemm, "window"))
                 if codes is not None:
-                    self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_B, codes)
+                    self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_CODES_B, codes)
             if kept is not None and kept.codes is not None:
-                self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_A, kept.codes)
+                self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_CODES_A, kept.codes)
             if high is None or kept is None or kept.to_k.shape[0] != k or kept.to_rows.shape[0] != m:
                 which = OPERANDS[event.gemm][0] if high is None else _FORWARD_OPERAND[event.gemm]
                 self.skip(event.layer, event.gemm, f"{_FORMAT}{which} does not exist in high precision")
@@ -307,54 +309,54 @@ class GemmErrors:
                     *squares_of_difference(operands.left, left_g),
                 )
                 counted = torch.stack(errors) * check.counts
-                self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
+                self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_FORMAT, counted)
                 self._note_measured(event.layer, event.gemm, of_format=True)
 
 
-def high_of(kept: GemmOperands, layer: str, operand: GemmOperand) -> torch.Tensor | None:
+def high_precision_of(kept: GemmOperands, layer: str, operand: GemmOperand) -> torch.Tensor | None:
     high = operand.high if operand.high is not None else kept.get(layer, operand.tensor)
     return None if high is None or is_quantized(high) else high.detach()
 
 
 @contextmanager
-def quiet(device: torch.device) -> Iterator[None]:
+def without_autograd(device: torch.device) -> Iterator[None]:
     """Disable gradients and autocast, which would round thin products."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 def result_of(event: GemmEvent) -> Any:
-    """Return a GEMM's result before an activation function."""
+    """Return a GEMM's result, before a fused GELU."""
     return event.gelu_input if event.arguments.get("gelu") else event.out
 
 
 def why_not_seen(event: GemmEvent, before: Any) -> str:
-    """Return why a GEMM's product is unavailable; empty if it is available. ``before`` is the state before the sum."""
+    """Return why a GEMM's product is unavailable, or an empty string; ``before`` is the tensor that it was added to."""
     from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
 
-    taken = event.arguments
-    if taken.get("ub") is not None:
+    arguments = event.arguments
+    if arguments.get("ub") is not None:
         return "Userbuffers overlap its communication"
-    if taken.get("gelu") and taken.get("grad"):
+    if arguments.get("gelu") and arguments.get("grad"):
         return "the derivative of GELU is fused into it"
-    if taken.get("gelu") and event.gelu_input is None:
+    if arguments.get("gelu") and event.gelu_input is None:
         return "its result before GELU is not available"
     result = result_of(event)
     if result is None:
         return "the results of all experts are in one buffer"
     if is_quantized(result) or not isinstance(result, torch.Tensor):
         return "its result is written quantized"
-    if getattr(taken.get("quantization_params"), "rowwise_tensor_plan", None) == API_CALL_MODIFY:
+    if getattr(arguments.get("quantization_params"), "rowwise_tensor_plan", None) == API_CALL_MODIFY:
         return "a feature replaces its result"
-    return "the previous sum was not observed" if taken.get("accumulate") and before is None else ""
+    return "the previous sum was not observed" if arguments.get("accumulate") and before is None else ""
 
 
-def added(event: GemmEvent) -> dict[str, Any]:
-    taken = event.arguments
-    bias = taken.get("bias")
+def added_terms(event: GemmEvent) -> dict[str, Any]:
+    arguments = event.arguments
+    bias = arguments.get("bias")
     bias = bias[event.expert] if isinstance(bias, (list, tuple)) and event.expert is not None else bias
-    has_bias = isinstance(bias, torch.Tensor) and bias.numel() and not taken.get("grad") and event.gemm == "fprop"
-    beta = taken.get("beta")
+    has_bias = isinstance(bias, torch.Tensor) and bias.numel() and not arguments.get("grad") and event.gemm == "fprop"
+    beta = arguments.get("beta")
     return {
         "bias": bias if has_bias else None,
         "before": event.before,
@@ -372,15 +374,15 @@ def _accumulator(event: GemmEvent, left: Factor, right: Factor) -> Accumulator:
     )
 
 
-def _rotated(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> torch.Tensor:
-    """Rotate probes for an operand with codes of a Hadamard transform."""
+def _rotate_probes(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> torch.Tensor:
+    """Rotate probes for an operand that was quantized after a Hadamard transform."""
     if not isinstance(factor.memory, Stored) or not factor.memory.hadamard:
         return g
     mask = rules_of(operand.data._quantizer, columnwise=operand.columnwise).sign_mask
-    return g if mask is None else rotated(g, mask)
+    return g if mask is None else rotate(g, mask)
 
 
-def _codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor | None:
+def _check_operand_codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor | None:
     """Return the columns of a check of an operand's codes.
 
     None without codes of this direction, or if the tensor before quantization was recomputed.
@@ -442,15 +444,15 @@ class GemmRecords:
             return
         result = RESULT[event.gemm]
         seen = Watched(event.layer, result, iteration, result_of(event))
-        record = functools.partial(self._described, event, before, iteration)
+        record = functools.partial(self._make_dump, event, before, iteration)
         api = debug_api.transformer_engine
         collected = functools.partial(api.collected, event.layer, result)
         api.observation.recorder.note(seen, wanted, collected, record)
 
-    def _described(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
+    def _make_dump(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
         out = result_of(event)
         n, m, k = event.sizes
-        more = added(event)
+        more = added_terms(event)
         on_gpu = out.device.type == "cuda"
         gemm = DumpedGemm(
             gemm=event.gemm,
@@ -470,7 +472,10 @@ class GemmRecords:
             device=torch.cuda.get_device_name(out.device) if on_gpu else out.device.type,
             capability=torch.cuda.get_device_capability(out.device) if on_gpu else None,
         )
-        operands = {"a": (event.a.data, self._high(event, event.a)), "b": (event.b.data, self._high(event, event.b))}
+        operands = {
+            "a": (event.a.data, self._high_precision(event, event.a)),
+            "b": (event.b.data, self._high_precision(event, event.b)),
+        }
         return create_record(
             gemm,
             operands,
@@ -484,11 +489,11 @@ class GemmRecords:
             recipe=event.recipe,
         )
 
-    def _high(self, event: GemmEvent, operand: GemmOperand) -> torch.Tensor | None:
+    def _high_precision(self, event: GemmEvent, operand: GemmOperand) -> torch.Tensor | None:
         """Return an operand in high precision, unless recomputed, or gathered after quantization."""
         if operand.recomputed:
             return None
-        high = high_of(self._operands, event.layer, operand)
+        high = high_precision_of(self._operands, event.layer, operand)
         n, m, k = event.sizes
         rows = m if operand is event.a else n
         return None if high is None or high.numel() != rows * k else high

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-_MAKERS = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
+_GRAPH_MODULES = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
 
 _STREAM_KEYWORDS = ("cuda_graph_stream", "cuda_graph_event")
 
@@ -40,7 +40,7 @@ def why_not_bypassed(module: Any) -> str | None:
 
 
 def _is_graphed(forward: Any) -> bool:
-    return getattr(forward, "__module__", None) in _MAKERS
+    return getattr(forward, "__module__", None) in _GRAPH_MODULES
 
 
 def _graphs_of_megatron(module: Any) -> list[Any]:
@@ -55,7 +55,7 @@ def _closure(function: Any) -> Mapping[str, Any]:
 
 
 def _original(forward: Any) -> Any:
-    """A module may have another graph for evaluation."""
+    """Unwrap all graphs: a module may have another one for evaluation."""
     while isinstance(forward, _Bypass) or (_is_graphed(forward) and "orig_fwd" in _closure(forward)):
         forward = forward.original if isinstance(forward, _Bypass) else _closure(forward)["orig_fwd"]
     return forward
@@ -81,7 +81,7 @@ class _Captured:
         return cls(bool(states), states[0] if states else None)
 
     @property
-    def is_in_force(self) -> bool:
+    def matches_current_recipe(self) -> bool:
         """Return whether the original forward would now run in this precision.
 
         A graph runs in the precision of its capture, in any region of ``te.autocast``.
@@ -101,7 +101,7 @@ class _Captured:
 
 
 class _Bypass:
-    """The ``forward`` of a module in a collection step: ``original`` instead of ``graphed``."""
+    """Replacement of a graphed module's ``forward`` in a collection step: calls the original instead."""
 
     def __init__(self, module: torch.nn.Module, captured: _Captured, report: Callable[[], None]) -> None:
         self.graphed = module.__dict__["forward"]
@@ -113,7 +113,7 @@ class _Bypass:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if not self._module.training:
             return self.graphed(*arguments, **keywords)
-        if not self._captured.is_in_force:
+        if not self._captured.matches_current_recipe:
             self._report()
             return self.graphed(*arguments, **keywords)
         return self.original(
@@ -121,7 +121,7 @@ class _Bypass:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give a copy of the module the forward that it would have without a session."""
+        """A copied module gets the forward that it would have without a session."""
         return self.graphed
 
 
@@ -140,16 +140,16 @@ class _Graph:
         self.why_not = why_not
         self._captured = _Captured.of(layers.values())
         self._name = "cuda_graphs" if _graphs_of_megatron(module) else "forward"
-        self._own = self._attributes[self._name]
-        self._instead: Any = None
+        self._graphed = self._attributes[self._name]
+        self._replacement: Any = None
         self._cached: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     @property
     def is_bypassed(self) -> bool:
-        return self._instead is not None
+        return self._replacement is not None
 
     def is_of(self, attributes: Mapping[str, Any]) -> bool:
-        return attributes.get(self._name) is self._own or self.is_bypassed
+        return attributes.get(self._name) is self._graphed or self.is_bypassed
 
     def bypass(self) -> None:
         """Run the original forward from now on.
@@ -159,16 +159,16 @@ class _Graph:
         """
         workspaces = [vars(layer).get("_fp8_workspaces") for layer in self.layers.values()]
         self._cached = [(cache, dict(cache)) for cache in workspaces if cache is not None]
-        self._instead = []
+        self._replacement = []
         if self._name == "forward":
-            self._instead = _Bypass(self._module, self._captured, self._note_other_recipe)
-        self._attributes[self._name] = self._instead
+            self._replacement = _Bypass(self._module, self._captured, self._note_other_recipe)
+        self._attributes[self._name] = self._replacement
 
     def restore(self) -> None:
         # Otherwise the script has created other graphs, or deleted them.
-        if self._attributes.get(self._name) is self._instead:
-            self._attributes[self._name] = self._own
-        self._instead = None
+        if self._attributes.get(self._name) is self._replacement:
+            self._attributes[self._name] = self._graphed
+        self._replacement = None
         for cache, before in self._cached:
             cache.clear()
             cache.update(before)
@@ -219,7 +219,8 @@ class CudaGraphs:
         """Run all graphs again.
 
         Args:
-            ran: the modules that ran in the step; a graph's others are unused.
+            armed: ids of the modules to observe in the step.
+            ran: ids of the modules that ran. A graph's other armed modules are unused: they no longer bypass it.
         """
         for graph in self._graphs.values():
             if graph.is_bypassed:

@@ -17,9 +17,9 @@ import torch
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.layers.forwards import running_forward
 
-Named = Callable[[Sequence[Any]], dict[str, Any]]
+ArgumentNamer = Callable[[Sequence[Any]], dict[str, Any]]
 
-Gemms = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
+GemmsOfCall = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
 """Arguments and result of a GEMM function -> A, B and result of each GEMM."""
 
 GEMM = ("A", "B", "out_dtype", "quantization_params", "gelu", "gelu_in", "alpha", "beta", "accumulate", "layout", "out")
@@ -37,15 +37,18 @@ class Sources(NamedTuple):
 
     Attributes:
         parameters: the parameters that are read.
-        find: their values by name -> (layer number, tensor name) -> tensor.
+        find: maps the parameters' values by name to the tensors by (layer index, tensor name).
     """
 
     parameters: tuple[str, ...]
     find: Callable[[Mapping[str, Any]], dict[tuple[int, str], Any]]
 
 
-def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
-    """Return a function that names the positional arguments of a TE function; ``known`` are those read, in TE 2.20.
+def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> ArgumentNamer:
+    """Return a function that names the positional arguments of a TE function.
+
+    Args:
+        known: the first parameters in TE 2.20.
 
     Raises:
         TypeError: a parameter is missing, as in another TE version.
@@ -71,21 +74,21 @@ def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
     return named
 
 
-def one_gemm(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    return [(taken["A"], taken["B"], result[0])]
+def single_gemm(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+    return [(arguments["A"], arguments["B"], result[0])]
 
 
-def gemms_of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    outs = taken["out"]
-    if taken.get("single_output"):
-        whole, rows = outs[0], taken["m_splits"]
+def gemms_of_experts(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+    outs = arguments["out"]
+    if arguments.get("single_output"):
+        whole, rows = outs[0], arguments["m_splits"]
         plain = isinstance(whole, torch.Tensor) and type(whole) in (torch.Tensor, torch.nn.Parameter)
-        outs = torch.split(whole, list(rows)) if plain else [None] * len(taken["A"])
-    return zip(taken["A"], taken["B"], outs, strict=True)
+        outs = torch.split(whole, list(rows)) if plain else [None] * len(arguments["A"])
+    return zip(arguments["A"], arguments["B"], outs, strict=True)
 
 
-def gemms_of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    return zip(*(_matrices(taken[name]) for name in GROUPED_TENSOR_GEMM), strict=True)
+def gemms_of_grouped_tensors(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+    return zip(*(_matrices(arguments[name]) for name in GROUPED_TENSOR_GEMM), strict=True)
 
 
 def _matrices(operand: Any) -> Sequence[Any]:
@@ -97,7 +100,7 @@ def is_grouped_tensor(operand: Any) -> bool:
     return hasattr(operand, "split_into_quantized_tensors")
 
 
-def functions_of_modules() -> tuple[tuple[Any, Sources], ...]:
+def autograd_functions() -> tuple[tuple[Any, Sources], ...]:
     """Return the modules' autograd Functions, and the tensors before quantization in their forwards."""
     from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, layernorm_mlp, linear
 
@@ -114,7 +117,7 @@ def functions_of_modules() -> tuple[tuple[Any, Sources], ...]:
     )
 
 
-def arguments_of_forward(module: Any) -> dict[str, Any]:
+def forward_arguments(module: Any) -> dict[str, Any]:
     frame = running_forward(module)
     return {} if frame is None else dict(frame.f_locals)
 
@@ -146,16 +149,16 @@ def _plain(tensors: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
     }
 
 
-def methods_of_operations(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
+def operation_methods(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
     """Return the methods of ``te.ops`` that may run a GEMM: class, name and method."""
     from transformer_engine.pytorch.ops.basic import BasicLinear, GroupedLinear
     from transformer_engine.pytorch.ops.op import FusedOperation
 
-    def below(parent: Any) -> list[Any]:
-        return [kind for child in parent.__subclasses__() for kind in (child, *below(child))]
+    def subclasses(parent: Any) -> list[Any]:
+        return [kind for child in parent.__subclasses__() for kind in (child, *subclasses(child))]
 
     basic = [BasicLinear, GroupedLinear]
-    derived = [kind for parent in (*basic, FusedOperation) for kind in below(parent)]
+    derived = [kind for parent in (*basic, FusedOperation) for kind in subclasses(parent)]
     own = [(kind, name) for kind in derived for name in names if name in vars(kind)]
     return [(kind, name, getattr(kind, name)) for kind, name in [*itertools.product(basic, names), *own]]
 
@@ -165,15 +168,16 @@ class Callers:
 
     def __init__(self) -> None:
         self._callers: list[tuple[Any, str]] = []
-        self._modules = 0  # their number at the last search
+        self._module_count = 0  # len(sys.modules) at the last search
 
     def find(self, functions: Mapping[Any, Sequence[str]]) -> list[tuple[Any, str]]:
-        """Return the importing modules, with their names of the functions; searches again after new imports.
+        """Return the importing modules, with the functions' names; searches again after new imports.
 
-        ``functions``: Python module of ``cpp_extensions`` -> names of functions.
+        Args:
+            functions: Python module of ``cpp_extensions`` -> names of functions.
         """
-        if len(sys.modules) != self._modules:
-            self._modules = len(sys.modules)
+        if len(sys.modules) != self._module_count:
+            self._module_count = len(sys.modules)
             originals = {name: getattr(origin, name) for origin, names in functions.items() for name in names}
             self._callers = [
                 (module, name)

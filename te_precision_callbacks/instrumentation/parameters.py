@@ -25,16 +25,23 @@ from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.updates import TrainedModel
-from te_precision_callbacks.instrumentation.weight_samples import BatchedChecks, copies, local, raw, sample, view
+from te_precision_callbacks.instrumentation.weight_samples import (
+    BatchedChecks,
+    copy_all,
+    local_part,
+    raw_codes,
+    sample,
+    sampled_view,
+)
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 
 WITHOUT_GRADIENT = 6
 """Optimizer steps after which a parameter without a gradient is reported."""
 
-MOST_IDLE = 64
-"""The same where a similar parameter has a gradient and the module does not run: blocks may be skipped at random,
-experts may lack tokens.
+MAX_IDLE = 64
+"""The same for a parameter whose module does not run while a similar parameter has a gradient: blocks may be skipped at
+random, experts may get no tokens.
 """
 
 LOST = 8
@@ -44,19 +51,19 @@ UNSTEPPED = 20
 """Consecutive debug iterations without a step of optimizers that stepped before."""
 
 UNCHANGED, SPAN = 3, 6
-"""Sampled steps that should have changed a weight, and the steps they must span."""
+"""Minimum of sampled steps that should have changed a weight, and of the steps that they span."""
 
 FEW_CHANGED, NEARLY_ALL = 0.05, 0.9
-"""Share of changed elements below which a weight stands still, and share of matrices that must stand still or have
-gradients of 0.
+"""Largest share of changed elements in a weight that hardly changes; smallest share of matrices that hardly change, or
+have gradients of 0, for a problem of the model.
 """
 
 LIKELY = 4.0
 """An update of this many units in the last place must change a weight."""
 
 APART, APART_CHECKS = 0.01, 2
-"""Share of sampled elements farther from the master weight than rounding explains, and the consecutive checks that must
-show it.
+"""Share of sampled elements that differ from the master weight by more than rounding, and the consecutive checks that
+must find it.
 """
 
 
@@ -86,8 +93,8 @@ class _Gap:
     """Consecutive optimizer steps without a gradient of a parameter.
 
     Attributes:
-        called: steps before which the module ran in training.
-        reached, ran: set by the hooks, since the last step.
+        called: number of steps with a training forward of the module.
+        reached, ran: whether a backward reached the parameter, and the module ran in training, since the last step.
     """
 
     since: int
@@ -117,8 +124,7 @@ class _Parameter:
         zeroed: last consecutive sampled iterations with only gradients of 0.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
-        arrivals: sampled iteration -> for each optimizer step, whether its gradient was still there whenever another
-            one arrived before the next step.
+        arrivals: sampled iteration -> per optimizer step, whether each next gradient found the old one uncleared.
     """
 
     name: str
@@ -197,7 +203,7 @@ class ParameterWatch:
         self._masters = weakref.WeakKeyDictionary()
         self._clearing: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         self._batches = BatchedChecks()
-        self._reading: Callable[[], None] | None = None
+        self._pending_read: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
         self._stepped = 0
         self._first = self._ended = 0
@@ -253,7 +259,7 @@ class ParameterWatch:
         for name, weight, module in self._model.named_parameters():
             if id(weight) not in known:
                 self._held.clear()
-            if local(weight).numel():
+            if local_part(weight).numel():
                 self._parameters[id(weight)] = known.get(id(weight)) or _Parameter(name, weight, module)
         if len(self._parameters) != len(known):
             self._held.clear()
@@ -278,11 +284,11 @@ class ParameterWatch:
             for tensor, group in pairs
             if id(tensor) in owners
         ]
-        held = held or self._by_values(pairs)
+        held = held or self._match_by_values(pairs)
         self._held[optimizer] = count, held
         return held
 
-    def _by_values(self, pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]) -> list[_Held]:
+    def _match_by_values(self, pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]) -> list[_Held]:
         trained = [entry for entry in self._parameters.values() if entry.weight.requires_grad]
         shapes = [entry.weight.shape for entry in trained]
         if not pairs or [tensor.shape for tensor, _ in pairs] != shapes:
@@ -291,9 +297,9 @@ class ParameterWatch:
         shares: list[float] = []
         batches = BatchedChecks()
         for entry in held:
-            _compare_with_master(batches, entry, view(local(entry.tensor)), shares.append)
+            _compare_with_master(batches, entry, sampled_view(local_part(entry.tensor)), shares.append)
         batches.launch()
-        read = batches.copied()
+        read = batches.start_copy()
         if read is not None:
             read()
         return held if shares and max(shares) < APART else []
@@ -307,7 +313,7 @@ class ParameterWatch:
     def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
         """Check whether a backward reached a parameter since the last step.
 
-        By its gradient, or by a hook where none exists at the optimizer's step.
+        The gradient shows it, or a hook if the gradient is removed before the optimizer's step.
         """
         weight = parameter.weight
         if weight.grad is not None or held.grad is not None or getattr(weight, "grad_added_to_main_grad", False):
@@ -315,14 +321,14 @@ class ParameterWatch:
         elif parameter.gap is not None and parameter.gap.reached:
             parameter.has_gradient, parameter.at_step = True, False  # it is removed before the step
         elif parameter.at_step or not parameter.has_gradient:
-            self._count_without(parameter)
+            self._count_missing_gradient(parameter)
             return
         if parameter.gap is not None:
             parameter.longest = max(parameter.longest, parameter.gap.steps)
             parameter.gap.unhook()
             parameter.gap = None
 
-    def _count_without(self, parameter: _Parameter) -> None:
+    def _count_missing_gradient(self, parameter: _Parameter) -> None:
         gap = parameter.gap
         if gap is None:
             gap = parameter.gap = _Gap(self._iteration)
@@ -351,15 +357,17 @@ class ParameterWatch:
                 if gradient is None:
                     arrivals.append(False)
                 elif gradient.layout is torch.strided and not is_capturing():
-                    arrivals.append(local(gradient).any())
+                    arrivals.append(local_part(gradient).any())
 
             hook: Any = parameter.weight.register_hook
             self._clearing[optimizer] = hook(outside_of_dynamo(note))
 
     def _sample(self, optimizer: Optimizer, all_held: list[_Held]) -> None:
         iteration, batches = self._iteration, self._batches
-        masters = [(held, view(master)) for held in all_held if (master := _master(optimizer, held)) is not None]
-        before = copies([master for _, master in masters])
+        masters = [
+            (held, sampled_view(master)) for held in all_held if (master := _master(optimizer, held)) is not None
+        ]
+        before = copy_all([master for _, master in masters])
         self._masters[optimizer] = [(held, iteration, copy) for (held, _), copy in zip(masters, before, strict=True)]
         first: list[tuple[_Parameter, torch.Tensor]] = []
         is_nonzero = functools.partial(torch.ne, other=0)
@@ -369,12 +377,12 @@ class ParameterWatch:
                 continue
             gradient = _gradient(held)
             if gradient is not None:
-                gradient = view(local(gradient))
+                gradient = sampled_view(local_part(gradient))
                 if weight.dim() > 1:
                     batches.add("zero", is_nonzero, (gradient,), functools.partial(parameter.note_gradient, iteration))
             if parameter.has_moved and parameter.reference is None:
                 continue
-            elements, reference = view(raw(weight)), parameter.reference
+            elements, reference = sampled_view(raw_codes(weight)), parameter.reference
             if reference is None:
                 first.append((parameter, elements))
             elif (reference.shape, reference.dtype) == (elements.shape, elements.dtype):
@@ -387,19 +395,19 @@ class ParameterWatch:
                 squares = _mean_squares(optimizer, held)
                 should_move = functools.partial(_should_move, held.group, now.relative, len(squares))
                 note = functools.partial(parameter.note_expected, iteration)
-                tensors = (now.values, gradient, *squares, *now.beside(gradient)[2:])
+                tensors = (now.values, gradient, *squares, *now.with_tensor(gradient)[2:])
                 batches.add((id(held.group), now.relative, len(squares)), should_move, tensors, note)
-        for (parameter, _), copy in zip(first, copies([elements for _, elements in first]), strict=True):
+        for (parameter, _), copy in zip(first, copy_all([elements for _, elements in first]), strict=True):
             parameter.reference, parameter.still_since = copy, iteration
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
-        """Compare weights, as the last forward used them, with master weights now and before the last step."""
+        """Compare the weights of the last forward with the master weights, now and before the last step."""
         for held, iteration, before in self._masters.pop(optimizer, ()):
             master = _master(optimizer, held)
             if master is not None:
                 _compare_with_master(self._batches, held, before, held.parameter.note_before)
                 note = functools.partial(held.parameter.note_apart, iteration)
-                _compare_with_master(self._batches, held, view(master), note)
+                _compare_with_master(self._batches, held, sampled_view(master), note)
 
     # ------------------------------------------------------------------ after a debug iteration
 
@@ -410,10 +418,10 @@ class ParameterWatch:
         try:
             if not self._optimizer_steps:
                 self._check_without_optimizer()
-            is_complete = self._reading is not None or self._has_sampled or self.is_due
+            is_complete = self._pending_read is not None or self._has_sampled or self.is_due
             self._read()
             if self._has_sampled:
-                self._reading = self._batches.copied()
+                self._pending_read = self._batches.start_copy()
                 self._is_due = self._has_sampled = False
             if self.is_due:
                 self._refresh()
@@ -439,10 +447,10 @@ class ParameterWatch:
         self._check_gradients([(state, state.weight) for state in trained])
 
     def _read(self) -> None:
-        if self._reading is None:
+        if self._pending_read is None:
             return
-        self._reading()
-        self._reading = None
+        self._pending_read()
+        self._pending_read = None
         if any(parameter.has_moved or parameter.moves for parameter in self._parameters.values()):
             self.checked.add("frozen-weight")
 
@@ -485,9 +493,9 @@ class ParameterWatch:
             if parameter.has_gradient and trains:
                 if gap.called >= max(LOST, 2 * parameter.longest):
                     yield Problem("lost_gradient", parameter.name, gap.since, gap.steps)
-                elif not gap.called and gap.steps >= max(MOST_IDLE, 4 * parameter.longest):
+                elif not gap.called and gap.steps >= max(MAX_IDLE, 4 * parameter.longest):
                     yield Problem("left_out", parameter.name, gap.since, gap.steps)
-            elif gap.steps >= (MOST_IDLE if may_idle else WITHOUT_GRADIENT):
+            elif gap.steps >= (MAX_IDLE if may_idle else WITHOUT_GRADIENT):
                 what = "no_gradient" if trains else "frozen_held"
                 yield Problem(what, parameter.name, gap.since, gap.steps)
         for parameter in self._parameters.values():
@@ -495,12 +503,12 @@ class ParameterWatch:
                 yield from _weight_problems(parameter)
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
-        yield from self._whole_model()
-        yield from self._kept()
+        yield from self._model_problems()
+        yield from self._kept_gradients()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
-            yield from self._not_held()
+            yield from self._unheld_parameters()
 
-    def _whole_model(self) -> Iterator[Problem]:
+    def _model_problems(self) -> Iterator[Problem]:
         """Find problems of nearly all matrices: gradients of 0 at the optimizer's step, and float32 weights that hardly
         change. A bias of 0 is excluded, since any update changes it.
         """
@@ -532,7 +540,7 @@ class ParameterWatch:
                     "still", parameter.name, parameter.still_since, parameter.still_until - parameter.still_since
                 )
 
-    def _kept(self) -> Iterator[Problem]:
+    def _kept_gradients(self) -> Iterator[Problem]:
         """Find gradients that are not cleared. Arrivals are read 2 steps later, when the device has computed them."""
         for parameter in self._parameters.values():
             kept = [
@@ -545,7 +553,7 @@ class ParameterWatch:
                 if all(is_kept for _, is_kept in kept):
                     yield Problem("kept", parameter.name, kept[0][0], UNCHANGED)
 
-    def _not_held(self) -> Iterator[Problem]:
+    def _unheld_parameters(self) -> Iterator[Problem]:
         held = self._held_parameters()
         unheld = [
             parameter
@@ -563,10 +571,10 @@ class ParameterWatch:
     @torch.no_grad()
     def end(self, iteration: int) -> list[Problem]:
         self._read()
-        self._reading = self._batches.copied()
+        self._pending_read = self._batches.start_copy()
         self._read()
         problems = self._new_problems()
-        broken = _nonfinite([(name, local(weight)) for name, weight, _ in self._model.named_parameters()])
+        broken = _find_nonfinite([(name, local_part(weight)) for name, weight, _ in self._model.named_parameters()])
         return problems + [Problem("nonfinite", name, iteration, 1) for name in broken]
 
 
@@ -617,8 +625,9 @@ def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
-    """Return the float32 master weight of a weight or a part of it: stepped by the optimizer, or in its state. A plain
-    float32 weight has none: TE's FusedAdam keeps one and does not step it.
+    """Return the float32 master weight, or its local part: stepped by the optimizer, or in the optimizer's state.
+
+    None for a float32 weight: TE's FusedAdam keeps a master weight, but does not step it.
     """
     weight = held.parameter.weight
     tensor: Any = held.tensor
@@ -627,26 +636,29 @@ def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
         tensor = next((value for name, value in state.items() if "master" in str(name)), None)
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
         return None
-    own, is_rounded = local(tensor), is_quantized(local(weight)) or weight.dtype in (torch.bfloat16, torch.float16)
-    return own if is_rounded and (own.shape == local(weight).shape or held.start is not None) else None
+    own, is_rounded = (
+        local_part(tensor),
+        is_quantized(local_part(weight)) or weight.dtype in (torch.bfloat16, torch.float16),
+    )
+    return own if is_rounded and (own.shape == local_part(weight).shape or held.start is not None) else None
 
 
 def _gradient(held: _Held) -> torch.Tensor | None:
     for owner, name in ((held.tensor, "grad"), (held.parameter.weight, "grad"), (held.parameter.weight, "main_grad")):
         gradient = getattr(owner, name, None)
         if isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided:
-            return gradient if local(gradient).shape == local(held.parameter.weight).shape else None
+            return gradient if local_part(gradient).shape == local_part(held.parameter.weight).shape else None
     return None
 
 
 def _mean_squares(optimizer: Optimizer, held: _Held) -> tuple[torch.Tensor, ...]:
-    """Return a sample of Adam's mean squares of a parameter's gradients; nothing without them."""
+    """Return a sample of Adam's mean squares of a parameter's gradients, as a tuple of at most one tensor."""
     state = optimizer.state.get(held.tensor, {})
     squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if not isinstance(squares, torch.Tensor) or squares.dtype not in (torch.float32, torch.bfloat16):
         return ()  # others are scaled
-    own = local(squares)
-    return (view(own),) if own.shape == local(held.parameter.weight).shape else ()
+    own = local_part(squares)
+    return (sampled_view(own),) if own.shape == local_part(held.parameter.weight).shape else ()
 
 
 def _should_move(
@@ -657,14 +669,14 @@ def _should_move(
     gradient: torch.Tensor,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Return where a gradient's update far exceeds the weight's resolution: bool, of the same shape.
+    """Return a bool tensor, true where a gradient's update far exceeds the weight's resolution.
 
     Args:
         group: the options of the optimizer.
         relative: the relative rounding error of the weight's format.
         has_squares: whether the mean squares of gradients before this step are among the other tensors.
         values, gradient: the samples.
-        *others: the mean squares; the rounding error near 0 of a quantized weight.
+        *others: the mean squares, if any; for a quantized weight, the rounding error near 0.
     """
     size = gradient.float().abs()
     absolute = others[-1] if len(others) > has_squares else None
@@ -684,14 +696,14 @@ def _should_move(
 def _compare_with_master(
     batches: BatchedChecks, held: _Held, master: torch.Tensor, note: Callable[[float], None]
 ) -> None:
-    """Count the share of elements farther from the master weight than the weight's format rounds."""
+    """Measure the share of elements that differ from the master weight by more than the format's rounding."""
     weight = sample(held.parameter.weight, held.span)
     if weight is not None:
-        apart = functools.partial(_is_apart, weight.relative)
-        batches.add(("apart", weight.relative), apart, weight.beside(master), note)
+        compare = functools.partial(_exceeds_rounding, weight.relative)
+        batches.add(("apart", weight.relative), compare, weight.with_tensor(master), note)
 
 
-def _is_apart(
+def _exceeds_rounding(
     relative: float, values: torch.Tensor, master: torch.Tensor, absolute: torch.Tensor | None = None
 ) -> torch.Tensor:
     values = values.float()
@@ -699,8 +711,8 @@ def _is_apart(
     return (values - master).abs() > (allowed if absolute is None else allowed + absolute)
 
 
-def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Uses one copy per dtype and device."""
+def _find_nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of weights with inf or nan, with one copy to the host per dtype and device."""
     plain: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, weight in weights:
         codes = weight
@@ -708,7 +720,7 @@ def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
             if not hasattr(weight, "_fp8_dtype"):
                 continue
             least = 0x7C if "E5M2" in str(getattr(weight, "_fp8_dtype", "")) else 0x7F
-            codes = torch.where((raw(weight) & 0x7F) >= least, torch.nan, 0.0)
+            codes = torch.where((raw_codes(weight) & 0x7F) >= least, torch.nan, 0.0)
         if codes.numel() and codes.is_floating_point():
             plain.setdefault((codes.device, codes.dtype), []).append((name, codes))
     broken: list[str] = []

@@ -1,7 +1,7 @@
 """Runs torch.profiler for some steps, with ranges around all modules' forwards, and yields to the user's profiler.
 
-A process has one profiler. A second one takes the first one's events, and exporting the first then ends the process
-(torch 2.13). The session therefore stops its profiler before another one starts. Read from torch 2.13:
+A process has one profiler. A second profiler takes the events of the first, and exporting the first then crashes the
+process (torch 2.13). The session therefore stops its profiler before another one starts. Read from torch 2.13:
 ``_prepare_trace`` and ``_start_trace`` of ``torch.autograd.profiler.profile``, which each profiler calls, and
 ``torch.autograd.profiler._is_profiler_enabled``.
 """
@@ -23,7 +23,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.speed.trace.range_names import layer_range
 
@@ -35,7 +35,7 @@ def profiler_runs() -> bool:
 
 
 class StepProfiler:
-    """A torch profiler with the shapes of operators.
+    """A torch profiler with operator shapes.
 
     Attributes:
         given_up: whether another profiler's start discarded it.
@@ -45,10 +45,10 @@ class StepProfiler:
         self.runs = False
         self.given_up = False
         self._profile: Any = None
-        self._seams = Replaced(yields=True)
+        self._seams = Replacements(keeps_later=True)
 
     def warm_up(self) -> bool:
-        """Start collecting events to drop, since the first are slow; return False if the user's profiler runs."""
+        """Start collecting events that are dropped, since the first are slow; return False if another profiler runs."""
         if profiler_runs():
             return False
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -58,7 +58,7 @@ class StepProfiler:
         self._profile.prepare_trace()
         engine: Any = torch.autograd.profiler.profile
         for name in ("_prepare_trace", "_start_trace"):
-            self._seams.replace(engine, name, self._around(getattr(engine, name)))
+            self._seams.replace(engine, name, self._wrap(getattr(engine, name)))
         return True
 
     def start(self) -> bool:
@@ -71,7 +71,7 @@ class StepProfiler:
 
     def stop(self) -> Any:
         """Stop, and return the profile for :func:`export`, if any."""
-        self._seams.put_back()
+        self._seams.restore()
         profile, self._profile = self._profile, None
         runs, self.runs = self.runs, False
         if profile is None:
@@ -81,21 +81,21 @@ class StepProfiler:
         profile.stop_trace()
         return profile if runs else None
 
-    def _around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
-        def begins(profiler: Any, *arguments: Any, **keywords: Any) -> Any:
+        def start_or_yield(profiler: Any, *arguments: Any, **keywords: Any) -> Any:
             own = getattr(self._profile, "profiler", None)
             if own is not None and profiler is not own:
                 self.given_up = True
                 if not self.runs:  # the other profiler takes over the warm-up
                     self._profile = None
-                _keep_for_ever(self.stop())
+                _leak(self.stop())
             return upstream(profiler, *arguments, **keywords)
 
-        return begins
+        return start_or_yield
 
 
-def _keep_for_ever(profile: Any) -> None:
+def _leak(profile: Any) -> None:
     # Freeing a discarded profile would end the process (torch 2.13).
     for kept in (profile, getattr(getattr(profile, "profiler", None), "kineto_results", None)):
         if kept is not None:
@@ -109,19 +109,19 @@ def export(profile: Any, path: Path) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
-    plain = beside.with_suffix("")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
+    plain = temporary.with_suffix("")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             profile.export_chrome_trace(str(plain))
         # torch's own compression, line by line, takes eight times as long.
-        with open(plain, "rb") as lines, gzip.open(beside, "wb", compresslevel=6) as packed:
+        with open(plain, "rb") as lines, gzip.open(temporary, "wb", compresslevel=6) as packed:
             shutil.copyfileobj(lines, packed, 1 << 20)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
         plain.unlink(missing_ok=True)
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 class ModuleRanges:
@@ -141,12 +141,12 @@ class ModuleRanges:
             self._handles.pop().remove()
 
 
-class _Open(threading.local):
+class _OpenRanges(threading.local):
     def __init__(self) -> None:
         self.ranges: list[tuple[torch.nn.Module, record_function]] = []
 
 
-_open = _Open()
+_open = _OpenRanges()
 
 
 @outside_of_dynamo

@@ -1,4 +1,4 @@
-"""A subclass of TE's DebugQuantizer that knows the kind of its forward.
+"""A subclass of TE's DebugQuantizer that keeps the kind of its forward.
 
 Each forward in debug mode builds a quantizer per tensor. Read from Transformer Engine 2.20.2,
 ``debug/pytorch/debug_quantization.py``. Import this module only after Transformer Engine.
@@ -142,9 +142,9 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
     # ------------------------------------------------------------------ tensors
 
     def _pair_dgrads_of_mlp(self) -> None:
-        """Fix that LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as fc1's.
+        """Work around LayerNormMLP 2.20.2, which passes fc2's dgrad, computed first, to the quantizer of fc1.
 
-        LayerNormMLP builds both quantizers in one forward, so their module is the same.
+        LayerNormMLP builds both quantizers in one forward, so both have the same module.
         """
         before: SessionQuantizer | None = self._current.dgrad
         pairs = before is not None and before._module is self._current.module and before.layer_name.endswith(".fc1")
@@ -228,6 +228,6 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
                 self._failures.report("recomputing", f"{self.layer_name} wgrad", error)
 
 
-def quantizer_of(current: CurrentForward, failures: ObservationFailures) -> type[SessionQuantizer]:
+def make_quantizer_class(current: CurrentForward, failures: ObservationFailures) -> type[SessionQuantizer]:
     members = {"_current": current, "_failures": failures, "__module__": __name__}
     return cast("type[SessionQuantizer]", type("DebugQuantizer", (SessionQuantizer,), members))

@@ -24,7 +24,7 @@ from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
 
 Row = dict[str, Any]
 
-_Computing = tuple[torch.nn.Module, tuple[str, ...]]
+_ModuleWithGemms = tuple[torch.nn.Module, tuple[str, ...]]
 """A module or operation with GEMMs, and the names of its layers."""
 
 _QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
@@ -35,16 +35,16 @@ class Ignored:
     """An argument of a recipe that has no effect in some cases.
 
     Attributes:
-        recipe: the recipe's class.
-        argument: the argument and attribute.
-        holds: whether a recipe sets it without effect.
+        recipe: the name of the recipe's class.
+        argument: the name of the argument, also of the recipe's attribute.
+        applies_to: whether a recipe sets the argument without effect.
         place: ``module:name`` in ``transformer_engine``.
-        source: a text in its source.
+        source: a text in the source of ``place``.
     """
 
     recipe: str
     argument: str
-    holds: Callable[[Any], bool]
+    applies_to: Callable[[Any], bool]
     why: str
     instead: str
     place: str
@@ -52,7 +52,7 @@ class Ignored:
 
 
 def _is_set(recipe: Any, argument: str) -> bool:
-    """The default follows from the environment."""
+    """Return whether an argument differs from its default, which TE reads from the environment."""
     return bool(getattr(recipe, argument) != getattr(type(recipe), argument))
 
 
@@ -112,7 +112,7 @@ def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
         }
         for recipe in recipes
         for ignored in IGNORED
-        if ignored.recipe in class_names(recipe) and ignored.holds(recipe)
+        if ignored.recipe in class_names(recipe) and ignored.applies_to(recipe)
     ]
     return list({tuple(row.values()): row for row in rows}.values())
 
@@ -120,17 +120,17 @@ def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
 # ---------------------------------------------------------------------- the state of modules
 
 
-def computing(modules: Iterable[NamedModule], operations: Iterable[NamedOperation]) -> list[_Computing]:
+def modules_with_gemms(modules: Iterable[NamedModule], operations: Iterable[NamedOperation]) -> list[_ModuleWithGemms]:
     named = [(named.module, tuple(layer.name for layer in named.layers)) for named in modules]
     return [*named, *((operation.module, operation.layers) for operation in operations)]
 
 
-def recipes_of(modules: Iterable[_Computing]) -> list[Any]:
-    recipes = (meta.get("recipe") for module, _ in modules for meta in _in_use(module))
+def recipes_of(modules: Iterable[_ModuleWithGemms]) -> list[Any]:
+    recipes = (meta.get("recipe") for module, _ in modules for meta in _metas_in_use(module))
     return list({id(recipe): recipe for recipe in recipes if recipe is not None}.values())
 
 
-def computes_in_float16(modules: Iterable[_Computing]) -> bool:
+def computes_in_float16(modules: Iterable[_ModuleWithGemms]) -> bool:
     return any(
         getattr(module, "activation_dtype", None) is torch.float16
         or any(parameter.dtype is torch.float16 for parameter in module.parameters(recurse=False))
@@ -138,32 +138,32 @@ def computes_in_float16(modules: Iterable[_Computing]) -> bool:
     )
 
 
-def amax_reductions(modules: Iterable[_Computing]) -> list[Row]:
-    """Return the ranks that reduce the amaxes of delayed scaling.
+def amax_reductions(modules: Iterable[_ModuleWithGemms]) -> list[Row]:
+    """Return over which ranks the amaxes of delayed scaling are reduced.
 
     Read from ``FP8GlobalStateManager.reduce_and_update_fp8_tensors``: over ``amax_reduction_group`` of ``te.autocast``,
-    or over all ranks without one, unless the recipe has ``reduce_amax=False``.
+    or over all ranks without a group, unless the recipe has ``reduce_amax=False``.
 
     Returns:
-        Rows with ``layers`` (names), ``reduced``, ``ranks`` (their number), ``tensor_parallel`` (the layer's number of
-        tensor-parallel ranks) and ``outside`` (how many of these do not take part).
+        Rows with ``layers`` (names), ``reduced``, and counts: ``ranks``, ``tensor_parallel`` (the layer's
+        tensor-parallel ranks) and ``outside`` (tensor-parallel ranks that do not take part).
     """
     rows: dict[tuple[bool, int, int, int], list[str]] = {}
     for module, layers in modules:
-        for meta in _in_use(module):
+        for meta in _metas_in_use(module):
             if delayed_state(meta, "scaling_fwd") is None:
                 continue
             reduced = bool(getattr(meta["recipe"], "reduce_amax", True))
             over = set(_ranks_of(meta.get("fp8_group"))) if reduced else {own_rank()}
-            sharing = _sharing(module)
-            rows.setdefault((reduced, len(over), len(sharing), len(sharing - over)), []).extend(layers)
+            tensor_parallel = _tensor_parallel_ranks(module)
+            rows.setdefault((reduced, len(over), len(tensor_parallel), len(tensor_parallel - over)), []).extend(layers)
             break
     names = "reduced", "ranks", "tensor_parallel", "outside"
     return [{**dict(zip(names, key, strict=True)), "layers": layers} for key, layers in rows.items()]
 
 
-def _in_use(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Yield the metadata of quantizers. A module without quantizers has a recipe too, without meaning."""
+def _metas_in_use(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
+    """Yield FP8 metadata with quantizers; without quantizers, a module's recipe has no meaning."""
     return (meta for meta in metas_of(module) if "scaling_fwd" in meta or "scaling_bwd" in meta)
 
 
@@ -171,6 +171,6 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(group) if is_initialized() else [0]
 
 
-def _sharing(module: torch.nn.Module) -> set[int]:
+def _tensor_parallel_ranks(module: torch.nn.Module) -> set[int]:
     group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
     return {own_rank()} if group is None else set(_ranks_of(group))

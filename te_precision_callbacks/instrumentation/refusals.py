@@ -23,7 +23,7 @@ from te_precision_callbacks.layers.naming import Model, NamedModule, named_roots
 
 logger = logging.getLogger(__name__)
 
-MOST_NAMED = 20
+MAX_NAMED = 20
 """Maximum number of layers in a warning per reason; ``session.layers`` lists all."""
 
 
@@ -49,24 +49,28 @@ class DebugRefusal:
         what: the refused option, by its name in TE.
         why: the effect in debug mode.
         place: the refusing function of TE 2.20.2, below ``transformer_engine``; ``source`` is a text in it.
-        of_module: whether the row applies to a module, before the first step.
-        of_effects: the same, given its features' effects on GEMMs.
-        of_forward: whether it applies to a forward about to take the debug path.
-        lasts: whether it applies to all later forwards, even if no feature acts in the first.
+        applies_to_module: whether the row applies to a module, before the first step.
+        applies_to_effects: the same, given its features' effects on GEMMs.
+        applies_to_forward: whether it applies to a forward about to take the debug path.
+        lasts: whether it applies to all later forwards, and to forwards without active features.
     """
 
     what: str
     why: str
     place: str
     source: str
-    of_module: Callable[[Any], bool] | None = None
-    of_effects: Callable[[Any, Collection[Effect]], bool] | None = None
-    of_forward: Callable[[DebugForward], bool] | None = None
+    applies_to_module: Callable[[Any], bool] | None = None
+    applies_to_effects: Callable[[Any, Collection[Effect]], bool] | None = None
+    applies_to_forward: Callable[[DebugForward], bool] | None = None
     lasts: bool = False
 
     @property
     def known(self) -> str:
-        return "before the first step" if self.of_module or self.of_effects else "in the first affected forward"
+        return (
+            "before the first step"
+            if self.applies_to_module or self.applies_to_effects
+            else "in the first affected forward"
+        )
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"
@@ -148,7 +152,7 @@ CUDA_GRAPH = DebugRefusal(
     "a graph replay runs no Python, so no feature is called, and cached weights cannot be updated in debug mode",
     "debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_",
     "CUDA Graphs are not supported with debug=True!",
-    of_forward=lambda forward: is_captured(),
+    applies_to_forward=lambda forward: is_captured(),
     lasts=True,
 )
 REFUSALS = (
@@ -157,14 +161,14 @@ REFUSALS = (
         "the wgrad GEMM runs after the backward, which debug mode does not support",
         "pytorch.module.base:TransformerEngineBaseModule.is_debug_iter",
         "Delayed wgrad compute is not supported in debug mode.",
-        of_module=lambda module: module.wgrad_store is not None and module.wgrad_store.delay_wgrad_compute(),
+        applies_to_module=lambda module: module.wgrad_store is not None and module.wgrad_store.delay_wgrad_compute(),
     ),
     DebugRefusal(
         "single_grouped_weight or single_grouped_bias",
         "the debug path needs separate parameters for each GEMM",
         "pytorch.module.grouped_linear:GroupedLinear.forward",
         "TE debug features do not support single grouped parameters.",
-        of_module=lambda module: any(
+        applies_to_module=lambda module: any(
             getattr(module, name, False) for name in ("single_grouped_weight", "single_grouped_bias")
         ),
     ),
@@ -175,8 +179,8 @@ REFUSALS = (
         " precision",
         "debug.pytorch.debug_quantization:DebugQuantizer.wrap_quantized_tensor",
         "Weight tensor with fp8 model parameters enabled cannot be",
-        of_effects=_changes_quantized_weights,
-        of_forward=_changes_quantized_weights_now,
+        applies_to_effects=_changes_quantized_weights,
+        applies_to_forward=_changes_quantized_weights_now,
     ),
     DebugRefusal(
         "fp8_output or fp8_grad",
@@ -184,7 +188,7 @@ REFUSALS = (
         " need",
         "debug.pytorch.debug_quantization:DebugQuantizer.process_gemm_output",
         "Quantized output is not supported for debug=True.",
-        of_forward=lambda forward: any(
+        applies_to_forward=lambda forward: any(
             quantizer.output_tensor and quantizer.parent_quantizer is not None for quantizer in forward.quantizers
         ),
     ),
@@ -196,21 +200,21 @@ REFUSALS = (
         "            if isinstance(inputmat, QuantizedTensorStorage):\n"
         "                inputmat.update_usage(rowwise_usage=True)\n"
         "            else:",
-        of_forward=_mixes_quantized_input,
+        applies_to_forward=_mixes_quantized_input,
     ),
     DebugRefusal(
         "autocast with calibrating=True",
         "debug mode does not support calibration",
         "debug.pytorch.debug_quantization:DebugQuantizer.calibrate",
         "Calibration with debug is not supported",
-        of_forward=lambda forward: forward.module.fp8_calibration and not forward.module.fp8,
+        applies_to_forward=lambda forward: forward.module.fp8_calibration and not forward.module.fp8,
     ),
     DebugRefusal(
         "get_cpu_offload_context",
         "debug mode does not support offloading of activations",
         "pytorch.cpu_offload:get_cpu_offload_context",
         "CPU offload is not supported in debug mode.",
-        of_forward=_offloads,
+        applies_to_forward=_offloads,
     ),
 )
 """The table of refusals. A layer's reason is the first row that applies."""
@@ -243,33 +247,37 @@ class RefusedLayers:
         """Apply the table before a step, and return the plan without refused layers.
 
         Args:
-            fused: ids of modules on their fused path, which only a CUDA graph refuses.
+            fused: ids of modules on their fused path, where only CUDA graphs are refused.
 
         Raises:
             ObservationError: with ``strict=True``, if a layer is refused.
         """
         planned = {entry.layer.name: entry for entry in plan.layers}
-        graphed = dict(_graphed(model))
-        of_modules: dict[int, DebugRefusal] = {}
+        graphed = dict(_modules_in_graphs(model))
+        refusals_by_module: dict[int, DebugRefusal] = {}
         before: dict[str, DebugRefusal] = {}
         for named in modules:
             module = named.module
             refusal = graphed.get(id(module))
             if id(module) not in fused:
-                refusal = next((row for row in REFUSALS if row.of_module and row.of_module(module)), refusal)
+                refusal = next(
+                    (row for row in REFUSALS if row.applies_to_module and row.applies_to_module(module)), refusal
+                )
             if refusal is not None:
-                of_modules[id(module)] = refusal
+                refusals_by_module[id(module)] = refusal
                 self._note_graph(module, refusal)
             for layer in named.layers:
                 if layer.name in planned:
                     acting = [effect for section in planned[layer.name].sections for effect in effects[section]]
-                    of_layer = (row for row in REFUSALS if row.of_effects and row.of_effects(module, acting))
+                    of_layer = (
+                        row for row in REFUSALS if row.applies_to_effects and row.applies_to_effects(module, acting)
+                    )
                     layer_refusal = refusal or next(of_layer, None)
                     if layer_refusal is not None:
                         before[layer.name] = layer_refusal
         if self.strict and before:
             raise _error(before)
-        self.modules = of_modules
+        self.modules = refusals_by_module
         for layer_name, refusal in before.items():
             self._refused.setdefault(layer_name, {})[refusal] = None
         self._acting = {
@@ -299,11 +307,11 @@ class RefusedLayers:
 
     def warn(self, log: Callable[[str], None]) -> bool:
         items = ((layer, refusal) for layer, refusals in self._refused.items() for refusal in refusals)
-        news = [item for item in items if self._notices.first(item)]
-        for name, refusal in news:
+        new_items = [item for item in items if self._notices.first(item)]
+        for name, refusal in new_items:
             log(f"Layer {name} stays on its fused path. {refusal}")
-        in_graphs = [item for item in news if item[1].what == CUDA_GRAPH.what]
-        others = [item for item in news if item not in in_graphs]
+        in_graphs = [item for item in new_items if item[1].what == CUDA_GRAPH.what]
+        others = [item for item in new_items if item not in in_graphs]
         if in_graphs:
             logger.warning(
                 "These layers run in a CUDA graph that cannot be bypassed, so they are not observed and no feature"
@@ -316,7 +324,7 @@ class RefusedLayers:
                 " feature acts on them: %s.",
                 _format(others),
             )
-        return bool(news)
+        return bool(new_items)
 
 
 def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
@@ -328,7 +336,9 @@ def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
 
 
 def refusal_of(forward: DebugForward) -> DebugRefusal | None:
-    return next((row for row in REFUSALS if row.of_forward is not None and row.of_forward(forward)), None)
+    return next(
+        (row for row in REFUSALS if row.applies_to_forward is not None and row.applies_to_forward(forward)), None
+    )
 
 
 def _format(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
@@ -337,18 +347,18 @@ def _format(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
         by_reason.setdefault(refusal, []).append(name)
     parts = []
     for refusal, names in by_reason.items():
-        more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        parts.append(f"{', '.join(names[:MOST_NAMED])}{more} ({refusal})")
+        more = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        parts.append(f"{', '.join(names[:MAX_NAMED])}{more} ({refusal})")
     return "; ".join(parts)
 
 
-def in_graph(why_not: str) -> DebugRefusal:
+def graph_refusal(why_not: str) -> DebugRefusal:
     return replace(CUDA_GRAPH, why=f"{CUDA_GRAPH.why}; {why_not}")
 
 
-def _graphed(model: Model) -> Iterator[tuple[int, DebugRefusal]]:
+def _modules_in_graphs(model: Model) -> Iterator[tuple[int, DebugRefusal]]:
     for _, root in named_roots(model) or ():
         for module in root.modules():
             if why_not := why_not_bypassed(module):
-                refusal = in_graph(why_not)
+                refusal = graph_refusal(why_not)
                 yield from ((id(part), refusal) for part in module.modules())

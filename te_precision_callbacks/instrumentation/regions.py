@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-_MOST_RECIPES = 64
+_MAX_RECIPES = 64
 
 
 class AutocastRegions:
     """Compares each step's regions with the step before.
 
     Attributes:
-        excludes_more: whether the last complete step entered more regions with ``enabled=False`` than the step before:
-            layers in high precision since then are in one of these.
+        excludes_more: whether the last complete step entered more regions with ``enabled=False`` than the step before.
+            If so, layers that changed to high precision are in such a region.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class AutocastRegions:
         self._recipes: list[Any] = []
         self._entered = self._before = 0
 
-    def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``FP8GlobalStateManager.autocast_enter`` of TE 2.20.2 (``pytorch/quantization.py``)."""
 
         @functools.wraps(upstream)
@@ -37,7 +37,7 @@ class AutocastRegions:
             enabled: bool = False, calibrating: bool = False, fp8_recipe: Any = None, *arguments: Any, **keywords: Any
         ) -> Any:
             if not torch.compiler.is_compiling():  # a compiled function would be recompiled for each new number
-                self._entered = hash((self._entered, enabled, self._number(fp8_recipe)))
+                self._entered = hash((self._entered, enabled, self._recipe_index(fp8_recipe)))
                 self._disabled += not enabled
                 self.has_enabled |= enabled
             return upstream(enabled, calibrating, fp8_recipe, *arguments, **keywords)
@@ -54,12 +54,12 @@ class AutocastRegions:
         self._disabled_before, self._disabled = self._disabled, 0
         return self._before != before
 
-    def _number(self, recipe: Any) -> int:
-        """Equal recipes share a number, since scripts may create one per step."""
+    def _recipe_index(self, recipe: Any) -> int:
+        """Return the index of a recipe; equal recipes share it, since scripts may create a recipe per step."""
         for number, known in enumerate(self._recipes):
             if known is recipe or known == recipe:
                 return number
-        if len(self._recipes) == _MOST_RECIPES:
+        if len(self._recipes) == _MAX_RECIPES:
             self._recipes.clear()
         self._recipes.append(recipe)
         return len(self._recipes) - 1

@@ -17,7 +17,7 @@ import torch
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.instrumentation.parameters import Problem
 from te_precision_callbacks.instrumentation.updates import TrainedModel
-from te_precision_callbacks.instrumentation.weight_samples import alike, local, raw, view
+from te_precision_callbacks.instrumentation.weight_samples import local_part, raw_codes, sampled_view, stack_equal
 
 TOLERANCE = 1e-6
 """Allowed difference of checksums relative to the sum of absolute values, as between GPU models."""
@@ -27,8 +27,8 @@ _WRAPPERS = frozenset(
 )
 
 _COLUMNS = 6
-"""Numbers of a parameter in a message: checksums of the start and of now, each with its negative; whether the parameter
-varies; the sum of its absolute values.
+"""Values per parameter in a message: its checksums at the start and now, each with its negative; whether its elements
+vary; the sum of its absolute values.
 """
 
 Sums = dict[str, tuple[float, float, float]]
@@ -53,20 +53,20 @@ class Replicas:
 
     @property
     def needs_start(self) -> bool:
-        """:meth:`begin` must precede the first optimizer step."""
+        """Return whether :meth:`begin` must be called, before the first optimizer step."""
         return self._start is None and self._ranks.several
 
     def begin(self) -> None:
         self._start = self._sums()
 
     def exchange(self, news: list[Problem], iteration: int, *, is_due: bool) -> list[Problem]:
-        """Return the problems of all ranks, equal on each; of this rank if alone.
+        """Return the problems of all ranks, equal on each; or of this rank, if the ranks are not connected.
 
         Args:
             news: this rank's new problems.
             is_due: whether ranks exchange checksums; equal on all ranks.
         """
-        if not self._ranks.several or not self._ranks.are_together:
+        if not self._ranks.several or not self._ranks.are_connected:
             return news
         self._news += news
         if not is_due:
@@ -120,17 +120,19 @@ class Replicas:
         replicas |= is_parallel
         if replicas.any() or not len(merged):
             self.checked |= {"replicas-differ", "no-reduction"}
-        apart = np.flatnonzero(replicas & differs).tolist()
-        new = [self._agreed[place] for place in apart if self._agreed[place] not in self._differing]
+        differing = np.flatnonzero(replicas & differs).tolist()
+        new = [self._agreed[index] for index in differing if self._agreed[index] not in self._differing]
         if new:
-            alone = len(apart) * 2 > np.count_nonzero(replicas) and not self._is_reduced()
+            alone = len(differing) * 2 > np.count_nonzero(replicas) and not self._is_reduced()
             self._differing.update(new)
             for name in new:
                 yield Problem("no_reduction" if alone else "differs", name, iteration, len(new))
         elif not replicas.any() and differed.any() and not (self._differing or self._is_reduced()):
             self._differing.update(self._agreed)
-            apart = np.flatnonzero(differed).tolist()
-            yield from (Problem("differs_from_start", self._agreed[place], iteration, len(apart)) for place in apart)
+            differing = np.flatnonzero(differed).tolist()
+            yield from (
+                Problem("differs_from_start", self._agreed[index], iteration, len(differing)) for index in differing
+            )
 
     def _is_reduced(self) -> bool:
         """Return whether this process has a wrapper that reduces gradients, attached or not."""
@@ -139,20 +141,20 @@ class Replicas:
     def _sums(self) -> Sums:
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
         kept = [(name, weight) for name, weight, _ in self._model.named_parameters() if id(weight) not in sharded]
-        codes = [(name, raw(weight)) for name, weight in kept]
-        samples = [(name, view(tensor)) for name, tensor in codes if tensor.numel()]
+        codes = [(name, raw_codes(weight)) for name, weight in kept]
+        samples = [(name, sampled_view(tensor)) for name, tensor in codes if tensor.numel()]
         on_devices: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
-        for places, stack in alike([sample for _, sample in samples]):
+        for indices, stack in stack_equal([sample for _, sample in samples]):
             values = stack.flatten(1)
             # Elements have different weights, so differences do not cancel.
             weighted = values * (1 + torch.arange(values.shape[1], device=values.device, dtype=torch.float64) % 7)
             varies = (values != values[:, :1]).any(1)
             rows = torch.stack([weighted.sum(1), weighted.abs().sum(1), varies.double()], 1)
-            on_devices.setdefault(values.device, []).append((places, rows))
+            on_devices.setdefault(values.device, []).append((indices, rows))
         sums: Sums = {}
         for parts in on_devices.values():  # one wait per device
             numbers = torch.cat([rows for _, rows in parts]).tolist()
-            names = [samples[place][0] for places, _ in parts for place in places]
+            names = [samples[index][0] for indices, _ in parts for index in indices]
             sums.update({name: tuple(row) for name, row in zip(names, numbers, strict=True)})
         return sums
 
@@ -170,5 +172,5 @@ def _sharded(module: Any) -> Iterator[torch.nn.Parameter]:
         is_shard = not all(placement.is_replicate() for placement in getattr(weight, "placements", ()))
         is_shard |= is_split and getattr(weight, "tensor_model_parallel", False)
         is_experts = getattr(weight, "allreduce", True) is False
-        if is_shard or is_experts or hasattr(weight, "ds_id") or not local(weight).numel():
+        if is_shard or is_experts or hasattr(weight, "ds_id") or not local_part(weight).numel():
             yield weight

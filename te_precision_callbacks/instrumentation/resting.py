@@ -1,7 +1,7 @@
-"""Tracks the precision of resting layers.
+"""Tracks the precision of resting layers (``watched.py``).
 
-Read from the state that a step's last forward left in a module: FP8 or not, its quantizers, and the dtype of its
-activations.
+The precision follows from the state that the last forward of a step left in a module: FP8 or not, the quantizers, and
+the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from te_precision_callbacks.layers.round_robin import RoundRobin
 
 
 class RestingLayers:
-    """Checks resting modules at the end of a step; arms those with a precision that was not seen."""
+    """Checks resting modules at the end of a step, and arms modules with a precision that was not seen before."""
 
     def __init__(self, audit: PrecisionAudit, query_again: Callable[[torch.nn.Module], None]) -> None:
         self._audit = audit
@@ -45,11 +45,15 @@ class RestingLayers:
         self._trained_in_fp8: dict[int, bool] = {}
         self._seen_in: dict[int, _State] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}
-        self._turns = RoundRobin(list(modules.values()))
+        self._round_robin = RoundRobin(list(modules.values()))
         self._queried: dict[int, list[list[dict[LayerOperand, Format]]]] = {}
 
     def note_training(self, module: torch.nn.Module, *, idle: bool) -> None:
-        """Note a training forward of an armed module; ``idle`` if no feature acts in it, so it runs as if resting."""
+        """Record a training forward of an armed module.
+
+        Args:
+            idle: whether no feature acts in it, so that it runs like a resting module.
+        """
         self._trained_in_fp8[id(module)] = bool(module.fp8)
         state = _state_of(module) if idle else None
         if state is None:
@@ -61,11 +65,11 @@ class RestingLayers:
         self._new.append(module)
 
     def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:
-        """Return the modules that rested for the first time in the last step, when ``armed`` did not rest."""
+        """Return the modules that rested for the first time in the last step, when ``armed`` were armed."""
         new, self._new = self._new, []
         return [module for module in new if id(module) not in armed]
 
-    def follow(
+    def check_resting(
         self,
         iteration: int,
         armed: Collection[int],
@@ -85,20 +89,20 @@ class RestingLayers:
             excluded: whether modules now in high precision are in ``te.autocast(enabled=False)``.
         """
         self._audit.leave(iteration)
-        checked: Iterable[torch.nn.Module] = self._turns.take(len(armed))
-        self._follow_trainable(checked)
+        checked: Iterable[torch.nn.Module] = self._round_robin.take(len(armed))
+        self._check_trainable(checked)
         for module in new:
-            self._enter(module)
+            self._record_first_rest(module)
         if new:
             self._audit.leave(iteration)
         self._ran = ran
-        for module in self._moved(new, armed):
+        for module in self._changed_modules(new, armed):
             self._check_state(module, excluded=excluded)
-        if all_at_once or self._moved(checked, armed):
-            for module in self._moved(self._modules.values(), armed):
+        if all_at_once or self._changed_modules(checked, armed):
+            for module in self._changed_modules(self._modules.values(), armed):
                 self._check_state(module, excluded=excluded)
 
-    def _moved(self, checked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
+    def _changed_modules(self, checked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
         states = self._last_state
         return [
             module
@@ -108,7 +112,7 @@ class RestingLayers:
             and module.__dict__["activation_dtype"] is not None
         ]
 
-    def _enter(self, module: Any) -> None:
+    def _record_first_rest(self, module: Any) -> None:
         """Record the precision of a module in its first resting step: FP8 or not, as in its last armed step."""
         key, state = id(module), _state_of(module)
         fp8 = self._trained_in_fp8.get(key)
@@ -124,29 +128,29 @@ class RestingLayers:
             self._audit.plan(self._audit.select_running(formats))
 
     def _check_state(self, module: torch.nn.Module, *, excluded: bool) -> None:
-        """Record a resting module's precision that the audit lacks, and arm the module once for each precision.
+        """Record a resting module's precision if it is new to the audit, and arm the module once per precision.
 
-        The last forward may have been an evaluation, so the forwards that are known to have trained count.
+        The last forward may have been an evaluation, so only known training forwards count.
         """
         key, state = id(module), _state_of(module)
         if state is None:
             return
         self._last_state[key] = state
         ran = {(state.fp8, True)} if self._ran is None else self._ran.get(key, set())
-        of_forwards = []
+        formats_by_forward = []
         for fp8, with_gradients in sorted(ran):
             formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
-            of_forwards.append(formats if with_gradients else select_fprop(formats))
-        if not any(with_gradients for _, with_gradients in ran) or all(map(self._audit.holds, of_forwards)):
+            formats_by_forward.append(formats if with_gradients else select_fprop(formats))
+        if not any(with_gradients for _, with_gradients in ran) or all(map(self._audit.holds, formats_by_forward)):
             return
-        for formats in of_forwards:
+        for formats in formats_by_forward:
             self._audit.plan(self._audit.select_running(formats), excluded=excluded)
-        if of_forwards not in self._queried.setdefault(key, []):
-            self._queried[key].append(of_forwards)
+        if formats_by_forward not in self._queried.setdefault(key, []):
+            self._queried[key].append(formats_by_forward)
             self._query_again(module)
 
-    def _follow_trainable(self, checked: Iterable[torch.nn.Module]) -> None:
-        """Arm all modules if parameters of one were frozen or unfrozen, which changes the GEMMs of a backward."""
+    def _check_trainable(self, checked: Iterable[torch.nn.Module]) -> None:
+        """Arm all modules if a parameter was frozen or unfrozen, which changes the GEMMs of a backward."""
         for module in checked:
             now = _trainable(module)
             if self._trainable.setdefault(id(module), now) != now:
@@ -163,7 +167,7 @@ class _State(NamedTuple):
 
 
 def _state_of(module: torch.nn.Module) -> _State | None:
-    """Return None before the first forward."""
+    """Return the state that a module's last forward left; None before the first forward."""
     attributes = module.__dict__
     if attributes["activation_dtype"] is None:
         return None

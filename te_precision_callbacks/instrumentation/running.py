@@ -22,14 +22,15 @@ class Forward:
 
     Attributes:
         layers: names of the module's layers; empty for an unobserved module.
-        has_events: whether its GEMMs are reported; not if an operation fuses several layers, since the layer is
-            unknown.
+        has_events: whether its GEMMs are reported. False if an operation fuses several layers, since the layer of a
+            GEMM is unknown.
         events: number of events so far.
-        half: LayerNormMLP's layer with the last GEMM; -1 at the start of a forward, 2 of a backward.
-        wanted: (layer number, tensor) that listeners need before quantization.
-        high: (layer number, tensor) -> tensor before quantization; None if ``wanted`` is empty.
+        half: index of the LayerNormMLP layer with the last GEMM; -1 at the start of a forward, 2 at the start of a
+            backward.
+        wanted: (layer index, tensor name) of tensors that listeners need before quantization.
+        high: (layer index, tensor name) -> tensor before quantization; None if ``wanted`` is empty.
         recomputed: keys of tensors recomputed because a fused kernel quantized them.
-        kept: storage of listeners until the backward has run.
+        kept: values that listeners keep until the backward has run.
     """
 
     __slots__ = (
@@ -63,29 +64,29 @@ class Forward:
         self.half = 0
         self._read: set[tuple[int, str]] = set()
 
-    def wants(self, number: int, tensor: str) -> bool:
+    def wants(self, index: int, tensor: str) -> bool:
         """Return whether listeners need a tensor that no GEMM has read yet."""
-        return (number, tensor) in self.wanted and (number, tensor) not in self._read
+        return (index, tensor) in self.wanted and (index, tensor) not in self._read
 
-    def operand(self, number: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
-        key = number, tensor
+    def operand(self, index: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
+        key = index, tensor
         first = key not in self._read
         self._read.add(key)
         high = None if self.high is None else self.high.pop(key, None)
         return GemmOperand(tensor, given, columnwise, high, first, key in self.recomputed)
 
-    def next_number_of(self, gemm: str) -> int:
+    def peek_layer_index(self, gemm: str) -> int:
         half = self.half
         try:
-            return self.number_of(gemm, None)
+            return self.next_layer_index(gemm, None)
         finally:
             self.half = half
 
-    def number_of(self, gemm: str, expert: int | None) -> int:
-        """Return the number of the layer with the next GEMM.
+    def next_layer_index(self, gemm: str, expert: int | None) -> int:
+        """Return the index of the layer with the next GEMM, and advance to it.
 
-        LayerNormMLP's forward, also when recomputed, runs fc1 before fc2, its backward fc2 before fc1, and dgrad before
-        wgrad of each.
+        LayerNormMLP's forward, also when recomputed, runs fc1 before fc2; its backward runs fc2 before fc1, and dgrad
+        before wgrad in each.
         """
         if expert is not None or not self._halves:
             return expert or 0
@@ -96,22 +97,24 @@ class Forward:
         return self.half
 
 
-def unobserved() -> Forward:
+def unobserved_forward() -> Forward:
     return Forward((), ForwardKind.UNTOUCHED, "", halves=False, has_events=False)
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """State of a thread.
 
     Attributes:
-        inside: whether a GEMM runs, which may call another.
-        kind: kind of the current forward of operations, which run in an autograd Function, where training and
+        entered: forward of the module that this thread has entered.
+        running: forward that this thread executes, or its backward.
+        in_gemm: whether this thread is in a GEMM function, which may call another one.
+        kind: kind of the current forward of ``te.ops`` operations; within their autograd Function, training and
             evaluation look the same.
     """
 
     entered: Forward | None = None
     running: Forward | None = None
-    inside: bool = False
+    in_gemm: bool = False
     kind: ForwardKind = ForwardKind.UNTOUCHED
 
 
@@ -119,40 +122,38 @@ class Running:
     """The state of all threads.
 
     Attributes:
-        numbers: counts the iteration's products.
-        has_ranges: whether to put torch.profiler ranges around forwards, backwards and GEMMs.
+        gemm_counter: counter of the iteration's GEMMs.
+        has_ranges: whether torch.profiler ranges are put around forwards, backwards and GEMMs.
     """
 
     def __init__(self) -> None:
-        self.here = _Here()
-        self.numbers = itertools.count()
+        self.thread_state = _ThreadState()
+        self.gemm_counter = itertools.count()
         self.has_ranges = False
 
     def begin_iteration(self) -> None:
-        self.numbers = itertools.count()
+        self.gemm_counter = itertools.count()
 
     def forget(self) -> None:
-        self.here = _Here()
+        self.thread_state = _ThreadState()
 
-    def in_layer(self) -> bool:
-        """Return whether this thread runs a layer's GEMMs: all products inside have events."""
-        return self.here.inside or self.here.running is not None
+    def is_in_layer(self) -> bool:
+        """Return whether this thread runs a layer's GEMMs: all products have events."""
+        return self.thread_state.in_gemm or self.thread_state.running is not None
 
     def call(
         self, forward: Forward | None, backward: bool, function: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> Any:
-        """Call a function as part of a forward, or of its backward. Its products have events, so dispatch modes skip
-        it.
-        """
-        here = self.here
-        before, here.running = here.running, forward
+        """Call a function as part of a forward or backward, hidden from dispatch modes, since products have events."""
+        state = self.thread_state
+        before, state.running = state.running, forward
         try:
             if not self.has_ranges and not modes_are_active():
                 return function(*arguments, **keywords)
             with self._range(forward, backward=backward), hide_operators() if modes_are_active() else nullcontext():
                 return function(*arguments, **keywords)
         finally:
-            here.running = before
+            state.running = before
 
     def _range(self, forward: Forward | None, *, backward: bool) -> AbstractContextManager[Any]:
         if not self.has_ranges or forward is None or not forward.layers:
@@ -163,7 +164,7 @@ class Running:
         """Return the range of a layer's GEMM, or of all experts' GEMMs that one call runs."""
         if forward is None or not forward.layers:
             return nullcontext()
-        layer = module_of(forward.layers) if grouped else forward.layers[forward.next_number_of(gemm)]
+        layer = module_of(forward.layers) if grouped else forward.layers[forward.peek_layer_index(gemm)]
         return record_function(layer_range(layer, gemm, backward=gemm != "fprop"))
 
 
@@ -172,7 +173,7 @@ class CurrentForward(threading.local):
 
     Attributes:
         input_needs_gradient: whether its backward will run dgrad.
-        dgrad: the last dgrad quantizer built, until paired.
+        dgrad: the last dgrad quantizer that was built, until it is paired with the next one.
     """
 
     kind: ForwardKind

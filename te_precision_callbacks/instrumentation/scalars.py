@@ -13,7 +13,7 @@ from te_precision_callbacks.instrumentation.failures import ObservationFailures
 
 
 class ScalarBuffer:
-    """Scalars of users' features and of the session's checks since the last step; may be on a device."""
+    """Scalars that users' features and the session's checks logged since the last step, on any device."""
 
     def __init__(self, failures: ObservationFailures) -> None:
         self.entries: list[tuple[str, Any]] = []

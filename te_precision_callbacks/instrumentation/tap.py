@@ -7,18 +7,18 @@ Read from Transformer Engine 2.20.2. While installed, the tap replaces:
   modules.
 - The modules' ``prepare_forward`` and ``end_forward``, and ``forward`` and ``backward`` of their autograd Functions.
   The layer is stored in the autograd context, since a backward runs in another thread.
-- ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) too, and ``forward`` and
-  ``backward`` of ``FusedAttnFunc``.
+- ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``), and ``forward`` and ``backward``
+  of ``FusedAttnFunc``.
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``tap_parts.py``).
 - The modules' ``materialize_weight_for_forward``, which gathers distributed weights.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
-- ``te.Linear.forward``, which ``torch.compile`` (torch 2.15) makes one operator of the graph without Python's calls. It
-  now runs outside the graph, as all other modules' forwards do.
+- ``te.Linear.forward``, since ``torch.compile`` (torch 2.15) makes it one operator, without Python calls. The
+  replacement runs outside the graph, like all other modules' forwards.
 - ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` with GEMMs.
 
-With ``fuse_wgrad_accumulation=True`` the wgrad GEMM adds to ``main_grad``, so a micro-batch's product never exists, and
-a difference of two sums is not exact. If a feature needs it, the same GEMM first runs into a separate tensor of
-``main_grad``'s type, without effect on training.
+With ``fuse_wgrad_accumulation=True`` the wgrad GEMM adds to ``main_grad``, so the wgrad of a micro-batch never exists,
+and the difference of two sums is not exact. If a feature needs this wgrad, the same GEMM first runs into a separate
+tensor of ``main_grad``'s dtype, without effect on training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, class_names
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force
 from te_precision_callbacks.coverage.seen_products import ModelProducts
@@ -41,20 +41,20 @@ from te_precision_callbacks.instrumentation.handed import (
     GEMM,
     GROUPED_GEMM,
     GROUPED_TENSOR_GEMM,
+    ArgumentNamer,
     Callers,
-    Gemms,
-    Named,
+    GemmsOfCall,
     Sources,
-    by_name,
-    functions_of_modules,
+    argument_namer,
+    autograd_functions,
     gemms_of_experts,
     gemms_of_grouped_tensors,
     gradients,
     is_grouped_tensor,
-    methods_of_operations,
-    one_gemm,
+    operation_methods,
+    single_gemm,
 )
-from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
+from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved_forward
 from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.layers.gemm_events import (
@@ -72,10 +72,10 @@ class GemmTap:
     """Calls listeners after each GEMM.
 
     Args:
-        enter: called in each forward with events, after its preparation, with the module and the kind; returns the
-            tensors that listeners need before quantization, as layer number and tensor name.
-        silent: called with the layers, the operation, and whether it was the backward, after a training forward or
-            backward without events, for example with its own GEMM kernel.
+        enter: called in each forward with events, after ``prepare_forward``, with the module and the kind; returns the
+            tensors that listeners need before quantization, as (layer index, tensor name).
+        silent: called after a training forward or backward without events, for example of an operation with its own
+            GEMM kernel, with the layers, the operation, and whether it was the backward.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GemmTap:
         self._layers: Mapping[int, Sequence[str]] = {}
         self._observed: Mapping[int, Any] = {}
         self._callers = Callers()
-        self._seams = Replaced(yields=True)
+        self._seams = Replacements(keeps_later=True)
         self._warned_captured = False
 
     @property
@@ -109,7 +109,7 @@ class GemmTap:
         return bool(self._seams)
 
     def observe(self, modules: Mapping[int, Any], attentions: Mapping[int, str] | None = None) -> None:
-        """Set the ids of modules with events, which may change between steps, and attention modules' names by id."""
+        """Set the modules with reported GEMMs, and attention modules' names, by id; both may change per step."""
         self._observed = modules
         self._attention.names = attentions or {}
 
@@ -118,21 +118,21 @@ class GemmTap:
         layers: Mapping[int, Sequence[str]],
         operations: Iterable[NamedOperation],
     ) -> None:
-        """Set the modules' layers by id, and the ``te.ops`` operations with GEMMs, which all have events."""
+        """Set the modules' layers by id, and the ``te.ops`` operations; their GEMMs are always reported."""
         self._layers = layers
         self.operations.watch(operations)
 
     def begin_iteration(self, *, all_operations: bool = True) -> None:
         """Reset the count of GEMMs, and check whether the next few (or all) operations ran in another recipe."""
         self._running.begin_iteration()
-        self.operations.check_recipes(of_all=all_operations)
+        self.operations.check_recipes(check_all=all_operations)
 
     def listen(self, *listeners: Listener, before: BeforeSum | None = None, ranges: bool = False) -> None:
         """Set the listeners; without listeners and ranges, remove the tap.
 
         Args:
             *listeners: called after each GEMM.
-            before: called before a GEMM adds to its result.
+            before: called before a GEMM accumulates into its result.
             ranges: put torch.profiler ranges around layers and their GEMMs.
         """
         self._listeners, self._before = listeners, before
@@ -140,10 +140,10 @@ class GemmTap:
         if (listeners or ranges) and not self._seams:
             self._install()
         elif not (listeners or ranges) and self._seams:
-            self._seams.put_back()
+            self._seams.restore()
             self._running.forget()
 
-    # ------------------------------------------------------------------ what is replaced
+    # ------------------------------------------------------------------ installation
 
     def _install(self) -> None:
         from transformer_engine.pytorch.attention.dot_product_attention import backends
@@ -159,69 +159,70 @@ class GemmTap:
         from transformer_engine.pytorch.ops import fuser
 
         self._running.forget()
-        around_functions = {
-            "general_gemm": lambda own: self._around(_with_own_wgrad(own), GEMM, one_gemm),
-            "general_grouped_gemm": lambda own: self._around(own, GROUPED_GEMM, gemms_of_experts, grouped=True),
-            "general_grouped_gemm_for_grouped_tensor": lambda own: self._around(
+        gemm_wrappers = {
+            "general_gemm": lambda own: self._wrap_gemm(_with_own_wgrad(own), GEMM, single_gemm),
+            "general_grouped_gemm": lambda own: self._wrap_gemm(own, GROUPED_GEMM, gemms_of_experts, grouped=True),
+            "general_grouped_gemm_for_grouped_tensor": lambda own: self._wrap_gemm(
                 own, GROUPED_TENSOR_GEMM, gemms_of_grouped_tensors, grouped=True
             ),
         }
         wrapped: dict[int, Any] = {}
-        around_attention = {"fused_attn_fwd": self._attention.around, "fused_attn_bwd": self._attention.around}
-        arounds_of_all = {**around_functions, **around_attention}
-        for module, name in self._callers.find({gemm: tuple(around_functions), fused_attn: tuple(around_attention)}):
+        attention_wrappers = {"fused_attn_fwd": self._attention.wrap, "fused_attn_bwd": self._attention.wrap}
+        wrappers = {**gemm_wrappers, **attention_wrappers}
+        for module, name in self._callers.find({gemm: tuple(gemm_wrappers), fused_attn: tuple(attention_wrappers)}):
             own = getattr(module, name)
             if id(own) not in wrapped:
-                wrapped[id(own)] = arounds_of_all[name](own)
+                wrapped[id(own)] = wrappers[name](own)
             self._seams.replace(module, name, wrapped[id(own)])
         module_class = base.TransformerEngineBaseModule
-        for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
-            self._seams.replace(module_class, name, around(getattr(module_class, name)))
+        for name, wrap in (("prepare_forward", self._wrap_prepare), ("end_forward", self._wrap_end)):
+            self._seams.replace(module_class, name, wrap(getattr(module_class, name)))
         self._seams.replace(linear.Linear, "forward", outside_of_dynamo(linear.Linear.forward))
-        for function, sources in (*functions_of_modules(), (backends.FusedAttnFunc, Sources((), lambda given: {}))):
-            self._seams.replace(function, "forward", staticmethod(self._around_forward(function.forward, sources)))
-            self._seams.replace(function, "backward", staticmethod(self._around_backward(function.backward)))
+        for function, sources in (*autograd_functions(), (backends.FusedAttnFunc, Sources((), lambda given: {}))):
+            self._seams.replace(function, "forward", staticmethod(self._wrap_forward(function.forward, sources)))
+            self._seams.replace(function, "backward", staticmethod(self._wrap_backward(function.backward)))
         for owner in (layernorm_linear, layernorm_mlp):
-            around_norm = self._unfused.around_norm(owner.apply_normalization)
-            self._seams.replace(owner, "apply_normalization", around_norm)
-        self._seams.replace(layernorm_mlp, "_act_func", self._unfused.around_act_func(layernorm_mlp._act_func))
+            wrapped_norm = self._unfused.wrap_norm(owner.apply_normalization)
+            self._seams.replace(owner, "apply_normalization", wrapped_norm)
+        self._seams.replace(layernorm_mlp, "_act_func", self._unfused.wrap_act_func(layernorm_mlp._act_func))
         for owner in (grouped_linear, layernorm_linear, linear):
             gather = owner.materialize_weight_for_forward
-            self._seams.replace(owner, "materialize_weight_for_forward", self._around_gather(gather))
+            self._seams.replace(owner, "materialize_weight_for_forward", self._wrap_gather(gather))
         store = _common.WeightGradStore
-        self._seams.replace(store, "put", self._around_put(store.put))
-        self._seams.replace(
-            fuser.OperationFuser, "__call__", self.operations.around_call(fuser.OperationFuser.__call__)
-        )
-        arounds = {"fuser_forward": self.operations.around_forward, "fuser_backward": self.operations.around_backward}
-        for operation, name, method in methods_of_operations(tuple(arounds)):
-            self._seams.replace(operation, name, arounds[name](method))
+        self._seams.replace(store, "put", self._wrap_put(store.put))
+        self._seams.replace(fuser.OperationFuser, "__call__", self.operations.wrap_call(fuser.OperationFuser.__call__))
+        operation_wrappers = {
+            "fuser_forward": self.operations.wrap_forward,
+            "fuser_backward": self.operations.wrap_backward,
+        }
+        for operation, name, method in operation_methods(tuple(operation_wrappers)):
+            self._seams.replace(operation, name, operation_wrappers[name](method))
 
-    # ------------------------------------------------------------------ which layer runs
+    # ------------------------------------------------------------------ forwards and backwards
 
-    def _around_prepare(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_prepare(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         @outside_of_dynamo
         def prepare_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
             result = upstream(module, *arguments, **keywords)
             if id(module) in self._attention.names:
-                self._running.here.entered = self._attention.enter(module)
+                self._running.thread_state.entered = self._attention.enter(module)
             elif id(module) in self._observed:
-                self._running.here.entered = self._entered(module)
+                self._running.thread_state.entered = self._make_forward(module)
             else:
-                self._running.here.entered = self._only_named(module)
+                self._running.thread_state.entered = self._forward_for_ranges(module)
             return result
 
         return prepare_forward
 
-    def _only_named(self, module: Any) -> Forward:
+    def _forward_for_ranges(self, module: Any) -> Forward:
         layers = self._layers.get(id(module)) if self._running.has_ranges else None
         if layers is None:
-            return unobserved()
+            return unobserved_forward()
         halves = "LayerNormMLP" in class_names(module)
         return Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
 
-    def _entered(self, module: Any) -> Forward:
+    def _make_forward(self, module: Any) -> Forward:
         try:
             halves = "LayerNormMLP" in class_names(module)
             recipe = recipe_in_force(module, fp8=module.fp8)
@@ -233,49 +234,51 @@ class GemmTap:
             raise
         except Exception as error:
             self._report("observing the forward of", str(getattr(module, "name", "a module")), error)
-            return unobserved()
+            return unobserved_forward()
         return entered
 
-    def _sources(self, forward: Forward, find: Callable[[], dict[tuple[int, str], Any]]) -> dict[tuple[int, str], Any]:
+    def _find_tensors(
+        self, forward: Forward, find: Callable[[], dict[tuple[int, str], Any]]
+    ) -> dict[tuple[int, str], Any]:
         try:
             return find()
         except Exception as error:
             self._report("finding the tensors of", forward.layers[0], error)
             return {}
 
-    def _around_end(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_end(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         @outside_of_dynamo
         def end_forward(module: Any) -> Any:
-            entered, self._running.here.entered = self._running.here.entered, None
+            entered, self._running.thread_state.entered = self._running.thread_state.entered, None
             if id(module) in self._attention.names and entered is not None and entered.layers:
                 self._attention.leave(module, entered)
             return upstream(module)
 
         return end_forward
 
-    def _named(self, function: Callable[..., Any], known: Sequence[str]) -> Named | None:
-        """Return a function that names arguments; None, which is reported, if a parameter is missing."""
+    def _argument_namer(self, function: Callable[..., Any], known: Sequence[str]) -> ArgumentNamer | None:
+        """Return a function that names arguments; report a missing parameter, and return None."""
         try:
-            return by_name(function, known)
+            return argument_namer(function, known)
         except TypeError as error:
             self._report("reading the arguments of", function.__qualname__, error)
             return None
 
-    def _around_forward(self, upstream: Callable[..., Any], sources: Sources) -> Callable[..., Any]:
-        named = self._named(upstream, sources.parameters)
+    def _wrap_forward(self, upstream: Callable[..., Any], sources: Sources) -> Callable[..., Any]:
+        name_arguments = self._argument_namer(upstream, sources.parameters)
 
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
-            entered = self._running.here.entered or unobserved()
+            entered = self._running.thread_state.entered or unobserved_forward()
             entered.half = -1
             if ctx is not None:
                 ctx.te_precision_forward = entered
             before = entered.events
-            if named is None:
+            if name_arguments is None:
                 entered.wanted, entered.high, entered.kind = (), None, ForwardKind.UNTOUCHED
             elif entered.high is not None:
-                entered.high = self._sources(entered, lambda: sources.find(named((ctx, *arguments))))
+                entered.high = self._find_tensors(entered, lambda: sources.find(name_arguments((ctx, *arguments))))
             try:
                 result = self._running.call(entered, False, upstream, ctx, *arguments)
             finally:
@@ -286,14 +289,14 @@ class GemmTap:
 
         return forward
 
-    def _around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def backward(ctx: Any, *arguments: Any) -> Any:
-            entered = getattr(ctx, "te_precision_forward", None) or unobserved()
+            entered = getattr(ctx, "te_precision_forward", None) or unobserved_forward()
             entered.half = 2
             if entered.high is None:
                 return self._running.call(entered, True, upstream, ctx, *arguments)
-            entered.high = self._sources(entered, lambda: gradients(ctx, arguments[0], len(entered.layers)))
+            entered.high = self._find_tensors(entered, lambda: gradients(ctx, arguments[0], len(entered.layers)))
             try:
                 return self._running.call(entered, True, upstream, ctx, *arguments)
             finally:
@@ -301,25 +304,25 @@ class GemmTap:
 
         return backward
 
-    def _around_gather(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the gathering of distributed weights: the forward gets shards."""
+    def _wrap_gather(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the gathering of distributed weights, since the forward gets only shards."""
 
         @functools.wraps(upstream)
         def materialize_weight_for_forward(weights: Any) -> Any:
             gathered = upstream(weights)
-            running = self._running.here.running
+            running = self._running.thread_state.running
             if running is not None and running.high:
-                for number, whole in enumerate(gathered):
-                    if (number, "weight") in running.high:
-                        running.high[number, "weight"] = None if is_quantized(whole) else whole
+                for index, whole in enumerate(gathered):
+                    if (index, "weight") in running.high:
+                        running.high[index, "weight"] = None if is_quantized(whole) else whole
             return gathered
 
         return materialize_weight_for_forward
 
-    def _around_put(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_put(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def put(store: Any, tensors: Any, function: Callable[..., Any]) -> Any:
-            running = self._running.here.running
+            running = self._running.thread_state.running
             if running is None:
                 return upstream(store, tensors, function)
             half, high = running.half, running.high
@@ -345,38 +348,42 @@ class GemmTap:
         except Exception as error:
             self._report("noting the unseen GEMMs of", forward.layers[0], error)
 
-    # ------------------------------------------------------------------ the GEMMs
+    # ------------------------------------------------------------------ GEMMs
 
-    def _around(
-        self, upstream: Callable[..., Any], known: Sequence[str], gemms: Gemms, *, grouped: bool = False
+    def _wrap_gemm(
+        self, upstream: Callable[..., Any], known: Sequence[str], gemms: GemmsOfCall, *, grouped: bool = False
     ) -> Callable[..., Any]:
         """Wrap a GEMM function to report to the listeners.
 
         Args:
-            known: its first parameters in TE 2.20.
-            gemms: its arguments and its result -> A, B and result of each GEMM.
+            known: the function's first parameters in TE 2.20.
+            gemms: maps arguments and result to A, B and result of each GEMM.
             grouped: whether each GEMM belongs to an expert.
         """
-        named = self._named(upstream, known)
-        if named is None:
+        name_arguments = self._argument_namer(upstream, known)
+        if name_arguments is None:
             return upstream
 
         @functools.wraps(upstream)
         def tapped(*operands: Any, **keywords: Any) -> Any:
-            current = self._running.here
+            current = self._running.thread_state
             forward = current.running or current.entered
-            if current.inside:
+            if current.in_gemm:
                 return upstream(*operands, **keywords)
-            call = self._in_range(forward, upstream, named, grouped=grouped) if self._running.has_ranges else upstream
+            call = (
+                self._call_in_range(forward, upstream, name_arguments, grouped=grouped)
+                if self._running.has_ranges
+                else upstream
+            )
             if (forward is not None and not forward.has_events) or not self._listeners:
                 return call(*operands, **keywords)
-            arguments = {"layout": "TN", **named(operands), **keywords}
+            arguments = {"layout": "TN", **name_arguments(operands), **keywords}
             before = self._before_sums(forward, arguments, grouped=grouped)
-            current.inside = True
+            current.in_gemm = True
             try:
                 result = call(*operands, **keywords)
             finally:
-                current.inside = False
+                current.in_gemm = False
             if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
                 self._warn_captured(forward)
                 return result
@@ -386,36 +393,36 @@ class GemmTap:
         return tapped
 
     def _before_sums(self, forward: Forward | None, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
-        """Call ``before`` for the tensors that a call's GEMMs add to; an empty result without any."""
+        """Call ``before`` with each tensor that a GEMM of this call accumulates into, and return the results."""
         if self._before is None or forward is None or not forward.layers or not arguments.get("accumulate"):
             return ()
         try:
             gemm, sums = GEMM_OF_LAYOUT[arguments["layout"]], arguments["out"]
             if not grouped:
-                return [self._before(forward.layers[forward.next_number_of(gemm)], gemm, sums, forward.kept)]
+                return [self._before(forward.layers[forward.peek_layer_index(gemm)], gemm, sums, forward.kept)]
             layers = forward.layers
-            return [self._before(layers[place], gemm, total, forward.kept) for place, total in enumerate(sums)]
+            return [self._before(layers[index], gemm, total, forward.kept) for index, total in enumerate(sums)]
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:
             self._report("reading the sums of", forward.layers[0], error)
             return ()
 
-    def _in_range(
-        self, forward: Forward | None, upstream: Callable[..., Any], named: Named, *, grouped: bool
+    def _call_in_range(
+        self, forward: Forward | None, upstream: Callable[..., Any], name_arguments: ArgumentNamer, *, grouped: bool
     ) -> Callable[..., Any]:
         def call(*operands: Any, **keywords: Any) -> Any:
-            layout = {"layout": "TN", **named(operands), **keywords}["layout"]
+            layout = {"layout": "TN", **name_arguments(operands), **keywords}["layout"]
             gemm = GEMM_OF_LAYOUT.get(layout, "")
             with self._running.range_of_gemm(forward, gemm, grouped=grouped):
                 if forward is not None and not forward.has_events and not grouped:
-                    forward.number_of(gemm, None)
+                    forward.next_layer_index(gemm, None)
                 return upstream(*operands, **keywords)
 
         return call
 
     def _warn_captured(self, forward: Forward | None) -> None:
-        """Warn that experts' numbers of rows, which are on the device, were not read: that would end the capture."""
+        """Warn that GEMMs are not observed: reading experts' row counts from the device would end the capture."""
         if not self._warned_captured:
             self._warned_captured = True
             logger.warning(
@@ -429,7 +436,7 @@ class GemmTap:
         forward: Forward | None,
         arguments: Mapping[str, Any],
         result: Any,
-        gemms: Gemms,
+        gemms: GemmsOfCall,
         before: Sequence[Any],
         *,
         grouped: bool,
@@ -438,39 +445,39 @@ class GemmTap:
             layout = arguments["layout"]
             gemm = GEMM_OF_LAYOUT[layout]
             tensor_b, tensor_a = OPERANDS[gemm]
-            of_forward = forward or Forward((OUTSIDE,), ForwardKind.UNTOUCHED, "", halves=False)
-            of_forward.events += 1
-            # LayerNormMLP(checkpoint=True) computes fc1 again in its own backward.
-            is_again = gemm == "fprop" and of_forward.half == 2
-            for place, (a, b, out) in enumerate(gemms(arguments, result)):
-                expert = place if grouped and forward is not None else None
-                number = of_forward.number_of(gemm, expert)
+            owner = forward or Forward((OUTSIDE,), ForwardKind.UNTOUCHED, "", halves=False)
+            owner.events += 1
+            # LayerNormMLP(checkpoint=True) recomputes fc1 in its own backward.
+            is_recomputed = gemm == "fprop" and owner.half == 2
+            for index, (a, b, out) in enumerate(gemms(arguments, result)):
+                expert = index if grouped and forward is not None else None
+                layer_index = owner.next_layer_index(gemm, expert)
                 event = GemmEvent(
-                    of_forward.layers[number],
+                    owner.layers[layer_index],
                     gemm,
                     expert,
-                    of_forward.operand(number, tensor_a, a, columnwise=layout[0] != "T"),
-                    of_forward.operand(number, tensor_b, b, columnwise=layout[1] == "T"),
+                    owner.operand(layer_index, tensor_a, a, columnwise=layout[0] != "T"),
+                    owner.operand(layer_index, tensor_b, b, columnwise=layout[1] == "T"),
                     out,
-                    next(self._running.numbers),
-                    ForwardKind.SILENT if is_again else of_forward.kind,
-                    of_forward.recipe,
+                    next(self._running.gemm_counter),
+                    ForwardKind.SILENT if is_recomputed else owner.kind,
+                    owner.recipe,
                     arguments,
                     gelu_input=None if grouped else result[2],
-                    before=before[place] if before else None,
-                    kept=of_forward.kept,
+                    before=before[index] if before else None,
+                    kept=owner.kept,
                 )
                 for listener in self._listeners:
                     listener(event)
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:
-            of_layer = OUTSIDE if forward is None else forward.layers[0]
-            self._report("observing the GEMMs of", of_layer, error)
+            layer = OUTSIDE if forward is None else forward.layers[0]
+            self._report("observing the GEMMs of", layer, error)
 
 
 def _with_own_wgrad(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``general_gemm`` to compute a micro-batch's wgrad alone for a quantizer that needs it."""
+    """Wrap ``general_gemm`` to first compute the wgrad of the micro-batch for a quantizer that needs it."""
 
     @functools.wraps(upstream)
     def general_gemm(*operands: Any, **keywords: Any) -> Any:

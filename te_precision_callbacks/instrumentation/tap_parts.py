@@ -1,9 +1,8 @@
 """Parts of the tap: the layers of ``te.ops``, attention, and tensors that fused kernels write only in low precision.
 
 Read from Transformer Engine 2.20.2: ``OperationFuser.__call__`` (``pytorch/ops/fuser.py``), ``fuser_forward`` and
-``fuser_backward`` of the operations; of ``pytorch/module`` ``apply_normalization``, which modules call, and the
-functions returned by ``_act_func``: the activation function, its derivative, and the derivative fused with the bias
-gradient.
+``fuser_backward`` of the operations; and in ``pytorch/module``, ``apply_normalization`` and the functions that
+``_act_func`` returns: the activation function, its derivative, and the derivative fused with the bias gradient.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.seen_products import ModelProducts
-from te_precision_callbacks.instrumentation.handed import arguments_of_forward
-from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
+from te_precision_callbacks.instrumentation.handed import forward_arguments
+from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved_forward
 from te_precision_callbacks.layers.forwards import Classify
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes
 from te_precision_callbacks.layers.naming import NamedOperation
@@ -42,7 +41,7 @@ class OperationsTap:
         self._running = running
         self._report_silent = report_silent
         self._operations: dict[int, NamedOperation] = {}
-        self._turns = RoundRobin[NamedOperation](())
+        self._round_robin = RoundRobin[NamedOperation](())
         self._recipes: dict[int, Any] = {}
 
     @property
@@ -51,12 +50,12 @@ class OperationsTap:
 
     def watch(self, operations: Iterable[NamedOperation]) -> None:
         self._operations = {id(operation.module): operation for operation in operations}
-        self._turns = RoundRobin(list(self._operations.values()))
+        self._round_robin = RoundRobin(list(self._operations.values()))
         self._recipes = self._recipes_now()
         self.has_new = bool(self._operations)
 
-    def check_recipes(self, *, of_all: bool) -> None:
-        checked = self._operations.values() if of_all else self._turns.take()
+    def check_recipes(self, *, check_all: bool) -> None:
+        checked = self._operations.values() if check_all else self._round_robin.take()
         self.has_new = any(_recipe_of(operation) != self._recipes[id(operation.module)] for operation in checked)
         if self.has_new:
             self._recipes = self._recipes_now()
@@ -64,18 +63,18 @@ class OperationsTap:
     def _recipes_now(self) -> dict[int, Any]:
         return {key: _recipe_of(operation) for key, operation in self._operations.items()}
 
-    def around_call(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_call(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def call(fuser: Any, *arguments: Any, **keywords: Any) -> Any:
-            self._running.here.kind = self._classify(fuser._basic_ops[0])
+            self._running.thread_state.kind = self._classify(fuser._basic_ops[0])
             return upstream(fuser, *arguments, **keywords)
 
         return call
 
-    def around_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def fuser_forward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
-            forward = self._of_operation(operation)
+            forward = self._make_forward(operation)
             for context in contexts:
                 context.te_precision_forward = forward
             before = forward.events
@@ -86,12 +85,12 @@ class OperationsTap:
 
         return fuser_forward
 
-    def around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
-            forward = getattr(contexts[0], "te_precision_forward", None) or unobserved()
+            forward = getattr(contexts[0], "te_precision_forward", None) or unobserved_forward()
             layers = self._layers_in(operation)
-            if len(layers) > 1 and forward.has_events:  # its forward is not the fused one
+            if len(layers) > 1 and forward.has_events:  # only the backward is fused
                 named = tuple(name for layer in layers for name in layer)
                 forward = Forward(named, forward.kind, forward.recipe, halves=False, has_events=False)
             before = forward.events
@@ -106,16 +105,16 @@ class OperationsTap:
         basic = [operation, *getattr(operation, "basic_ops", ())]
         return [self._operations[id(part)].layers for part in basic if id(part) in self._operations]
 
-    def _of_operation(self, operation: Any) -> Forward:
+    def _make_forward(self, operation: Any) -> Forward:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         layers = self._layers_in(operation)
         if not layers:
-            return unobserved()
-        in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+            return unobserved_forward()
+        recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
         named = tuple(name for layer in layers for name in layer)
         has_events = len(layers) == 1
-        return Forward(named, self._running.here.kind, recipe_text(in_force), halves=False, has_events=has_events)
+        return Forward(named, self._running.thread_state.kind, recipe_text(recipe), halves=False, has_events=has_events)
 
 
 def _recipe_of(operation: NamedOperation) -> Any:
@@ -148,30 +147,30 @@ class AttentionTap:
                 self._listener.enter_attention(layer, entered.kind)
         except Exception as error:
             self._report("observing the forward of", layer, error)
-            return unobserved()
+            return unobserved_forward()
         return entered
 
     def leave(self, module: Any, entered: Forward) -> None:
         if self._listener is None:
             return
         try:
-            self._listener.leave_attention(entered.layers[0], entered.kind, arguments_of_forward(module))
+            self._listener.leave_attention(entered.layers[0], entered.kind, forward_arguments(module))
         except Exception as error:
             self._report("observing the forward of", entered.layers[0], error)
 
-    def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)
         def tapped(*operands: Any, **keywords: Any) -> Any:
             result = upstream(*operands, **keywords)
-            running = self._running.here.running
+            running = self._running.thread_state.running
             if running is not None and running.layers and self._listener is not None:
                 running.events += 1
                 try:
                     given = signature.bind(*operands, **keywords)
                     given.apply_defaults()
-                    self._listener.note_attention(_event(running, given.arguments))
+                    self._listener.note_attention(_attention_event(running, given.arguments))
                 except ObservationError:  # reported already; must be raised
                     raise
                 except Exception as error:
@@ -181,7 +180,7 @@ class AttentionTap:
         return tapped
 
 
-def _event(forward: Forward, given: Mapping[str, Any]) -> AttentionEvent:
+def _attention_event(forward: Forward, given: Mapping[str, Any]) -> AttentionEvent:
     query, key, value = given["q"], given["k"], given["v"]
     form = given["qkv_layout"].replace("3", "").replace("2", "").partition("_")[0]
     return AttentionEvent(
@@ -199,7 +198,7 @@ def _event(forward: Forward, given: Mapping[str, Any]) -> AttentionEvent:
     )
 
 
-_QUANTIZER_OF_NORM = 5
+_QUANTIZER_OF_NORM = 5  # position of the quantizer among the arguments of apply_normalization
 
 
 class UnfusedTensors:
@@ -212,7 +211,7 @@ class UnfusedTensors:
         self._running = running
         self._report = report
 
-    def around_norm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_norm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``apply_normalization``, which returns the activation of a module's first layer."""
 
         @functools.wraps(upstream)
@@ -220,54 +219,56 @@ class UnfusedTensors:
             result = upstream(*arguments)
 
             if arguments[_QUANTIZER_OF_NORM] is None:
-                self._note(0, "activation", result[0])
+                self._keep(0, "activation", result[0])
             else:
                 unquantized = *arguments[:_QUANTIZER_OF_NORM], None, *arguments[_QUANTIZER_OF_NORM + 1 :]
-                self._note_again(0, "activation", lambda: upstream(*unquantized)[0])
+                self._keep_recomputed(0, "activation", lambda: upstream(*unquantized)[0])
             return result
 
         return apply_normalization
 
-    def around_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``_act_func`` of LayerNormMLP: its functions return fc2's activation and fc1's gradient."""
+    def wrap_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the functions of LayerNormMLP's ``_act_func``, which return fc2's activation and fc1's gradient."""
 
         @functools.wraps(upstream)
         def act_func(*arguments: Any, **keywords: Any) -> Any:
             forward, backward, with_bias = upstream(*arguments, **keywords)
             return (
-                self._around(forward, forward, 1, "activation"),
-                self._around(backward, backward, 0, "gradient"),
-                with_bias and self._around(with_bias, backward, 0, "gradient"),
+                self._wrap(forward, forward, 1, "activation"),
+                self._wrap(backward, backward, 0, "gradient"),
+                with_bias and self._wrap(with_bias, backward, 0, "gradient"),
             )
 
         return act_func
 
-    def _around(self, function: Any, unfused: Any, number: int, tensor: str) -> Callable[..., Any]:
-        """Wrap a function with the result's quantizer as last argument; ``unfused`` returns the result in high
-        precision.
+    def _wrap(self, function: Any, unfused: Any, index: int, tensor: str) -> Callable[..., Any]:
+        """Wrap a function with the quantizer as last argument.
+
+        Args:
+            unfused: returns the result in high precision if the quantizer is None.
         """
 
-        def around(*arguments: Any, **keywords: Any) -> Any:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
             result = function(*arguments, **keywords)
-            *of_values, quantizer = arguments
+            *leading, quantizer = arguments
             if quantizer is None:
-                self._note(number, tensor, result)
+                self._keep(index, tensor, result)
             else:
-                self._note_again(number, tensor, lambda: unfused(*of_values, None, **keywords))
+                self._keep_recomputed(index, tensor, lambda: unfused(*leading, None, **keywords))
             return result
 
-        return around
+        return wrapped
 
-    def _note(self, number: int, tensor: str, high: Any) -> None:
-        forward = self._running.here.running
-        if forward is not None and forward.high is not None and forward.wants(number, tensor):
-            forward.high[number, tensor] = high
+    def _keep(self, index: int, tensor: str, high: Any) -> None:
+        forward = self._running.thread_state.running
+        if forward is not None and forward.high is not None and forward.wants(index, tensor):
+            forward.high[index, tensor] = high
 
-    def _note_again(self, number: int, tensor: str, compute: Callable[[], Any]) -> None:
-        forward = self._running.here.running
-        if forward is not None and forward.high is not None and forward.wants(number, tensor):
+    def _keep_recomputed(self, index: int, tensor: str, compute: Callable[[], Any]) -> None:
+        forward = self._running.thread_state.running
+        if forward is not None and forward.high is not None and forward.wants(index, tensor):
             try:
-                forward.high[number, tensor] = compute()
-                forward.recomputed.add((number, tensor))
+                forward.high[index, tensor] = compute()
+                forward.recomputed.add((index, tensor))
             except Exception as error:
-                self._report("recomputing", f"{forward.layers[number]} {tensor}", error)
+                self._report("recomputing", f"{forward.layers[index]} {tensor}", error)

@@ -18,18 +18,17 @@ import torch
 
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
-from te_precision_callbacks.instrumentation.weight_samples import local
+from te_precision_callbacks.instrumentation.weight_samples import local_part
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 
 LEAST_RATE = 0.01
-"""Steps with a learning rate below this share of the largest one are skipped: at the end of a decay all updates vanish.
-"""
+"""Share of the largest learning rate below which steps are skipped: at the end of a decay all updates vanish."""
 
 _SAMPLE = 1024
 
 _ROUNDED = (torch.bfloat16, torch.float16)
 
-_KEEPERS = ("master", "kahan", "compensation")
+_COMPENSATING_STATE = ("master", "kahan", "compensation")
 """Parts of names of optimizer state that compensates for rounding."""
 
 
@@ -39,7 +38,7 @@ class TrainedModel(Protocol):
         """The attached modules."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
-        """Yield each parameter once, with its name and module."""
+        """Yield name, parameter and module, once per parameter."""
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer steps a parameter of the model."""
@@ -72,11 +71,11 @@ class UpdateWatch:
             largest = self._largest_rates[optimizer] = max(rate, self._largest_rates.get(optimizer, 0.0))
             if not is_due or rate < LEAST_RATE * largest or not self._model.is_trained_by(optimizer):
                 return
-            samples = [(group, list(_sampled(group["params"]))) for group in optimizer.param_groups]
+            samples = [(group, list(_gradient_samples(group["params"]))) for group in optimizer.param_groups]
             self._check_gradients(samples)
             for weight, gradient in itertools.chain.from_iterable(sampled for _, sampled in samples):
-                if weight.dtype in _ROUNDED and weight.dim() > 1 and not _keeps_more(optimizer, weight):
-                    view = _some(local(weight))
+                if weight.dtype in _ROUNDED and weight.dim() > 1 and not _compensates_rounding(optimizer, weight):
+                    view = _subsample(local_part(weight))
                     self._before.append((view, view.clone(), gradient != 0))
         except Exception as error:
             self._before.clear()
@@ -92,13 +91,13 @@ class UpdateWatch:
                     self.adds_eps = bool(self.adds_eps) or any(map(_adds_eps, optimizer.param_groups))
             if not before:
                 return
-            asked = torch.cat([has_gradient for _, _, has_gradient in before])
+            has_gradients = torch.cat([has_gradient for _, _, has_gradient in before])
             same = torch.cat([now == then for now, then, _ in before])
-            self._scalars.add(UNCHANGED, 100 * (same & asked).sum() / asked.sum().clamp(min=1))
+            self._scalars.add(UNCHANGED, 100 * (same & has_gradients).sum() / has_gradients.sum().clamp(min=1))
         except Exception as error:
             self._failures.report("checking a step of", type(optimizer).__name__, error)
 
-    def _check_gradients(self, samples: Iterable[tuple[Mapping[str, Any], Sequence[_Sampled]]]) -> None:
+    def _check_gradients(self, samples: Iterable[tuple[Mapping[str, Any], Sequence[_GradientSample]]]) -> None:
         """Compare sampled gradients with ``eps``, for Adam and its variants."""
         are_below: list[torch.Tensor] = []
         for group, sampled in samples:
@@ -116,27 +115,27 @@ def _adds_eps(group: Mapping[str, Any]) -> bool:
     return "betas" in group and bool(group.get("eps"))
 
 
-_Sampled = tuple[torch.Tensor, torch.Tensor]
+_GradientSample = tuple[torch.Tensor, torch.Tensor]
 
 
-def _sampled(weights: Iterable[torch.Tensor]) -> Iterator[_Sampled]:
+def _gradient_samples(weights: Iterable[torch.Tensor]) -> Iterator[_GradientSample]:
     for weight in weights:
         gradient = weight.grad
         if gradient is None or gradient.layout is not torch.strided:
             continue
-        own, of_own = local(weight), local(gradient)
-        if own.numel() == of_own.numel() > 0 and own.is_contiguous() and of_own.is_contiguous():
-            yield weight, _some(of_own)
+        own, own_gradient = local_part(weight), local_part(gradient)
+        if own.numel() == own_gradient.numel() > 0 and own.is_contiguous() and own_gradient.is_contiguous():
+            yield weight, _subsample(own_gradient)
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
+def _subsample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.view(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 
-def _keeps_more(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> bool:
+def _compensates_rounding(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> bool:
     """Return whether an optimizer compensates for rounding, or rounds stochastically."""
     state: Mapping[str, Any] = optimizer.state.get(weight, {})
-    if any(part in name for name in state for part in _KEEPERS):
+    if any(part in name for name in state for part in _COMPENSATING_STATE):
         return True
     return bool(getattr(optimizer, "master_weights", False) or getattr(optimizer, "bf16_stochastic_round", False))

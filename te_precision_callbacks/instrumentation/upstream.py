@@ -29,7 +29,7 @@ from te_precision_callbacks.base.errors import (
 )
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
@@ -96,8 +96,10 @@ class Snapshot:
         from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        self._globals = Replaced()
-        self._globals.replace(Registry, "data", {name: _copied(entry) for name, entry in Registry.data.items()})
+        self._globals = Replacements()
+        self._globals.replace(
+            Registry, "data", {name: _copy_registry_entry(entry) for name, entry in Registry.data.items()}
+        )
         self._globals.replace(APICacheIdentifier, "_call_details", vars(APICacheIdentifier).get("_call_details"))
         for owner, names in (
             (inspect_logging, ("LOGGER",)),
@@ -119,7 +121,7 @@ class Snapshot:
         self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
 
     def remember_module(self, module: torch.nn.Module) -> None:
-        """Only the first call for a module counts."""
+        """Save a module's attributes, if they were not saved before."""
         attributes = {name: module.__dict__.get(name, _MISSING) for name in _MODULE_ATTRIBUTES}
         self._modules.setdefault(id(module), (module, attributes))
 
@@ -143,14 +145,14 @@ class Snapshot:
             if python_logger.level != level:  # setting it visits all loggers of the process
                 python_logger.setLevel(level)
             python_logger.propagate = propagate
-        self._globals.put_back()
+        self._globals.restore()
         if self._timestamp is None:
             os.environ.pop(_TIMESTAMP_VARIABLE, None)
         else:
             os.environ[_TIMESTAMP_VARIABLE] = self._timestamp
 
 
-def _copied(namespace_data: Any) -> Any:
+def _copy_registry_entry(namespace_data: Any) -> Any:
     entry = copy.copy(namespace_data)
     entry.features = dict(entry.features)
     entry.feat_api_to_features = copy.deepcopy(entry.feat_api_to_features)
@@ -223,8 +225,8 @@ class Inspector:
         self._stray_calls = StrayCalls(manager)
         manager._tensor_reduction_group = self._options.process_group
         self._api.begin(observation, reduce=self._options.reduce)
-        # Otherwise modules built from now on would raise that debugging started too late. Modules built before take
-        # part too, since this is a class attribute.
+        # Modules built from now on would otherwise raise an error that debugging started too late. As a class attribute
+        # it also applies to modules built before.
         TEDebugState.debug_enabled = True
 
     def _make_folder(self) -> None:
@@ -285,7 +287,7 @@ class Inspector:
             debug_api.DEBUG_MANAGER = DebugManager(
                 None,
                 feature_dirs=[*map(str, self._options.feature_dirs), *own, *upstream],
-                statistics_logger=_logger_into(scalars),
+                statistics_logger=_make_scalar_logger(scalars),
                 log_dir=str(self._log_dir),
             )
         except SystemExit as error:
@@ -313,8 +315,8 @@ class Inspector:
         manager: Any = debug_api.DEBUG_MANAGER
         return manager._namespace_apis[registration.NAMESPACE]
 
-    def only_looks(self, name: str) -> bool:
-        """Return whether a registered feature is an observing one of this project, with its ``inspect_tensor``."""
+    def only_observes(self, name: str) -> bool:
+        """Return whether a feature is a :class:`ScheduledFeature` that does not override ``inspect_tensor``."""
         from te_precision_callbacks.features.base import ScheduledFeature
 
         feature: Any = self._api.namespace_features.get(name)
@@ -348,7 +350,7 @@ class Inspector:
     def name_module(self, module: torch.nn.Module, name: str) -> None:
         if self._snapshot is None or self._stray_calls is None:
             raise SessionError("The session is not running.")
-        self._stray_calls.keep_names()
+        self._stray_calls.ignore_naming()
         self._snapshot.remember_module(module)
         module.__dict__["name"] = name
         reset_schedule(module)
@@ -368,13 +370,11 @@ class Inspector:
         type(self._manager).initialize_training_step(self._manager, value)  # not StrayCalls
 
     def step(self) -> None:
-        """Advance the iteration, and let users' features log their statistics; with collectives unless
-        ``reduce=False``.
-        """
+        """Advance the iteration, and let users' features log statistics, with collectives unless ``reduce=False``."""
         type(self._manager).step(self._manager)  # not StrayCalls
 
     def keep(self) -> None:
-        """Keep the debug manager: a reference to ``end_debug`` that a script holds drops it."""
+        """Restore the debug manager, which a script drops by calling its own reference to ``end_debug``."""
         if self._manager is not None:
             self._debug_api.DEBUG_MANAGER = self._manager
 
@@ -409,7 +409,7 @@ def reset_schedule(module: torch.nn.Module) -> None:
         _set_attribute(module, name, _NOT_RUN_YET.get(name, _MISSING))
 
 
-def _logger_into(scalars: ScalarBuffer) -> Any:
+def _make_scalar_logger(scalars: ScalarBuffer) -> Any:
     from nvdlfw_inspect.logging import BaseLogger
 
     class ScalarLogger(BaseLogger):  # type: ignore[misc]  # upstream is untyped
@@ -419,7 +419,7 @@ def _logger_into(scalars: ScalarBuffer) -> Any:
     return ScalarLogger()
 
 
-_INSTEAD = {
+_EXPLANATIONS = {
     "initialize": "The session has already started nvidia-dlfw-inspect with the session's config=.",
     "initialize_training_step": "start_step= or session.iteration sets the debug iteration.",
     "step": "The session's step() counts the debug iterations.",
@@ -428,10 +428,11 @@ _INSTEAD = {
     " function's names, which also select layers if assigned before attach().",
     "set_tensor_reduction_group": "process_group= is the group over which statistics are reduced.",
 }
-"""Function of ``nvdlfw_inspect.api`` -> the session's replacement."""
+"""Function of ``nvdlfw_inspect.api`` -> what replaces it in a session, for the warning."""
 
-_OF_THE_MANAGER = ("initialize_training_step", "step")
-"""Functions that only call the debug manager. They are replaced there, which covers references that a script holds."""
+_MANAGER_FUNCTIONS = ("initialize_training_step", "step")
+"""Functions that only call the debug manager. They are replaced in the manager, also for references that a script has.
+"""
 
 _NAMING = "infer_and_assign_layer_names"
 
@@ -439,8 +440,8 @@ _NAMING = "infer_and_assign_layer_names"
 class StrayCalls:
     """Ignores, with a warning, a script's calls of nvidia-dlfw-inspect's API during a session.
 
-    A second ``step()``, for example, would silently skip every other iteration. A script's layer names count until the
-    session assigns its own. Read from nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
+    A second ``step()``, for example, would silently skip every other iteration. A script's layer names are used until
+    the session assigns its own. Read from nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -448,16 +449,16 @@ class StrayCalls:
 
         self._notices = Notices()
         self._manager = manager
-        self._replaced = {name: getattr(debug_api, name) for name in _INSTEAD if name not in _OF_THE_MANAGER}
-        for name in _INSTEAD:
+        self._replaced = {name: getattr(debug_api, name) for name in _EXPLANATIONS if name not in _MANAGER_FUNCTIONS}
+        for name in _EXPLANATIONS:
             if name != _NAMING:
-                setattr(manager if name in _OF_THE_MANAGER else debug_api, name, self._ignored(name))
-        manager.close = self._ignored("end_debug")  # of a reference that the script holds
+                setattr(manager if name in _MANAGER_FUNCTIONS else debug_api, name, self._make_ignoring(name))
+        manager.close = self._make_ignoring("end_debug")  # called by a reference to end_debug that the script has
 
-    def keep_names(self) -> None:
+    def ignore_naming(self) -> None:
         import nvdlfw_inspect.api as debug_api
 
-        setattr(debug_api, _NAMING, self._ignored(_NAMING))
+        setattr(debug_api, _NAMING, self._make_ignoring(_NAMING))
 
     def remove(self) -> None:
         """Restore the API's functions; the manager's replacements end with the manager."""
@@ -467,23 +468,23 @@ class StrayCalls:
         for name, function in self._replaced.items():
             setattr(debug_api, name, function)
 
-    def _ignored(self, name: str) -> Callable[..., None]:
+    def _make_ignoring(self, name: str) -> Callable[..., None]:
         def ignored(*_: Any, **__: Any) -> None:
             if self._notices.first(name):
                 logger.warning(
                     "The script calls debug_api.%s() while the session is running. The call is ignored. %s",
                     name,
-                    _INSTEAD[name],
+                    _EXPLANATIONS[name],
                 )
 
         return ignored
 
 
 EVENTS_LIMIT = 256 << 20
-"""Size limit of a rank's event log. Only users' features repeat lines."""
+"""Size limit of a rank's event log, in bytes: users' features may repeat lines."""
 
-MOST_EVENTS_WAITING = 1 << 18
-"""Maximum queued lines; further ones are dropped."""
+MAX_QUEUED_EVENTS = 1 << 18
+"""Maximum number of queued lines; further lines are dropped."""
 
 EVENTS_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: FileLogger.initialize``."""
@@ -498,9 +499,6 @@ class EventLog(logging.Handler):
             <time> - INFO - LAYER=fc1: Feature=LogTensorStats, API=inspect_tensor: activation
 
     Lines stay in memory until :meth:`begin`, since ranks may be unknown before.
-
-    Attributes:
-        thread: writes the lines.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -508,16 +506,16 @@ class EventLog(logging.Handler):
         self.setFormatter(logging.Formatter(EVENTS_FORMAT))
         self._folder = log_dir / EVENTS_FOLDER
         self._lines = _Lines()
-        self.thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MOST_EVENTS_WAITING)
+        self.thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MAX_QUEUED_EVENTS)
 
     def begin(self, *, in_full: bool) -> None:
         """Start writing.
 
         Args:
-            in_full: write all lines; otherwise only warnings and errors, so a rank without any creates no file.
+            in_full: write all lines; otherwise only warnings and errors, so most ranks create no file.
         """
         if self._lines.file is None:
-            self._lines.least = logging.NOTSET if in_full else logging.WARNING
+            self._lines.min_level = logging.NOTSET if in_full else logging.WARNING
             path = self._folder / log_file_name(own_rank())
             file = LogFile(path, EVENTS_LIMIT, "")
             file.note_progress = self.thread.note_progress
@@ -539,20 +537,20 @@ class EventLog(logging.Handler):
 
 
 class _Lines:
-    """The thread's part of the log.
+    """The part of the event log that runs in the thread.
 
     Attributes:
         file: None until :meth:`EventLog.begin`.
-        least: the lowest level to write.
+        min_level: the lowest level to write.
     """
 
     def __init__(self) -> None:
         self.file: LogFile | None = None
-        self.least = logging.NOTSET
+        self.min_level = logging.NOTSET
 
     def take(self, job: tuple[int, str]) -> bool:
         level, line = job
-        if self.file is not None and level >= self.least:
+        if self.file is not None and level >= self.min_level:
             self.file.append(line)
         return self.file is not None
 

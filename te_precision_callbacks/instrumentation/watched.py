@@ -28,13 +28,13 @@ class WatchedModules:
     """Arms modules, and lets them rest.
 
     Attributes:
-        refused: ids of modules that are left alone.
-        fused: ids of modules observed on their fused path -> steps that change their precision, on the debug path.
+        refused: ids of modules that the session does not act on.
+        fused: id of a module observed on its fused path -> steps on the debug path, to change its precision.
     """
 
     def __init__(
         self,
-        answer: Callable[[Any], bool],
+        is_debug_iter: Callable[[Any], bool],
         classify: ForwardClassifier,
         audit: PrecisionAudit,
         failures: ObservationFailures,
@@ -45,10 +45,10 @@ class WatchedModules:
         self.fused: dict[int, tuple[Schedule, ...]] = {}
         self.armed: dict[int, torch.nn.Module] = {}
         self.resting = RestingLayers(audit, self.query_again)
-        self._answer = answer
+        self._is_debug_iter = is_debug_iter
         self._failures = failures
         self.refused: set[int] = set()
-        self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
+        self._to_arm: dict[int, dict[int, torch.nn.Module]] = {}
 
     def watch(
         self, modules: Sequence[NamedModule], refused: Iterable[int], fused: Mapping[int, tuple[Schedule, ...]]
@@ -61,14 +61,14 @@ class WatchedModules:
         self.refused = set(refused).intersection(self.modules)
         self.resting.watch(self.modules, self.layers, self.refused)
         for key in self.refused:
-            self.leave_alone(self.modules[key])
+            self.exclude(self.modules[key])
 
     def is_on_fused_path(self, module: torch.nn.Module, iteration: int) -> bool:
         changed = self.fused.get(id(module))
         return changed is not None and not any(schedule.at(iteration)[0] for schedule in changed)
 
     def next_change(self, module: torch.nn.Module, iteration: int) -> int | None:
-        """Return the next iteration that changes the precision of a module on its fused path."""
+        """Return the next iteration with a feature that changes the precision of a module on its fused path."""
         upcoming = (schedule.at(iteration)[1] for schedule in self.fused[id(module)])
         return min((step for step in upcoming if step is not None), default=None)
 
@@ -76,11 +76,11 @@ class WatchedModules:
         for module in self.modules.values():
             module.__dict__.pop("is_debug_iter", None)
         self.armed.clear()
-        self._waiting.clear()
+        self._to_arm.clear()
         self.modules = {}
 
     def arm_all(self) -> None:
-        self._waiting.clear()
+        self._to_arm.clear()
         for module in self.modules.values():
             self.query_again(module)
 
@@ -94,68 +94,70 @@ class WatchedModules:
         """Arm the modules with a feature that may act in an iteration; the others rest.
 
         Args:
-            ran: see :meth:`RestingLayers.follow`.
+            ran: see :meth:`RestingLayers.check_resting`.
             excluded: see :attr:`AutocastRegions.excludes_more`.
         """
-        ended, was_armed = iteration - 1, frozenset(self.armed)
+        ended_iteration, was_armed = iteration - 1, frozenset(self.armed)
         new_at_rest = self.resting.take_new(was_armed)
         for module in list(self.armed.values()):
             upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
             if upcoming is None or upcoming > iteration:
                 self._rest(module)
             if upcoming is not None and upcoming > iteration:
-                self._waiting.setdefault(upcoming, {})[id(module)] = module
-        for module in self._waiting.pop(iteration, {}).values():
+                self._to_arm.setdefault(upcoming, {})[id(module)] = module
+        for module in self._to_arm.pop(iteration, {}).values():
             self._arm(module)
         try:
-            self.resting.follow(ended, was_armed, new_at_rest, ran, all_at_once=all_at_once, excluded=excluded)
+            self.resting.check_resting(
+                ended_iteration, was_armed, new_at_rest, ran, all_at_once=all_at_once, excluded=excluded
+            )
         except Exception as error:
-            self._failures.report("checking the precision of", f"iteration {ended}", error)
+            self._failures.report("checking the precision of", f"iteration {ended_iteration}", error)
 
     def query_again(self, module: torch.nn.Module) -> None:
-        """Arm a module that is not refused: its features are queried in its next forward."""
+        """Arm a module unless it is refused, so that its features are queried in its next forward."""
         if id(module) not in self.refused:
             reset_schedule(module)
             self._arm(module)
 
-    def take_back(self, module: torch.nn.Module, changed_steps: tuple[Schedule, ...] | None) -> None:
-        """Watch a module again after :meth:`leave_alone`.
+    def watch_again(self, module: torch.nn.Module, changed_steps: tuple[Schedule, ...] | None) -> None:
+        """Watch a module again after :meth:`exclude`.
 
         Args:
-            changed_steps: its value in ``fused``; None on the debug path.
+            changed_steps: its previous value in ``fused``; None if it takes the debug path.
         """
         self.refused.discard(id(module))
         if changed_steps is not None:
             self.fused[id(module)] = changed_steps
         self.query_again(module)
 
-    def leave_alone(self, module: torch.nn.Module) -> None:
+    def exclude(self, module: torch.nn.Module) -> None:
         self.refused.add(id(module))
         self.fused.pop(id(module), None)
         self.armed.pop(id(module), None)
-        module.__dict__["is_debug_iter"] = _never(module)
+        module.__dict__["is_debug_iter"] = _always_false(module)
 
     def _arm(self, module: torch.nn.Module) -> None:
         self.armed[id(module)] = module
-        module.__dict__["is_debug_iter"] = _ModuleAnswer(self._answer, module)
+        module.__dict__["is_debug_iter"] = _ModuleIsDebugIter(self._is_debug_iter, module)
 
     def _rest(self, module: torch.nn.Module) -> None:
         del self.armed[id(module)]
         self.resting.add(module)
-        module.__dict__["is_debug_iter"] = _never(module)
+        module.__dict__["is_debug_iter"] = _always_false(module)
 
 
-class _ModuleAnswer(functools.partial):  # type: ignore[type-arg]
+class _ModuleIsDebugIter(functools.partial):  # type: ignore[type-arg]
     """A watched module's ``is_debug_iter``, as fast as a method. A copy of the module is not watched."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[bool]:
-        return functools.partial(_as_its_class, copy.deepcopy(self.args[0], memo))
+        return functools.partial(_class_is_debug_iter, copy.deepcopy(self.args[0], memo))
 
 
-def _never(module: torch.nn.Module) -> _ModuleAnswer:
+def _always_false(module: torch.nn.Module) -> _ModuleIsDebugIter:
     """``is_debug_iter`` of a resting module: always False, without a Python call."""
-    return _ModuleAnswer(operator.is_, module, None)
+    return _ModuleIsDebugIter(operator.is_, module, None)
 
 
-def _as_its_class(module: Any) -> bool:
+def _class_is_debug_iter(module: Any) -> bool:
     return bool(type(module).is_debug_iter(module))

@@ -1,4 +1,4 @@
-"""Samples of weights: a few fixed elements of each, without waiting for the device."""
+"""Samples of weights: a few fixed elements per weight, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import NVFP4, is_quantized, scaling_mode, stored
+from te_precision_callbacks.base.numerics.layouts import NVFP4, is_quantized, read_stored, scaling_mode
 
 ROWS, ELEMENTS = 32, 1024
-"""Minimum rows and elements sampled of a larger weight; the maximum is twice as many."""
+"""Minimum number of sampled rows and elements of a larger weight; at most twice as many are sampled."""
 
 PLAIN_ROUNDING = 2.0**-7
 """Relative error of a bfloat16 or float16 weight truncated from its master weight."""
@@ -26,40 +26,41 @@ class WeightSample(NamedTuple):
     Attributes:
         values: float32 or the weight's own type, [rows, columns].
         relative: largest relative rounding error of the weight's format.
-        absolute: rounding error near 0 of a quantized weight; float32, [rows, columns]. Else None.
+        absolute: float32, [rows, columns]: the rounding error of a quantized weight near 0, or inf for a saturated
+            element. None for other weights.
     """
 
     values: torch.Tensor
     relative: float
     absolute: torch.Tensor | None = None
 
-    def beside(self, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def with_tensor(self, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (self.values, other) if self.absolute is None else (self.values, other, self.absolute)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part.detach()
 
 
-def raw(weight: torch.Tensor) -> torch.Tensor:
-    own: Any = local(weight)
+def raw_codes(weight: torch.Tensor) -> torch.Tensor:
+    own: Any = local_part(weight)
     if is_quantized(own):
         names = ("_data", "_rowwise_data", "_transpose", "_columnwise_data")
         own = next(codes for name in names if (codes := getattr(own, name, None)) is not None)
     return own  # type: ignore[no-any-return]
 
 
-def view(tensor: torch.Tensor) -> torch.Tensor:
+def sampled_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor's sampled elements, as a view if strides allow: [rows, columns]."""
     matrix = tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
     return matrix[_grid(*matrix.shape)]
 
 
 def _grid(rows: int, columns: int) -> tuple[slice, slice]:
-    each_row = max(1, rows // ROWS)
-    each_column = max(1, columns * len(range(0, rows, each_row)) // ELEMENTS)
-    return slice(None, None, each_row), slice(None, None, each_column)
+    row_step = max(1, rows // ROWS)
+    column_step = max(1, columns * len(range(0, rows, row_step)) // ELEMENTS)
+    return slice(None, None, row_step), slice(None, None, column_step)
 
 
 def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | None:
@@ -68,10 +69,12 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     Args:
         span: limits the sample to these positions in the flattened weight.
     """
-    own: Any = local(weight)
+    own: Any = local_part(weight)
     if not is_quantized(own):
-        return WeightSample(view(own if span is None else own.reshape(-1)[span.start : span.stop]), PLAIN_ROUNDING)
-    part = stored(own, columnwise=False)
+        return WeightSample(
+            sampled_view(own if span is None else own.reshape(-1)[span.start : span.stop]), PLAIN_ROUNDING
+        )
+    part = read_stored(own, columnwise=False)
     if part is None or part.transposed:
         return None
     device, length = part.codes.device, part.matrix_shape[1]
@@ -93,13 +96,13 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     if factors.numel() > 1:
         factors = factors[rows // part.block[0], columns // part.block[1]]
     least = factors * (form.min_normal * 2.0 ** (-form.mantissa_bits - 1))
-    saturated = elements.abs() >= form.max  # what was above the range may be any number
+    saturated = elements.abs() >= form.max  # the element may have been any value above the range
     absolute = torch.where(saturated, torch.inf, least)
     return WeightSample(elements * factors, 2.0 ** (-form.mantissa_bits - 1), absolute)
 
 
-def _form(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that can be stacked."""
+def _stacking_key(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for tensors that can be stacked."""
     return tensor.device, tensor.dtype, tensor.shape
 
 
@@ -112,12 +115,12 @@ class BatchedChecks:
         """Add a comparison.
 
         Args:
-            key: equal for the same comparison.
-            compare: takes stacks of such tensors, and returns bool of their shape, [tensors, rows, columns].
+            key: equal for equal comparisons, which are stacked.
+            compare: takes stacks of the tensors, and returns bool of the same shape, [samples, rows, columns].
             tensors: samples, [rows, columns].
-            note: gets the share of true elements.
+            note: called with the share of true elements.
         """
-        self._waiting.setdefault((key, *map(_form, tensors)), (compare, []))[1].append((tensors, note))
+        self._waiting.setdefault((key, *map(_stacking_key, tensors)), (compare, []))[1].append((tensors, note))
 
     def launch(self) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -126,11 +129,12 @@ class BatchedChecks:
             are_true = compare(*map(torch.stack, columns))
             self._shares.append((are_true.flatten(1).float().mean(1), [note for _, note in members]))
 
-    def copied(self) -> Callable[[], None] | None:
-        """Start copying the shares to the host, one copy per device; None if there are none.
+    def start_copy(self) -> Callable[[], None] | None:
+        """Start copying the shares to the host, one copy per device.
 
-        The returned function passes each share to its note. It waits for the copies, which have ended if called a step
-        later.
+        Returns:
+            A function that waits for the copies and passes each share to its note, or None without shares. Called a
+            step later, it does not have to wait.
         """
         if not self._shares:
             return None
@@ -151,25 +155,25 @@ class BatchedChecks:
         return read
 
 
-def alike(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Yield the places of tensors of equal device, dtype and shape, with their stack: [tensors, ...]."""
+def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Stack tensors of equal device, dtype and shape: yield their indices and the stack, [tensors, ...]."""
     places: dict[Hashable, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        places.setdefault(_form(tensor), []).append(place)
+        places.setdefault(_stacking_key(tensor), []).append(place)
     for group in places.values():
         yield group, torch.stack([tensors[place] for place in group])
 
 
-def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     result = list(tensors)
-    for places, stack in alike(tensors):
+    for places, stack in stack_equal(tensors):
         for place, copy in zip(places, stack, strict=True):
             result[place] = copy
     return result
 
 
 def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Start copying float32 numbers to the host; the returned function waits and returns them."""
+    """Start copying float32 values to the host; return a function that waits for the copy and returns them."""
     event = None
     if values.device.type == "cuda":
         device = values.device

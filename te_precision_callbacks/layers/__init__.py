@@ -1,1 +1,1 @@
-"""The model as a tree of modules: names of layers, scopes, kinds of forwards, and events of GEMMs."""
+"""Layers of a model: their names and scopes, kinds of forwards, and GEMM events."""

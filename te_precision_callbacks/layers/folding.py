@@ -1,7 +1,7 @@
-"""Short texts for many names of layers. Names that differ only in numbers become one text.
+"""Short texts for many layer names: names that differ only in numbers are folded.
 
-folded(["layers.0.fc", "layers.1.fc", "layers.4.fc", "head"])     # ["layers.{0-1,4}.fc", "head"]
-folded(f"h.{i}.experts.gemm_{e}" for i in range(32) for e in range(8))   # ["h.{0-31}.experts.gemm_{0-7}"]
+fold_names(["layers.0.fc", "layers.1.fc", "layers.4.fc", "head"])     # ["layers.{0-1,4}.fc", "head"]
+fold_names(f"h.{i}.experts.gemm_{e}" for i in range(32) for e in range(8))   # ["h.{0-31}.experts.gemm_{0-7}"]
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ import re
 from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?:0|[1-9]\d*)(?!\d)")
-"""A number in a name, except that of fc1 and fc2, which identifies a layer, and one with a leading zero."""
+"""A number in a name, except with a leading zero, and except in fc1 and fc2, where it identifies the layer."""
 
 _MOST_RANGES = 4
 
 _SEGMENT = re.compile(r"[^./]+[./]?|[./]")
-"""A part of a path, with the dot or slash after it."""
+"""A part of a path, with the following dot or slash."""
 
 _LEFT_OUT = "…"
 
 _Numbers = tuple[int, ...]
 
 
-def folded(names: Iterable[str], *, most: int | None = None, most_ranges: int | None = _MOST_RANGES) -> list[str]:
-    """Fold names into few texts, in the order of their first names.
+def fold_names(names: Iterable[str], *, most: int | None = None, most_ranges: int | None = _MOST_RANGES) -> list[str]:
+    """Fold names into few texts, in order of first appearance.
 
-    Of more than ``most`` texts, one more has the number of texts left. ``most_ranges`` limits the ranges in one place.
+    Args:
+        most: maximum number of texts; another text then has the number of dropped texts.
+        most_ranges: maximum number of ranges within braces.
     """
     alike: dict[str, dict[_Numbers, None]] = {}
     for name in names:
@@ -42,14 +44,14 @@ def folded(names: Iterable[str], *, most: int | None = None, most_ranges: int | 
     return [*texts[:most], f"{more} more"] if more > 0 else texts
 
 
-def in_sentence(*names: str, most: int | None = None) -> str:
-    """Fold names for a sentence. Names without letters, such as the layers of a Sequential, get quotes."""
-    texts = folded(names, most=most)
+def fold_for_sentence(*names: str, most: int | None = None) -> str:
+    """Fold names for a sentence. Names without letters, such as the layers of a Sequential, are quoted."""
+    texts = fold_names(names, most=most)
     return " and ".join(text if any(map(str.isalpha, text)) else repr(text) for text in texts)
 
 
 def form_of(name: str) -> str:
-    """A key that is equal for names that differ only in numbers."""
+    """Return a key that is equal for names that differ only in numbers."""
     return _parsed(name)[0]
 
 
@@ -59,7 +61,7 @@ def numbers_of(name: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _parsed(name: str) -> tuple[str, _Numbers]:
-    """The name without its numbers, and the numbers. Cached, since the names of a model are folded many times."""
+    """Return the name without its numbers, and the numbers; cached, since the same names are folded often."""
     return _NUMBER.sub("\0", name), tuple(map(int, _NUMBER.findall(name)))
 
 
@@ -84,7 +86,7 @@ def _filled(form: str, sets: Iterable[Sequence[int]], most_ranges: int | None) -
 
 
 def _ranges(numbers: Sequence[int], most: int | None) -> str:
-    """``7``, ``{0-2,5}``, or for many ranges ``{0,2,4,6 and 28 more}``."""
+    """Format numbers as ``7``, as ``{0-2,5}``, or for many ranges as ``{0,2,4,6 and 28 more}``."""
     if len(numbers) == 1:
         return str(numbers[0])
     parts: list[list[int]] = []
@@ -99,9 +101,9 @@ def _ranges(numbers: Sequence[int], most: int | None) -> str:
 
 
 class ShortNames:
-    """Short texts for names of layers or metrics that must stay different.
+    """Shortens names of layers or metrics so that they stay distinct.
 
-    Parts that all names have at the same place are left out first; a part before a number, and the last one, come last.
+    Only parts that do not distinguish names are dropped; the last part, and parts before a number, are dropped last.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -129,7 +131,7 @@ class ShortNames:
 
 
 def _without_middle(text: str, most: int) -> str:
-    """Cut the middle of a text that is too long. The end keeps more than the beginning."""
+    """Cut the middle of a text that is too long, keeping more of the end than of the beginning."""
     if len(text) <= most:
         return text
     if most < 5:

@@ -1,4 +1,4 @@
-"""Kinds of forward passes: training, part of a recomputed forward, or evaluation."""
+"""Kinds of forwards: training, recomputation, or evaluation."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def outside_of_dynamo(function: FunctionT) -> FunctionT:
-    """Keep a function out of compiled code, which calls it between two graphs.
+    """Exclude a function from compilation; compiled code calls it between two graphs.
 
-    Dynamo cannot import features, which were executed by path, and must not trace the notes of a hook.
+    Dynamo cannot import features, which were loaded by path, and must not trace the side effects of hooks.
     """
     return cast(FunctionT, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
@@ -40,17 +40,18 @@ class ForwardKind(enum.Enum):
 
 
 Classify = Callable[[torch.nn.Module], ForwardKind]
-"""Decides the kind of a forward of a module."""
+"""Returns the kind of a module's forward that is running."""
 
 
 class ForwardClassifier:
-    """Decides the kind of a forward.
+    """Determines the kind of the running forward.
 
     Attributes:
-        paused, was_paused: whether an integration evaluates, and whether it did since :meth:`begin`.
-        eval_mode_counts: whether a module in eval mode is evaluated. False if the integration reports evaluations: a
-            model may be trained in eval mode.
-        abandoned: whether the loop that started the session has ended without stopping it.
+        paused: whether the integration is evaluating.
+        was_paused: whether ``paused`` was set since it was last reset.
+        eval_mode_counts: whether a module in eval mode counts as evaluation. False if the integration reports
+            evaluations, since a model may be trained in eval mode.
+        abandoned: returns whether the session no longer observes this process.
     """
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:
@@ -75,7 +76,7 @@ class ForwardClassifier:
         self._paused = value
         self.was_paused = self.was_paused or value
 
-    def paused_in(self, function: FunctionT) -> FunctionT:
+    def pause_during(self, function: FunctionT) -> FunctionT:
         @functools.wraps(function)
         def paused(*arguments: Any, **keywords: Any) -> Any:
             before, self.paused = self.paused, True
@@ -91,42 +92,42 @@ class ForwardClassifier:
             return ForwardKind.UNTOUCHED
         if self.paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
-        if in_backward():
-            # Inside a backward pass, so recomputed for an activation checkpoint. A reentrant one (an autograd Function)
-            # ran the first forward without gradients: this is the one to observe. Any other kind recomputes from a hook
-            # of a saved tensor, and its first forward was observed.
+        if is_in_backward():
+            # A forward inside a backward is recomputed for an activation checkpoint. A reentrant checkpoint (an
+            # autograd Function) ran the first forward without gradients, so the recomputed one is observed. A
+            # non-reentrant checkpoint recomputes in a hook of a saved tensor, and its first forward was observed.
             reentrant = innermost_autograd_frame() == "backward"
             return ForwardKind.OBSERVED if reentrant else ForwardKind.SILENT
         if torch.is_grad_enabled():
             return ForwardKind.OBSERVED
         # A reentrant checkpoint recomputes it later.
-        return self._evaluation if in_evaluation() else ForwardKind.SILENT
+        return self._evaluation if is_evaluation_forward() else ForwardKind.SILENT
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
-def in_evaluation() -> bool:
+def is_evaluation_forward() -> bool:
     """Return whether the running forward of a training step is an evaluation, such as a teacher's.
 
-    It runs without gradients, and not inside of an autograd Function, such as a reentrant checkpoint.
+    An evaluation runs without gradients, and not inside an autograd Function such as a reentrant checkpoint.
     """
     return not torch.is_grad_enabled() and innermost_autograd_frame() != "forward"
 
 
 def innermost_autograd_frame() -> str | None:
-    """``forward`` or ``backward`` of the innermost autograd Function on the stack, or ``unpack_hook``; else None.
+    """Return the innermost of ``forward`` or ``backward`` of an autograd Function, and ``unpack_hook``, on the stack.
 
-    ``unpack_hook`` is where torch 2.13's and Transformer Engine 2.20's non-reentrant checkpoints recompute.
+    Non-reentrant checkpoints of torch 2.13 and Transformer Engine 2.20 recompute in ``unpack_hook``.
     """
     return next((name for name, _ in _autograd_frames()), None)
 
 
 def running_functions() -> Iterator[FunctionCtx | None]:
-    """The contexts of the autograd Functions with a running forward, innermost first, up to a backward.
+    """Yield the contexts of autograd Functions with a running forward, innermost first, up to a backward.
 
-    None for a Function with a ``setup_context``, which has no context yet.
+    Yields None for a Function with ``setup_context``, which does not have a context yet.
     """
     for name, context in _autograd_frames():
         if name != "forward":
@@ -134,14 +135,14 @@ def running_functions() -> Iterator[FunctionCtx | None]:
         yield context
 
 
-def is_computing_again() -> bool:
-    """Return whether a backward runs a forward that an activation checkpoint recomputes, not a node's backward."""
+def is_recomputing() -> bool:
+    """Return whether an activation checkpoint is recomputing a forward inside a backward."""
     in_module = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code is _ENGINE:
-            return False  # a backward inside of the backward of a checkpoint
+            return False  # a backward nested in the backward of a checkpoint
         in_module = in_module or code is _MODULE_CALL
         autograd = _autograd_frame(frame)
         if autograd is not None and autograd[0] != "forward":
@@ -162,13 +163,13 @@ def _autograd_frames() -> Iterator[tuple[str, FunctionCtx | None]]:
 
 
 def _autograd_frame(frame: FrameType) -> tuple[str, FunctionCtx | None] | None:
-    """The name and the context of a frame of an autograd Function, or of a checkpoint that recomputes."""
+    """Return name and context of a frame of an autograd Function or of a recomputing checkpoint; else None."""
     name = frame.f_code.co_name
     if name == "unpack_hook":
         return name, None
     if name not in ("forward", "backward"):
         return None
-    # The cheap look at the names first: f_locals of every frame would cost more than the forward pass.
+    # Check the names first: reading f_locals of every frame would cost more than the forward pass.
     first = frame.f_code.co_varnames[:1]
     if first == ("ctx",):
         context = frame.f_locals.get("ctx")
@@ -181,7 +182,7 @@ def _autograd_frame(frame: FrameType) -> tuple[str, FunctionCtx | None] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _is_of_function(code: CodeType) -> bool:
-    """Return whether the code is the forward of an autograd Function, which may have no context."""
+    """Return whether code is the forward of an autograd Function; with ``setup_context`` it has no ``ctx``."""
     kinds: list[Any] = [torch.autograd.Function]
     while kinds:
         kind = kinds.pop()

@@ -1,4 +1,4 @@
-"""States of delayed scaling in modules and operations of Transformer Engine."""
+"""The state of delayed scaling in modules and operations of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def delayed_states(module: torch.nn.Module) -> Iterator[Any]:
-    """The states of delayed scaling in a module or an operation of Transformer Engine, with scale and history.
+    """Yield the states of delayed scaling of a module or operation, with scale and amax history.
 
     Read from Transformer Engine 2.20.2: ``DelayedScalingRecipeState``, and a ``CustomRecipeState`` that contains one.
     """
@@ -21,16 +21,15 @@ def delayed_states(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def metas_of(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
-    """The recipe data of a module (``fp8_meta``) or an operation (``_fp8_metas``) of Transformer Engine."""
+    """Yield the FP8 metadata of a module (``fp8_meta``) or an operation (``_fp8_metas``)."""
     attributes = vars(module)
     yield from filter(None, (attributes.get("fp8_meta"), *(attributes.get("_fp8_metas") or {}).values()))
 
 
 def delayed_state(meta: Mapping[str, Any] | None, direction: str) -> Any:
-    """The state of delayed scaling in an ``fp8_meta``; None if there is none.
+    """Return the state of delayed scaling in an ``fp8_meta``, if any.
 
     Args:
-        meta: the attribute ``fp8_meta`` of a module.
         direction: ``scaling_fwd`` or ``scaling_bwd``.
     """
     state = (meta or {}).get(direction)
@@ -38,7 +37,7 @@ def delayed_state(meta: Mapping[str, Any] | None, direction: str) -> Any:
 
 
 def is_in_checkpoints(module: torch.nn.Module) -> bool:
-    """Return whether a module's ``_extra_state`` has its state of delayed scaling, as after a forward in FP8.
+    """Return whether a module's ``_extra_state`` contains its state of delayed scaling: after a forward in FP8.
 
     Read from Transformer Engine 2.20.2, ``pytorch/module/base.py: get_extra_state``.
     """

@@ -1,6 +1,7 @@
-"""Events of GEMMs and attention of Transformer Engine, and the tensors that features look at.
+"""Events of Transformer Engine's GEMMs and attention, and the tensors that features observe.
 
-Transformer Engine frees operands right after a GEMM and reuses their memory: a listener reads in its call, or copies.
+Transformer Engine frees operands right after a GEMM and reuses their memory, so listeners must read or copy them during
+the call.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from te_precision_callbacks.base.vocabulary import GemmName, OperandName
 from te_precision_callbacks.layers.forwards import ForwardKind
 
 OUTSIDE = "outside"
-"""The layer of a GEMM outside of the model's layers, such as a GEMM in a custom autograd function."""
+"""Layer name of a GEMM outside of the model's layers, such as in a custom autograd function."""
 
 
 class GemmOperand(NamedTuple):
-    """One of the two operands of a GEMM.
+    """An operand of a GEMM.
 
     Attributes:
         tensor: ``activation``, ``weight`` or ``gradient``.
-        given: what Transformer Engine's Python passed: a plain or quantized tensor, or the wrapper of its debug path.
+        given: the object that Transformer Engine's Python code passed: a plain or quantized tensor, or the wrapper of
+            its debug path.
         columnwise: whether the GEMM reads columnwise data.
-        high: the tensor before its quantization, if it exists and a listener requested it.
-        first: whether no GEMM of the same forward, or of its backward, has read the tensor before.
-        recomputed: whether ``high`` was recomputed, since a fused kernel had quantized it; its codes may differ.
+        high: the tensor before quantization, if it exists and a listener requested it.
+        first: whether this is the first GEMM of the forward and its backward that reads the tensor.
+        recomputed: whether ``high`` was recomputed, since a fused kernel wrote it quantized; the codes may differ.
     """
 
     tensor: OperandName
@@ -47,28 +49,28 @@ class GemmOperand(NamedTuple):
 
     @property
     def data(self) -> Any:
-        """The plain or quantized tensor or storage that the extension reads; None without data of that direction."""
+        """The plain or quantized tensor or storage that the extension reads; None if it lacks this direction."""
         given = self.given
         if self.on_debug_path:
             given = given.columnwise_gemm_tensor if self.columnwise else given.rowwise_gemm_tensor
         return gemm_operand(given, columnwise=self.columnwise)
 
 
-@dataclass(eq=False)  # not frozen, which takes three times as long to make
+@dataclass(eq=False)  # not frozen, since creating a frozen object takes three times as long
 class GemmEvent:
-    """One GEMM.
+    """A GEMM that has run.
 
     Attributes:
         layer: the name of the layer, or :data:`OUTSIDE`.
-        expert: the number of the expert in its module; None outside of grouped GEMMs.
+        expert: index of the expert in its module; None outside of grouped GEMMs.
         a, b: the operands, as the extension names them: it multiplies B by A.
-        out: the result, high-precision or quantized, including the addend. None if a grouped GEMM wrote the results of
-            all experts into one buffer.
-        order: the number of the GEMM in the iteration, in order of execution.
-        recipe: the recipe of its forward, as spelled in names of statistics; empty in high precision.
-        arguments: the other arguments of the call (``transformer_engine/pytorch/cpp_extensions/gemm.py``).
+        out: the result, in high precision or quantized, including a sum that it was added to. None if a grouped GEMM
+            wrote the results of all experts into one buffer.
+        order: index of the GEMM in the iteration, in execution order.
+        recipe: the recipe of the forward, as spelled in names of statistics; empty in high precision.
+        arguments: all arguments of the call (``transformer_engine/pytorch/cpp_extensions/gemm.py``).
         gelu_input: the result before GELU, if the GEMM applies it.
-        before: the return value of the :data:`BeforeSum` listener; None without an addend.
+        before: the return value of the :data:`BeforeSum` listener; None if the GEMM does not accumulate.
         kept: data that listeners keep from the forward until its backward.
     """
 
@@ -92,7 +94,7 @@ class GemmEvent:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """n, m and k. The result has n rows of m elements, each a sum of k products. A listener reads them first."""
+        """n, m and k: the result has n rows of m elements, each a sum of k products. Read it while the event is new."""
         layout = self.arguments["layout"]
         rows, columns = (_matrix(operand.data) for operand in self.operands)
         m, k = rows if layout[0] == "T" else rows[::-1]
@@ -100,8 +102,12 @@ class GemmEvent:
 
 
 class AttentionSizes(NamedTuple):
-    """The sizes of attention's two products: ``batch`` products of each, sequences times heads, of ``rows`` queries by
-    ``columns`` keys, with heads of ``size`` for queries and keys, and ``size_v`` for values.
+    """The sizes of attention's two matrix products.
+
+    Attributes:
+        batch: number of sequences times heads.
+        rows, columns: numbers of queries and keys.
+        size, size_v: head dimension of queries and keys, and of values.
     """
 
     batch: int
@@ -112,8 +118,9 @@ class AttentionSizes(NamedTuple):
 
     @classmethod
     def of(cls, query: Any, key: Any, value: Any, form: str) -> AttentionSizes:
-        """The sizes of operands in a format such as ``sbhd``, with one letter for each dimension. Packed sequences
-        (``thd``) count as one, since their bounds are on the device.
+        """Return the sizes of operands in a format such as ``sbhd``, with a letter per dimension.
+
+        Packed sequences (``thd``) count as one sequence, since their bounds are on the device.
         """
         rows, columns = (dict(zip(form, tensor.size(), strict=True)) for tensor in (query, key))
         sequences = rows.get("b", 1) * rows["h"]
@@ -125,9 +132,11 @@ class AttentionSizes(NamedTuple):
 class AttentionEvent:
     """The products of fused attention, in a forward or its backward.
 
-    ``gradient`` is the gradient of the result. ``probabilities`` and ``scores`` are the quantizers of the probabilities
-    and of the scores' gradient, or None. ``arguments`` are those of ``fused_attn_fwd`` or ``fused_attn_bwd``
-    (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
+    Attributes:
+        gradient: the gradient of the result, in a backward.
+        probabilities, scores: the quantizers of the probabilities, and of the scores' gradient, or None.
+        arguments: the arguments of ``fused_attn_fwd`` or ``fused_attn_bwd``
+            (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
     """
 
     layer: str
@@ -144,8 +153,8 @@ class AttentionEvent:
 
 
 BeforeSum = Callable[[str, GemmName, Any, dict[Any, Any]], Any]
-"""Listener called before a GEMM adds to its result, with the layer, the GEMM, the addend, and the data kept for the
-forward; its return value is in the event."""
+"""Listener called before a GEMM accumulates, with the layer, the GEMM, the sum so far, and ``kept`` of the forward; its
+return value becomes ``before`` of the event."""
 
 Listener = Callable[[GemmEvent], None]
 """Listener called after each GEMM. Its exceptions are reported and do not reach training."""
@@ -157,7 +166,7 @@ def _matrix(data: Any) -> tuple[int, int]:
 
 
 class Watched(NamedTuple):
-    """A tensor at the moment when a layer computes with it.
+    """A tensor while a layer computes with it.
 
     Attributes:
         values: the tensor in high precision; None for a weight that exists only in quantized form.
@@ -176,7 +185,7 @@ class Watched(NamedTuple):
     tp_group: dist.ProcessGroup | None = None
 
     def quantized(self, *, columnwise: bool = False) -> Any:
-        """The quantized tensor that the GEMM of a direction reads, or the one of the other direction, or None."""
+        """Return the quantized tensor that the GEMM of a direction reads, else the other direction's, if any."""
         first, second = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
         if has_scale(first):
             return first

@@ -1,10 +1,10 @@
-"""Derives layer names from the module tree, and the scopes that distinguish layers at one path on several ranks.
+"""Derives layer names from the module tree, and scopes that distinguish layers with equal paths on several ranks.
 
 A *module* is a Transformer Engine module with observable GEMMs: Linear, LayerNormLinear, LayerNormMLP, GroupedLinear. A
-*layer* is the unit that configs select and logs name: the module itself, or for modules with several GEMMs their parts,
-``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``, ``<module>.gemm_1`` and so on.
+*layer* is the unit that configs select and logs name: the module itself, or its parts ``<module>.fc1`` and
+``<module>.fc2``, or ``<module>.gemm_0``, ``<module>.gemm_1`` and so on.
 
-A *scope* is a text such as ``pp1``, ``ep0`` or ``pp1.ep0``, as in pipeline stages and expert parallelism. It comes from
+A *scope* is a text such as ``pp1``, ``ep0`` or ``pp1.ep0``, for pipeline stages and expert parallelism. It comes from
 Megatron's parallel state, or from the device mesh of a module's parameters; otherwise the user passes it as ``scope=``
 to any integration.
 """
@@ -23,42 +23,42 @@ import torch
 from te_precision_callbacks.base.errors import OptionError
 
 Scope = str | Callable[[str], str]
-"""A rank's scope, or a function from a module's path to the scope of that module; empty if no scope is needed."""
+"""A rank's scope, or a function that maps a module's path to its scope; empty if not needed."""
 
 _TEXT = re.compile(r"\w+(\.\w+)*")
 
 _PIPELINE = ("pp", "pipeline", "pipe", "pipeline_parallel")
 _EXPERTS = ("ep", "expert", "experts", "expert_parallel")
-"""Names of dimensions of a device mesh, including those of torchtitan, Lightning, Accelerate and NeMo."""
+"""Names of device mesh dimensions, including those of torchtitan, Lightning, Accelerate and NeMo."""
 
 
-class FoundScope(NamedTuple):
-    """The position of a rank; empty if unknown, or if all ranks have the same position."""
+class DetectedScope(NamedTuple):
+    """The pipeline stage and the expert group of a rank; empty if unknown, or equal on all ranks."""
 
     stage: str
     experts: str
 
 
-def found_scope(module: torch.nn.Module) -> FoundScope:
+def detect_scope(module: torch.nn.Module) -> DetectedScope:
     parameters = [p for p in module._parameters.values() if p is not None]  # as parameters(recurse=False)
-    stage, experts = _of_megatron(parameters)
+    stage, experts = _megatron_scope(parameters)
     meshes: list[Any] = [p.device_mesh for p in parameters if hasattr(p, "device_mesh")]
     for mesh in {id(mesh): mesh for mesh in meshes}.values():
-        # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a part of that of the whole job.
+        # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a submesh of the root mesh.
         root = mesh._get_root_mesh()
-        stage = stage or _place(root, _PIPELINE, "pp")
-        experts = experts or _place(mesh, _EXPERTS, "ep")
-    return FoundScope(stage, experts)
+        stage = stage or _mesh_position(root, _PIPELINE, "pp")
+        experts = experts or _mesh_position(mesh, _EXPERTS, "ep")
+    return DetectedScope(stage, experts)
 
 
 def _megatron() -> Any:
-    """Megatron Core's module ``parallel_state``, of 0.16.1; None if it is not in use."""
+    """Return Megatron Core's ``parallel_state`` module (0.16.1); None if not in use."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
-def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
-    """The scope by Megatron Core's parallel state; expert layers' parameters have ``allreduce=False``."""
+def _megatron_scope(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
+    """Return stage and experts by Megatron Core's parallel state; parameters of experts have ``allreduce=False``."""
     state = _megatron()
     if state is None:
         return "", ""
@@ -71,7 +71,7 @@ def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
     return stage, experts
 
 
-def _place(mesh: Any, names: tuple[str, ...], prefix: str) -> str:
+def _mesh_position(mesh: Any, names: tuple[str, ...], prefix: str) -> str:
     for name in names:
         if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1:
             return f"{prefix}{mesh.get_local_rank(name)}"
@@ -88,8 +88,8 @@ def check_scope(scope: object) -> None:
         _check_text("scope=", scope)
 
 
-def scope_of(scope: Scope, path: str) -> str:
-    """The user's scope of a module.
+def resolve_scope(scope: Scope, path: str) -> str:
+    """Return the user's scope of a module.
 
     Raises:
         OptionError: the function does not return a scope.
@@ -113,7 +113,7 @@ if TYPE_CHECKING:
     from te_precision_callbacks.base.vocabulary import LayerNames
 
 Model = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
-"""A model; or several, such as a list of a model's chunks, or a mapping of a generator and a discriminator."""
+"""A model, or several: a list of a model's chunks, or a mapping of, for example, generator and discriminator."""
 
 WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
 """Attributes of the wrapped module in FSDP, torch.compile, torch's checkpoint wrapper and Lightning Fabric."""
@@ -125,7 +125,7 @@ PEFT_WRAPPERS = {"PeftModel": "base_model", "PeftMixedModel": "base_model", "Bas
 """Class of PEFT 0.21 -> the attribute that holds the wrapped model."""
 
 _BASE_LAYER = "BaseTunerLayer", "base_layer"
-"""PEFT's class that adds adapters to a layer, and the attribute with that layer: ``tuners/tuners_utils.py`` 0.21."""
+"""PEFT's class that adds adapters to a layer, and its attribute with the layer: ``tuners/tuners_utils.py`` 0.21."""
 
 _OLD_SPELLINGS = (
     ("self_attention", "self_attn"),
@@ -136,13 +136,13 @@ _OLD_SPELLINGS = (
 """Module attributes of TE 2.20, and their names in TE's documentation."""
 
 _ATTENTION = "DotProductAttention"
-"""Transformer Engine's attention. Its parts, one for each backend, have its name."""
+"""Transformer Engine's attention, whose name the modules of its backends contain."""
 
 _NUMBERED_EXPERTS = re.compile(r"\bexperts_\d+_\d+\b")
-"""The experts of a rank in :attr:`Layer.by_number`; a selector without numbers means the experts of all ranks."""
+"""The experts of a rank in :attr:`Layer.by_number`; a selector without numbers selects the experts of all ranks."""
 
 _AUTOMATIC_NAME = re.compile(r"Layer_\d+(\.|\Z)")
-"""TE's name for a module that was built without one: a process-wide count."""
+"""TE's name for a module that was built without a name, with a process-wide count."""
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,16 @@ class Layer:
     """The unit that a config selects.
 
     Attributes:
-        name: the name in logs, records and metric names.
-        aliases: other names that select the layer: the script's own name, the path without a LightningModule's own
-            attribute, and the spellings of TE's documentation.
-        types: the layer's class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
+        name: the name in logs, records and metrics.
+        aliases: other names that select the layer: the script's own name, the path without the attribute of a
+            LightningModule, and the spellings of TE's documentation.
+        types: the layer's class and TE base classes, spelled as ``LayerNormLinear`` and ``layernorm_linear``.
         given: the full name from the script, passed to the constructor or assigned by ``infer_and_assign_layer_names``.
         upstream: the names of :func:`upstream_names`.
-        by_number: the path with numbers that distinguish layers of different ranks at one path, as in Megatron:
-            ``layer_number``, from 0, instead of the index in a pipeline stage's ModuleList; the first and last of
-            ``local_expert_indices`` for experts (``experts_2_3``); otherwise a scope before the path.
-        scope: the prefix of the name that distinguishes ranks; see the top of this module.
+        by_number: the path with numbers that distinguish layers with equal paths on several ranks, as in Megatron:
+            ``layer_number``, counted from 0, instead of the index in a pipeline stage's ModuleList; for experts the
+            first and last of ``local_expert_indices`` (``experts_2_3``); otherwise a scope before the path.
+        scope: prefix of the name that distinguishes ranks; see the module docstring.
     """
 
     name: str
@@ -173,9 +173,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class NamedModule:
-    """A Transformer Engine module with observable GEMMs, or attention, its path without wrapper parts, and its layers.
-    The attribute ``name`` is not changed here.
-    """
+    """A Transformer Engine module with observable GEMMs, or attention; ``name`` is its path without wrapper parts."""
 
     module: torch.nn.Module
     name: str
@@ -187,7 +185,7 @@ def spellings(classes: Iterable[str]) -> tuple[str, ...]:
 
 
 def snake_case(class_name: str) -> str:
-    """TE's spelling of a class in names: ``LayerNormMLP`` is ``layernorm_mlp``."""
+    """Return TE's spelling of a class in names: ``layernorm_mlp`` for ``LayerNormMLP``."""
     words = class_name.replace("LayerNorm", "Layernorm").replace("MLP", "Mlp").replace("RMSNorm", "Rmsnorm")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
 
@@ -198,13 +196,13 @@ def named_te_modules(
     """Find and name the Transformer Engine modules of a model, in the order of the module tree.
 
     The name is the path in the tree without the parts of wrappers (DDP, FSDP, torch.compile, checkpoint wrappers,
-    PEFT); for a shared module, its first path. Prefixes are ``chunk0.``, ``chunk1.`` and so on in a list of models, the
-    keys of a mapping, and the class of a root of Transformer Engine: ``transformer_layer.layernorm_mlp``.
+    PEFT). A shared module has its first path. Prefixes are ``chunk0.``, ``chunk1.`` and so on for a list of models, the
+    keys of a mapping, and the class of a root from Transformer Engine: ``transformer_layer.layernorm_mlp``.
 
     Args:
-        layer_names: ``"upstream"`` for names from :func:`upstream_names`; a count distinguishes equal names.
-        by_number: with ``"path"``, whether the names are :attr:`Layer.by_number`.
-        scope: the user's scope for this rank's layers, a prefix of the names.
+        layer_names: ``"upstream"`` for names of :func:`upstream_names`; a count distinguishes equal names.
+        by_number: with ``"path"``, whether to use :attr:`Layer.by_number`.
+        scope: the user's scope for this rank's layers, which becomes a prefix of the names.
 
     Raises:
         OptionError: ``scope`` is a function and does not return a scope.
@@ -220,14 +218,14 @@ def named_te_modules(
         if parts is None or id(module) in named:
             continue
         upstream = names_upstream[id(module)]
-        given_scope, rank_scope = scope_of(scope, place.path), found_scope(module)
-        # Without the parts that numbers in its path already show.
+        given_scope, rank_scope = resolve_scope(scope, place.path), detect_scope(module)
+        # Drop parts of the scope that numbers in the path already show.
         missing = "" if place.has_number else rank_scope.stage, "" if place.has_experts else rank_scope.experts
-        untold = given_scope or ".".join(filter(None, missing))
-        own_scope = untold if by_number else given_scope
+        numbered_scope = given_scope or ".".join(filter(None, missing))
+        own_scope = numbered_scope if by_number else given_scope
         name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
-        entry = _Found(module, name, own_scope, untold, place, upstream, is_lightning)
+        entry = _Found(module, name, own_scope, numbered_scope, place, upstream, is_lightning)
         make_layer = _layer_of_upstream if layer_names == "upstream" else _layer
         layers = tuple(make_layer(entry, part) for part in parts)
         named[id(module)] = NamedModule(module, _joined(own_scope, name), layers)
@@ -235,20 +233,19 @@ def named_te_modules(
 
 
 def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") -> dict[int, str]:
-    """The name of every module of a model by its id, as in :func:`named_te_modules`; for a root without a prefix, its
-    class in snake case.
+    """Return id -> name of all modules, as in :func:`named_te_modules`.
+
+    A root without a prefix has its class in snake case as name.
     """
     names: dict[int, str] = {}
     for place, root in _named_places(model):
         path = (place.by_number if by_number else place.path) or snake_case(_own_class(root))
-        names.setdefault(id(place.module), _joined(scope_of(scope, place.path), path))
+        names.setdefault(id(place.module), _joined(resolve_scope(scope, place.path), path))
     return names
 
 
 def named_attention(model: Model, names: Mapping[int, str]) -> dict[int, str]:
-    """Id of a module -> its name, for Transformer Engine's attention modules and derived classes that have a name in
-    ``names``.
-    """
+    """Return id -> name of Transformer Engine's attention modules and subclasses, for modules in ``names``."""
     modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
     return {
         id(module): names[id(module)]
@@ -267,17 +264,17 @@ class NamedOperation(NamedTuple):
 
 
 def named_operations(model: Model, *, by_number: bool = False, scope: Scope = "") -> list[NamedOperation]:
-    """Find and name the operations of ``te.ops`` in a model that have GEMMs.
+    """Find and name the operations of ``te.ops`` with GEMMs in a model.
 
-    The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` around it; groups of a ``GroupedLinear`` are
-    layers, ``.gemm_0`` and so on.
+    The name is the path of the ``BasicLinear``, or of the ``te.ops.Linear`` around it. The groups of a
+    ``GroupedLinear`` are layers: ``.gemm_0`` and so on.
     """
     operations = []
     for place, _ in _named_places(model):
         kind = type(place.module)
         if kind.__module__.startswith("transformer_engine.pytorch.ops.") and kind.__name__ in _GEMM_OPERATIONS:
             path = (place.by_number if by_number else place.path).removesuffix(".basic_ops.0")
-            name = _joined(scope_of(scope, place.path), path)
+            name = _joined(resolve_scope(scope, place.path), path)
             groups = getattr(place.module, "num_groups", None)
             layers = (name,) if groups is None else tuple(f"{name}.gemm_{n}" for n in range(groups))
             operations.append(NamedOperation(place.module, layers))
@@ -293,31 +290,31 @@ class _Found(NamedTuple):
     Attributes:
         name: the name without the scope.
         scope: the prefix of the name.
-        untold: the prefix of :attr:`Layer.by_number`.
+        numbered_scope: the prefix of :attr:`Layer.by_number`.
     """
 
     module: torch.nn.Module
     name: str
     scope: str
-    untold: str
+    numbered_scope: str
     place: _Node
     upstream: tuple[str, ...]
     is_lightning: bool
 
 
 def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
-    """The names that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` assigns to each module, by its id.
+    """Return id -> names that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` assigns to a module.
 
-    Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: the root is ``model``, even if there are several; the children of a
-    ModuleList have ``layer_number`` instead of their index; the last path of a shared module counts. A module has a
-    second name without wrappers such as DDP, since scripts call the function before or after they wrap the model; if
-    the script has called it, it has only the name from that call.
+    Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: each root is ``model``; children of a ModuleList have their
+    ``layer_number`` instead of the index; a shared module has its last path. Since scripts call the function before or
+    after they wrap the model, a module has a second name without wrappers such as DDP. If the script has already called
+    the function, a module has only the name from that call.
     """
     roots = [root for _, root in named_roots(model) or ()]
-    # The script has called the function for a model, or inside of its wrappers.
+    # The script has called the function for the model, or for the model inside its wrappers.
     was_called = any(vars(module).get("name") == "model" for root in roots for _, module in _wrapped(root))
     names: dict[int, tuple[str, ...]] = {}
-    # From the last child to the first: the first path that reaches a module is then the last of its paths.
+    # Visit children from last to first, so that the first path that reaches a module is its last one.
     stack = [(root, "model", "model") for root in roots]
     while stack:
         module, name, plain = stack.pop()
@@ -346,8 +343,10 @@ def _inside(module: torch.nn.Module) -> torch.nn.Module:
 def _wrapped(
     module: torch.nn.Module, is_part: Callable[[torch.nn.Module, str], bool] | None = None
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield a module and the modules it wraps, outermost first, each with its attribute in the module before it.
-    ``is_part`` is whether a module wraps its child of this name; None for DDP and similar wrappers.
+    """Yield a module and the modules that it wraps, outermost first, each with its attribute name in the wrapper.
+
+    Args:
+        is_part: returns whether a module wraps its child of a given name; None for DDP and similar wrappers.
     """
     is_part = is_part or _is_process_wrapper_part
     name, seen = "", set[torch.nn.Module]()
@@ -358,16 +357,16 @@ def _wrapped(
         name, module = next(parts, (name, module))
 
 
-def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
-    """Name by path -> names by number, where ranks have different layers of one name, by stage or by expert."""
+def find_ambiguous_names(layers: Iterable[Layer]) -> dict[str, list[str]]:
+    """Return name by path -> names by number, for names that belong to different layers on several ranks."""
     by_name: dict[str, dict[str, None]] = {}
     for layer in layers:
         by_name.setdefault(layer.name, {})[layer.by_number] = None
     return {name: list(numbered) for name, numbered in by_name.items() if len(numbered) > 1}
 
 
-def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
-    """Name in the script -> names of its layers here. Names of other layers here are left out."""
+def group_by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
+    """Return the script's name -> our names of its layers, without script names that are our names of other layers."""
     by_name = {layer.name: layer for layer in layers}
     given: dict[str, list[str]] = {}
     for layer in by_name.values():
@@ -377,21 +376,21 @@ def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
 
 
 class ModuleTree:
-    """The tree of a model's modules, wrappers included, to detect changes cheaply.
+    """Snapshot of a model's module tree, including wrappers, to detect changes cheaply.
 
-    With ``parameters``, replacing a parameter, or compiling a module, counts as a change too.
+    With ``parameters``, replacing a parameter or compiling a module also counts as a change.
     """
 
     def __init__(self, model: Model, *, parameters: bool = False) -> None:
         modules = list(dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules()))
         self._children = [(module, dict(module._modules)) for module in modules]
-        # Parameters by identity: tensors are compared element by element.
+        # Compare parameters by id, since tensors are compared element by element.
         self._parameters = [
             (module, tuple(map(id, module._parameters.values())), compiled_call(module))
             for module in (modules if parameters else ())
         ]
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         return any(module._modules != before for module, before in self._children) or any(
             tuple(map(id, module._parameters.values())) != parameters or compiled_call(module) is not compiled
             for module, parameters, compiled in self._parameters
@@ -399,17 +398,17 @@ class ModuleTree:
 
 
 SURROUNDS = "te_precision_surrounds"
-"""Attribute of a wrapper around the call of a module: the wrapped function, or None."""
+"""Attribute of a wrapper around a module's call, with the wrapped function, or None."""
 
 
 def compiled_call(module: torch.nn.Module) -> Any:
-    """The result of ``torch.nn.Module.compile`` for a module; None if it is not compiled."""
+    """Return the compiled call of ``torch.nn.Module.compile``; None if the module is not compiled."""
     call = module._compiled_call_impl
     return getattr(call, SURROUNDS, call)
 
 
 def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
-    """A model, or several, each with the prefix of its names: nothing, ``chunk0`` and so on, or its key.
+    """Return the models with the prefixes of their names: empty, ``chunk0`` and so on, or the keys.
 
     None if ``model`` is not a :data:`Model`.
     """
@@ -440,18 +439,22 @@ def module_paths(
     *,
     opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each module below ``root`` once, parents first, with its path without wrapper parts; of wrappers, the wrapped
-    module.
+    """Yield path and module for each module below ``root`` once, parents first; paths have no wrapper parts.
 
-    Modules below an ``opaque`` module are left out.
+    Args:
+        opaque: returns whether to skip everything below a module.
     """
     for place in _places(root, prefix, opaque=opaque):
         yield place.path, place.module
 
 
 class _Node(NamedTuple):
-    """A module in the tree: its path without wrapper parts, and as :attr:`Layer.by_number` without a scope; and whether
-    numbers in that show the module's stage, and its experts.
+    """A module in the tree.
+
+    Attributes:
+        path: its path without wrapper parts.
+        by_number: :attr:`Layer.by_number` without a scope.
+        has_number, has_experts: whether numbers in ``by_number`` show the module's stage, and its experts.
     """
 
     path: str
@@ -474,11 +477,11 @@ def _places(
     opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
     through_adapters: bool = False,
 ) -> Iterator[_Node]:
-    """See :func:`module_paths`.
+    """Yield the nodes of the tree; see :func:`module_paths`.
 
     Args:
-        root, prefix, opaque: as there; a root of Transformer Engine adds its class to ``prefix``.
-        through_adapters: whether a layer with PEFT's adapters has the path of its replacement.
+        root: a root from Transformer Engine adds its class to ``prefix``.
+        through_adapters: whether a layer with PEFT adapters has the path of the module that replaced it.
     """
     seen: set[int] = set()
     *_, (_, root) = _wrapped(root, lambda parent, name: is_wrapper_part(parent, name) and not opaque(parent))
@@ -513,13 +516,13 @@ def _places(
 
 
 def _layer_number(module: torch.nn.Module, child: torch.nn.Module) -> str:
-    """The number of a list's child in the whole model, or empty. Read from Megatron Core 0.16."""
+    """Return the number of a ModuleList's child in the whole model, or empty. Read from Megatron Core 0.16."""
     number = getattr(_inside(child), "layer_number", None) if isinstance(module, torch.nn.ModuleList) else None
     return str(number - 1) if isinstance(number, int) and number > 0 else ""
 
 
 def _expert_numbers(module: torch.nn.Module, child_name: str) -> str:
-    """``experts`` with the first and the last of their numbers; else empty. Read from Megatron Core 0.16."""
+    """Return ``experts_<first>_<last>`` for Megatron's experts, or empty. Read from Megatron Core 0.16."""
     experts = getattr(module, "local_expert_indices", None) if child_name == "experts" else None
     return f"{child_name}_{experts[0]}_{experts[-1]}" if experts else ""
 
@@ -542,17 +545,17 @@ def _is_peft(module: torch.nn.Module, class_name: str) -> bool:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _peft_classes(bases: tuple[type, ...]) -> frozenset[str]:
-    """The names of PEFT's classes among the bases of a class; cached, since it runs for each child of each module."""
+    """Return the names of PEFT's classes among bases; cached, since it runs for each child of each module."""
     return frozenset(base.__name__ for base in bases if base.__module__.startswith("peft."))
 
 
 def is_wrapper(module: torch.nn.Module) -> bool:
-    """Return whether a module wraps and replaces another one (DDP, FSDP, torch.compile, a checkpoint wrapper, PEFT)."""
+    """Return whether a module is a wrapper: DDP, FSDP, torch.compile, a checkpoint wrapper, or PEFT."""
     return any(is_wrapper_part(module, child_name) for child_name, _ in module.named_children())
 
 
 def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
-    """Return whether a module wraps the child of this name, which then adds no part to paths."""
+    """Return whether a module wraps its child of this name, which then adds no part to paths."""
     return _is_process_wrapper_part(parent, child_name) or any(
         child_name == attribute and _is_peft(parent, class_name) for class_name, attribute in PEFT_WRAPPERS.items()
     )
@@ -565,7 +568,7 @@ def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
 
 
 def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
-    """TE's suffixes of a module's name for each of its GEMM sets; None for a module without observable GEMMs.
+    """Return TE's name suffixes of a module's layers; None for a module without observable GEMMs.
 
     Read from ``_get_debug_quantizers`` of TE 2.20.2's module/{linear,layernorm_linear,layernorm_mlp,grouped_linear}.py.
     """
@@ -605,7 +608,7 @@ def _layer(entry: _Found, part: str) -> Layer:
         ]
     whole = _joined(entry.scope, name) + part
     if entry.scope:
-        candidates = [name + part, *candidates]  # a selector without a scope means the layers of all scopes
+        candidates = [name + part, *candidates]  # a selector without a scope selects the layers of all scopes
     aliases = tuple(alias for alias in dict.fromkeys(candidates) if alias != whole)
     return Layer(
         name=whole,
@@ -613,6 +616,6 @@ def _layer(entry: _Found, part: str) -> Layer:
         types=spellings(classes),
         given=given + part if is_whole else "",
         upstream=tuple(upstream + part for upstream in entry.upstream),
-        by_number=_joined(entry.untold, entry.place.by_number) + part,
+        by_number=_joined(entry.numbered_scope, entry.place.by_number) + part,
         scope=entry.scope,
     )

@@ -3,22 +3,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-Thing = TypeVar("Thing")
+ItemT = TypeVar("ItemT")
 
 AT_ONCE = 8
-"""The number of modules checked in a step without collection."""
+"""Number of modules checked per step without collection."""
 
 MANY = 4_000
-"""Above this number of modules, a step checks a quarter as many, since they are no longer in the CPU's cache."""
+"""Number of modules above which a step checks only a quarter as many, since they no longer fit the CPU cache."""
 
 
-class RoundRobin(Generic[Thing]):
-    def __init__(self, things: Sequence[Thing]) -> None:
-        self._things = things
+class RoundRobin(Generic[ItemT]):
+    def __init__(self, items: Sequence[ItemT]) -> None:
+        self._items = items
         self._next = 0
-        self._at_once = AT_ONCE if len(things) <= MANY else AT_ONCE // 4
+        self._at_once = AT_ONCE if len(items) <= MANY else AT_ONCE // 4
 
-    def take(self, more: int = 0) -> Sequence[Thing]:
+    def take(self, more: int = 0) -> Sequence[ItemT]:
         begin, end = self._next, self._next + self._at_once + more
-        self._next = end if end < len(self._things) else 0
-        return self._things[begin:end]
+        self._next = end if end < len(self._items) else 0
+        return self._items[begin:end]

@@ -100,9 +100,7 @@ class OverflowChecker:
         why = "to check for activation overflow. A rank may not have trained in this step"
         try:
             sent = (own.failure, own.rank) if isinstance(own, DetectionFailedError) else own
-            entries = messages.pooled(
-                [] if sent is None else [sent], "overflow", why, DetectedOverflow | tuple[str, int]
-            )
+            entries = messages.pool([] if sent is None else [sent], "overflow", why, DetectedOverflow | tuple[str, int])
         except RanksLostError as error:
             self._warn_disconnected(error)
             return own

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_precision_callbacks.base.optimizers import after_closure
-from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.overflow.checker import OverflowChecker
 from te_precision_callbacks.overflow.hooks import ModelHooks
@@ -41,7 +41,7 @@ class Listener(Protocol):
 
 
 _listeners: list[weakref.ref[Listener]] = []
-_seams = Replaced(yields=True)
+_seams = Replacements(keeps_later=True)
 
 
 def listen(listener: Listener) -> Callable[[], object]:
@@ -64,7 +64,7 @@ def _alive() -> list[Listener]:
 def _remove(place: weakref.ref[Listener]) -> None:
     _listeners.remove(place)
     if not _listeners:
-        _seams.put_back()
+        _seams.restore()
 
 
 @outside_of_dynamo

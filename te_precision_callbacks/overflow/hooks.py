@@ -116,7 +116,7 @@ class ModelHooks:
         self.synchronize()
 
     def synchronize(self) -> None:
-        if self._tree is not None and not self._tree.changed():
+        if self._tree is not None and not self._tree.has_changed():
             return
         self._optimizers.clear()
         modules = {id(module): (path, module) for path, module in watched_modules(self._roots)}

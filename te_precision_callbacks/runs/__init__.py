@@ -1,10 +1,8 @@
-"""The record store: files of a run that other tools can read, and their reader.
+"""The records of a run, which sessions write as Parquet files, and their reader.
 
-    from te_precision_callbacks.runs import open_run
-    run = open_run("logs")                  # RecordedRun: tables of Arrow, and typed access
-    run.grid("underflows%", "activation")   # layers x iterations
-
-Sessions record their runs.
+from te_precision_callbacks.runs import open_run
+run = open_run("logs")                  # RecordedRun: Arrow tables, and typed access
+run.grid("underflows%", "activation")   # layers x iterations
 """
 
 from te_precision_callbacks.runs.reading import list_runs, open_run

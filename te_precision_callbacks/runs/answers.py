@@ -1,4 +1,4 @@
-"""Facts about a recorded run that several views show: its contents, precision shares, loss, and end."""
+"""Facts about a recorded run that several views show: contents, precision shares, loss, and how it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.recorded import RecordedRun
-from te_precision_callbacks.runs.tables import at_the_end
+from te_precision_callbacks.runs.tables import facts_at_end
 
 _MOST_NAMED = 4
 
@@ -40,16 +40,16 @@ def no_step_note(run: RecordedRun) -> list[str]:
 
 
 def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
-    """Map precision (or empty), and whether a product is of the backward, to its multiply-adds per step."""
+    """Return (precision or "", whether in the backward) -> multiply-adds per step."""
     counts: dict[tuple[str, bool], int] = defaultdict(int)
-    for row in at_the_end(run.gemms).select(["precision", "backward", "macs"]).to_pylist():
+    for row in facts_at_end(run.gemms).select(["precision", "backward", "macs"]).to_pylist():
         if row["macs"]:
             counts[row["precision"] or "", bool(row["backward"])] += row["macs"]
     return dict(counts)
 
 
 def precision_shares(run: RecordedRun) -> dict[str, float]:
-    """Map precision to its share of the multiply-adds, from 0 to 1, largest first."""
+    """Return precision -> share of the multiply-adds, from 0 to 1, largest first."""
     macs: dict[str, int] = defaultdict(int)
     for (precision, _), count in multiply_adds(run).items():
         if precision:
@@ -80,19 +80,17 @@ def is_loss(name: str) -> bool:
     return "loss" in words and "scale" not in words
 
 
-def is_loss_of_training(name: str) -> bool:
-    """Return whether a scalar can only be the training loss. Others, such as ``best_loss``, may be inf in a healthy
-    run.
-    """
+def is_training_loss(name: str) -> bool:
+    """Return whether a scalar must be the training loss; others, such as ``best_loss``, may be inf in a healthy run."""
     return is_loss(name) and words_of(name) <= _TRAINING_WORDS
 
 
 def loss_first(names: Iterable[str]) -> list[str]:
-    """Sort names of scalars: the likeliest training loss first, then other losses, then all others."""
+    """Sort names of scalars: the most likely training loss first, then other losses, then all others."""
     return sorted(names, key=lambda name: (not is_loss(name), name != "loss", "train" not in name, name))
 
 
-# ---------------------------------------------------------------------- what ended it
+# ---------------------------------------------------------------------- end of the run
 
 
 def format_status(run: RecordedRun) -> str:
@@ -125,7 +123,7 @@ def _error_at_the_end(run: RecordedRun) -> tuple[str, int]:
 
 
 def ended_by(error: str) -> str:
-    """Return what ended a run without a failure, such as ``Ctrl-C``, from the first line of its error."""
+    """Return the cause, such as ``Ctrl-C``, that ended a run without a failure, from the first line of its error."""
     name, _, text = error.partition(":")
     if name == "SystemExit" and text.strip() not in ("", "0", "None"):
         return ""
@@ -141,7 +139,7 @@ _FROM_OUTSIDE = {
 }
 
 
-def broken_in_short(message: str) -> str:
+def summarize_broken_contract(message: str) -> str:
     heading, *lines = message.splitlines() or [""]
     clauses = [line[2:] for line in itertools.takewhile(lambda line: line.startswith("- "), lines)]
     return " ".join([heading, *clauses])

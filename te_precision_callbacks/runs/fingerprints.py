@@ -1,10 +1,10 @@
-"""Fingerprints: the FP8 state in a checkpoint, and the audit that a resume has restored it.
+"""Fingerprints of the FP8 state in a checkpoint, to audit whether a resume has restored it.
 
-A fingerprint holds hashes instead of tensors. Each rank has one, as text in a checkpoint's state, or as a file in its
-folder.
+A fingerprint has hashes instead of tensors. Each rank has its own, as text in the state of a checkpoint, or as a file
+in its folder.
 
 Read from Transformer Engine 2.20.2: ``pytorch/module/base.py`` (``fp8_meta``; the first forward replaces a restored
-recipe, and makes or adapts the state), ``pytorch/quantization.py`` (recipe states), ``common/recipe``.
+recipe, and creates or adapts the state), ``pytorch/quantization.py`` (recipe states), ``common/recipe``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.numerics.layouts import PER_TENSOR, gemm_operand, is_quantized, scaling_mode, stored
+from te_precision_callbacks.base.numerics.layouts import (
+    PER_TENSOR,
+    gemm_operand,
+    is_quantized,
+    read_stored,
+    scaling_mode,
+)
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.fp8_state import delayed_state, is_in_checkpoints
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.runs.run_files import replace_whole
@@ -31,15 +37,15 @@ __all__ = ["FILE_NAME", "Fingerprint", "FingerprintError", "ResumeFinding", "Res
 
 FILE_NAME = "te_precision_fingerprint.json"
 
-SCHEMA = 2  # the version of the JSON form; other versions are not read
+SCHEMA = 2  # version of the JSON schema; other versions are not read
 
-HIGH_PRECISION = "none"  # the recipe's name for layers that train without FP8, as in GemmPrecision.recipe
+HIGH_PRECISION = "none"  # recipe of layers that train without FP8, as in GemmPrecision.recipe
 
 QUANTIZED = frozenset({"QuantizedTensorStorage", "GroupedTensorStorage"})
 
-_CHUNK_BYTES = 1 << 24  # hashed at once
+_CHUNK_BYTES = 1 << 24  # size of the pieces that are hashed at once
 _MOST_NAMES = 4
-_FIELDS_WITH_STATE = frozenset({"amax_history_len", "qfactory"})  # of recipes that can have scales and histories
+_FIELDS_WITH_STATE = frozenset({"amax_history_len", "qfactory"})  # fields of recipes that may have amax histories
 
 _MISSING = "No scales and amax histories were restored: the first step uses scales of 1"
 _UNSAVED = (
@@ -49,17 +55,17 @@ _UNSAVED = (
 
 
 class FingerprintError(PrecisionDebugError, ValueError):
-    """A text is not a fingerprint, or has another version."""
+    """A fingerprint is damaged, or has another version."""
 
 
 @dataclass(frozen=True)
 class ScalingState:
-    """The state of delayed scaling of one layer, in one direction.
+    """The state of delayed scaling of a layer, for the forward or the backward.
 
     Attributes:
         scale, history: hashes of the scales and of the amax history.
         is_new: whether the state is the initial one: scales of 1, and a history of zeros.
-        steps: the length of the history.
+        steps: length of the history.
     """
 
     scale: str
@@ -75,9 +81,9 @@ class Weights:
 
     Attributes:
         kind: ``"quantized"`` by ``quantized_model_init``, or ``"high"`` precision.
-        name: the class of quantized weights; the dtype of others.
+        name: class of quantized weights, or dtype of weights in high precision.
         hashes: direction (``rowwise``, ``columnwise``) -> hash of codes and scales; empty in high precision.
-        sharded: whether the rank has only a part of them, as with FSDP2 and tensor parallelism.
+        sharded: whether the rank has only a part of the weights, as with FSDP2 and tensor parallelism.
     """
 
     kind: Literal["high", "quantized"]
@@ -88,7 +94,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class RecipeState:
-    """A recipe's class, or :data:`HIGH_PRECISION`, and its fields; a nested field is ``fp8_quant_fwd_inp.margin``."""
+    """Class of a recipe, or :data:`HIGH_PRECISION`, and its fields; nested as in ``fp8_quant_fwd_inp.margin``."""
 
     name: str
     fields: Mapping[str, bool | int | float | str | None]
@@ -96,13 +102,13 @@ class RecipeState:
 
 @dataclass(frozen=True)
 class LayerFingerprint:
-    """The state of one layer.
+    """The state of a layer.
 
     Attributes:
-        forward, backward: its state of delayed scaling, if it has one.
-        unsaved: whether the checkpoint lacks this state: Transformer Engine 2.20 saves an empty ``_extra_state`` after
-            a forward outside of FP8 (``pytorch/module/base.py: get_extra_state``).
-        recipe: the index of its recipe in :attr:`Fingerprint.recipes`; None before it trains.
+        forward, backward: states of delayed scaling, if any.
+        unsaved: whether these states are missing from the checkpoint: after a forward outside of FP8, Transformer
+            Engine 2.20 saves an empty ``_extra_state`` (``pytorch/module/base.py: get_extra_state``).
+        recipe: index of the layer's recipe in :attr:`Fingerprint.recipes`; None before it trains.
     """
 
     scope: str
@@ -116,12 +122,12 @@ class LayerFingerprint:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The state of one rank.
+    """The state of a rank.
 
     Attributes:
         iteration: the next debug iteration.
-        run: identifies the session that took the fingerprint.
-        config: a hash of the config.
+        run: id of the session that took the fingerprint.
+        config: hash of the config.
         versions: package -> version.
         recipes: the recipes of all layers, without duplicates.
     """
@@ -145,7 +151,11 @@ class Fingerprint:
 
     @classmethod
     def from_text(cls, text: str) -> Fingerprint:
-        """Parse the result of :meth:`to_text`; raises FingerprintError if it is damaged, or of another version."""
+        """Parse the result of :meth:`to_text`.
+
+        Raises:
+            FingerprintError: the text is damaged, or has another version.
+        """
         from pydantic import TypeAdapter, ValidationError
 
         try:
@@ -180,7 +190,7 @@ def write(fingerprint: Fingerprint, folder: Path) -> None:
 
 
 def read(folder: Path, rank: int) -> Fingerprint | None:
-    """Read the fingerprint of a rank, else of rank 0, from a checkpoint; raises FingerprintError."""
+    """Read the fingerprint of a rank, or else of rank 0, from a checkpoint; raises FingerprintError."""
     for path in (folder / file_name(rank), folder / FILE_NAME):
         if path.exists():
             try:
@@ -194,7 +204,7 @@ def read(folder: Path, rank: int) -> Fingerprint | None:
 
 
 def with_layers(facts: Fingerprint, modules: Iterable[NamedModule]) -> Fingerprint:
-    """Add the states and weights of this rank's modules; before the first forward they are as restored."""
+    """Add the states and weights of this rank's modules; before the first forward, these are as restored."""
     layers: list[LayerFingerprint] = []
     for named in modules:
         count = len(named.layers)
@@ -211,11 +221,11 @@ def with_layers(facts: Fingerprint, modules: Iterable[NamedModule]) -> Fingerpri
 def with_recipes(
     fingerprint: Fingerprint, modules: Iterable[NamedModule], trained_in_fp8: Callable[[str], bool | None]
 ) -> Fingerprint:
-    """Add the recipes of the layers, which the first forward decides.
+    """Add the recipes of the layers, which their first forward sets.
 
     Args:
-        trained_in_fp8: returns whether a layer trained in FP8 in its last step; None if unknown. (A module's state
-            describes its last forward, which may have been an evaluation in another precision.)
+        trained_in_fp8: returns whether a layer trained in FP8 in its last step; None if unknown. The state of a module
+            does not show this, since its last forward may have been an evaluation in another precision.
     """
     module_of = {layer.name: named.module for named in modules for layer in named.layers}
     recipes: dict[str, tuple[int, RecipeState]] = {}
@@ -231,7 +241,7 @@ def with_recipes(
 
 
 def recipe_fingerprint(recipe: Any) -> RecipeState:
-    """Return the values of a recipe: dataclass fields, and public attributes of the class and the object."""
+    """Return a recipe's dataclass fields and public attributes, of the class and the object."""
     names = {entry.name for entry in dataclasses.fields(recipe)} if dataclasses.is_dataclass(recipe) else set()
     names |= vars(recipe).keys()
     for base in type(recipe).__mro__:
@@ -289,19 +299,19 @@ def _weights(module: Any, number: int) -> Weights:
 
 
 def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
-    """Return codes and scales; nothing for an unknown class, or data that follow from the other direction."""
+    """Return codes and scales; empty for an unknown class, and for columnwise data that are a transposed copy."""
     held = gemm_operand(weight, columnwise=columnwise)
     if not is_quantized(held) or (columnwise and scaling_mode(held) == PER_TENSOR):
         return []
-    part = stored(held, columnwise=columnwise)
+    part = read_stored(held, columnwise=columnwise)
     return [] if part is None else [tensor for tensor in (part.codes, part.scales, part.amax) if tensor is not None]
 
 
 def content_hash(*tensors: torch.Tensor) -> str:
     """Hash the bytes of tensors on their device: 16 hexadecimal digits.
 
-    It is the sum of the 64-bit words w, each as ``w ^ (w >> 32)`` times an odd number that follows from its position,
-    modulo 2^64: a change of one word always changes the sum, and without the shift two changed signs would cancel.
+    The hash is a sum over the 64-bit words w, modulo 2^64: ``w ^ (w >> 32)`` times an odd number that depends on the
+    position. A change of one word always changes the sum. Without the shift, two changed signs would cancel.
     """
     total = 0
     for tensor in tensors:
@@ -313,7 +323,7 @@ def content_hash(*tensors: torch.Tensor) -> str:
             words.view(torch.uint8)[: chunk.numel()] = chunk
             first = start // 4 + 1
             odd = torch.arange(first, first + 2 * words.numel(), 2, device=data.device)
-            words ^= (words >> 32) & 0xFFFFFFFF  # torch's shift of a negative number fills in ones
+            words ^= (words >> 32) & 0xFFFFFFFF  # torch shifts negative numbers arithmetically
             subtotal += (words * odd).sum()
         total = total * 0x9E3779B97F4A7C15 + int(subtotal) + data.numel()
     return f"{total % 2**64:016x}"
@@ -327,9 +337,9 @@ class ResumeFinding:
     """A difference between a checkpoint and the restored state.
 
     Attributes:
-        layers: the affected layers, in the order of the model; empty for a difference of the run.
+        layers: the affected layers, in model order; empty if the difference is not about layers.
         all_layers: whether all compared layers are affected.
-        of_rank: whether other ranks may differ in it, since it concerns restored data and not the code.
+        of_rank: whether ranks may have different findings, since it is about restored data instead of the code.
     """
 
     what: str
@@ -342,7 +352,7 @@ class ResumeFinding:
             return f"{self.what}."
         if self.all_layers and len(self.layers) > 1:
             return f"{self.what}: all {len(self.layers)} layers."
-        return f"{self.what}: {', '.join(folded(self.layers, most=_MOST_NAMES))}."
+        return f"{self.what}: {', '.join(fold_names(self.layers, most=_MOST_NAMES))}."
 
 
 @dataclass(frozen=True)
@@ -351,8 +361,8 @@ class ResumeReport:
 
     Attributes:
         iteration: the debug iteration of the checkpoint.
-        run: identifies the session that wrote the checkpoint's fingerprint.
-        rank: the rank whose state was compared.
+        run: id of the session that wrote the checkpoint's fingerprint.
+        rank: the compared rank.
         findings: the differences; empty after a good resume.
         not_compared: state that no audit compares.
     """
@@ -376,16 +386,19 @@ class ResumeReport:
 
 
 def for_log(report: ResumeReport) -> ResumeReport:
-    """Return the part of a report that its rank logs: rank 0 logs differences that all ranks have."""
+    """Return the part of a report that its rank logs; findings about all ranks are logged by rank 0 only."""
     findings = report.findings if report.rank == 0 else tuple(finding for finding in report.findings if finding.of_rank)
     return replace(report, findings=findings)
 
 
 def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
-    """Compare a checkpoint's fingerprint, of this rank or of rank 0, with the state of this rank.
+    """Compare a checkpoint's fingerprint with the state of this rank.
 
-    Layers that only one side has are skipped. ``now`` has states and weights as restored, before any forward, and
-    recipes as in the first step.
+    Layers in only one of them are skipped.
+
+    Args:
+        saved: the fingerprint of this rank, or of rank 0.
+        now: states and weights as restored, before any forward, and the recipes of the first step.
     """
     layers = {(layer.scope, layer.name): layer for layer in saved.layers}
     layers_with: dict[tuple[str, bool], list[str]] = {}
@@ -427,7 +440,7 @@ def _differences(
         yield changed, False
     same_rank = saved.rank == now.rank
     if new is None or not _FIELDS_WITH_STATE.isdisjoint(new.fields):
-        # Contents are compared on the rank that saved them, or where ranks share them by a reduction of amax.
+        # Contents are compared on the rank that saved them, or if they are equal on all ranks by reduced amaxes.
         same_scales = same_rank or all(recipe is not None and recipe.fields.get("reduce_amax") for recipe in recipes)
         directions_with: dict[str, list[str]] = {}
         for direction in ("forward", "backward"):

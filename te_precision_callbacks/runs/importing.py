@@ -5,10 +5,10 @@
     <log_dir>/nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-0.log
         2026-11-22 13:01:40,102 - INFO - Assigned layer name: fc1
 
-The log joins layer, tensor and statistic without a separator. They are told apart by the layers in the event logs, by
-tensors and known statistics; other names stay whole.
+The log joins layer, tensor and statistic with underscores, which they also contain. Names are split by the layers in
+the event logs, the tensors and the known statistics; other names stay whole.
 
-Values on which all ranks agree become one series, other values one series per rank.
+Values that are equal on all ranks become one series; otherwise, each rank has its own.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import TENSORS
-from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
+from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, sort_by_series
 from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, Segment
 from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.series import family_of, parsed_log_name
-from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.statistics.series import family_of, parse_log_name
+from te_precision_callbacks.statistics.table import StatisticSource
 
 # Folders of nvidia-dlfw-inspect 0.2.2 (logging.py).
 STATISTICS_FOLDER, EVENTS_FOLDER = "nvdlfw_inspect_statistics_logs", "nvdlfw_inspect_logs"
@@ -43,7 +43,7 @@ _NAME = re.compile(r"nvdlfw_inspect_globalrank-(\d{1,9})\.log")
 _PIECE = 1 << 23  # bytes read at once
 _PROGRESS_BYTES = 1 << 26  # smaller logs show no progress bar
 
-# A value, or the line with which a session marks the start of another run.
+# A value, or the line by which a session marks the start of another run.
 _LINE = re.compile(
     rb"^(?:(.{23}) - INFO - (.*) \t\t\t\t iteration=(\d{1,15})"
     rb" \t\t\t\t value=([+-]?(?:nan|inf|\d+\.?\d*(?:e[+-]?\d+)?))(?: \t\t\t\t rank=(\d+))?"
@@ -64,7 +64,7 @@ class Logs(NamedTuple):
 
 
 def find_logs(path: Path) -> Logs | None:
-    """Find the logs of nvidia-dlfw-inspect at a path, by rank; None without statistics."""
+    """Find the logs of nvidia-dlfw-inspect at a path; None without statistics."""
     if path.is_file():
         match = _NAME.fullmatch(path.name)
         return None if match is None else Logs({int(match[1]): path}, {})
@@ -80,7 +80,7 @@ def find_logs(path: Path) -> Logs | None:
 
 
 def import_logs(path: Path, logs: Logs) -> RecordedRun:
-    """Read logs; raises NotARunError if they hold no statistic."""
+    """Read logs as a run; raises NotARunError if they have no statistics."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import Progress
@@ -171,7 +171,7 @@ def _read_statistics(
     unread: list[str],
     advance: Callable[[int], None],
 ) -> Iterator[_Rows]:
-    """Read a log piece by piece, with its names, the time of each iteration, and a note on unreadable lines."""
+    """Yield the rows of a log piece by piece; extends ``names``, ``times`` and the notes in ``unread``."""
     segment = bad = 0
     for lines in _lines_of(file, advance):
         rows, matches = [], _LINE.findall(lines)
@@ -200,14 +200,14 @@ def _time(text: str) -> datetime | None:
 
 
 def parse_names(names: Iterable[str], layers: Iterable[str]) -> dict[str, tuple[str, str, str]]:
-    """Split names of a log into layer, tensor and statistic; ``("", "", name)`` for names of another form."""
+    """Split a log's names into layer, tensor and statistic; ``("", "", name)`` if this is not possible."""
     known = set(layers)
     parsed: dict[str, tuple[str, str, str]] = {}
     for name in names:
-        parts = parsed_log_name(name, known)
+        parts = parse_log_name(name, known)
         parsed[name] = parts if parts[0] else _by_statistic(name)
     known |= {layer for layer, _, _ in parsed.values() if layer}
-    return {name: parts if parts[0] else parsed_log_name(name, known) for name, parts in parsed.items()}
+    return {name: parts if parts[0] else parse_log_name(name, known) for name, parts in parsed.items()}
 
 
 def _by_statistic(name: str) -> tuple[str, str, str]:
@@ -226,7 +226,7 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
         same = (rank_rows["name"][1:] == rank_rows["name"][:-1]) & (
             rank_rows["iteration"][1:] == rank_rows["iteration"][:-1]
         )
-        rank_rows = rank_rows[np.r_[~same, True][: len(rank_rows)]]  # an iteration that ran again: its last value
+        rank_rows = rank_rows[np.r_[~same, True][: len(rank_rows)]]  # the last value of an iteration that ran again
         starts = np.flatnonzero(np.r_[True, rank_rows["name"][1:] != rank_rows["name"][:-1]][: len(rank_rows)])
         for part in np.split(rank_rows, starts[1:]) if len(starts) else ():
             by_name.setdefault(int(part["name"][0]), []).append((rank, part))
@@ -247,7 +247,7 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
     values = np.concatenate(kept)
     columns = [values["segment"], values["iteration"], np.concatenate(series), values["value"], values["local"]]
     schema = pa.schema([VALUES.field(name) for name in ("segment", "iteration", "series", "value", "flags")])
-    table = in_order(
+    table = sort_by_series(
         pa.Table.from_arrays([pa.array(np.ascontiguousarray(column)) for column in columns], schema=schema)
     )
     table = _with_first_steps(table, index)
@@ -256,10 +256,10 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
 
 
 def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
-    """Flag the first step of delayed scaling, with a scale of 1; the logs do not have this flag.
+    """Flag the first steps of delayed scaling, with a scale of 1, which logs do not mark.
 
-    A tensor has such a step where its scale is 1 in the first iteration of a run, and later not a power of two; and in
-    iteration 0, where a statistic names delayed scaling.
+    The first iteration of a run is such a step for a tensor if its scale is 1 there and later not a power of two, or if
+    it is iteration 0 and the tensor has a statistic that names delayed scaling.
     """
     segments, iterations, series, values = (
         table[name].to_numpy() for name in ("segment", "iteration", "series", "value")
@@ -279,7 +279,9 @@ def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
                 continue
             rows = slice(*np.searchsorted(series, (number, number + 1)).tolist())
             is_named = begin == 0 and request.recipe == "fp8_delayed_scaling"
-            if is_named or (request.statistic.of is Of.SCALES and _begins_unscaled(values[rows], at_begin[rows])):
+            if is_named or (
+                request.statistic.source is StatisticSource.SCALES and _begins_unscaled(values[rows], at_begin[rows])
+            ):
                 unscaled.add(tensor)
         flagged = [number for number, tensor, _ in delayed if tensor in unscaled]
         flags[at_begin & np.isin(series, flagged)] |= STEP0
@@ -288,5 +290,5 @@ def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
 
 
 def _begins_unscaled(scales: npt.NDArray[np.float64], at_begin: npt.NDArray[np.bool_]) -> bool:
-    later = scales[~at_begin & np.isfinite(scales)]  # small ones are 0, rounded to four decimals
+    later = scales[~at_begin & np.isfinite(scales)]  # small scales are logged as 0, with four decimals
     return bool(at_begin.any() and (scales[at_begin] == 1).all() and (np.frexp(later)[0] != 0.5).any())

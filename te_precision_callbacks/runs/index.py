@@ -1,4 +1,4 @@
-"""The series of a run, with counts, ranges and worst values."""
+"""The series of a run, with counts of values, ranges of iterations, and worst values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from te_precision_callbacks.runs.tables import SERIES, STEP0, VALUES, VECTORS
 from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 
 REDUCED = -1
-"""The rank of values that are reduced over ranks."""
+"""Rank of values that are reduced over ranks."""
 
 VALUE_COLUMNS = ["segment", "iteration", "series", "value", "flags"]
 VECTOR_COLUMNS = ["segment", "iteration", "series", "bin", "count"]
 
-# Without batches: making arrays imports pandas, which takes a second.
+# Without batches, since creating arrays imports pandas, which takes a second.
 NO_VALUES = pa.Table.from_batches([], pa.schema([VALUES.field(name) for name in VALUE_COLUMNS]))
 NO_VECTORS = pa.Table.from_batches([], pa.schema([VECTORS.field(name) for name in VECTOR_COLUMNS]))
 
@@ -119,7 +119,7 @@ def _columns(subjects: list[Subject]) -> list[list[str]]:
     return [[str(subject[place]) for subject in subjects] for place in range(len(Subject._fields) - 1)]
 
 
-def in_order(table: pa.Table) -> pa.Table:
+def sort_by_series(table: pa.Table) -> pa.Table:
     series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
     if not len(series):
         return table

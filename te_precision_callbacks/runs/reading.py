@@ -1,10 +1,10 @@
-"""Reading of recorded runs, and of logs of plain nvidia-dlfw-inspect.
+"""Reads recorded runs, and logs of plain nvidia-dlfw-inspect.
 
     run = open_run("logs")                              # a log folder with one run
     run = open_run("logs", run="20261122-130144-507-9f3c21")
     list_runs("logs")                                   # ("20261122-130144-507-9f3c21", ...)
 
-Open files count up to their last whole batch, also while they are written.
+A file that is still written is read up to its last complete batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from te_precision_callbacks.runs.index import (
     VECTOR_COLUMNS,
     SeriesIndex,
     Subject,
-    in_order,
+    sort_by_series,
 )
 from te_precision_callbacks.runs.recorded import (
     NotARunError,
@@ -71,7 +71,7 @@ from te_precision_callbacks.runs.tables import (
 )
 
 _MOST_ATTEMPTS = 5
-"""Attempts to read a run while its files are being replaced."""
+"""Maximum number of attempts to read a run whose files are being replaced."""
 
 _MOST_BELOW = 8
 
@@ -92,12 +92,12 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     Args:
         path: a log folder, its folder ``precision_records``, or the folder of a run; or a log folder or a statistics
             log of plain nvidia-dlfw-inspect.
-        run: one of :func:`list_runs`, or the beginning of its name; required if there are several. ``"latest"`` is the
-            run that was started or resumed last.
+        run: a name of :func:`list_runs`, or its beginning; required if there are several runs. ``"latest"`` is the run
+            that was started or resumed last.
 
     Raises:
         NotARunError: there is no such run.
-        SeveralRunsError: there are several runs, and the caller chose none.
+        SeveralRunsError: there are several runs, and ``run`` is None.
         RunError: the files have another version, or were replaced while they were read.
     """
     folder = Path(path)
@@ -129,7 +129,7 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
 
 
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
-    """Read a run for a command, by default the latest; also return a note on other runs in the folder."""
+    """Read a run for a command, by default the latest one. Also return a note on other runs in the folder."""
     recorded = open_run(path, run=run or "latest")
     names = list_runs(path) if run is None else ()
     others = [name for name in reversed(names) if name != recorded.run_id]
@@ -150,7 +150,7 @@ def _read_run(folder: Path, given: Path) -> RecordedRun:
     for _ in range(_MOST_ATTEMPTS):
         try:
             return _Reader(folder, given, segments_of(folder)).run()
-        except FileNotFoundError as error:  # a file was replaced between its listing and its reading
+        except FileNotFoundError as error:  # a file was replaced after it was listed
             vanished = error
     raise _replaced(folder, vanished) from vanished
 
@@ -177,7 +177,7 @@ def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
 
 
 def _last_start(run: Path) -> str:
-    """Return when the last segment began, as sortable text: resuming a run makes it the latest."""
+    """Return the start of the last segment as sortable text, so that a resumed run is the latest."""
     day, clock, milliseconds, *_ = *run.name.split("-"), "", "", ""
     name_time = f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}.{milliseconds}"
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -188,7 +188,11 @@ def _last_start(run: Path) -> str:
 
 @dataclass
 class _Rows:
-    """A file of a table, with its segment, and its series by their numbers in the run."""
+    """A file of a table.
+
+    Attributes:
+        numbers: number of a series in the file -> its number in the run.
+    """
 
     file: DataFile
     segment: int
@@ -201,8 +205,8 @@ class _Reader:
 
     Attributes:
         folder, given: the folder of the run, and the path that the user gave.
-        spans: segment -> the first and last recorded iteration.
-        ends: segment -> the end of its valid iterations: a later segment begins, or the run was opened.
+        spans: segment -> first and last recorded iteration.
+        ends: segment -> end of its valid iterations, exclusive: a later segment begins, or the run was opened.
     """
 
     folder: Path
@@ -332,9 +336,9 @@ class _Reader:
         self._note(f"{path} cannot be read, and its rows are missing: {lines[0]}", unread=True)
 
     def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
-        return _sorted(schema, [self._that_count(number, table) for number, table in tables], "iteration")
+        return _sorted(schema, [self._drop_replaced(number, table) for number, table in tables], "iteration")
 
-    def _that_count(self, segment: int, table: pa.Table) -> pa.Table:
+    def _drop_replaced(self, segment: int, table: pa.Table) -> pa.Table:
         return table.filter(pc.less(table["iteration"], pa.scalar(self.ends[segment], pa.int64())))
 
     def _rows(self, folders: Iterable[tuple[int, Path]], name: str, schema: pa.Schema) -> list[_Rows]:
@@ -349,7 +353,7 @@ class _Reader:
                     continue
                 self._number_series(table, numbers)
                 listed.append(_Rows(file, segment, numbers))
-                table = self._that_count(segment, table)
+                table = self._drop_replaced(segment, table)
                 if not len(table):
                     continue
                 iterations = table["iteration"].to_numpy()
@@ -358,7 +362,7 @@ class _Reader:
                 series = _translated(table["series"], numbers).to_numpy()
                 own = [table["value"].to_numpy(), table["flags"].fill_null(0).to_numpy()] if "value" in columns else []
                 self.index.note(series, iterations, *own)
-            # The first and the last steps of a file may be among those that were left out.
+            # The first and the last steps of a file may have been dropped.
             begin, last = self.spans.get(segment, (0, 0))
             begins = [begin, *(first for first, _ in firsts[1:]), min(last + 1, self.ends[segment])]
             rank = int(folder.name.partition("-")[2])
@@ -390,7 +394,7 @@ class _Reader:
             tables = [self._read_rows(file_rows, columns, nothing, chosen) for file_rows in rows]
         except FileNotFoundError as error:
             raise _replaced(self.folder, error) from error
-        return in_order(pa.concat_tables([nothing, *filter(None, tables)]).combine_chunks())
+        return sort_by_series(pa.concat_tables([nothing, *filter(None, tables)]).combine_chunks())
 
     def _read_rows(
         self, rows: _Rows, columns: list[str], nothing: pa.Table, chosen: set[int] | None
@@ -406,7 +410,7 @@ class _Reader:
         except UNREADABLE as error:
             self._note_lost(rows.file.path, error)
             return None
-        table = self._that_count(rows.segment, table)
+        table = self._drop_replaced(rows.segment, table)
         series = _translated(table["series"], numbers)
         table = table.set_column(columns.index("series"), nothing.schema.field("series"), series)
         return table.filter(pc.is_valid(series))
@@ -418,7 +422,7 @@ class _Reader:
         gemms = 0
         for place, segment in enumerate(segments):
             folder = self.folders[segment.number]
-            # A later start may have been resumed from an earlier iteration than the next one.
+            # Any later segment may have started at an earlier iteration than the next segment.
             following = min((later.first_iteration for later in segments[place + 1 :]), default=None)
             for where in (folder, *ranks_of(folder).values()):
                 tables = {name: self._fact(where, name, following) for name in FACTS}
@@ -429,7 +433,7 @@ class _Reader:
         return {name: pa.concat_tables(tables).combine_chunks() for name, tables in by_table.items()}
 
     def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:
-        """Read a table of facts; spans end where a later segment begins."""
+        """Read a table of facts; its spans end before ``following``, the start of a later segment."""
         path, schema = folder / f"{name}{CLOSED}", FACTS[name]
         table = self._load(path, schema.names, schema) if path.exists() else None
         if table is None:

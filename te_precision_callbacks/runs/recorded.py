@@ -1,9 +1,9 @@
-"""A recorded run, as tables, and the exceptions about one.
+"""A recorded run, as tables, and the exceptions of reading runs.
 
 run = open_run("logs")
 run.layers, run.gemms, run.series, run.steps, run.scalars, run.events     # Arrow tables
-run.values([3, 4])                                                        # their numbers, by series and iteration
-grid = run.grid("underflows%", "activation")                              # layers x iterations, nan where there is none
+run.values([3, 4])                                                        # values of two series, by iteration
+grid = run.grid("underflows%", "activation")                              # layers x iterations, nan without a value
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class UnknownSubjectError(RunError):
 
 
 class SeveralRunsError(RunError):
-    """A folder holds several runs, and the caller chose none.
+    """A folder has several runs, and the caller did not choose one.
 
     Attributes:
         runs: the names of the runs.
@@ -51,8 +51,8 @@ class SeveralRunsError(RunError):
 _MOST_NAMES = 8
 
 
-def it_has(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with known names for an error about an unknown one: all if few, else similar ones."""
+def format_known_names(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the known names, for an error about an unknown one: all of them, or similar ones."""
     from difflib import get_close_matches
 
     names = list(known)
@@ -70,14 +70,13 @@ Status = Literal["running", "ended", "failed", "stopped without an end", "unknow
 
 @dataclass(frozen=True)
 class Segment:
-    """A process of a run; a resumed run has several.
+    """A part of a run, recorded from one start; a resumed run has several.
 
     Attributes:
         status: ``running``, ``ended``, ``failed`` after an error, or ``stopped without an end``; ``unknown`` for logs.
         started_at, ended_at: ISO 8601, UTC; empty if unknown.
-        first_iteration: the first debug iteration.
-        world: the number of ranks.
-        facts: the content of run.json: versions, environment, config_text, config_hash, recipes, front_door, gpu,
+        world: number of ranks.
+        facts: content of run.json: versions, environment, config_text, config_hash, recipes, front_door, gpu,
             capability, te_backend, ...
     """
 
@@ -91,13 +90,13 @@ class Segment:
 
 
 class Thinned(NamedTuple):
-    """Iterations with steps that a rank has thinned, because the limit of ``records=`` was reached.
+    """A span of iterations that a rank has downsampled, because the limit of ``records=`` was reached.
 
     Attributes:
         rank: the rank; the files of rank 0 also have the reduced values.
         table: ``values``, or ``vectors`` for histograms.
         first, last: the first and the last iteration.
-        every: one in this many steps remains, with the extremes of each series.
+        every: interval in steps of the steps that remain, besides the extremes of each series.
     """
 
     rank: int
@@ -114,7 +113,7 @@ _SPEED_METRIC = re.compile(
 
 
 def thinning_notes(thinned: Sequence[Thinned]) -> list[str]:
-    """Return notes on thinned iterations: a line for each table of the first rank, and the number of other ranks."""
+    """Return notes on downsampled iterations: one per table of the first rank, and the number of other ranks."""
     notes = []
     ranks = sorted({part.rank for part in thinned})
     for table, kind in (("values", "statistics"), ("vectors", "histograms")):
@@ -137,9 +136,9 @@ class Grid(NamedTuple):
     """A statistic of a tensor, by layer and iteration.
 
     Attributes:
-        layers: in the order of execution.
+        layers: in execution order.
         iterations: [iterations], int64, ascending.
-        values: [layers, iterations], float64; nan where there is no value.
+        values: [layers, iterations], float64; nan without a value.
         present: [layers, iterations], bool: whether there is a value, which may be nan.
     """
 
@@ -149,7 +148,7 @@ class Grid(NamedTuple):
     present: npt.NDArray[np.bool_]
 
 
-def by_place(rows: Iterable[tuple[str, float | None]]) -> list[str]:
+def sort_by_position(rows: Iterable[tuple[str, float | None]]) -> list[str]:
     places: dict[str, float] = {}
     for layer, place in rows:
         places[layer] = min(places.get(layer, math.inf), math.inf if place is None else place)
@@ -169,17 +168,17 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """A recorded run, as its files are now. Each segment replaces earlier ones from its first step on.
+    """A recorded run, in the current state of its files. From its first step on, a segment replaces earlier ones.
 
     Attributes:
         source: the program that recorded it.
-        segments: its process starts, in order.
+        segments: the starts of the run, in order.
         layers, gemms, operands, states, plan: facts of all ranks and segments, possibly empty.
-        series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` counts from 0 and is the row's number.
+        series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` is the index of the row.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
-        said: the :attr:`notes`, and whether each is about an unreadable part.
-        thinned: iterations whose steps were thinned.
-        read_values: reads ``segment, iteration, series, value, flags`` of some series, or of all, sorted by series and
+        said: text of a note -> whether it is about an unreadable part.
+        thinned: downsampled spans of iterations.
+        read_values: reads ``segment, iteration, series, value, flags`` of some or all series, sorted by series and
             iteration.
         read_vectors: reads ``segment, iteration, series, bin, count`` in the same order.
     """
@@ -204,7 +203,7 @@ class RecordedRun:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on missing, damaged or thinned parts; complete after all data of interest were read."""
+        """Notes on missing, damaged or downsampled parts; complete only after the data were read."""
         return tuple(self.said)
 
     @property
@@ -213,13 +212,13 @@ class RecordedRun:
 
     @property
     def missing_contents(self) -> str:
-        """A sentence about contents that a plain log cannot have."""
+        """A sentence about contents that a plain log does not have; empty for recorded runs."""
         if self.source == "te-precision-callbacks":
             return ""
         return f"A log of {self.source}, without layers, coverage and trainer metrics."
 
     def has_all_of(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether the statistics of each iteration are complete, not only extremes of a thinned step."""
+        """Return a mask of iterations with complete statistics, not only the extremes that downsampling keeps."""
         complete = np.ones(len(iterations), bool)
         steps = self.steps["iteration"].to_numpy()
         for span in self.thinned:
@@ -232,11 +231,11 @@ class RecordedRun:
         return complete
 
     def values(self, series: Iterable[int] | None = None) -> pa.Table:
-        """Read values of some series, or of all, sorted by series and iteration."""
+        """Read values of some or all series, sorted by series and iteration."""
         return self.read_values(None if series is None else sorted(set(series)))
 
     def vectors(self, series: Iterable[int] | None = None) -> pa.Table:
-        """Read histograms in the same way."""
+        """Read histograms of some or all series, sorted by series and iteration."""
         return self.read_vectors(None if series is None else sorted(set(series)))
 
     @cached_property
@@ -260,12 +259,13 @@ class RecordedRun:
         return {name: curve for name, curve in self.curves.items() if not _SPEED_METRIC.search(name)}
 
     def select(self, **wanted: str | int | None) -> list[int]:
-        """Return the series with these values of ``layer``, ``tensor``, ``statistic``, ``gemm``, ``scope``, ``rank``;
-        ``rank=None`` selects reduced values.
+        """Return the series with the given ``layer``, ``tensor``, ``statistic``, ``gemm``, ``scope`` and ``rank``.
+
+        ``rank=None`` selects reduced values. If each value exists, but not their combination, the result is empty.
 
         Raises:
             OptionError: there is no such column.
-            UnknownSubjectError: no series has the value of a column. An empty combination of known values gives ``[]``.
+            UnknownSubjectError: no series has a given value.
         """
         mask = None
         for column, value in wanted.items():
@@ -281,7 +281,7 @@ class RecordedRun:
         return numbers
 
     def events_of_ranks(self) -> list[dict[str, Any]]:
-        """Return events as mappings; equal events of several ranks in an iteration are merged, with ``ranks``."""
+        """Return events as mappings with ``ranks``; equal events of several ranks in an iteration are merged."""
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in self.events.to_pylist():
             rank = row.pop("rank")
@@ -315,22 +315,22 @@ class RecordedRun:
             names = [str(name) for name in known]
             nothing = " All its values are reduced over ranks." if column == "rank" else f" It names no {column}."
             raise UnknownSubjectError(
-                f"{self.path}: the run has no {column} {value!r}.{it_has(str(value), names) or nothing}"
+                f"{self.path}: the run has no {column} {value!r}.{format_known_names(str(value), names) or nothing}"
                 f"{self.notes_sentence}"
             )
 
     @property
     def notes_sentence(self) -> str:
-        """The notes, as the end of an error message: unreadable parts may explain it."""
+        """The notes as the end of an error message, which unreadable parts may explain."""
         return f" Notes on {self.path}: {' '.join(self.notes)}" if self.notes else ""
 
     @cached_property
     def ordered_layers(self) -> list[str]:
         columns = self.layers["layer"].to_pylist(), self.layers["exec_fwd"].to_pylist()
-        return by_place((*zip(*columns, strict=True), *((subject.layer, None) for subject in self.subjects)))
+        return sort_by_position((*zip(*columns, strict=True), *((subject.layer, None) for subject in self.subjects)))
 
     def grid(self, statistic: str, tensor: str, *, rank: int | None = None) -> Grid:
-        """Return a statistic of a tensor in all layers and iterations; raises UnknownSubjectError without values."""
+        """Return a statistic of a tensor in all layers and iterations; raises UnknownSubjectError if there is none."""
         numbers = self.select(statistic=statistic, tensor=tensor, rank=rank)
         if not numbers and len(self.series):
             raise UnknownSubjectError(f"{self.path}: {self._why_no_grid(statistic, tensor, rank)}")

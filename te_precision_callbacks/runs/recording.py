@@ -1,4 +1,4 @@
-"""Conversion of a session's records into rows, in the sink's thread."""
+"""Converts a session's records into rows, in the sink's thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _MOST_PENDING = 1 << 26
 
 _FILES, _LEAST_FILE = 32, 1 << 15
-"""The limit is divided into this many files; and the least size of a closed file."""
+"""Number of files into which the limit is divided, and minimum size of a closed file in bytes."""
 
 
 class FactTables(NamedTuple):
@@ -32,7 +32,7 @@ class FactTables(NamedTuple):
 
 
 class StepJob(NamedTuple):
-    """A step's records, the time they arrived, and the seconds since the previous step."""
+    """A step's records, their time of arrival, and the seconds since the previous step."""
 
     records: StepRecords
     wall_time: float
@@ -40,12 +40,12 @@ class StepJob(NamedTuple):
 
 
 class Recording:
-    """Records what one rank writes of a run.
+    """Writes a rank's records of a run.
 
     Args:
         writes_reduced: whether this rank writes the reduced values.
-        limit: the most bytes for this rank.
-        begun: the start of the run, in seconds since the epoch; the first file may be much younger.
+        limit: maximum number of bytes for this rank.
+        begun: start of the run in seconds since the epoch; the first file may be created much later.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Recording:
             close_bytes=self._close_bytes,
             small_bytes=self._limit // 8,
         )
-        self._numbers = _Numbers(writer, self._scopes)
+        self._numbers = _SeriesNumbers(writer, self._scopes)
         if run.rank == 0:
             begun = {"first_iteration": first_iteration, "world": run.world_size}
             given = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
             writer.put_run(**{**begun, **given, **self._facts.run})
         return writer
 
-    # ------------------------------------------------------------------ what is handed over
+    # ------------------------------------------------------------------ jobs
 
     def take(self, job: StepJob | Event | Scalars | FactTables) -> None:
         match job:
@@ -137,7 +137,7 @@ class Recording:
             self._take_numbers(records)
 
     def _go_back(self, iteration: int) -> None:
-        """Continue in another segment, after the training loop has returned to an earlier iteration."""
+        """Start another segment, since the training loop has returned to an earlier iteration."""
         self.writer.close()
         self.writer = self._open(self.writer.segment + 1, iteration, time.time())
         self._size_limit.follow(self.writer)
@@ -147,25 +147,25 @@ class Recording:
     def _take_numbers(self, records: StepRecords) -> None:
         writer, table = self.writer, records.table
         rank = self._run.rank if self._run.world_size > 1 else None
-        own = own_numbers(records)
+        own = local_mask(records)
         kept = np.ones(len(records), bool) if self._writes_reduced else own
         series, own = records.series[kept], own[kept]
         numbers = np.empty(len(series), np.int32)
         for whose, those in ((None, ~own), (rank, own)):
-            numbers[those] = self._numbers.of(table, series[those], whose)
+            numbers[those] = self._numbers.assign(table, series[those], whose)
         flags = np.full(len(series), LOCAL if records.local else 0, np.uint8)
         if records.unscaled:
             unscaled = [table[number].layer in records.unscaled for number in series.tolist()]
             flags[np.array(unscaled, bool)] |= STEP0
         writer.add_values(records.iteration, numbers, np.frombuffer(records.values)[kept], flags)
         for number, counts in records.histograms.items() if self._writes_reduced or records.local else ():
-            (own_series,) = self._numbers.of(table, np.array([number]), rank if records.local else None)
+            (own_series,) = self._numbers.assign(table, np.array([number]), rank if records.local else None)
             writer.add_vector(records.iteration, int(own_series), counts)
         if writer.waiting > min(_MOST_PENDING, self._close_bytes):
             writer.flush()
             self._size_limit.keep()
 
-    # ------------------------------------------------------------------ to the disk
+    # ------------------------------------------------------------------ files
 
     def flush(self) -> None:
         self.writer.flush()
@@ -174,7 +174,7 @@ class Recording:
         self._size_limit.keep()
 
     def end(self, error: BaseException | None, last: int = -1) -> None:
-        """Write everything, and how the segment has ended; ``last`` is the last iteration, -1 if unknown."""
+        """Write everything, with the end of the segment; ``last`` is the last iteration, -1 if unknown."""
         self._take_event(end_of(error, max(self._latest, last)))
         self.writer.close("ended" if error is None else "failed")
 
@@ -183,23 +183,23 @@ class Recording:
         self.writer.add_event(kind, text, iteration=self._latest, severity="warning")
 
 
-def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:
+def local_mask(records: StepRecords) -> npt.NDArray[np.bool_]:
     if not records.own:
         return np.ones(len(records), bool)
     return np.fromiter(records.own, bool, len(records))
 
 
-class _Numbers:
+class _SeriesNumbers:
     def __init__(self, writer: RunWriter, scopes: Mapping[str, str]) -> None:
         self.writer, self._scopes = writer, scopes
-        self._of: dict[int | None, npt.NDArray[np.int32]] = {}
+        self._by_rank: dict[int | None, npt.NDArray[np.int32]] = {}
 
-    def of(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
-        known = self._of.get(rank, np.empty(0, np.int32))
+    def assign(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
+        known = self._by_rank.get(rank, np.empty(0, np.int32))
         if len(known) < len(table):
-            known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
+            known = self._by_rank[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
         new = series[known[series] < 0]
-        for number in np.unique(new).tolist() if len(new) else ():  # sorting nothing takes longer than all else here
+        for number in np.unique(new).tolist() if len(new) else ():  # np.unique is slow even for an empty array
             layer, family = table[number]
             scope = self._scopes.get(layer, "")
             known[number] = self.writer.series(

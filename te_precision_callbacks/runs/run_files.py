@@ -1,4 +1,4 @@
-"""File names of a run, atomic and appended files, and the option ``records=``.
+"""File names of a run, atomic writes, append-only files, and default limits of ``records=``.
 
     <log_dir>/precision_records/<run_id>/seg-000/run.json
                                          seg-000/layers.parquet, gemms.parquet, ...
@@ -6,8 +6,8 @@
                                          seg-000/rank-00000/steps-0001.parquet, events-0001.parquet, ...
                                          traces/seg-000.rank-00000.iterations-000010-000012.json.gz
 
-A rank appends to the Arrow stream ``<table>-<number>.arrow``, and closes it as ``<table>-<number>.parquet``. A thinned
-file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files as soon as it exists
+A rank appends to the Arrow stream ``<table>-<number>.arrow``, and closes it as ``<table>-<number>.parquet``. A
+downsampled file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files as soon as it exists
 (``runs/size_limit.py``).
 """
 
@@ -40,7 +40,7 @@ RANK_NAME = re.compile(r"rank-(\d{5,9})")
 _DATA_NAME = re.compile(r"([a-z]+)-(\d{4,18})(?:-(\d{4,18})-every(\d{1,18}))?\.(?:parquet|arrow)")
 
 SILENT_SECONDS = 60.0
-"""Without a change for this many seconds, a process on another host counts as dead."""
+"""Seconds without a change of its files after which a process on another host counts as dead."""
 
 _INCOMPLETE = ".incomplete"
 
@@ -52,7 +52,7 @@ _MOST_GAPS = 8
 
 
 def new_run_id() -> str:
-    """Return a unique name that sorts by the time of start in UTC, such as ``20261122-130144-507-9f3c21``."""
+    """Return a unique name that sorts by start time (UTC), such as ``20261122-130144-507-9f3c21``."""
     now = datetime.now(timezone.utc)
     return f"{now:%Y%m%d-%H%M%S}-{now.microsecond // 1000:03d}-{secrets.token_hex(3)}"
 
@@ -79,7 +79,7 @@ def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
 
 
 def make_segment(run: Path) -> int:
-    """Create the folder of a run's next segment, also with concurrent processes, and return its number."""
+    """Create the folder of a run's next segment, and return its number; safe with concurrent processes."""
     run.mkdir(parents=True, exist_ok=True)
     number = max(segments_of(run), default=-1) + 1
     while True:
@@ -98,7 +98,12 @@ class Place(NamedTuple):
 
 
 class DataFile(NamedTuple):
-    """A file of a rank's table: its number, or the numbers of the files that it replaces, and its interval in steps."""
+    """A file of a rank's table.
+
+    Attributes:
+        first, last: its number, or the numbers of the files that it replaces.
+        interval: interval in steps after downsampling, or 1.
+    """
 
     table: str
     first: int
@@ -134,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:
-    """Format the numbers missing from ascending spans, which should begin at ``first``."""
+    """Format the numbers that are missing from ascending spans, which should start at ``first``."""
     missing, expected = [], first
     for begin, end in spans:
         if begin > expected:
@@ -167,7 +172,7 @@ def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def overwrite(path: Path, data: bytes) -> None:
-    """Overwrite a file in place within its size, for a full disk; raises OSError."""
+    """Overwrite a file in place without growing it, which works on a full disk; raises OSError."""
     with open(path, "r+b") as file:
         room = os.fstat(file.fileno()).st_size
         if len(data) > room:
@@ -198,7 +203,7 @@ class AppendedFile(io.FileIO):
         return count
 
 
-# ---------------------------------------------------------------------- traces, which profile= writes
+# ---------------------------------------------------------------------- traces of profile=
 
 
 def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, last: int) -> Path:
@@ -219,7 +224,7 @@ def _traces_in(folder: Path) -> list[Path]:
 
 
 def own_traces(given: Path, run_id: str) -> list[Path]:
-    """Return the traces of a run, given the path it was read from; of a plain log, the traces without records."""
+    """Return the traces of a run, given the path it was read from; for a plain log, the traces without records."""
     if (given / FOLDER / run_id).is_dir():
         return traces_of(given / FOLDER / run_id)
     for folder in (given / run_id, given):
@@ -232,7 +237,7 @@ def own_traces(given: Path, run_id: str) -> list[Path]:
 
 
 def process_now() -> dict[str, str | int]:
-    """Identify this process: host, process ID with its namespace, and start in ticks since the host's boot."""
+    """Identify this process by host, process ID with namespace, and start time in ticks since boot."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -243,9 +248,9 @@ def process_now() -> dict[str, str | int]:
 
 
 def _pid_namespace() -> str:
-    """Return boot and namespace of this process's ID; empty if ``/proc`` does not show them.
+    """Return boot id and PID namespace; empty if ``/proc`` does not show them.
 
-    Containers that share the host's network have its name, but separate process IDs.
+    Containers that share the host's network also have its host name, but separate process IDs.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
@@ -256,7 +261,7 @@ def _pid_namespace() -> str:
 
 
 def has_ended(run_file: Path, facts: Mapping[str, Any] | None = None) -> bool:
-    """Return whether the process of a segment has ended: by run.json, else by the process table, else by silence."""
+    """Return whether the process of a segment has ended, by run.json, the process table, or unchanged files."""
     if facts is None:
         try:
             facts = read_json(run_file)
@@ -291,7 +296,7 @@ def time_text(seconds: float | None = None) -> str:
 
 
 DEFAULT_LIMIT = 16 << 30
-"""The default limit in bytes: about 10^9 values per rank."""
+"""Default limit in bytes: about 10^9 values per rank."""
 
 LEAST_LIMIT = 1 << 20
-"""The smallest limit in bytes, since files are thinned one by one."""
+"""Minimum value of ``records=`` in bytes, since only whole files are downsampled."""

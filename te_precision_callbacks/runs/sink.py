@@ -1,8 +1,8 @@
-"""The sink that records a session's run, in a thread.
+"""The sink that writes the records of a run, in a thread.
 
 <log_dir>/precision_records/<run_id>/seg-000/...
 
-Records are on disk ``FLUSH_SECONDS`` (``sinks/writer_thread.py``) later at the latest, unless the disk is slow.
+Records are on disk after at most ``FLUSH_SECONDS`` (``sinks/writer_thread.py``), unless the disk is slow.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.runs.recording import FactTables, Recording, StepJob, own_numbers
+from te_precision_callbacks.runs.recording import FactTables, Recording, StepJob, local_mask
 from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, FOLDER, Place, make_segment, new_run_id
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 
-MOST_WAITING = 1 << 24
-"""The most values in the queue, about 300 MB; steps beyond are dropped."""
+MAX_QUEUED = 1 << 24
+"""Maximum number of values in the queue, about 300 MB; further steps are dropped."""
 
 LONGEST_SEARCH, LAST_SEARCH = 120.0, 10.0
-"""Seconds in which a rank that does not reduce with rank 0 waits for the segment of rank 0: while the session runs, and
-after its end."""
+"""Timeouts in seconds of a rank that does not reduce with rank 0 and waits for rank 0's segment: during the session,
+and after its end."""
 
 _PLACE = "place"
-"""The key in the store under which rank 0 names its segment."""
+"""Key in the store for rank 0's segment."""
 
 
 class RecordingError(PrecisionDebugError, RuntimeError): ...
@@ -48,13 +48,13 @@ class RecordSink(EventSink):
     """Records a run. The training thread queues jobs, and another thread writes them.
 
     Attributes:
-        writes_reduced: whether this rank writes reduced values, steps, scalars and facts; others write only local
+        writes_reduced: whether this rank writes reduced values, steps, scalars and facts; other ranks write only local
             values, failures and dumps.
         is_alone: whether this rank checks the contract alone.
-        keys: keys for this run in the store of the process group; None without other ranks.
-        place: the segment, which rank 0 begins with the first content, and puts into the store for ranks that do not
-            reduce with it.
-        last: the last iteration at the end of the run; -1 before.
+        keys: keys of this run in the store of the process group; None without other ranks.
+        place: the segment. Rank 0 creates it when there is content, and puts it into the store for ranks that do not
+            reduce with rank 0.
+        last: the last iteration, set at the end of the run; -1 before.
         has_content: whether anything was written besides the start and the end.
     """
 
@@ -69,7 +69,7 @@ class RecordSink(EventSink):
         self._limit = limit
         self._run: RunInfo | None = None
         self._info: RunInfo
-        self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
+        self._thread: WriterThread[_Job] = WriterThread("records", self, MAX_QUEUED)
         self._recording: Recording | None = None
         self._before: list[Event | Scalars | FactTables] = []
         self.has_content = False
@@ -80,14 +80,14 @@ class RecordSink(EventSink):
         self._searching_since = 0.0
         self.keys: Any = None
 
-    # ------------------------------------------------------------------ in the training's thread
+    # ------------------------------------------------------------------ in the training thread
 
     @property
     def run_id(self) -> str:
         return self._run_id if self.place is None else self.place.run_id
 
-    def go_on_with(self, run_id: str) -> None:
-        """Continue a recorded run, or begin one if the folder does not have it; no-op after the segment has begun."""
+    def continue_run(self, run_id: str) -> None:
+        """Continue a recorded run, or start a new one if the folder does not have it; call before :meth:`begin`."""
         is_there = Path(run_id).name == run_id != "" and (self._runs / run_id).is_dir()
         self._run_id, self._is_new = (run_id, False) if is_there else (new_run_id(), True)
 
@@ -100,7 +100,7 @@ class RecordSink(EventSink):
             raise RecordingError(f"{self._runs} cannot be written: {error}. The run is not recorded.") from error
 
     def start(self, run: RunInfo) -> None:
-        pa.array([0])  # imports pandas where it is installed: later that would stop a step for a second
+        pa.array([0])  # imports pandas if installed, which would otherwise delay a later step by a second
         self._run = self._info = run
         self._put(
             Event(
@@ -135,7 +135,7 @@ class RecordSink(EventSink):
         return self._thread.hurry()
 
     def close(self, error: BaseException | None) -> None:
-        """Wait until everything is written; after an interruption, a second call continues."""
+        """Wait until everything is written; after an interruption, a second call continues to wait."""
         self._put(_End(error, self.last))
         self._run = None
         self._thread.finish()
@@ -153,18 +153,18 @@ class RecordSink(EventSink):
             now = "no longer recorded; what was recorded remains readable" if self._recording else "not recorded"
             raise RecordingError(f"{self._runs} cannot be written: {why}. The run is {now}.") from failure
 
-    # ------------------------------------------------------------------ in the sink's own thread
+    # ------------------------------------------------------------------ in the sink's thread
 
     def take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
             if self.place is None:
-                # Without a step no run is made of that alone, nor of what a trainer logs at its end.
+                # These alone do not create a run, nor do scalars that a trainer logs without a step.
                 if isinstance(job, Scalars) or not _is_content(job):
                     self._before += [job] if isinstance(job, Event | Scalars | FactTables) else []
                     return True
                 self.place = self.begin() if self._info.rank == 0 else self._find_place()
                 if self.place is None:
-                    return False  # again, until rank 0 has begun
+                    return False  # retry until rank 0 has a segment
             if self._info.rank == 0 and self.keys is not None:
                 self.keys.set(_PLACE, json.dumps(self.place))
             self._recording = Recording(
@@ -209,9 +209,9 @@ class RecordSink(EventSink):
         if self.writes_reduced:
             return True
         if isinstance(job, StepJob):
-            return bool(own_numbers(job.records).any())
+            return bool(local_mask(job.records).any())
         if isinstance(job, _End):
-            # An end without a failure, as by a signal, comes to all ranks alike.
+            # An end without a failure, such as by a signal, is the same on all ranks.
             return isinstance(job.error, Exception) and not isinstance(job.error, SessionError)
         if not isinstance(job, Event):
             return False

@@ -1,12 +1,12 @@
-"""The size limit of a rank's statistics: old steps are thinned, recent ones kept.
+"""Bounds the size of a rank's statistics by downsampling old steps.
 
-At the limit, an old file is rewritten with every second step of each series, together with its neighbor if that has
-the same interval. Files with the shortest interval go first, then the oldest. The latest statistics, half of the limit,
-are rewritten only when no older ones are left. A rewritten file also keeps the *extremes* of each series, flagged
-:data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum, its maximum, and its first non-finite value.
+At the limit, an old file is rewritten with every second step of each series, together with the next file if that has
+the same interval. Files with the shortest interval are rewritten first, then the oldest. The latest statistics, half of
+the limit, are rewritten only if there are no others. A rewritten file also keeps the *extremes* of each series, flagged
+as :data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum, its maximum, and its first non-finite value.
 
-For a series with a value every ``g`` iterations, steps with an even ``iteration // g`` are kept: the same ones in all
-series of a schedule, and in all runs of a config.
+If a series has a value every ``g`` iterations, steps with an even ``iteration // g`` are kept, so all series of a
+schedule, and all runs of a config, keep the same steps.
 
 The new file is written atomically, and its name has the numbers of the files that it replaces (``runs/run_files.py``),
 so a killed process neither duplicates nor loses steps.
@@ -38,26 +38,26 @@ from te_precision_callbacks.runs.writing import RunWriter
 logger = logging.getLogger(__name__)
 
 _BEFORE = 15 / 16
-"""Share of the limit at which files are rewritten, since new and old files coexist for a moment."""
+"""Share of the limit at which files are rewritten; old and new files coexist for a moment."""
 
 _LEAST = 1 / 2
 """Share of the limit that is reserved for statistics."""
 
 _RECENT = 1 / 2
-"""Share of the room for statistics that the latest ones keep."""
+"""Share of the space for statistics that is reserved for the latest ones."""
 
 _NO_GAIN = 0.9
-"""A file that stays above this share of its size is not rewritten alone again."""
+"""If rewriting leaves more than this share of the size, the file is not rewritten alone again."""
 
-_TABLES = {"values": VALUES, "vectors": VECTORS}  # all else is small
+_TABLES = {"values": VALUES, "vectors": VECTORS}  # other tables are small
 
 
 class SizeLimit:
     """Keeps the files of a rank within a limit, in the thread that writes them.
 
     Args:
-        limit: the most bytes for the rank, in all segments.
-        say: receives an event's kind and text.
+        limit: maximum number of bytes for the rank, in all segments.
+        say: called with the kind and text of an event.
     """
 
     def __init__(self, run: Path, writer: RunWriter, limit: int, say: Callable[[str, str], None]) -> None:
@@ -66,15 +66,15 @@ class SizeLimit:
         self._limit = limit
         self._say = say
         self._reported: set[str] = set()
-        self._begins: dict[Path, int] = {}  # segment -> the first iteration with a step, of this process
-        self._unchanged: set[Path] = set()  # rewriting these alone gains nothing
+        self._begins: dict[Path, int] = {}  # segment of this process -> first iteration with a step
+        self._unchanged: set[Path] = set()  # files for which rewriting alone saves too little
         self._damaged: set[Path] = set()
         self._folders = []
         for segment in segments_of(run).values():
             folder = segment / writer.own.name
             if segment.name < writer.folder.name and folder.is_dir() and has_ended(segment / RUN_FILE):
                 self._folders.append(folder)
-                # What a process that was killed has left of its last rewriting.
+                # Remove remains of a process that was killed while rewriting.
                 for path in (*(file.path for file in data_files(folder)[1]), *filter(is_incomplete, folder.iterdir())):
                     path.unlink(missing_ok=True)
         self._folders.append(writer.own)
@@ -108,10 +108,10 @@ class SizeLimit:
             if used <= room:
                 return
 
-    # ------------------------------------------------------------------ which files
+    # ------------------------------------------------------------------ selection of files
 
     def _files_and_room(self) -> tuple[dict[DataFile, int], float]:
-        """Return the files of statistics with their sizes, oldest first, and the bytes that they may have."""
+        """Return the files of statistics with their sizes, oldest first, and the number of bytes allowed for them."""
         with_facts = [*self._folders, *(folder.parent for folder in self._folders if self._writer.rank == 0)]
         everything = sum(path.stat().st_size for folder in with_facts for path in folder.iterdir() if not path.is_dir())
         files: dict[DataFile, int] = {}
@@ -155,7 +155,7 @@ class SizeLimit:
                 self._damaged.add(file.path)
                 return
         later = [begin for segment, begin in self._begins.items() if segment.name > folder.parent.name]
-        table = every_second_step(pa.concat_tables(tables), min(later, default=MOST_ITERATION))
+        table = downsample(pa.concat_tables(tables), min(later, default=MOST_ITERATION))
         path = folder / f"{first.table}-{first.first:04d}-{last.last:04d}-every{2 * first.interval}{CLOSED}"
         size = write_table(table, path)
         for file in group:
@@ -175,17 +175,19 @@ class SizeLimit:
             self._say(kind, text)
 
 
-# ---------------------------------------------------------------------- which rows
+# ---------------------------------------------------------------------- selection of rows
 
 Places = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 
 
-def every_second_step(table: pa.Table, end: int) -> pa.Table:
-    """Keep every second step of each series, and its extremes, before the iteration ``end``; sorted by series and
-    iteration.
+def downsample(table: pa.Table, end: int) -> pa.Table:
+    """Keep every second step and the extremes of each series, sorted by series and iteration.
 
-    The first step of delayed scaling is kept, but is not an extreme.
+    The first step of delayed scaling is kept, but does not count as an extreme.
+
+    Args:
+        end: drop iterations from this one on.
     """
     iterations = table["iteration"].to_numpy()
     table = table.filter(pa.array(iterations < end, pa.bool_())).unify_dictionaries()
@@ -208,7 +210,7 @@ def every_second_step(table: pa.Table, end: int) -> pa.Table:
 
 
 def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int64], rows: Places) -> Places:
-    """Select rows with even steps, in units of the greatest common divisor of the distances in each series."""
+    """Select rows with an even step number, in units of the greatest common divisor of a series' distances."""
     if not len(rows):
         return rows
     whose, when = series[rows], iterations[rows]

@@ -1,9 +1,9 @@
-"""The tables of recorded runs, as Arrow schemas; Parquet files, and Arrow streams that may be truncated.
+"""Arrow schemas of recorded runs, and reading and writing of Parquet files and possibly truncated Arrow streams.
 
-Facts (:data:`LAYERS`, :data:`GEMMS`, :data:`OPERANDS`, :data:`STATES`, :data:`PLAN`) have a span: ``since`` and
-``until`` are debug iterations, both included; ``until`` is null while the fact holds. Nothing of them is overwritten.
+Facts (:data:`LAYERS`, :data:`GEMMS`, :data:`OPERANDS`, :data:`STATES`, :data:`PLAN`) have a span of debug iterations,
+``since`` to ``until`` inclusive; ``until`` is null while the fact holds. Rows are added, never overwritten.
 
-Rows of values name their subject, so that other programs read a file without this package.
+Rows of values name their subject, so that other programs can read a file without this package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from te_precision_callbacks.runs.run_files import CLOSED, OPEN, replace_whole
 from te_precision_callbacks.statistics.series import FIRST_STEP
 
 SCHEMA_VERSION = 3
-"""The version of the files. A reader refuses files of any other version."""
+"""Version of the schema; readers refuse other versions."""
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 _NAMES = pa.list_(pa.string())
@@ -27,38 +27,38 @@ _ITERATION = pa.int64()
 _SPAN = [("since", _ITERATION), ("until", _ITERATION)]
 
 SUBJECT = [("scope", _NAME), ("layer", _NAME), ("tensor", _NAME), ("gemm", _NAME), ("statistic", _NAME)]
-"""What a number says something about: a statistic of a tensor of a layer. ``layer`` and ``tensor`` are empty for a
-number that a user's feature logged under a free name; ``gemm`` is empty unless the number belongs to one GEMM."""
+"""Columns that identify a series. ``layer`` and ``tensor`` are empty for a value that a user's feature logged under its
+own name; ``gemm`` is empty unless the value belongs to one GEMM."""
 
 VALUES = pa.schema(
     [
         ("segment", pa.int16()),
         ("iteration", _ITERATION),
-        ("series", pa.int32()),  # of this rank and segment; in a run that is read, of the run
+        ("series", pa.int32()),  # number within rank and segment; after reading, within the run
         ("value", pa.float64()),
         ("flags", pa.uint8()),  # LOCAL, STEP0, EXTREME
         *SUBJECT,
         ("rank", pa.int32()),  # null: reduced over ranks
     ]
 )
-"""A number of a step. In a closed file rows are sorted by series and iteration."""
+"""Values of statistics. Rows of a closed file are sorted by series and iteration."""
 
 LOCAL, STEP0, EXTREME = 1, FIRST_STEP, 8
-"""Flags of a value: it belongs to one rank although statistics are reduced; its layer ran the first step of delayed
-scaling, with the scale 1; its step was thinned out, and it remains as an extreme of its series."""
+"""Flags of a value: LOCAL, it belongs to one rank although statistics are reduced; STEP0, it is from the layer's first
+step of delayed scaling, with a scale of 1; EXTREME, its step was dropped, but it is an extreme of its series."""
 
 VECTORS = pa.schema(
     [
         ("segment", pa.int16()),
         ("iteration", _ITERATION),
         ("series", pa.int32()),
-        ("bin", pa.list_(pa.uint16())),  # sparse: the bins that are not empty
+        ("bin", pa.list_(pa.uint16())),  # indices of non-empty bins
         ("count", pa.list_(pa.float32())),
         *SUBJECT,
         ("rank", pa.int32()),
     ]
 )
-"""A histogram of a step."""
+"""Histograms."""
 
 STEPS = pa.schema(
     [
@@ -66,24 +66,24 @@ STEPS = pa.schema(
         ("iteration", _ITERATION),
         ("logging_step", pa.int64()),
         ("wall_time", pa.timestamp("us", tz="UTC")),
-        ("step_seconds", pa.float64()),  # since the records before; null in the first ones
+        ("step_seconds", pa.float64()),  # since the previous records; null in the first row
         ("observe_seconds", pa.float64()),  # spent by the session in session.step
         ("local", pa.bool_()),
         ("ranks", pa.int32()),
     ]
 )
-"""A debug iteration that had records."""
+"""Debug iterations with records."""
 
 SCALARS = pa.schema(
     [
         ("segment", pa.int16()),
         ("iteration", _ITERATION),
         ("logging_step", pa.int64()),
-        ("name", pa.string()),  # loss, grad_norm, lr, loss_scale, or the trainer's own name
+        ("name", pa.string()),  # loss, grad_norm, lr, loss_scale, or another name of the trainer
         ("value", pa.float64()),
     ]
 )
-"""A number that the trainer logs."""
+"""Scalars that the trainer logs."""
 
 EVENTS = pa.schema(
     [
@@ -102,16 +102,16 @@ EVENTS = pa.schema(
         ("data", pa.string()),  # JSON
     ]
 )
-"""Something that happened."""
+"""Events of the run, such as findings."""
 
 LAYERS = pa.schema(
     [
         ("scope", pa.string()),
         ("layer", pa.string()),
-        ("given", pa.string()),  # the name that the script has given to it
+        ("given", pa.string()),  # the script's name for the layer
         ("class", pa.string()),
         ("family", pa.string()),
-        ("exec_fwd", pa.int64()),  # the place of its first forward among those of all layers; null: not seen
+        ("exec_fwd", pa.int64()),  # position of its first forward among all layers; null if not seen
         ("exec_bwd", pa.int64()),
         ("params", pa.int64()),
         ("weight_dtype", pa.string()),
@@ -121,7 +121,7 @@ LAYERS = pa.schema(
         *_SPAN,
     ]
 )
-"""A layer, and what the config does with it."""
+"""Layers, with the sections of the config that select them."""
 
 GEMMS = pa.schema(
     [
@@ -135,20 +135,20 @@ GEMMS = pa.schema(
         ("m", pa.int64()),
         ("k", pa.int64()),
         ("batch", pa.int64()),
-        ("calls", pa.int64()),  # a step
-        ("macs", pa.int64()),  # a step
+        ("calls", pa.int64()),  # per step
+        ("macs", pa.int64()),  # per step
         ("mask_share", pa.float64()),  # as Product.mask_share
         ("order", pa.int64()),
         ("runs", pa.string()),  # seen, planned, never, uncounted
         ("not_run", pa.string()),
         ("precision", pa.string()),  # as Product.precision
-        ("reason", pa.string()),  # the name of a Reason; null: low precision
+        ("reason", pa.string()),  # name of a Reason; null in low precision
         ("reason_ref", pa.string()),
         ("recipe", pa.string()),
         *_SPAN,
     ]
 )
-"""A matrix product of a layer."""
+"""Matrix products."""
 
 OPERANDS = pa.schema(
     [
@@ -161,10 +161,10 @@ OPERANDS = pa.schema(
         *_SPAN,
     ]
 )
-"""An operand of a matrix product."""
+"""Operands of matrix products."""
 
 STATES = pa.schema([("subject", pa.string()), ("dtype", pa.string()), ("bytes", pa.int64()), ("count", pa.int64())])
-"""What is kept in which type outside of GEMMs, as records.state has it."""
+"""Training state outside of GEMMs, by dtype (``base/vocabulary.py: SUBJECTS``)."""
 
 PLAN = pa.schema(
     [
@@ -179,7 +179,7 @@ PLAN = pa.schema(
         *_SPAN,
     ]
 )
-"""What a feature of the config does with a layer."""
+"""Features of the config, by layer."""
 
 FACTS: Mapping[str, pa.Schema] = {
     "layers": LAYERS,
@@ -188,7 +188,7 @@ FACTS: Mapping[str, pa.Schema] = {
     "states": STATES,
     "plan": PLAN,
 }
-"""The files of facts, ``<name>.parquet``, of a segment. They are replaced whole."""
+"""Name of a table of facts -> schema. A segment has ``<name>.parquet``, which is replaced as a whole."""
 
 SERIES = pa.schema(
     [
@@ -198,15 +198,15 @@ SERIES = pa.schema(
         ("count", pa.int64()),  # values
         ("first", _ITERATION),
         ("last", _ITERATION),
-        ("worst", pa.float64()),  # in the direction that is worse, or by size; without delayed scaling's first step
+        ("worst", pa.float64()),  # by the worse direction, or by magnitude; excludes the first step of delayed scaling
         ("worst_at", _ITERATION),
     ]
 )
-"""A statistic of one subject in a run that is read, with what its values span."""
+"""The series of a run that was read, with a summary of their values."""
 
 
-def at_the_end(facts: pa.Table) -> pa.Table:
-    """The rows of a table of facts that hold at the end of the run."""
+def facts_at_end(facts: pa.Table) -> pa.Table:
+    """Return the rows of a table of facts that hold at the end of the run."""
     return facts.filter(pc.is_null(facts["until"]))
 
 
@@ -214,7 +214,7 @@ UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, OverflowError)
 """Exceptions of pyarrow for damaged or foreign files."""
 
 _ROW_GROUP = 1 << 17
-"""Rows per row group: the least that a reader of one series has to read."""
+"""Rows per row group, the minimum that a reader of one series must read."""
 
 
 def write_table(table: pa.Table, path: Path) -> int:
@@ -235,11 +235,12 @@ def write_table(table: pa.Table, path: Path) -> int:
 
 
 def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
-    """Read columns of a Parquet file, or of an Arrow stream up to its last whole batch; or the Parquet file of a stream
-    that was closed since.
+    """Read columns of a Parquet file, or of an Arrow stream up to its last complete batch.
+
+    If the stream was closed since, its Parquet file is read.
 
     Raises:
-        OSError, pyarrow.ArrowException, ValueError, KeyError: it is damaged.
+        OSError, pyarrow.ArrowException, ValueError, KeyError: the file is damaged.
     """
     table = None
     if path.suffix == OPEN:
@@ -262,7 +263,7 @@ def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: li
 
 
 def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:
-    # Not mapped: a process that maps a file gets SIGBUS where another one cuts it meanwhile.
+    # Not memory-mapped: if another process truncated the file, this process would get SIGBUS.
     data = path.read_bytes()
     batches: list[pa.RecordBatch] = []
     try:
@@ -272,5 +273,5 @@ def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:
                 batch.validate(full=True)
                 batches.append(batch)
     except (pa.ArrowInvalid, OSError):
-        pass  # the process was killed, or the disk was full, in the middle of a batch
+        pass  # the last batch is incomplete: the process was killed, or the disk was full
     return pa.Table.from_batches(batches, schema)

@@ -1,6 +1,6 @@
-"""Writing of runs.
+"""Writes the files of a run.
 
-Rows are collected until :meth:`RunWriter.flush` appends them to the open files. Not thread-safe.
+Rows are buffered until :meth:`RunWriter.flush` appends them to the open files. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CLOSE_BYTES = 64 << 20
 CLOSE_SECONDS = 900.0
 
 _ROW, _BIN = 64, 8
-"""Upper bounds of the bytes per value, or per histogram without bins, in an open file, and per bin."""
+"""Upper bounds of bytes in an open file: per value, or per histogram without bins; and per bin."""
 
 _ROOM = 1024
 """Padding in run.json, so that the end of the run can be recorded on a full disk."""
@@ -58,11 +58,11 @@ _LONGEST_REASON = 200
 
 
 class _SeriesNames:
-    """Numbers the series of a rank; ``columns`` gives the columns of :data:`SUBJECT` and ``rank`` for rows."""
+    """Numbers the series of a rank, and returns their columns of :data:`SUBJECT` and ``rank``."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str | int | None, ...], int] = {}
-        self._columns: list[pa.Array] = []  # of each series
+        self._columns: list[pa.Array] = []  # a row per series
 
     def number(self, subject: tuple[str, ...], rank: int | None) -> int:
         return self._numbers.setdefault((*subject, rank), len(self._numbers))
@@ -70,7 +70,7 @@ class _SeriesNames:
     def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
         if not self._columns or len(self._columns[0]) < len(self._numbers):
             *subjects, ranks = zip(*self._numbers, strict=True)
-            # In the order of their first appearance, so that the dictionaries of a stream only grow.
+            # In order of first appearance, so that the dictionaries of a stream only grow.
             self._columns = [pa.array(texts, pa.string()).dictionary_encode() for texts in subjects]
             self._columns.append(pa.array(ranks, pa.int32()))
         rows = pa.array(series, pa.int32())
@@ -82,10 +82,10 @@ class _Table:
 
     Args:
         batch: converts new rows to a batch.
-        close_bytes: close the open file at this size, at most :data:`CLOSE_BYTES`.
+        close_bytes: size limit of the open file, at most :data:`CLOSE_BYTES`.
 
     Attributes:
-        waiting: an upper bound of the bytes of new rows, where counted.
+        waiting: upper bound of the bytes of new rows, if counted.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class _Table:
         self.waiting += waiting
 
     def flush(self) -> None:
-        """Append the new rows as one batch, and close a file that is large or old."""
+        """Append the new rows as one batch; close the file if it is large or old."""
         if self._rows:
             if self._file is None:
                 self._number += 1
@@ -136,7 +136,7 @@ class _Table:
             self.close()
 
     def close(self) -> None:
-        """Rewrite the open file as Parquet, sorted by series and iteration; it remains after an OSError."""
+        """Rewrite the open file as Parquet, sorted by series and iteration; after an OSError, the open file remains."""
         if self._file is None:
             return
         written = self.open_bytes
@@ -155,7 +155,7 @@ class _Table:
 
     def leave(self) -> None:
         if self._file is not None:
-            # Without the stream's end mark, which would need room on a full disk; a reader takes the end of the file.
+            # Omit the stream's end mark, which would need space on a full disk; readers stop at the end of the file.
             self._file.close()
         self._file = self._stream = None
 
@@ -165,9 +165,9 @@ class RunWriter:
 
     Args:
         run_folder: the folder of the run.
-        segment: the number of the segment, whose folder exists.
-        close_bytes: close open files at this size, at most :data:`CLOSE_BYTES`.
-        small_bytes: the minimum of this size for steps and scalars, which are never thinned.
+        segment: number of the segment; its folder exists.
+        close_bytes: size limit of open files, at most :data:`CLOSE_BYTES`.
+        small_bytes: minimum of this limit for steps, scalars and events, which are never downsampled.
 
     Attributes:
         run_id, segment, folder, rank: the run, its segment with the folder, and the rank.
@@ -209,7 +209,7 @@ class RunWriter:
     # ------------------------------------------------------------------ facts
 
     def put_run(self, **facts: Any) -> None:
-        """Add facts to run.json, atomically: JSON values; docs/records.md lists the keys that readers use."""
+        """Add facts, as JSON values, to run.json atomically; docs/records.md lists the keys."""
         if not self._facts:
             self._facts = {
                 "schema": SCHEMA_VERSION,
@@ -257,7 +257,7 @@ class RunWriter:
         scope: str = "",
         rank: int | None = None,
     ) -> int:
-        """Return the number of a series, new or known; ``rank`` is None for reduced values."""
+        """Return the number of a series, which may be new; ``rank`` is None for reduced values."""
         return self._names.number((scope, layer, tensor, gemm or "", statistic), rank)
 
     def add_step(
@@ -271,7 +271,7 @@ class RunWriter:
         local: bool = False,
         ranks: int = 1,
     ) -> None:
-        """Add a debug iteration; ``wall_time`` is in seconds since the epoch, by default now."""
+        """Add a debug iteration; ``wall_time`` is in seconds since the epoch, and defaults to now."""
         row = {
             "segment": self.segment,
             "iteration": iteration,
@@ -361,12 +361,12 @@ class RunWriter:
             "kind": kind,
             "severity": severity,
             "wall_time": round(seconds * 1e6),
-            "text": text.encode(errors="backslashreplace").decode(),  # the name of a file may have bytes of no UTF-8
+            "text": text.encode(errors="backslashreplace").decode(),  # a file name may contain invalid UTF-8
             "data": None if data is None else json.dumps(data, default=str),
         }
         self._tables["events"].add(row)
 
-    # ------------------------------------------------------------------ to the disk
+    # ------------------------------------------------------------------ files
 
     @property
     def waiting(self) -> int:
@@ -377,7 +377,7 @@ class RunWriter:
             table.flush()
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
-        """Write and close all files; rank 0 records the end in run.json, even after a failure."""
+        """Write and close all files; rank 0 records the status in run.json, even after a failure."""
         self.status = status
         try:
             self.flush()

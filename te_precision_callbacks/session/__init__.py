@@ -1,4 +1,4 @@
-"""One inspect session: start, name, step, stop.
+"""The inspect session, for any training loop.
 
 Usage::
 

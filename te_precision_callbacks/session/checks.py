@@ -40,11 +40,11 @@ from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, 
 logger = logging.getLogger(__name__)
 
 MOST_NAMES = 1000
-"""The most parameters that an event names for each problem."""
+"""Maximum number of parameters that an event names per problem."""
 
 
 class RuleChecks:
-    """Applies the rules to a run while it goes on, warns of each finding once, and stops the run if that is wanted.
+    """Applies the rules during a run, warns of each finding once, and stops the run if ``on_finding=`` demands it.
 
     Findings are added to the events of the context.
     """
@@ -62,12 +62,12 @@ class RuleChecks:
         self._react(self._diagnosis.set_facts(known, iteration), iteration)
 
     def scalars(self, scalars: Scalars) -> None:
-        """Check the trainer's scalars; a finding of another rank than 0 names that rank."""
+        """Check the trainer's scalars; findings of other ranks than 0 name the rank."""
         findings = self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None)
         self._react(findings, scalars.iteration)
 
     def event(self, event: Event) -> None:
-        """Check an event. Only problems of parameters were not reported before."""
+        """Check an event, and report problems of parameters; other events were reported by their source."""
         findings = self._diagnosis.event(event, None if event.data.get("of_all") else own_rank() or None)
         if event.kind == "parameters":
             self._react(findings, event.iteration)
@@ -82,9 +82,7 @@ class RuleChecks:
         return replace(records, findings=counts) if counts else records
 
     def stop_if_wanted(self) -> None:
-        """Stop the run on all ranks together, if a finding of one rank demands it. All ranks report the same first
-        finding.
-        """
+        """Stop the run on all ranks if a finding of one rank demands it; all ranks report the same first finding."""
         ranks = self._context.ranks
         if ranks.stop_together(own=bool(self._stopping)):
             alone = [finding for finding in self._stopping if finding.ranks][:1]
@@ -96,7 +94,7 @@ class RuleChecks:
             self._stop()
 
     def stop_at_the_end(self) -> None:
-        """Raise a finding that was to stop the run in a step that never came."""
+        """Raise a finding that would have stopped the run in another step."""
         if self._stopping:
             self._stop()
 
@@ -119,7 +117,7 @@ class RuleChecks:
             )
             if self._stops(finding) or self._calls_for_stop(finding):
                 self._stopping.append(finding)
-                # The error that stops the run has all that was seen. On several ranks it comes in a later step.
+                # The error that stops the run has the details; on several ranks it is raised in a later step.
                 logger.warning("%s: %s stops the training.", finding.severity.capitalize(), finding.in_short)
             elif finding.severity != "note" and (finding.ranks or own_rank() == 0):
                 logger.warning(
@@ -142,8 +140,10 @@ class RuleChecks:
 
 
 class ContractCheck:
-    """Shares the products of the first steps with the other ranks, until all have had a backward, and checks the
-    contract."""
+    """Checks the precision contract, and shares the products of the first steps with the other ranks.
+
+    Products are shared until all ranks have had a backward.
+    """
 
     def __init__(self, context: RunContext) -> None:
         options = context.options
@@ -155,13 +155,13 @@ class ContractCheck:
         self._shares_left = 0
 
     def attach(self, names: list[str]) -> None:
-        """Share the products of the next step; refuse a contract about layers that no rank has."""
+        """Share products from the next step on; raise a ConfigError for a contract about layers that no rank has."""
         self._shares_left = MOST_WITHOUT_BACKWARD if self._ranks.several else 0
         if self._contract is not None:
             try:
                 require_layers(self._contract, self._ranks.pool(names, "names", str))
             except ConfigError:
-                self.keeper = None  # a contract that is refused is not checked at the end of the run
+                self.keeper = None  # an invalid contract is not checked at the end of the run
                 raise
 
     @property
@@ -173,14 +173,18 @@ class ContractCheck:
             self.keeper.begin_step(self._changes, iteration, self._ranks)
 
     def end_step(self, iteration: int) -> None:
-        """Check the contract, if that is due; raises a PrecisionContractError if it ends the run."""
+        """Check the contract if it is due.
+
+        Raises:
+            PrecisionContractError: the contract is broken, and ends the run.
+        """
         results, keeper = self._results, self.keeper
         if self._shares_left:
             own = results.coverage_at(iteration)
             shared = Coverage(shared_products(own, self._ranks, "products of the first step", mean=True))
             results.coverage.put_other_ranks(shared)
             is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step", bool))
-            is_over = is_over or not self._ranks.are_together  # ranks that are apart share nothing again
+            is_over = is_over or not self._ranks.are_connected  # disconnected ranks cannot share products
             self._shares_left = 0 if is_over else self._shares_left - 1
         if keeper is not None:
             changes = self._changes
@@ -188,11 +192,11 @@ class ContractCheck:
             self._record(check, iteration)
 
     def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> None:
-        """Check the contract at the end of the run, if it was not checked before; as :meth:`end_step`.
+        """Check the contract at the end of the run, as :meth:`end_step`, if it was not checked before.
 
         Args:
-            why_not: the reason if nothing can be checked.
-            raises: False if another error ends the run, which must not be hidden.
+            why_not: the reason why the contract cannot be checked, if so.
+            raises: whether to raise; False if another error ends the run, which must not be hidden.
         """
         keeper, results = self.keeper, self._results
         if keeper is not None:
@@ -216,7 +220,7 @@ class ContractCheck:
 
 
 class ParameterChecks:
-    """Checks the parameters of a run: each result is an event, which the rules and the records receive."""
+    """Checks the parameters of a run, and adds an event per result, for the rules and the records."""
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self._ranks = context.ranks
@@ -237,7 +241,7 @@ class ParameterChecks:
         self._watch.before_step(optimizer, iteration)
 
     def end_step(self, iteration: int) -> None:
-        """Exchange the problems of an iteration, so that all ranks have the same."""
+        """Check an iteration, and exchange the problems, so that all ranks report the same."""
         problems = self._watch.end_step(iteration)
         try:
             problems = self._replicas.exchange(problems, iteration, is_due=self._watch.is_due)
@@ -245,7 +249,7 @@ class ParameterChecks:
             self._ranks.leave(error)
             self._failures.report("comparing", "the parameters of the ranks", error)
         self._watch.begin_step(iteration + 1)
-        self._record(problems, iteration, of_all=self._ranks.are_together)
+        self._record(problems, iteration, of_all=self._ranks.are_connected)
 
     def end(self, iteration: int) -> None:
         """Check all parameters for inf and nan at the end of a run."""
@@ -275,7 +279,7 @@ class ParameterChecks:
 
 
 class OverflowCheck:
-    """The detector of activation overflow of a run; None if detection is off, and before there is a model."""
+    """Detects activation overflow; ``detector`` is None without detection, and before a model is attached."""
 
     def __init__(self, context: RunContext) -> None:
         self.detector: DebugActivationOverflow | None = None
@@ -290,7 +294,7 @@ class OverflowCheck:
         former = self.detector
         if former is not None:
             if _is_same(model, self._model):
-                return  # the detector follows modules that are replaced inside
+                return  # the detector notices modules that were replaced in the model
             former.close(SessionError("Another model was attached."))
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
         self.detector.join_session(messages=context.ranks.messages, step=context.describe_step)
@@ -299,7 +303,7 @@ class OverflowCheck:
             self.detector.loss_scaled = former.loss_scaled
 
     def mark_dumps(self, recorder: Recorder) -> None:
-        """Let the recorder keep the dumps of the step if the detector reported since the last call."""
+        """Make the recorder keep the dumps of the step if the detector has reported since the last call."""
         if self.detector is not None:
             recorder.overflowed = self.detector.reports > self._reports
             self._reports = self.detector.reports

@@ -1,4 +1,4 @@
-"""The numbers of a step: statistics, reduced over the ranks, and scalars of users' features and of the trainer."""
+"""Collects the statistics of a step, reduced over ranks, and the scalars of users' features and of the trainer."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.instrumentation.answers import DelayedScalingLayers
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer, is_on_host, is_scalar, to_floats
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.runs.answers import is_loss_of_training
+from te_precision_callbacks.runs.answers import is_training_loss
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import NamedLayers
 from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
-from te_precision_callbacks.statistics.series import Measured, parsed_log_name
+from te_precision_callbacks.statistics.series import Measured, parse_log_name
 
 logger = logging.getLogger(__name__)
 
 _MOST_LOSSES = 10_000
-"""The losses of another rank than 0 that are kept between two collection steps."""
+"""Maximum number of losses that a rank keeps for rank 0 between two collection steps."""
 
 _MOST_KEPT, _LONGEST = 256, 1.0
-"""The tensors, and the seconds, after which the trainer's scalars are copied to the host."""
+"""Number of scalars, and seconds, after which the trainer's scalars are copied to the host."""
 
 
 @dataclass(frozen=True)
 class EndingStep:
-    """A step at its end.
+    """A step that is ending.
 
     Attributes:
-        begun: when its end began, by ``time.perf_counter``.
-        is_remainder: whether this is no step, but the remainder collected when the session was stopped.
+        begun: ``time.perf_counter()`` when the end of the step began.
+        is_remainder: whether this is not a complete step, but the remainder at the stop of the session.
     """
 
     iteration: int
@@ -103,7 +103,7 @@ class StepCollector:
         try:
             values = self._scalars.read()
             table = results.series
-            own = [table.intern(*parsed_log_name(name, self._layers.names)) for name in names]
+            own = [table.intern(*parse_log_name(name, self._layers.names)) for name in names]
             series = np.concatenate([*(part.series for part in measured), np.array(own, dtype=np.int32)])
             numbers = np.concatenate([*(part.values for part in measured), np.array(values)])
             histograms = {number: counts for part in measured for number, counts in part.histograms.items()}
@@ -111,7 +111,7 @@ class StepCollector:
             self._context.failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
         local = self._is_local or any(part.local for part in measured)
-        # Separated ranks leave their values to the first rank; at the end each rank writes what it has left.
+        # When ranks are disconnected, sinks get the first rank's values; at the end, each rank writes its remainder.
         left_to_first = local and not ending.is_remainder and not ranks.leads
         reduced = len(series) - len(own) if left_to_first or (ranks.several and not local) else 0
         layers = {table[number].layer for number in series.tolist()}
@@ -132,7 +132,7 @@ class StepCollector:
 
 
 class Loss(NamedTuple):
-    """A training loss of a rank, for rank 0; the value as text, since JSON has no inf and nan."""
+    """A training loss that a rank sends to rank 0; the value is text, since JSON has no inf and nan."""
 
     rank: int
     iteration: int
@@ -142,11 +142,11 @@ class Loss(NamedTuple):
 
 
 class TrainerScalars:
-    """The trainer's scalars, until they are copied to the host.
+    """Buffers the trainer's scalars until they are copied to the host.
 
     Attributes:
-        has_loss: whether a training loss is among them.
-        losses: the training losses that rank 0 may lack, as in a pipeline: its last stage computes the loss.
+        has_loss: whether a training loss was added.
+        losses: training losses that rank 0 may not have: in a pipeline, only the last stage computes the loss.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -161,12 +161,12 @@ class TrainerScalars:
             self._kept_since = time.monotonic()
         for name, value in values.items():
             if is_scalar(value):
-                self.has_loss |= is_loss_of_training(str(name))
+                self.has_loss |= is_training_loss(str(name))
                 kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
                 self._kept.append((iteration, logging_step, str(name), kept))
 
-    def shared_losses(self) -> list[Scalars]:
-        """Return the losses of all ranks, which must call this together: the mean over the ranks with a loss."""
+    def exchange_losses(self) -> list[Scalars]:
+        """Return the mean losses over the ranks that have one. All ranks must call this."""
         own, by_step = list(self.losses), dict[tuple[int, int], dict[str, list[float]]]()
         self.losses.clear()
         for loss in self._context.ranks.pool(own, "losses", Loss):
@@ -178,7 +178,13 @@ class TrainerScalars:
         ]
 
     def take(self, *, at_once: bool = False) -> list[Scalars]:
-        """Return the scalars since the last call, on the host. Copying a GPU's in each step would wait for it."""
+        """Return the scalars since the last call.
+
+        Scalars on a GPU are returned only now and then, since copying them in each step would wait for the device.
+
+        Args:
+            at_once: return them now.
+        """
         kept = self._kept
         on_gpu = any(not is_on_host(value) for *_, value in kept)
         waits = on_gpu and len(kept) < _MOST_KEPT and time.monotonic() - self._kept_since < _LONGEST
@@ -193,6 +199,6 @@ class TrainerScalars:
         by_step: dict[tuple[int, int], dict[str, float]] = {}
         for (iteration, logging_step, name, _), number in zip(kept, numbers, strict=True):
             by_step.setdefault((iteration, logging_step), {})[name] = number
-            if not self._context.ranks.leads and is_loss_of_training(name):
+            if not self._context.ranks.leads and is_training_loss(name):
                 self.losses.append(Loss(own_rank(), iteration, logging_step, name, repr(number)))
         return [Scalars(iteration, logging_step, values) for (iteration, logging_step), values in by_step.items()]

@@ -1,4 +1,4 @@
-"""Shared state of a run, which all its parts receive, and its results."""
+"""Shared state and results of a run, which all its parts receive."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from te_precision_callbacks.statistics.series import SeriesTable
 
 @dataclass
 class RunResults:
-    """The results of a run, written by its parts, and shown by the session during the run and after it.
+    """The results of a run, which its parts write and the session shows.
 
     Attributes:
-        started_at: the place in the script that started the session; empty before the start.
+        started_at: the line of the script that started the session; empty before the start.
         filters_loss: whether the trainer filters inf and nan from the loss that it logs.
-        expects_low: the setting of the trainer that asks for low precision.
-        whole_run: the verdict on a resumed run with its earlier starts; None before its end, and for other runs.
+        expects_low: the setting of the trainer that selects low precision.
+        whole_run: the verdict on a resumed run including its earlier starts; None before the end, and for other runs.
         scales_loss: whether a GradScaler has stepped an optimizer of the model.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
     """
@@ -61,17 +61,21 @@ class RunResults:
         self.statistics = RunStatistics(self.series)
 
     def coverage_at(self, iteration: int) -> Coverage:
-        """This rank's matrix products of an iteration. Raises IterationError if it has not run."""
+        """Return this rank's matrix products of an iteration.
+
+        Raises:
+            IterationError: the iteration has not run.
+        """
         last = iteration if self.iterations.last is None else self.iterations.last
         return self.coverage.at(iteration, last, self.audit.history.at(iteration), self.unconverted)
 
     def other_steps(self) -> list[OtherSteps]:
         if len(self.coverage.spans()) < 2 and not self.audit.history.has_changed:
-            return []  # as in most runs, of which thousands of layers need not be gone through
+            return []  # the usual case, without a loop over thousands of layers
         return other_steps(self.coverage.by_span(self.audit.history.spans(), self.unconverted))
 
     def coverage_with_other_ranks(self, iteration: int | None) -> Coverage:
-        """As :meth:`InspectSession.coverage`; None for the last iteration."""
+        """Return :meth:`InspectSession.coverage` of an iteration; None for the last iteration."""
         iteration = self.audit.history.iterations.last if iteration is None else iteration
         if iteration is None:
             return NOTHING
@@ -85,7 +89,7 @@ class RunResults:
 
 @dataclass
 class LoopFacts:
-    """Facts that an integration gives about the training loop; see :meth:`InspectSession.start`."""
+    """Facts about the training loop from its integration; see :meth:`InspectSession.start`."""
 
     counts_from: int = 0
     front_door: str = "session"
@@ -97,9 +101,8 @@ class RunContext:
     """Shared state of a run.
 
     Attributes:
-        notices: the messages that were logged once.
         inspector: nvidia-dlfw-inspect, which counts the debug iterations.
-        events: a queue, which the run sends to the sinks and to the rules.
+        events: queue that the run sends to the sinks and to the rules.
     """
 
     options: SessionOptions

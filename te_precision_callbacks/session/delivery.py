@@ -1,4 +1,4 @@
-"""Delivery of a run's records and events to sinks, and the files of the run: its log, its records, its page."""
+"""Delivers records and events to sinks, and manages a run's files: statistics log, records and report page."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ REPORT_FILE = "report.html"
 
 
 class Sinks:
-    """The sinks of a run, in order. A sink that fails is reported, closed and dropped; the others continue.
+    """The sinks of a run, in order. A failing sink is reported, closed and dropped; the others continue.
 
     Attributes:
-        passed_over: sinks that get no records, such as the files of a rank without own values.
+        skipped: sinks that get no records, such as the files of a rank without local values.
     """
 
     def __init__(self, context: RunContext, sinks: Iterable[Sink]) -> None:
@@ -44,11 +44,11 @@ class Sinks:
         self._failures = context.failures
         self.have_started = False
         self._is_closing = False
-        self.passed_over: Sequence[Sink] = ()
+        self.skipped: Sequence[Sink] = ()
         self._early: list[Event | Scalars] = []
 
     def start(self, run: RunInfo) -> None:
-        """Start the sinks at the first step: the iteration of a resumed run is known then."""
+        """Start the sinks. Called at the first step, when the iteration of a resumed run is known."""
         self.have_started = True
         self._each("starting", self._sinks, lambda sink: sink.start(run))
         early, self._early = self._early, []
@@ -56,7 +56,7 @@ class Sinks:
             self.send(item)
 
     def send(self, item: Event | Scalars) -> None:
-        """Send an event or the trainer's scalars to the sinks that take them; before the first step they are queued."""
+        """Send an event or the trainer's scalars to the sinks that accept them; queued until the sinks have started."""
         if not self.have_started:
             self._early.append(item)
             return
@@ -67,7 +67,7 @@ class Sinks:
         self._takers = [other for other in self._takers if other is not sink]
 
     def write(self, records: StepRecords) -> None:
-        sinks = [sink for sink in self._sinks if not any(sink is other for other in self.passed_over)]
+        sinks = [sink for sink in self._sinks if not any(sink is other for other in self.skipped)]
         self._each("writing records to", sinks, lambda sink: sink.write(records))
 
     def close(self, error: BaseException | None) -> None:
@@ -97,7 +97,7 @@ def _send(sink: EventSink, item: Event | Scalars) -> None:
 
 
 def nonfinite_event(error: BaseException, iteration: int) -> Iterator[Event]:
-    """The overflow that stopped the training; no event for another error."""
+    """Yield an event for an activation overflow that stopped the training; nothing for other errors."""
     if isinstance(error, ActivationOverflowError):
         data = {"class": error.class_name, "role": error.role, "batch": error.batch, "rank": error.rank}
         phase = "backward" if error.role.startswith("grad") else "forward"
@@ -111,11 +111,11 @@ def dump_events(written: Iterable[Header]) -> Iterator[Event]:
 
 
 class RunFiles:
-    """The statistics log, the records and the page of a run, depending on its options.
+    """The statistics log, the records and the report page of a run, as its options select.
 
     Attributes:
-        log, records: None without them.
-        page: the page of the run, or the command that makes it; empty if there is nothing for a page.
+        log, records: None if switched off.
+        page: path of the report page, or the command that writes it; empty without records.
     """
 
     def __init__(self, context: RunContext, given_names: Mapping[str, str]) -> None:
@@ -132,7 +132,7 @@ class RunFiles:
         self.sinks: list[Sink] = [sink for sink in (self.log, self.records) if sink is not None]
 
     @property
-    def in_full(self) -> bool:
+    def writes_all(self) -> bool:
         """Return whether this rank also writes reduced values."""
         return self._ranks.leads or self._on_all_ranks
 
@@ -142,14 +142,14 @@ class RunFiles:
 
     def attach(self) -> None:
         if self.log is not None:
-            self.log.own_only = not self.in_full
+            self.log.own_only = not self.writes_all
         if self.records is not None and self.records.keys is None and has_other_ranks(None):
-            with contextlib.suppress(RuntimeError):  # only a rank that does not reduce with rank 0 reads them
+            with contextlib.suppress(RuntimeError):  # only ranks that do not reduce with rank 0 need the store
                 store = shared_store(f"te_precision_callbacks/records/{self._log_dir.absolute()}")
                 self.records.keys = next_keys(store, own_rank())
 
     def begin(self) -> None:
-        """Agree with all ranks on the folder of the records. If that fails, the run is not recorded."""
+        """Agree with all ranks on the folder of the records; on failure, the run is not recorded."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -185,7 +185,7 @@ class RunFiles:
         return run_id if (self._log_dir / FOLDER / run_id).is_dir() else ""
 
     def log_command(self) -> str:
-        """Log the command that makes the page of the run; return the name of the run, if it has records."""
+        """Log the command that writes the report page; return the id of the run, empty without records."""
         if run_id := self._run_id:
             self.page = f"te-precision report {quoted_run(self._log_dir, run_id)}"
             logger.info("%s makes one page of this run.", self.page)
@@ -205,6 +205,6 @@ class RunFiles:
 
 
 def quoted_run(log_dir: Path, run_id: str) -> str:
-    """Return the log folder for a command, or the folder of the run if the log folder has several."""
+    """Return the log folder, quoted for a command, or the run's folder if the log folder has several runs."""
     path = log_dir if list_runs(log_dir) == (run_id,) else log_dir / FOLDER / run_id
     return shlex.quote(str(path.absolute()))

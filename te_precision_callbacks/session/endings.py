@@ -1,7 +1,7 @@
-"""The end of a run: what it leaves, and the ends of a process that it must precede, which are its exit, and signals.
+"""The end of a run: its closing report, and stopping before the process ends, by exit or by a signal.
 
-Python runs the handler of a signal in the main thread, between two instructions. A main thread in a call that does not
-return handles no signal.
+Python runs signal handlers in the main thread, between two instructions, so a main thread that is blocked in a call
+handles no signal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.other_steps import format_other_steps
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.diagnosis.finding import Verdict
-from te_precision_callbacks.runs.answers import broken_in_short, ended_by
+from te_precision_callbacks.runs.answers import ended_by, summarize_broken_contract
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles
 
@@ -36,23 +36,23 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 class Terminated(SessionError):
-    """SIGTERM ends the process, as it ends the processes of all ranks: nothing has failed in this one."""
+    """SIGTERM ends the process, as it ends the processes of all ranks; nothing has failed."""
 
 
 class ProcessEnded(SessionError):
-    """The process has ended without an exception before the session was stopped."""
+    """The process ended without an exception before the session was stopped."""
 
 
 class ProcessEnds:
-    """Stops a session before its process ends: at the exit, also by an uncaught exception, and by SIGTERM.
+    """Stops a session before its process ends, by exit, uncaught exception or SIGTERM.
 
     Args:
         stop: called with the exception that ends the process.
-        at_sigterm: whether to handle SIGTERM, if no other handler is set. Only the main thread can.
+        at_sigterm: whether to handle SIGTERM, if no other handler is set; only possible in the main thread.
 
     Attributes:
-        is_terminated: whether SIGTERM ends the process.
-        at_exit: stops the session at the exit, unless it is cancelled.
+        is_terminated: whether SIGTERM is ending the process.
+        at_exit: finalizer that stops the session at the exit, unless it is cancelled.
     """
 
     def __init__(self, stop: Callable[[BaseException], None], *, at_sigterm: bool) -> None:
@@ -65,7 +65,7 @@ class ProcessEnds:
             signal.signal(signal.SIGTERM, self.handle_sigterm)
 
     def _stop_at_exit(self) -> None:
-        error = uncaught()
+        error = uncaught_exception()
         try:
             self._stop_before_the_end(error or ProcessEnded("The process ended before the session was stopped."))
         finally:
@@ -76,7 +76,7 @@ class ProcessEnds:
         """Stop the session; the process still ends by the signal, with its exit status."""
         is_own = os.getpid() == self._process  # a forked process ends at once
         if is_own and self.is_terminated:
-            return  # it has come again
+            return  # a second SIGTERM
         try:
             if is_own:
                 self.is_terminated = True
@@ -86,7 +86,7 @@ class ProcessEnds:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _stop_before_the_end(self, error: BaseException) -> None:
-        """A failure here must not hide the error that ends the process."""
+        """Stop the session; log a failure, which must not hide the error that ends the process."""
         try:
             self._stop(error)
         except Exception as failure:
@@ -97,10 +97,10 @@ class ProcessEnds:
             )
 
 
-def uncaught() -> BaseException | None:
-    """Return the exception that ends the process, which Python has shown by now.
+def uncaught_exception() -> BaseException | None:
+    """Return the uncaught exception that ends the process, which Python has already printed.
 
-    At an interactive prompt the process continues after an exception, so the last one does not end it.
+    None at an interactive prompt, where the process continues after an exception.
     """
     prompted = bool(sys.flags.interactive) or hasattr(sys, "ps1")
     return None if prompted else getattr(sys, "last_value", None)
@@ -110,19 +110,19 @@ def _end_by_sigint() -> None:
     """Let Python end the process by SIGINT after an uncaught Ctrl-C, as shells and schedulers expect.
 
     Python does so if the last source text that it ran ended with KeyboardInterrupt (3.11, ``Python/pythonrun.c:
-    run_eval_code_obj``). Imports at the end of a session run texts, such as in ``collections.namedtuple``.
+    run_eval_code_obj``). The end of a session may have run other source texts: ``collections.namedtuple`` does.
     """
     with suppress(KeyboardInterrupt):
         exec("raise KeyboardInterrupt")
 
 
 class Uninterrupted:
-    """A block that Ctrl-C and SIGTERM do not interrupt: they are handled at its end. A second Ctrl-C interrupts it.
+    """Context manager that defers Ctrl-C and SIGTERM to its end; a second Ctrl-C interrupts it.
 
-    Outside the main thread the block does nothing.
+    Does nothing outside the main thread.
 
     Args:
-        ends: whose handling of SIGTERM ends with the block.
+        ends: its handler of SIGTERM is removed at the end of the block.
     """
 
     def __init__(self, ends: ProcessEnds | None = None) -> None:
@@ -144,7 +144,7 @@ class Uninterrupted:
         self._restore(signal.SIGTERM)
         handler = None if self._ends is None else self._ends.handle_sigterm
         if handler is not None and _is_main_thread() and signal.getsignal(signal.SIGTERM) == handler:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # otherwise other code has set a handler since
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # unless other code has set a handler since
         self._restore(signal.SIGINT)  # last: Ctrl-C may come again at once
 
     def _restore(self, number: int) -> None:
@@ -179,7 +179,7 @@ class ClosingReport:
         self._other_steps: list[str] = []
 
     def check_whole_run(self) -> None:
-        """Check a resumed run with its earlier starts, as ``te-precision diagnose`` does."""
+        """Check a resumed run including its earlier starts, as ``te-precision diagnose`` does."""
         place = self._files.place
         if place is not None and place.segment:
             from te_precision_callbacks.diagnosis.replay import diagnose
@@ -196,7 +196,7 @@ class ClosingReport:
                 self._context.inspector.log(text)
 
     def write_page(self, error: BaseException | None) -> None:
-        """Log the command that makes a page of the run; write the page if that is wanted and no error ended the run."""
+        """Log the command that writes the report page; with ``report=``, write it unless an error ended the run."""
         if (run_id := self._files.log_command()) and self._context.options.report and error is None:
             self._files.write_page(run_id)
 
@@ -214,18 +214,18 @@ class ClosingReport:
             other_steps=self._other_steps,
             trace="" if trace is None else str(trace),
             speed="" if trace is None else self._files.speed_command(),
-            ended_by="" if error is None else in_short(error),
+            ended_by="" if error is None else summarize_error(error),
         )
         sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 
-def in_short(error: BaseException) -> str:
-    """Return the class and the first line of an error; of an error about findings or a contract, its subject."""
+def summarize_error(error: BaseException) -> str:
+    """Return class and first line of an error, or the findings or the contract that it is about."""
     if isinstance(error, PrecisionFindingError):
         names = "; ".join(finding.in_short for finding in error.findings)
         return f"{names or 'a finding of another rank'}, by on_finding="
     if isinstance(error, PrecisionContractError):
-        return f"{type(error).__name__}: {broken_in_short(str(error))}"
+        return f"{type(error).__name__}: {summarize_broken_contract(str(error))}"
     first_line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
     return ended_by(first_line) or first_line
 
@@ -242,12 +242,12 @@ def closing_lines(
     speed: str = "",
     ended_by: str = "",
 ) -> Sequence[str]:
-    """Return the verdict, findings, coverage, and paths of a run: at most :data:`MOST_LINES` lines and ``other_steps``.
+    """Return verdict, findings, coverage and paths of a run: at most :data:`MOST_LINES` lines, and ``other_steps``.
 
     Args:
-        lost_folder: a folder that could not be written to.
-        page: the page, or the command that makes it; empty if there is nothing for a page.
-        other_steps: a line for steps that ran in another precision than the last one.
+        lost_folder: a log folder that was not writable.
+        page: path of the report page, or the command that writes it; empty without records.
+        other_steps: lines about steps that ran in another precision than the last step.
         ended_by: the error that ended the run, shown first.
     """
     diagnose = "" if log_dir is None else f"te-precision diagnose {shlex.quote(str(log_dir))}"

@@ -1,4 +1,4 @@
-"""The facts of a run as the tables that the record store keeps."""
+"""The facts of a run, as tables for the records."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
     computes_in_float16,
-    computing,
     ignored_arguments,
+    modules_with_gemms,
     recipes_of,
 )
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.reference import is_installed
 from te_precision_callbacks.runs.fingerprints import QUANTIZED, weights_of
 from te_precision_callbacks.runs.recording import FactTables
@@ -43,15 +43,15 @@ from te_precision_callbacks.sinks.step_records import LayerInfo
 logger = logging.getLogger(__name__)
 
 MOST_SHARE = 0.05
-"""The share of the training time that facts may take where they change all the time."""
+"""Maximum share of the training time for collecting facts that change all the time."""
 
 REST_AFTER_A_FAILURE = 10.0
-"""Seconds until facts that could not be gathered are gathered again; the end of the run does not wait."""
+"""Seconds before facts are collected again after a failure, except at the end of the run."""
 
 _TRAINERS = ("lightning", "accelerate", "transformers", "megatron-core", "peft")
 """Packages whose version is recorded if they are in use."""
 
-# Read once in a process: reading takes a few milliseconds, and each start of a session asks.
+# Cached: reading takes a few milliseconds at each start of a session.
 _version_of_trainer = functools.cache(installed_version)
 
 Row = dict[str, Any]
@@ -67,8 +67,8 @@ class RunFacts:
         self._rests_until = 0.0
         self._machine: Row | None = None
 
-    def changed(self, *, at_last: bool = False) -> bool:
-        """Return whether there are new facts; False shortly after a slow collection, unless ``at_last``."""
+    def has_changed(self, *, at_last: bool = False) -> bool:
+        """Return whether there are new facts to collect. False for a while after a collection, unless ``at_last``."""
         return self._state != self._taken and (at_last or time.perf_counter() >= self._rests_until)
 
     @property
@@ -122,11 +122,11 @@ class RunFacts:
         names: dict[str, list[str]] = defaultdict(list)
         for (layer, gemm), why in self._results.not_measured.items():
             names[why].append(f"{layer} {gemm}")
-        return {why: folded(of_reason) for why, of_reason in names.items()}
+        return {why: fold_names(of_reason) for why, of_reason in names.items()}
 
     def _settings(self) -> Row:
         layers, reduces = self._model.layers, self._options.reduce
-        computed = computing(layers.modules, layers.operations)
+        computed = modules_with_gemms(layers.modules, layers.operations)
         several = reduces and is_distributed(self._options.process_group)
         return {
             "loss_is_scaled": self._results.scales_loss,
@@ -145,9 +145,9 @@ class RunFacts:
     @property
     def _unmeasured(self) -> str:
         begin, last = self._results.iterations.first, self._results.iterations.last
-        why_nothing = self._model.hooks.gemm_errors.why_nothing
-        if why_nothing or begin is None or last is None:
-            return why_nothing
+        why_none_measured = self._model.hooks.gemm_errors.why_none_measured
+        if why_none_measured or begin is None or last is None:
+            return why_none_measured
         return why_gemm_error_not_due(self._options.config, begin, last)
 
     def _machine_facts(self) -> Row:
@@ -307,13 +307,13 @@ class RunFacts:
 
 
 def _script() -> str:
-    """Return the path of the script; ``-c`` or ``-`` for code without a file, and empty at a prompt."""
+    """Return the path of the script; ``-c`` or ``-`` for code without a file, empty at an interactive prompt."""
     started = sys.argv[0] if sys.argv else ""
     return started if started in ("", "-", "-c") else os.path.abspath(started)
 
 
 def _place(sections: Sequence[Section], namespace: str, feature: str) -> tuple[str, str, int | None]:
-    """Return section, file and line of a layer's feature, which sections may spell otherwise; no line for a mapping."""
+    """Return section, file and line of a layer's feature, matched case-insensitively; no line for a mapping."""
     spelled = (
         (section, key)
         for section in sections

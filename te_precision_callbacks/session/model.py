@@ -24,15 +24,15 @@ from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
-from te_precision_callbacks.layers.folding import in_sentence
+from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
     Model,
     NamedModule,
     NamedOperation,
-    by_given_name,
     compiled_call,
-    different_at_one_path,
+    find_ambiguous_names,
+    group_by_given_name,
     module_names,
     named_attention,
     named_operations,
@@ -51,7 +51,7 @@ _FOR_TRAINER = (
     "Remedy: use transformer_engine.pytorch.checkpoint, as docs/transformers.md shows. Setting only"
     " use_reentrant=False raises a CheckpointError."
 )
-"""What makes a checkpoint of the Hugging Face Trainer compute again in low precision."""
+"""Remedy for gradient checkpointing of the Hugging Face Trainer, which recomputes in high precision."""
 
 
 _BY_ACCELERATE = {
@@ -63,11 +63,13 @@ _BY_ACCELERATE = {
 }
 
 _MLP_MODES = {"fc1": "column", "fc2": "row"}
-"""The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
+"""Parallel modes of a LayerNormMLP's layers. Their weights are always split; ``set_parallel_mode`` only adds
+communication.
+"""
 
 
-def without_layers(goes_on: str, front_door: str = "") -> str:
-    """Return the warning that a model has no Transformer Engine layer, with a remedy for the integration."""
+def no_layers_warning(goes_on: str, front_door: str = "") -> str:
+    """Return the warning that a model has no Transformer Engine layers, with the integration's remedy."""
     return (
         "The model has no Transformer Engine layers with GEMMs, such as Linear or LayerNormMLP, so there are no"
         f" statistics. Training continues {goes_on}.{_BY_ACCELERATE.get(front_door, '')}"
@@ -77,11 +79,11 @@ def without_layers(goes_on: str, front_door: str = "") -> str:
 def placements(
     modules: Iterable[NamedModule], reduced_over: torch.distributed.ProcessGroup | None
 ) -> dict[str, Placement]:
-    """Layer name -> placement, for the layers that have a tensor-parallel group of several ranks.
+    """Return layer name -> placement, for layers with a tensor-parallel group of several ranks.
 
     Read from Transformer Engine 2.20.2: ``tp_group``, ``tp_size``, ``parallel_mode`` and ``sequence_parallel`` of the
-    modules in ``pytorch/module``. Layers that differ from rank to rank under one name otherwise count as copies, unless
-    they have numbers (``Layer.by_number``), or ``process_group`` keeps them apart.
+    modules in ``pytorch/module``. Other layers with the same name on several ranks count as replicas, even if they
+    differ, unless they are named by number (``Layer.by_number``), or have separate process groups (``process_group=``).
     """
     placed: dict[str, Placement] = {}
     ranks_of = torch.distributed.get_process_group_ranks
@@ -93,7 +95,7 @@ def placements(
         rank = torch.distributed.get_rank(group)
         lower = ranks_of(group)[:rank]
         first = not lower if reduced_over is None else set(lower).isdisjoint(ranks_of(reduced_over))
-        # GroupedLinear communicates nothing, and shows the input of its GEMMs, which was gathered before the layer.
+        # GroupedLinear does not communicate: its input was gathered before the layer.
         gathers = getattr(module, "num_gemms", None) is None
         sequence_parallel = gathers and bool(getattr(module, "sequence_parallel", False))
         for layer in named.layers:
@@ -105,11 +107,11 @@ def placements(
 
 
 class NamedLayers:
-    """Finds the layers of a model, and names them alike on all ranks.
+    """Finds the layers of a model, and names them consistently on all ranks.
 
     Attributes:
         of_all: the layers of all ranks that reduce together.
-        given: layer -> the name that the script gave to it and to no other layer.
+        given: layer -> the script's name for it, if unique.
     """
 
     def __init__(self, options: SessionOptions) -> None:
@@ -128,7 +130,7 @@ class NamedLayers:
 
     @property
     def other_names(self) -> dict[int, str]:
-        """The names of attention and operations of ``te.ops`` of this rank, by the id of the module."""
+        """Id of an attention module or ``te.ops`` operation of this rank -> its name."""
         operations = {id(named.module): named.layers[0] for named in self.operations if named.layers}
         return {**self._attentions, **operations}
 
@@ -141,12 +143,12 @@ class NamedLayers:
             raise SessionError(f"The model must be a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         self._find(model)
         layers = ranks.pool(self.own, "layers", Layer)
-        if alike := different_at_one_path(layers):
+        if alike := find_ambiguous_names(layers):
             self._name_by_number(alike)
             self._find(model)
             layers = ranks.pool(self.own, "numbered layers", Layer)
         self.of_all = tuple(layers)
-        named = by_given_name(layers)
+        named = group_by_given_name(layers)
         self.given.clear()
         self.given.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
 
@@ -178,8 +180,8 @@ class _Planned(NamedTuple):
 
     Attributes:
         sections: the features of all sections.
-        fused: the modules that are observed on their fused path, from :func:`choose`.
-        not_fused: the other modules with features -> the reason.
+        fused: see :func:`choose`.
+        not_fused: name of another module with features -> reason.
     """
 
     plan: Plan
@@ -189,10 +191,10 @@ class _Planned(NamedTuple):
 
 
 class ObservedModel:
-    """Plans the config on the layers of a model, has the modules watched, and follows changes of the model.
+    """Applies the config to the layers of a model, watches its modules, and tracks changes of the model.
 
     Attributes:
-        model: an empty sequence before the attach.
+        model: an empty sequence before :meth:`attach`.
         flat_config: the config with its registered features.
     """
 
@@ -211,7 +213,7 @@ class ObservedModel:
         self._notices = context.notices
         self._refused = hooks.answers.refused
 
-    # ------------------------------------------------------------------ a model that is given
+    # ------------------------------------------------------------------ attach
 
     def attach(self, model: Model) -> None:
         options, inspector, ranks = self._options, self._inspector, self._context.ranks
@@ -228,7 +230,7 @@ class ObservedModel:
         for text in describe_idle_sections(options.config, planned.sections):
             logger.warning("%s", text)
         if not self.layers.of_all:
-            logger.warning("%s", without_layers(goes_on, self._context.loop.front_door))
+            logger.warning("%s", no_layers_warning(goes_on, self._context.loop.front_door))
         self.model = model
         self._observe(planned)
         self.hooks.count_products(model, self.layers.paths(model))
@@ -247,7 +249,7 @@ class ObservedModel:
         sections = [resolve_features(section, registered) for section in config.enabled_sections]
         effects = {section.name: tuple(section.effects.values()) for section in config.enabled_sections}
         own_plan = replace(plan, layers=tuple(planned[layer] for layer in self.layers.own if layer in planned))
-        fused, not_fused = choose(self._options.observe, modules, own_plan, self._inspector.only_looks)
+        fused, not_fused = choose(self._options.observe, modules, own_plan, self._inspector.only_observes)
         stay = [key for key, changed in fused.items() if not changed]
         own_plan = self._refused.leave(own_plan, model, modules, effects, stay)
         refused = self._refused.modules
@@ -283,14 +285,14 @@ class ObservedModel:
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
             logger.info('observe="auto": %s', format_paths(len(planned.fused), planned.not_fused))
 
-    # ------------------------------------------------------------------ the modules and parameters of the model
+    # ------------------------------------------------------------------ modules and parameters
 
     @property
     def roots(self) -> list[torch.nn.Module]:
         return [root for _, root in named_roots(self.model) or ()]
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The modules of the model into which hooks reach, by name; without the model itself."""
+        """Yield name and module for all modules that can run hooks, except the model itself."""
         names, roots = self.layers.paths(self.model), tuple(named_roots(self.model) or ())
         whole = {id(root) for _, root in roots}
         for _, module in watched_modules(roots):
@@ -305,7 +307,7 @@ class ObservedModel:
         return (parameter for root in self.roots for parameter in root.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
-        """The parameters of the model, each once, with the names of their modules before their own, and the modules."""
+        """Yield name, parameter and module, once per parameter."""
         names, seen = self.layers.paths(self.model), set[int]()
         for root in self.roots:
             for module in root.modules():
@@ -390,13 +392,13 @@ class ObservedModel:
                 " te.autocast: %s. So the backward does not run in low precision. %s",
                 len(named),
                 "" if len(named) == 1 else "s",
-                in_sentence(*named, most=2),
+                fold_for_sentence(*named, most=2),
                 _FOR_TRAINER
                 if self._context.loop.front_door == "transformers"
                 else f"Remedy: {REMEDIES[Reason.RECOMPUTED]}.",
             )
 
-    # ------------------------------------------------------------------ what Transformer Engine refuses
+    # ------------------------------------------------------------------ refused layers
 
     def warn_of_refused(self) -> None:
         if self._refused.warn(self._inspector.log):

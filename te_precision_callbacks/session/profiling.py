@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Profiling:
-    """Profiles the iterations of a choice, and writes their trace when the last one has ended.
+    """Profiles the iterations of ``profile=``, and writes a trace after the last one.
 
-    The iteration before the first one warms the profiler up. Where a profiler of the user's own runs, only ranges are
-    added, and its trace has them.
+    The profiler warms up in the iteration before the first. If the user's own profiler runs, the session only adds
+    ranges to its trace.
     """
 
     def __init__(self, context: RunContext, model: ObservedModel, hooks: ForwardHooks, files: RunFiles) -> None:
@@ -47,19 +47,19 @@ class Profiling:
         self._stopped: Any = None
 
     def begin(self, iteration: int) -> None:
-        """Begin an iteration; where no profile is due, this compares two numbers."""
+        """Begin an iteration; cheap if no profile is due."""
         choice = self._choice
         if choice is None or not choice.first - 1 <= iteration <= choice.last:
             return
         self._guarded("starting", lambda: self._begin(choice, iteration))
 
     def end(self, iteration: int) -> None:
-        """End an iteration. The last one ends the profile, which :meth:`write` then writes."""
+        """End an iteration; the last one stops the profiler, and :meth:`write` then writes the trace."""
         if self._running is not None:
             self._guarded("ending", lambda: self._end(iteration))
 
     def write(self) -> None:
-        """Write the trace of a profile that has ended, once it is known where the run is recorded."""
+        """Write the trace of a stopped profile; the folder of the records must be known."""
         if self._stopped is not None:
             self._guarded("writing", self._write)
 
@@ -76,10 +76,10 @@ class Profiling:
             return
         if self._running is not None and self._running[0] == iteration:
             return
-        self._leave()  # an iteration that a resume has made another one
+        self._leave()  # an iteration whose number a resume has changed
         if not self._has_ranges:
             self._has_ranges = True
-            self._hooks.put_ranges(wanted=True)
+            self._hooks.set_ranges(enabled=True)
             self._ranges.put(self._model.named_modules())
             self._profiler = self._profiler or StepProfiler()
             if not self._profiler.start():
@@ -113,7 +113,7 @@ class Profiling:
             if self._has_ranges:
                 self._has_ranges = False
                 self._ranges.remove()
-                self._hooks.put_ranges(wanted=False)
+                self._hooks.set_ranges(enabled=False)
         finally:
             profile = None if profiler is None else profiler.stop()
         if profiler is not None and profiler.given_up:

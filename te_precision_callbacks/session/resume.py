@@ -1,8 +1,8 @@
 """The audit of a resume: compares the model's low-precision state and the loss with the checkpoint.
 
-Transformer Engine 2.20 restores scales and amax histories in ``load_state_dict``, and adapts and changes them in a
-module's first forward, by its recipe. So the audit reads states and weights before the first forward, and recipes
-before the first optimizer step, in which it reports.
+Transformer Engine 2.20 restores scales and amax histories in ``load_state_dict``, and adapts them to the recipe in a
+module's first forward. The audit therefore reads states and weights before the first forward. It reads recipes before
+the first optimizer step, and reports then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
-from te_precision_callbacks.runs.answers import is_loss_of_training
+from te_precision_callbacks.runs.answers import is_training_loss
 from te_precision_callbacks.runs.fingerprints import (
     Fingerprint,
     FingerprintError,
@@ -72,9 +72,9 @@ _EVALUATE_IN_FP8_WITH_ACCELERATE = (
 
 
 class ResumeAudit:
-    """Takes the fingerprints of a run, and compares a resumed run with the fingerprints of its checkpoint.
+    """Fingerprints the model for checkpoints, and compares a resumed run with its checkpoint's fingerprint.
 
-    After :meth:`end` it can still take fingerprints while the model exists, for a checkpoint saved after the stop.
+    While the model exists, fingerprints can also be taken after :meth:`end`, for a checkpoint saved after the stop.
     """
 
     def __init__(self, context: RunContext, model: ObservedModel, records: RecordSink | None) -> None:
@@ -90,7 +90,7 @@ class ResumeAudit:
         self._restored: Fingerprint | None = None
         self._handles: list[Any] = []
 
-    # ------------------------------------------------------------------ a checkpoint is written
+    # ------------------------------------------------------------------ saving
 
     def text(self, iteration: int) -> str | None:
         """Return the fingerprint of this rank as JSON; None without layers, and after a failure."""
@@ -151,13 +151,13 @@ class ResumeAudit:
         there = ((reference(), name, layers) for reference, name, layers in self._left)
         return [NamedModule(module, name, layers) for module, name, layers in there if module is not None]
 
-    # ------------------------------------------------------------------ a checkpoint is restored
+    # ------------------------------------------------------------------ restoring
 
     def expect(self, saved: str | Path) -> None:
-        """Compare the model with the fingerprints of a checkpoint, once it is restored and has run.
+        """Schedule the comparison of the restored model with a fingerprint, for its first step.
 
         Args:
-            saved: the text of a fingerprint, or the folder of a checkpoint, which may have none.
+            saved: the text of a fingerprint, or the folder of a checkpoint, with or without a fingerprint.
         """
         self._forget()
         try:
@@ -170,7 +170,7 @@ class ResumeAudit:
         if self._saved:
             if self._records is not None:
                 try:
-                    self._records.go_on_with(self._saved.run)
+                    self._records.continue_run(self._saved.run)
                 except Exception as error:
                     self._failures.report("looking for", f"the records of the run {self._saved.run}", error)
             self._handles = [
@@ -179,7 +179,7 @@ class ResumeAudit:
             ]
 
     def end_step(self) -> None:
-        """Report at the end of a step, if the optimizer is not a torch optimizer."""
+        """Compare and report at the end of a step, if no hook of a torch optimizer did."""
         self._compare()
         if self._handles and not self._saved:
             self._forget()
@@ -205,7 +205,7 @@ class ResumeAudit:
         saved, restored = self._saved, self._restored
         if saved is None or restored is None:
             return
-        self._saved, self._restored = None, None  # the hooks stay until the step's end: torch is running them
+        self._saved, self._restored = None, None  # torch runs the hooks now; they are removed at the end of the step
         try:
             now = with_recipes(restored, self._modules(), self._results.audit.trained_in_fp8)
             report = compare(saved, now)
@@ -232,11 +232,11 @@ class ResumeAudit:
 
 
 NAMES = ("loss", "train_loss", "train/loss", "training_loss", "train_loss_step")
-"""The names under which scripts and trainers log the training loss."""
+"""Names under which scripts and trainers log the training loss."""
 
 
 _KEPT = 20
-"""Losses in a checkpoint: the noise that the rule diverging-loss compares the first steps after a resume with."""
+"""Number of losses in a checkpoint. The rule diverging-loss derives from them the noise after a resume."""
 
 
 class ResumedLoss:
@@ -256,7 +256,7 @@ class ResumedLoss:
             self._recent.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
 
     def saved(self) -> dict[str, Any]:
-        """The last losses, as ``losses``, for a checkpoint; empty if there are none."""
+        """Return the last losses for a checkpoint, under the key ``losses``; empty without losses."""
         return {"losses": to_floats(self._recent)} if self._recent else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -265,13 +265,13 @@ class ResumedLoss:
 
     def take_restored(self, values: Mapping[str, Any]) -> list[float]:
         """Return the losses of the checkpoint once, when the first training loss after the resume is logged."""
-        if not self.restored or not any(is_loss_of_training(str(name)) for name in values):
+        if not self.restored or not any(is_training_loss(str(name)) for name in values):
             return []
         restored, self.restored = self.restored, []
         return restored
 
 
 def losses_before(history: Sequence[Mapping[str, Any]], resumed_at: int) -> list[float]:
-    """Return the last training losses up to the checkpoint, from the Hugging Face Trainer's log history."""
+    """Return the last training losses before a checkpoint, from the Hugging Face Trainer's log history."""
     losses = [entry["loss"] for entry in history if "loss" in entry and entry["step"] <= resumed_at]
     return losses[-_KEPT:]

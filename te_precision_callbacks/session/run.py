@@ -1,4 +1,4 @@
-"""One run of a session: made at its start, and dropped at its stop."""
+"""A run of a session, from its start to its stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_f
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures
+from te_precision_callbacks.instrumentation.failures import RAISED_IN_TRAINING, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.updates import UpdateWatch
@@ -53,7 +53,7 @@ from te_precision_callbacks.session.profiling import Profiling
 from te_precision_callbacks.session.resume import ResumeAudit, versions
 from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of
-from te_precision_callbacks.sinks.writer_thread import all_within
+from te_precision_callbacks.sinks.writer_thread import wait_for_all
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,7 @@ class Run:
 
     Attributes:
         live: True between start and stop.
-        hooks: the hooks in Transformer Engine's forwards.
         observation: the engine, and the recorder of dumps.
-        resume_audit: the fingerprints for checkpoints, and the audit of a resume.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class Run:
         self._ends: ProcessEnds | None = None
         self._overflowed: BaseException | None = None
         self.last_logging_step: int | None = None
-        # Not by the ranks of the run, which would keep the model as long as the results.
+        # A method of the run's ranks would keep the model alive as long as the results.
         leading = functools.partial(leads, options.process_group, reduce=options.reduce)
         failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
         self.context = context = RunContext(
@@ -148,7 +146,7 @@ class Run:
         ranks.meet()
         with ranks.together("attaching a session", SessionError, ConfigError, agree=ranks.several):
             self.observation.engine.reduce_over(ranks.messages)
-            context.inspector.events.begin(in_full=self._files.in_full)
+            context.inspector.events.begin(in_full=self._files.writes_all)
             self._files.attach()
             self.model.attach(model)
             self._contract.attach(self.model.all_names)
@@ -169,8 +167,7 @@ class Run:
         self._loop_checks.note(optimizer)
         self.hooks.products.note_optimizer_step(optimizer)
         self._updates.after_step(optimizer)
-        # A backward that was not seen has left gradients, of the optimizer's own parameters or of copies of the
-        # weights. They are read from the device only in a step in which no backward was seen.
+        # A backward that was not seen has left gradients. They are read from the device only if no backward was seen.
         audit = self.context.results.audit
         if audit.lacks_backward and has_gradients(self.model.parameters()):
             audit.note_backward()
@@ -186,9 +183,9 @@ class Run:
                 return None
             with Uninterrupted():
                 return self._end_step(logging_step)
-        except ASKED_FOR:
+        except RAISED_IN_TRAINING:
             raise
-        except Exception as error:  # of ours, which must not end the training; nor must the other ranks wait
+        except Exception as error:  # a bug of this package must neither end the training nor block the other ranks
             self.context.ranks.leave(error)
             self.context.failures.report("ending", f"iteration {self.context.failures.iteration}", error)
             return None
@@ -216,21 +213,21 @@ class Run:
                 on_all=(PrecisionContractError, PrecisionFindingError),
             ):
                 records = self._run_step(ending)
-            # Meet the ranks again after a separation; all continue at the largest iteration.
+            # Reconnect ranks that were disconnected; all continue at the largest iteration.
             steps = -1 if self.observation.engine.optimizers_differ else self._loop_checks.optimizer_steps
             common = context.ranks.look(context.iteration, steps)
             if common is not None and common != context.iteration:
                 self.count_from(common)
             self._profiling.begin(context.iteration)
             return records
-        except BaseException:  # the step counts
+        except BaseException:  # the failed step counts as an iteration
             context.inspector.iteration = iteration + 1
             self.hooks.arm()
-            self._deliver_own(ending)
+            self._deliver_local(ending)
             raise
 
     def _run_step(self, ending: EndingStep) -> StepRecords | None:
-        """A step in order: collect, reduce, check, deliver, record."""
+        """Run the parts of a step in order: collect, reduce, check, deliver, record."""
         iteration = ending.iteration
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
@@ -240,7 +237,7 @@ class Run:
         self.model.end_step()
         self.hooks.padding.end_step()
         self._start_sinks()
-        self._profiling.write()  # where the run is recorded, which is known now
+        self._profiling.write()  # the folder of the records is known now
         # Reduce the statistics over the ranks, and begin the next iteration.
         ranks, optimizer_steps = self.context.ranks, self._loop_checks.optimizer_steps
         ranks.request(losses=ranks.leads and optimizer_steps > 1 and not self._trainer_scalars.has_loss)
@@ -250,7 +247,7 @@ class Run:
         # Check the facts, and the statistics where they are delivered.
         self._send_pending()
         if ranks.losses_are_wanted:
-            shared = self._trainer_scalars.shared_losses()
+            shared = self._trainer_scalars.exchange_losses()
             self._send_scalars(shared if ranks.leads else ())
         self._check_facts(iteration)
         try:
@@ -296,7 +293,7 @@ class Run:
         except Exception as error:
             self.context.ranks.leave(error)
             self.context.failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
-            inspector.iteration = ending.iteration + 1  # it may have failed before it counted
+            inspector.iteration = ending.iteration + 1  # inspector.step() may have failed before counting
             self._collector.collect_local()
 
     def _check_facts(self, iteration: int, *, at_last: bool = False) -> None:
@@ -306,14 +303,14 @@ class Run:
             results.scales_loss |= any(map(self.model.is_trained_by, self._scaled.take()))
             if at_last and records is not None and results.iterations.last is not None:
                 records.last = results.iterations.last
-            if not self._facts.changed(at_last=at_last):
+            if not self._facts.has_changed(at_last=at_last):
                 return
             facts = self._facts.take()
             if records is not None and records.writes_reduced:
                 records.put_facts(facts)
             self._rules.facts(facts, iteration)
             self._send()
-        except ASKED_FOR:
+        except RAISED_IN_TRAINING:
             raise
         except Exception as error:
             self.context.failures.report("gathering the facts of", f"iteration {iteration}", error)
@@ -336,7 +333,7 @@ class Run:
             self._sinks.write(records)
         return records
 
-    def _deliver_own(self, ending: EndingStep) -> None:
+    def _deliver_local(self, ending: EndingStep) -> None:
         try:
             self._collector.collect_local()
             self._deliver(ending)
@@ -348,7 +345,7 @@ class Run:
     # ------------------------------------------------------------------ events
 
     def _send(self, *events: Event) -> None:
-        """Send the events of the parts, and more events, to the sinks and the rules. Findings are events too."""
+        """Send the queued events, and more events, to the sinks and the rules. Findings go only to the sinks."""
         queue = self.context.events
         queue += events
         while queue:
@@ -375,7 +372,7 @@ class Run:
     # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
-        return all_within(seconds, [*self._files.hurry(), self.context.inspector.events.thread.hurry()])
+        return wait_for_all(seconds, [*self._files.hurry(), self.context.inspector.events.thread.hurry()])
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         if self.is_forked:
@@ -389,7 +386,7 @@ class Run:
         return logging_step
 
     def note_checkpoint(self, file: str) -> None:
-        """Report a checkpoint to the sinks; its file is empty if it is unknown."""
+        """Report a checkpoint to the sinks; ``file`` is empty if unknown."""
         iteration = self.context.iteration
         self.context.results.diagnosis.note_checkpoint(iteration, file)
         text = f"A checkpoint was saved before debug iteration {iteration}."
@@ -419,7 +416,7 @@ class Run:
                 )
             parts: list[tuple[str, str, bool, Callable[[], None]]] = [
                 ("ending", "the profile", True, lambda: self._profiling.close(context.iteration)),
-                ("handing over", "the last statistics", attached, lambda: self._hand_over(error, logging_step)),
+                ("handing over", "the last statistics", attached, lambda: self._deliver_remainder(error, logging_step)),
                 ("checking", "the parameters", attached, self._check_parameters),
                 ("checking", "the precision contract", True, lambda: self._check_contract(ended_by)),
                 ("stopping", "the run", ended_by is None, self._rules.stop_at_the_end),
@@ -440,14 +437,14 @@ class Run:
                 ("leaving", "the other ranks", True, context.ranks.end),
             ]
             stack.callback(context.failures.summarize)
-            for doing, of, wanted, call in reversed(parts):  # a stack runs each one whatever fails before it
+            for doing, of, wanted, call in reversed(parts):  # the stack runs all parts, even if some of them fail
                 if wanted:
                     stack.callback(self._try, doing, of, call)
 
     def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except ASKED_FOR:
+        except RAISED_IN_TRAINING:
             raise
         except Exception as error:
             try:
@@ -455,17 +452,17 @@ class Run:
             except Exception:  # with strict=True, where the run has ended already
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
-    def _hand_over(self, error: BaseException | None, logging_step: int | None) -> None:
+    def _deliver_remainder(self, error: BaseException | None, logging_step: int | None) -> None:
         self.model.warn_of_refused()
         self._loop_checks.end(error)
-        if not self._files.in_full and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
+        if not self._files.writes_all and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
             # Nothing has failed on this rank, or all ranks stop.
-            self._sinks.passed_over = self._files.sinks
+            self._sinks.skipped = self._files.sinks
         iteration, last = self.context.iteration, self.last_logging_step
         if logging_step is None:
             logging_step = self.context.logging_step(iteration) if last is None else last + 1
         if self._may_read_device:
-            self._deliver_own(EndingStep(iteration, logging_step, is_remainder=True))
+            self._deliver_local(EndingStep(iteration, logging_step, is_remainder=True))
         elif self._scalars.entries or self.observation.engine.has_news:
             logger.warning(
                 "The statistics of iteration %d are lost: they are still on the GPU, and a signal ends the process.",
@@ -478,7 +475,7 @@ class Run:
 
     @property
     def _may_read_device(self) -> bool:
-        """False when a signal ends the process: the GPU may be waiting for another rank forever."""
+        """Return False if a signal ends the process: the GPU may wait for another rank forever."""
         return not (self._is_terminated and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def _check_parameters(self) -> None:
@@ -488,9 +485,9 @@ class Run:
             self._send()
 
     def _check_contract(self, error: BaseException | None) -> None:
-        """Check the contract if it was not checked before. An error that ends the run is not hidden."""
+        """Check the contract if it was not checked before, without hiding an error that ends the run."""
         attached, has_stepped = self.model.attached, self._loop_checks.has_stepped
-        has_step = has_stepped or error is None or self._loop_checks.has_trained  # an error may have left half a step
+        has_step = has_stepped or error is None or self._loop_checks.has_trained  # False if the first step failed
         if attached and has_step and not has_stepped:
             self._note_unended()
         if self._contract.keeper is None or self._is_terminated or (error is not None and not attached):
@@ -538,7 +535,7 @@ class Run:
         self._sinks.close(error)
 
     def _close_dumps(self, error: BaseException | None) -> None:
-        """Before a signal ends the process, only queued dumps are written."""
+        """Close the dumps; if a signal ends the process, only queued dumps are written."""
         try:
             if self._may_read_device:
                 self.overflow.close(error, self.observation.recorder)
@@ -561,7 +558,7 @@ class Run:
             self.context.results.iteration = self.context.iteration
             self.live = False
 
-    # ------------------------------------------------------------------ whether it still observes
+    # ------------------------------------------------------------------ forks
 
     @property
     def is_forked(self) -> bool:

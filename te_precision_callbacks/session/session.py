@@ -35,15 +35,16 @@ from te_precision_callbacks.sinks.worst import Worst
 logger = logging.getLogger(__name__)
 
 _SAVED = frozenset({"iteration", "fingerprint", "losses"})
-"""The keys of a state, not all of which each state has."""
+"""Possible keys of :meth:`InspectSession.state_dict`."""
 
 _last_started: weakref.ref[InspectSession] | None = None
-"""The session of this process, of which there is one at a time."""
+"""The last session that was started in this process; only one runs at a time."""
 
 
 def running_session() -> InspectSession | None:
-    """Return the running session of this process, or None. In a notebook, ``running_session().stop()`` ends a lost
-    session.
+    """Return the running session of this process, or None.
+
+    In a notebook, ``running_session().stop()`` ends a session that no variable refers to.
     """
     session = None if _last_started is None else _last_started()
     return session if session is not None and session.running else None
@@ -61,11 +62,11 @@ class InspectSession:
                 optimizer.step()
                 session.step()
 
-    Or in pieces: :meth:`start`, :meth:`attach` (when the model is complete), :meth:`step`, :meth:`stop`. Statistics go
-    to the log file and to ``sinks``; after an error or an interrupt also those since the last step, of this rank alone.
+    Or call :meth:`start`, :meth:`attach` (when the model is complete), :meth:`step` and :meth:`stop`. Statistics go to
+    the log file and to ``sinks``. After an error or an interrupt, so do this rank's statistics since the last step.
 
     Args:
-        config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
+        config: a path, a mapping, a loaded config, or None for statistics of every Transformer Engine layer.
         model: the model; or several, as a list or as a mapping with prefixes of the layer names as keys.
         **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
@@ -85,7 +86,7 @@ class InspectSession:
 
     @classmethod
     def from_options(cls, options: SessionOptions, model: Model | None = None) -> InspectSession:
-        """Make a session from options that were checked before."""
+        """Create a session from options that were already checked."""
         session = cls.__new__(cls)
         session._begin(options, model)
         return session
@@ -97,13 +98,13 @@ class InspectSession:
         self._model = model
         self._run: Run | None = None
         self._resume_audit: ResumeAudit | None = None
-        self._results = self._no_findings(None)
+        self._results = self._new_results(None)
         self._loop = LoopFacts()
         self._resumed_loss = ResumedLoss()
         self._backward_loss: BackwardLoss | None = None
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
 
-    def _no_findings(self, log_dir: Path | None) -> RunResults:
+    def _new_results(self, log_dir: Path | None) -> RunResults:
         folder = self._options.log_dir or log_dir or Path()
         return RunResults(folder.absolute(), self._options.start_step or 0)  # the script may change its directory
 
@@ -121,7 +122,7 @@ class InspectSession:
 
     @property
     def iteration(self) -> int:
-        """The current debug iteration, counted from 0. After the end: the first iteration that was not run."""
+        """The current debug iteration, counted from 0; after the end, the first iteration that did not run."""
         run = self._run
         return self._results.iteration if run is None or not run.live else run.context.iteration
 
@@ -131,7 +132,10 @@ class InspectSession:
 
     @property
     def observing(self) -> bool:
-        """False while a loop evaluates. Forwards without gradients, or in eval mode, are never observed."""
+        """True if forwards are observed; set it to False during evaluation.
+
+        Forwards without gradients, or in eval mode, are never observed.
+        """
         return not self._classify.paused
 
     @observing.setter
@@ -140,7 +144,7 @@ class InspectSession:
 
     @property
     def overflow(self) -> DebugActivationOverflow | None:
-        """The detector of inf and nan with ``debug="activation_overflow"``, from :meth:`attach` to :meth:`stop`."""
+        """The detector of ``debug="activation_overflow"``, from :meth:`attach` to :meth:`stop`; otherwise None."""
         return None if self._run is None or not self._run.live else self._run.overflow.detector
 
     @property
@@ -150,7 +154,7 @@ class InspectSession:
 
     @property
     def unconverted(self) -> Mapping[str, str]:
-        """Layers that a trainer left without Transformer Engine, name -> why. Integrations set it after the start."""
+        """Name of a layer that a trainer did not convert to Transformer Engine -> reason; set by integrations."""
         return self._results.unconverted
 
     @unconverted.setter
@@ -158,11 +162,11 @@ class InspectSession:
         self._results.unconverted = dict(value)
 
     def expect_low_precision(self, why: str) -> None:
-        """Record the setting that asks for low precision, as in "Accelerate's mixed_precision is 'fp8'"."""
+        """Record the setting that selects low precision, such as "Accelerate's mixed_precision is 'fp8'"."""
         self._results.expects_low = why
 
     def note_unobserved(self, text: str) -> None:
-        """Record, for the verdict, a part of the training that is not observed."""
+        """Record a part of the training that is not observed, for the verdict."""
         if self._run is not None:
             self._run.context.note_unobserved(text)
 
@@ -179,7 +183,7 @@ class InspectSession:
 
     @property
     def layers(self) -> tuple[LayerInfo, ...]:
-        """Every observable layer of the model, and its features."""
+        """All observable layers of the model, with their features."""
         return self._results.layers
 
     @property
@@ -189,15 +193,15 @@ class InspectSession:
 
     @property
     def precision(self) -> Precision:
-        """The precision of each GEMM so far. ``session.precision(at=120)`` gives the precision of one
-        iteration, and raises a LookupError if that has not run.
+        """The precision of each GEMM so far.
+
+        ``session.precision(at=120)`` is for one iteration, and raises a LookupError if it has not run.
         """
         history = self._results.audit.history
         return Precision(history.whole_run(), history.at)
 
     def coverage(self, at: int | None = None) -> Coverage:
-        """Return every matrix product of the model in a step: its multiply-adds, its precision, and the reason for high
-        precision.
+        """Return all matrix products of a step: multiply-adds, precision, and the reason for high precision.
 
         If ranks reduce together, layers of other ranks, as in a pipeline, come last, as they ran in the first step.
 
@@ -205,19 +209,20 @@ class InspectSession:
             at: a debug iteration; None for the last one.
 
         Raises:
-            IterationError: the iteration has not run under this session; a LookupError.
+            IterationError: a LookupError: the iteration has not run in this session.
         """
         return self._results.coverage_with_other_ranks(at)
 
     @property
     def resume_report(self) -> ResumeReport | None:
-        """Differences from the checkpoint of a resumed run. None before the first step, and without a fingerprint."""
+        """Differences of a resumed run from its checkpoint; None before the first step, and without a fingerprint."""
         return self._results.resume
 
     @property
     def findings(self) -> Verdict:
-        """The findings so far, root causes first; ``te-precision rules`` explains them. After the end of a resumed run
-        they cover the whole recorded run.
+        """The findings so far, root causes first; ``te-precision rules`` explains them.
+
+        After the end of a resumed run, they cover the whole recorded run.
         """
         return self._results.findings
 
@@ -233,12 +238,13 @@ class InspectSession:
 
     @property
     def worst_statistics(self) -> tuple[Worst, ...]:
-        """The worst value of each statistic with a worse direction (docs/statistics.md), and its iteration. The first
-        step of delayed scaling is excluded, see ``StepRecords.unscaled``.
+        """The worst value of each statistic that has a worse direction (docs/statistics.md), with its iteration.
+
+        Excludes the first step of delayed scaling, see ``StepRecords.unscaled``.
         """
         return tuple(self._results.statistics.worst())
 
-    # ------------------------------------------------------------------ the life of a session
+    # ------------------------------------------------------------------ start, attach, step, stop
 
     def start(
         self,
@@ -254,16 +260,16 @@ class InspectSession:
         """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
 
         Args:
-            log_dir: the folder for logs if the options name none.
+            log_dir: the folder for logs, unless the options have one.
             sinks: receivers of records, called before the sinks of the options.
             stop_at_sigterm: stop before SIGTERM ends the process, if the script has set no handler for SIGTERM.
-            counts_from: the logging step of iteration 0 if :meth:`step` gets no other step.
+            counts_from: the logging step of iteration 0, unless :meth:`step` is called with a logging step.
             front_door: the integration that starts the session, for the records.
             eval_mode_counts: whether modules in eval mode count as evaluation.
-            gives_way: whether another session that starts stops this one, instead of raising an error.
+            gives_way: whether the start of another session stops this one, instead of raising an error.
 
         Raises:
-            SessionError: a session is running already in this process, or nothing can be written to the log folder.
+            SessionError: a session already runs in this process, or the log folder is not writable.
             TransformerEngineUnavailableError: Transformer Engine cannot be imported.
             FeatureLoadError: a feature could not be loaded.
         """
@@ -280,7 +286,7 @@ class InspectSession:
             )
         import_transformer_engine()
         warn_unless_supported()
-        self._results = self._no_findings(log_dir)
+        self._results = self._new_results(log_dir)
         self._results.started_at = _place_in_script()
         self._loop = LoopFacts(counts_from, front_door, gives_way)
         self._classify.eval_mode_counts = eval_mode_counts
@@ -297,31 +303,30 @@ class InspectSession:
         return self
 
     def attach(self, model: Model) -> None:
-        """Name the Transformer Engine modules of ``model`` and begin to observe them.
+        """Name the Transformer Engine modules of ``model`` and start observing them.
 
         Call this when the model is complete, and again if modules were added or replaced. If statistics are reduced,
-        call it on all ranks, at a place where no rank waits for another (in a pipeline: before the first schedule).
-        Ranks may have different layers; a section must match a layer on at least one of them.
+        call it on all ranks, at a point where no rank waits for another (in a pipeline: before the first schedule).
+        Ranks may have different layers; a section must match a layer on at least one rank.
 
         Raises:
-            ConfigError: a section matches no layer, a feature is unknown, a layer gets one feature from two sections,
-                or the ranks have different configs. Raised on all ranks.
+            ConfigError: a section matches no layer, a feature is unknown, a layer gets the same feature from two
+                sections, or the ranks have different configs. Raised on all ranks.
             SessionError: the session is not running, attaching failed on another rank, or iterations differ.
         """
         self._running("attach()").attach(model)
 
     def step(self, logging_step: int | None = None) -> StepRecords | None:
-        """End a debug iteration: after the optimizer's step, on all ranks. Statistics are reduced and sent to the
-        sinks.
+        """End a debug iteration: reduce its statistics, and send them to the sinks.
 
-        Ctrl-C and SIGTERM are handled after the step; a second Ctrl-C interrupts it, such as a wait for other ranks.
-        In a forked process this is a no-op.
+        Call this after the optimizer's step, on all ranks. Ctrl-C and SIGTERM are handled after the step; a second
+        Ctrl-C interrupts it, for example while it waits for other ranks. A no-op in a forked process.
 
         Args:
-            logging_step: the logging step of the records. None: the debug iteration, plus ``counts_from``.
+            logging_step: the logging step of the records. None: the debug iteration plus ``counts_from``.
 
         Returns:
-            The records of the iteration; None if there are none.
+            The records of the iteration, if any.
 
         Raises:
             SessionError: the session is not running, or has no model.
@@ -329,7 +334,7 @@ class InspectSession:
             ObservationError: with ``strict=True``, a statistic or a sink failed; otherwise reported once.
             ResumeAuditError: with ``strict=True``, a resume has not restored the state of the checkpoint.
             PrecisionContractError: the contract of ``require=`` is broken, with ``on_broken="raise"``.
-            ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last check.
+            ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan occurred since the last check.
             DetectionFailedError: with ``debug="activation_overflow"``, the detection has failed.
         """
         run = self._running("step()")
@@ -338,7 +343,7 @@ class InspectSession:
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
         if self._backward_loss is not None:
-            self._log_backward_loss(run)  # of the step before, whose own loss a script may log after it
+            self._log_backward_loss(run)  # of the previous step, since a script may log its own loss after step()
         records = run.step(logging_step)
         if self._backward_loss is not None:
             self._backward_loss.end_step()
@@ -347,13 +352,13 @@ class InspectSession:
     def log(self, scalars: Mapping[str, Any], logging_step: int | None = None) -> None:
         """Record scalars of the training, such as loss, gradient norm, learning rate and loss scale.
 
-        Call this before :meth:`step`, or after it with the ``logging_step`` of that step. The trainer's loggers do not
-        get the scalars. Without a running session this is a no-op.
+        Call this before :meth:`step`, or after it with the ``logging_step`` of that step. The scalars are not sent to
+        the trainer's loggers. A no-op without a running session.
 
         Args:
-            scalars: name -> number, or tensor with one element, copied to the host later; other values are skipped.
+            scalars: name -> number or one-element tensor, which is copied to the host later; other values are skipped.
                 Reports and comparisons use ``loss``, ``grad_norm``, ``lr`` and ``loss_scale``.
-            logging_step: their logging step. None: the step of the current iteration.
+            logging_step: the logging step of the scalars. None: the step of the current iteration.
 
         Raises:
             OptionError: ``logging_step`` is not a whole number from 0 on.
@@ -373,10 +378,9 @@ class InspectSession:
             run.log(loss, run.last_logging_step)
 
     def follow(self, owner: Any, name: str = "loss", *, total: bool = False) -> None:
-        """Record the loss passed to ``owner.backward(loss)``, until :meth:`stop`: the mean over the micro-batches of a
-        step.
+        """Record the loss that is passed to ``owner.backward(loss)``, averaged over the micro-batches of a step.
 
-        If :meth:`log` gets the same name, only its value is recorded.
+        Ends at :meth:`stop`. If the script passes ``name`` to :meth:`log`, only that value is recorded.
 
         Args:
             owner: the Accelerator, or Fabric.
@@ -388,14 +392,14 @@ class InspectSession:
             self._backward_loss = BackwardLoss(owner, name, total=total, failures=failures)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
-        """End the session and undo everything that it changed. A no-op if the session is not running.
+        """End the session, and undo all of its changes. A no-op if the session is not running.
 
-        Statistics since the last step are written from this rank's own data, without a collective.
+        This rank's statistics since the last step are written as local values, without a collective.
 
         Args:
             error: the exception that ended the run.
-            logging_step: their logging step. None: the step after the last one; in a run without a step, the default of
-                :meth:`step`.
+            logging_step: the logging step of these statistics. None: the step after the last one; in a run without a
+                step, the default of :meth:`step`.
         """
         run = self._run
         if run is None or not run.live or run.is_forked:
@@ -405,22 +409,22 @@ class InspectSession:
                 self._log_backward_loss(run)
             run.stop(error, logging_step)
         finally:
-            if not self.running:  # else Ctrl-C came before anything was undone, and stop() may be called again
+            if not self.running:  # otherwise Ctrl-C came before anything was undone, and stop() may be called again
                 self._run = None
                 if self._backward_loss is not None:
                     self._backward_loss.remove()
                     self._backward_loss = None
 
     def flush(self, seconds: float = 3.0) -> bool:
-        """Write the statistics log and the records of all complete steps now, not only every two seconds.
+        """Write the statistics log and the records of all complete steps now, instead of every two seconds.
 
-        It runs no collective and no copy from a device, so a signal handler may call it.
+        Signal handlers may call this: it runs no collective, and does not copy from a device.
 
         Args:
             seconds: the timeout.
 
         Returns:
-            Whether everything was written in that time; True without a running session, and in a forked process.
+            Whether everything was written in time; True without a running session, and in a forked process.
         """
         run = self._run
         return run is None or not run.live or run.is_forked or run.flush(seconds)
@@ -428,14 +432,14 @@ class InspectSession:
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self, *, file: str = "") -> dict[str, Any]:
-        """Return the state that a checkpoint needs to continue the run; take it together with the model's state.
+        """Return the session's state for a checkpoint. Call this when the model's state is saved.
 
-        It has ``iteration``; ``fingerprint``, a text, of this rank's low-precision state; and ``losses``, the last 20
-        training losses. On any rank, also after :meth:`stop`. There is no fingerprint without an attached layer of
-        Transformer Engine.
+        Keys: ``iteration``; ``fingerprint``, a text about this rank's low-precision state, unless no Transformer Engine
+        layer is attached; and ``losses``, the last 20 training losses. May be called on any rank, also after
+        :meth:`stop`.
 
         Args:
-            file: the file or folder of the checkpoint: a finding then does not name a checkpoint that was deleted.
+            file: the file or folder of the checkpoint, so that findings do not name a checkpoint that was deleted.
 
         Raises:
             ObservationError: with ``strict=True``, the fingerprint could not be taken.
@@ -446,17 +450,17 @@ class InspectSession:
         return state if text is None else {**state, "fingerprint": text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the iteration of a checkpoint, unless there is ``start_step=``, and audit the resume in the first
-        step.
+        """Continue at the iteration of a checkpoint, and audit the resume in the first step.
 
-        Call this before the first forward; the model may be restored before or after it. Missing keys change nothing.
+        Call this before the first forward, and before or after the model is restored. ``start_step=`` overrides the
+        iteration. Missing keys change nothing.
 
         Args:
             state: from :meth:`state_dict`.
 
         Raises:
             SessionError: the session is not running, or ``state`` is not from :meth:`state_dict`.
-            OptionError: its iteration is not a whole number from 0 on.
+            OptionError: the iteration in ``state`` is not a whole number from 0 on.
             FingerprintError: with ``strict=True``, the fingerprint cannot be read.
         """
         run = self._running("load_state_dict()")
@@ -470,7 +474,7 @@ class InspectSession:
             run.resume_audit.expect(str(state["fingerprint"]))
 
     def save_fingerprint(self, folder: Path) -> None:
-        """Write the fingerprint of this rank into the folder of a checkpoint, on every rank.
+        """Write this rank's fingerprint into the folder of a checkpoint. Call this on every rank.
 
         Raises:
             ObservationError: with ``strict=True``, the fingerprint could not be taken or written.
@@ -480,7 +484,7 @@ class InspectSession:
             self._resume_audit.save(folder, self.iteration)
 
     def load_fingerprint(self, folder: Path) -> None:
-        """Audit a resume from the checkpoint in a folder, as :meth:`load_state_dict` does, if it has a fingerprint.
+        """Audit a resume, as :meth:`load_state_dict` does, if the folder of the checkpoint has a fingerprint.
 
         Raises:
             SessionError: the session is not running.
@@ -500,7 +504,7 @@ class InspectSession:
     ) -> None:
         self.stop(error)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _running(self, what: str) -> Run:
         if self._run is None or not self._run.live:
@@ -511,7 +515,7 @@ class InspectSession:
 
 
 def _place_in_script() -> str:
-    """Return file and line of the innermost frame outside installed packages."""
+    """Return file and line of the innermost frame outside this package and installed packages."""
     package = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(package) and "site-packages" not in frame.filename:

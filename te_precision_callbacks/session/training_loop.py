@@ -1,4 +1,4 @@
-"""Observation of the training loop: optimizer steps, missing and extra calls of ``step()``, the loss."""
+"""Observes the training loop: optimizer steps, missing and extra calls of ``step()``, and the loss."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from te_precision_callbacks.session.model import ObservedModel
 logger = logging.getLogger(__name__)
 
 _ALIKE = 3
-"""Optimizer steps in a row with the same number of extra iterations after which a warning comes."""
+"""Number of consecutive optimizer steps with equal extra iterations that cause a warning."""
 
 _AGAIN = "step() is called again after each step of the optimizer"
 _IN_MICRO_BATCHES = "step() is called after each micro-batch"
 
 MOST_OPTIMIZER_STEPS = 10
-"""The number of steps of one optimizer in one debug iteration at which the loop has probably forgotten to step."""
+"""Steps of an optimizer within a debug iteration after which the loop has probably forgotten to call ``step()``."""
 
 _REMEDIES: Mapping[str, str] = {
     "lightning": "Lightning did not count these steps. In manual optimization, step the optimizers from"
@@ -62,7 +62,7 @@ OptimizerMethod = Callable[[torch.optim.Optimizer], None]
 
 
 def hook_optimizers(before: OptimizerMethod, after: OptimizerMethod) -> list[RemovableHandle]:
-    """Call methods, which the hooks do not keep alive, before and after each step of an optimizer."""
+    """Call methods before and after each step of any optimizer; the hooks hold weak references to them."""
     return [register_optimizer_step_pre_hook(_hook(before)), register_optimizer_step_post_hook(_hook(after))]
 
 
@@ -81,8 +81,8 @@ class LoopChecks:
     """Counts optimizer steps between calls of ``step()``, and warns once of a loop with missing or extra calls.
 
     Attributes:
-        optimizer_steps: the steps of the optimizer with the most steps; -1 if there was none, as on a rank without
-            parameters. Ranks that train together have the same number.
+        optimizer_steps: number of steps of the optimizer with the most steps, equal on ranks that train together; -1
+            without a step, as on a rank without parameters.
     """
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
@@ -116,13 +116,13 @@ class LoopChecks:
                     unobserved,
                 )
         self._in_evaluation = False
-        if self._context.loop.front_door == "session" and own_rank() == 0:  # the integrations step by themselves
+        if self._context.loop.front_door == "session" and own_rank() == 0:  # integrations call step() themselves
             self._check_further_steps(in_regions=in_regions)
         self.has_stepped = True
         self._steps.clear()
 
     def _check_further_steps(self, *, in_regions: bool) -> None:
-        """Warn if each optimizer step has the same number of extra iterations, empty or with a backward only."""
+        """Warn if each optimizer step has equal extra iterations, all of them empty or all with a backward."""
         has_gradient = self._has_new_gradient(search=not self._steps)
         if not self._steps:
             self._between.append("backward" if has_gradient else "forward" if in_regions else "nothing")
@@ -167,8 +167,9 @@ class LoopChecks:
             )
 
     def end(self, error: BaseException | None) -> None:
-        """Warn at the end of a run without ``step()``, if an optimizer has stepped more than once; without a step of
-        any kind, note it.
+        """Warn at the end of a run that never called ``step()`` although an optimizer stepped several times.
+
+        If no optimizer has stepped either, record that in the verdict.
         """
         if not self.has_stepped:
             front_door = self._context.loop.front_door
@@ -193,7 +194,7 @@ class LoopChecks:
 
 
 class BackwardLoss:
-    """The loss passed to ``owner.backward(loss)`` in a step. It stays on its device."""
+    """Records the loss that is passed to ``owner.backward(loss)``; it stays on its device."""
 
     def __init__(self, owner: Any, name: str, *, total: bool, failures: ObservationFailures) -> None:
         self._name = name

@@ -1,8 +1,8 @@
-"""The records that a session makes of its measurements, and the sinks that receive them.
+"""The records of a session, and the sinks that receive them.
 
 Usage::
 
-    class Printer(Sink):  # a sink: start, write and close; the base does nothing
+    class Printer(Sink):  # methods: start, write and close; the base class does nothing
         def write(self, records: StepRecords) -> None:
             for row in records:
                 print(records.iteration, row.layer, row.tensor, row.statistic, row.value)

@@ -1,6 +1,6 @@
-"""A log as a text file that one process appends to, within a limit; for the thread that writes it.
+"""An append-only, locked text file with a size limit, for use in one thread.
 
-If another process is writing the file, ``<name>.1`` is written. At the limit the log ends.
+If another process is writing the file, ``<name>.1`` is used. At the limit, the log ends.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 22
-"""The bytes that are written at once."""
+"""Buffer size in bytes."""
 
 
 class LogFileError(PrecisionDebugError, OSError): ...
 
 
 def claim(path: Path) -> io.FileIO:
-    """Open a file for appending that no other process writes, without a buffer.
+    """Open a file for appending, unbuffered, and lock it.
 
-    If another running process has claimed the file, the first free one of ``<name>.1``, ``<name>.2`` and so on is
-    opened. On a file system without locks, every file counts as free.
+    If another running process has locked it, ``<name>.1``, ``<name>.2`` and so on are tried. On a file system without
+    locks, every file counts as free.
     """
     for name in itertools.chain([path.name], (f"{path.name}.{count}" for count in itertools.count(1))):
         file = _claimed(path.with_name(name))
@@ -59,19 +59,19 @@ def time_now() -> str:
 
 
 LogJob = Callable[[], Iterable[str]]
-"""Returns whole lines, many at once; called in the log's own thread."""
+"""Returns texts of whole lines; called in the log's thread."""
 
 
 class LogFile:
-    """See the module. Its methods are for one thread, such as a ``WriterThread``.
+    """A log file. Not thread-safe.
 
     Args:
-        path: the file. Its folder is made with it, when there is something to write.
-        limit: the most bytes of the file; 0 for any number.
-        advice: how to keep more than the limit, as a sentence; empty if there is no way.
+        path: the file, which is created with its folder at the first write.
+        limit: maximum size in bytes; 0 for no limit.
+        advice: a sentence on how to raise the limit, or empty.
 
     Attributes:
-        note_progress: called when the disk has taken a piece.
+        note_progress: called after each write.
     """
 
     def __init__(self, path: Path, limit: int, advice: str) -> None:
@@ -118,7 +118,7 @@ class LogFile:
             ) from error
 
     def _current(self) -> io.FileIO:
-        """Return the file, with a mark where the new part begins in an existing one."""
+        """Return the open file; on opening an existing file, mark the start of the new part."""
         if self._file is not None:
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 raise FileNotFoundError("it was deleted while it was written")
@@ -128,7 +128,7 @@ class LogFile:
         self._size = os.fstat(file.fileno()).st_size
         if self._size:
             mark = f"{time_now()} - INFO - Here another run begins, of process {os.getpid()}.\n".encode()
-            if os.pread(file.fileno(), 1, self._size - 1) != b"\n":  # the earlier process was killed while it wrote
+            if os.pread(file.fileno(), 1, self._size - 1) != b"\n":  # the earlier process was killed while writing
                 mark = b"\n" + mark
             self._write(file, mark)
         return file

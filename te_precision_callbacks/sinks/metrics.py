@@ -1,30 +1,30 @@
-"""The metrics of a step: names and values for a trainer's loggers.
+"""Metrics of a step for a trainer's loggers: names, values, and the selection of series.
 
     selection = MetricSelection(prefix="te", log_filter=["*/activation/*", "*underflows%"])
     logger.log_metrics(selection(records), step=records.logging_step)
 
 =====================================  ================================================================================
 ``te.<layer>/<tensor>/<statistic>``    a series of one layer
-``te/worst_underflows%``               the worst of the step, of any layer and tensor; also ``worst_overflows%``,
-                                       ``worst_sqnr_db`` and ``nonfinite_num``
-``te/findings``                        the number of errors and warnings so far; also ``te/findings/<rule>``
-``te/all/<tensor>/<statistic>/max``    over the layers, in steps where all layers have the statistic; also ``min``
-                                       and ``median``
+``te/worst_underflows%``               the worst value of the step, over all layers and tensors; also
+                                       ``worst_overflows%``, ``worst_sqnr_db`` and ``nonfinite_num``
+``te/findings``                        number of errors and warnings so far; also ``te/findings/<rule>``
+``te/all/<tensor>/<statistic>/max``    over the layers, in steps with the statistic of all layers; also ``min`` and
+                                       ``median``
 =====================================  ================================================================================
 
 TensorBoard and W&B group metrics by the part of the name before the first slash: each layer is a group, and the prefix
-alone is the group of the whole model. If statistics are reduced over ranks, values of one rank alone are
+alone is the group of the whole model. If statistics are reduced over ranks, local values are
 ``te.local.<layer>/...``.
 
-Few of the series of a run go to the loggers, but these without gaps. A *family* are the series of one statistic of one
-tensor, over the layers.
+In a run with many series, only some series are logged, but those without gaps. A *family* is the set of series of a
+statistic of a tensor, over the layers.
 
-- Until the run has had :data:`MOST_SERIES` series, all of them are logged.
-- In the first step with more, each family gets up to :data:`PLACES` layers: the worst, or the largest if the statistic
-  has no direction. Series that were logged before stay.
-- A layer joins later if its value is not finite, up to :data:`LATER_PLACES` in each family.
+- Until the run has more than :data:`MOST_SERIES` series, all are logged.
+- Then each family logs up to :data:`PLACES` layers: the worst, or the largest if the statistic has no worse direction.
+  Series that were logged before stay.
+- Up to :data:`LATER_PLACES` layers per family are added later, when their values are not finite.
 
-A sink hands them to loggers; histograms need a conversion for some::
+A sink passes metrics to loggers; some loggers need a conversion of histograms::
 
     class Board(LoggerSink):                       # in your own loop: sinks=[Board(MetricSelection())]
         def log(self, metrics, histograms, step):
@@ -48,7 +48,7 @@ from typing import Any, TypeVar
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.sinks.step_records import Row, Sink, StepRecords, row_of
-from te_precision_callbacks.sinks.worst import ByLayer, judged, worst_first, worst_of_all
+from te_precision_callbacks.sinks.worst import ByLayer, comparable_values, worst_first, worst_of_all
 from te_precision_callbacks.statistics.series import Family, Series
 from te_precision_callbacks.statistics.table import EXPONENT_EDGES
 
@@ -61,22 +61,21 @@ LATER_PLACES = 50
 
 
 class SeriesChoice:
-    """The series that go to loggers, of a run; ``crowded`` once there are more than :data:`MOST_SERIES`."""
+    """Selects the series of a run that go to loggers; ``crowded`` after more than :data:`MOST_SERIES` series."""
 
     def __init__(self) -> None:
         self.crowded = False
         self._logged: dict[Family, set[str]] = {}
         self._count = 0
 
-    def take(self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer]) -> None:
+    def take(self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer]) -> None:
         """Choose among the series of a step.
 
         Args:
-            families: the values of the step, and its histograms with any value.
-            telling: the values that count for the worst of the run, see
-                :func:`~te_precision_callbacks.sinks.worst.judged`.
+            families: the values of the step; for histograms, any value.
+            comparable: the result of :func:`~te_precision_callbacks.sinks.worst.comparable_values`.
         """
-        new = {family: values.keys() - self.logged(family) for family, values in families.items()}
+        new = {family: values.keys() - self.logged_layers(family) for family, values in families.items()}
         if not self.crowded:
             self._count += sum(map(len, new.values()))
             self.crowded = self._count > MOST_SERIES
@@ -85,9 +84,9 @@ class SeriesChoice:
                 self._logged.setdefault(family, set()).update(layers)
             return
         chosen = [family for family in families if new[family]]
-        # Counts and histograms have no worst layer: they follow the other statistics of their tensor.
+        # Counts and histograms have no worst layers: use the layers that other statistics of the tensor selected.
         for family in sorted(chosen, key=_has_no_order):
-            values = telling[family]
+            values = comparable[family]
             if _has_no_order(family):
                 self._add(family, self._most_logged(family.tensor, values), PLACES)
                 continue
@@ -96,7 +95,7 @@ class SeriesChoice:
             lost = [layer for layer in worst if family.badness(values[layer]) == math.inf]
             self._add(family, lost, PLACES + LATER_PLACES)
 
-    def logged(self, family: Family) -> Set[str]:
+    def logged_layers(self, family: Family) -> Set[str]:
         return self._logged.get(family, frozenset())
 
     def _add(self, family: Family, layers: Iterable[str], most: int) -> None:
@@ -115,11 +114,11 @@ def _has_no_order(family: Family) -> bool:
 
 
 LogFilter = str | Sequence[str] | Callable[[str], bool] | None
-"""Patterns with ``*`` and ``?``, one of which a metric name must match; or a function of the name; or None."""
+"""Patterns with ``*`` and ``?``, of which a metric name must match one; or a predicate of the name; or None."""
 
 
 def metric_name(prefix: str, row: Row) -> str:
-    """Return ``te.<layer>/<tensor>/<statistic>``, with the GEMM before the statistic if there is one."""
+    """Return ``te.<layer>/<tensor>/<statistic>``, or with a GEMM ``te.<layer>/<tensor>/<gemm>/<statistic>``."""
     group = f"{prefix}.{row.layer}" if prefix and row.layer else prefix or row.layer
     return "/".join(part for part in (group, row.tensor, row.gemm, row.statistic) if part)
 
@@ -138,17 +137,16 @@ def overall_name(prefix: str, name: str) -> str:
 
 
 def prefix_of(prefix: str, *, local: bool) -> str:
-    """Return the first part of the names of a step's metrics; ``te.local`` for numbers of one rank alone."""
+    """Return the first part of metric names: ``te``, or ``te.local`` for local values."""
     return ".".join(part for part in (prefix, "local" if local else "") if part)
 
 
 class MetricSelection:
-    """Turns the records of a step into the metrics of a logger; one object for a run.
+    """Converts the records of a step to metrics for loggers; use one object per run.
 
     Args:
-        prefix: first part of every name.
-        log_filter: the names that go to the loggers. None: all, up to the number of series that
-            :class:`SeriesChoice` allows.
+        prefix: first part of all names.
+        log_filter: selects the names that go to the loggers. None for all, within the limits of :class:`SeriesChoice`.
 
     Raises:
         OptionError: ``log_filter`` is neither patterns nor a function.
@@ -167,13 +165,13 @@ class MetricSelection:
         return dict(self._chosen(records))
 
     def histograms(self, records: StepRecords) -> dict[str, tuple[float, ...]]:
-        """Return the histograms of a step that go to the loggers: name -> counts by exponent."""
+        """Return the histograms of a step for the loggers: name -> counts by exponent."""
         self._chosen(records)
         prefix = prefix_of(self._prefix, local=records.local)
         named = {
             series_name(prefix, series): counts
             for series, counts in _histograms(records)
-            if self._wanted is not None or series.layer in self._series.logged(series.family)
+            if self._wanted is not None or series.layer in self._series.logged_layers(series.family)
         }
         return {name: counts for name, counts in named.items() if self._wanted is None or self._wanted(name)}
 
@@ -183,9 +181,9 @@ class MetricSelection:
         return self._last[1]
 
     def _choose(self, records: StepRecords) -> dict[str, float]:
-        families, telling = records.families, judged(records)
+        families, comparable = records.families, comparable_values(records)
         prefix = prefix_of(self._prefix, local=records.local)
-        overall = dict(self._overall(families, telling, prefix))
+        overall = dict(self._overall(families, comparable, prefix))
         overall[overall_name(prefix, "findings")] = float(sum(records.findings.values()))
         overall |= {overall_name(prefix, f"findings/{rule}"): float(n) for rule, n in records.findings.items()}
         if self._wanted is not None:
@@ -207,7 +205,7 @@ class MetricSelection:
         histogram_families: dict[Family, dict[str, float]] = {}
         for series, _ in _histograms(records):
             histogram_families.setdefault(series.family, {})[series.layer] = 0.0
-        self._series.take({**families, **histogram_families}, {**telling, **histogram_families})
+        self._series.take({**families, **histogram_families}, {**comparable, **histogram_families})
         if self._series.crowded and self._notices.first("crowded"):
             logger.warning(
                 "More than %d series: for each statistic, the trainer's loggers get only known series, the %d worst"
@@ -221,20 +219,20 @@ class MetricSelection:
             series_name(prefix, Series(layer, family)): value
             for family, values in families.items()
             for layer, value in values.items()
-            if layer in self._series.logged(family)
+            if layer in self._series.logged_layers(family)
         }
 
     def _overall(
-        self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer], prefix: str
+        self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer], prefix: str
     ) -> Iterator[tuple[str, float]]:
-        worst = {key: value for key, (_, value) in worst_of_all(telling).items()}
-        # From the first step on, for alerts: in the first step of delayed scaling no share is meaningful yet.
+        worst = {key: value for key, (_, value) in worst_of_all(comparable).items()}
+        # In the first step of delayed scaling, shares are not meaningful: log 0, so that alerts have a value.
         unknown = {key: 0.0 for key in worst_of_all(families) if key.endswith("%") and key not in worst}
         for key, value in (unknown | worst).items():
             yield overall_name(prefix, key), value
         for family, by_layer in families.items():
             values = [value for layer, value in by_layer.items() if layer]
-            # With several freq, a step in which only some layers are due would have another meaning of "all".
+            # With different freq, some steps have only some of the layers, which are not "all".
             self._layers_of[family] = max(self._layers_of.get(family, 2), len(values))
             if len(values) < self._layers_of[family]:
                 continue
@@ -261,28 +259,27 @@ ValueT = TypeVar("ValueT")
 
 
 def names_for_mlflow(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
-    """Return the metrics under names that MLflow accepts: without ``%`` and rare characters."""
+    """Rename metrics to names that MLflow accepts: ``_pct`` for ``%``, ``_`` for other invalid characters."""
     return {_NOT_IN_MLFLOW.sub("_", name.replace("%", "_pct")): value for name, value in metrics.items()}
 
 
 _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
-"""As in MLflow 3.17, ``utils/validation.py``."""
+"""Characters that MLflow 3.17 rejects (``utils/validation.py``)."""
 
 
 def _filled(counts: Sequence[float]) -> tuple[list[float], Sequence[float]]:
-    """Return the counts of exponents from the first to the last non-empty bin, and the edges of these bins."""
+    """Return the counts from the first to the last non-empty bin, and the edges of these bins."""
     places = [place for place, count in enumerate(counts) if count] or [0]
     first, end = places[0], places[-1] + 1
     return [float(count) for count in counts[first:end]], EXPONENT_EDGES[first : end + 1]
 
 
 def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: int) -> None:
-    """Log a histogram over powers of two, not over the values, to TensorBoard.
+    """Log a histogram of exponents (powers of two) to TensorBoard.
 
     Args:
-        writer: a ``torch.utils.tensorboard.SummaryWriter``, or one of tensorboardX.
-        counts: the counts of exponents.
-        step: the logging step.
+        writer: a ``SummaryWriter`` of ``torch.utils.tensorboard`` or tensorboardX.
+        counts: counts by exponent.
     """
     filled, edges = _filled(counts)
     writer.add_histogram_raw(
@@ -299,7 +296,7 @@ def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: in
 
 
 def wandb_histogram(counts: Sequence[float]) -> Any:
-    """Return the counts of exponents as a ``wandb.Histogram`` over powers of two."""
+    """Convert counts by exponent to a ``wandb.Histogram`` over powers of two."""
     import numpy
     import wandb
 
@@ -308,7 +305,7 @@ def wandb_histogram(counts: Sequence[float]) -> Any:
 
 
 class LoggerSink(Sink):
-    """Hands the metrics and histograms of a step to :meth:`log`; ``select`` is shared by all sinks of a run."""
+    """Passes the metrics and histograms of a step to :meth:`log`; all sinks of a run may share ``select``."""
 
     def __init__(self, select: MetricSelection) -> None:
         self._select = select
@@ -323,7 +320,7 @@ class LoggerSink(Sink):
 
         Args:
             metrics: name -> value; empty if the step has only histograms.
-            histograms: name -> counts over powers of two, for :func:`add_to_tensorboard` and :func:`wandb_histogram`.
-            step: the logging step of the trainer's own metrics of the same batch.
+            histograms: name -> counts by exponent, for :func:`add_to_tensorboard` and :func:`wandb_histogram`.
+            step: the logging step of the trainer's own metrics of the batch.
         """
         raise NotImplementedError

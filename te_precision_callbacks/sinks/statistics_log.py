@@ -3,8 +3,8 @@
 <log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-<rank>.log
     <time> - INFO - fc1_activation_max   iteration=000002   value=4.318804740905762
 
-A line ends with ``rank=<rank>`` if its number belongs to that rank alone although statistics are reduced over ranks. A
-run in the folder of an earlier run appends to the file, after a line that names the process.
+A line ends with ``rank=<rank>`` if its value is local although statistics are reduced over ranks. A run in an earlier
+run's folder appends to the file, after a line that names the process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ EVENTS_FOLDER = "nvdlfw_inspect_logs"
 STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: make_default_statistics_logger``."""
 
-MOST_WAITING = 1 << 22
-"""The numbers that may wait for the thread, some 50 MB; a step beyond them is left out."""
+MAX_QUEUED = 1 << 22
+"""Maximum number of queued values, some 50 MB; further steps are dropped."""
 
 DEFAULT_LIMIT = 1 << 30
-"""The bytes of a rank's log: some 10^7 numbers."""
+"""Default size limit of a rank's log in bytes: some 10^7 values."""
 
 _AT_ONCE = 1 << 14
-"""The numbers of which the lines are made at once, so that a large step does not hold the memory of its whole text."""
+"""Number of values formatted at once, which bounds the memory for the text of a large step."""
 
 _TAB = " \t\t\t\t "
 _LOCAL_MARK = " \t\t\t\t rank={rank}"
@@ -42,22 +42,21 @@ def log_file_name(rank: int) -> str:
 
 
 def format_value(value: float) -> str:
-    """Return the shortest decimal that reads back as the same float64, without an exponent, as tools expect."""
+    """Format a float64 as the shortest decimal that reads back as the same value, without an exponent."""
     text = repr(value)
     return format(Decimal(text), "f") if "e" in text else text
 
 
 class StatisticsLog:
-    """The sink that writes the statistics log of a rank, in a thread.
+    """Sink that writes the statistics log of a rank, in a thread.
 
-    The file is created when there is something to write. A step is in it after ``FLUSH_SECONDS`` (``writer_thread.py``)
-    at the latest, and all steps when ``close`` returns, unless the disk is too slow, which is logged.
+    The file is created at the first write. A step is in it after at most ``FLUSH_SECONDS`` (``writer_thread.py``), and
+    all steps are when ``close`` returns, unless the disk is too slow, which is logged.
 
     Args:
-        own_only: write only numbers of this rank alone, since another rank writes the reduced ones; may be set until
-            ``start``.
-        given_names: layer -> the name that the script has given to it. The mapping may change.
-        limit: the most bytes of the log; 0 for any number.
+        own_only: write only local values, since another rank writes the reduced ones; may be set until ``start``.
+        given_names: layer -> the script's name for it. The mapping may change.
+        limit: maximum size of the log in bytes; 0 for no limit.
     """
 
     def __init__(
@@ -78,11 +77,11 @@ class StatisticsLog:
         advice = "The records continue. To keep more, set statistics_log='rank0, 4GiB' or 'rank0, unlimited'."
         self._local_mark = _LOCAL_MARK.format(rank=run.rank)
         file = LogFile(path, self._limit, advice)
-        self._thread = WriterThread("statistics log", file, MOST_WAITING)
+        self._thread = WriterThread("statistics log", file, MAX_QUEUED)
         file.note_progress = self._thread.note_progress
 
     def write(self, records: StepRecords) -> None:
-        """Hand over a step's numbers. They are dropped while more than :data:`MOST_WAITING` wait."""
+        """Queue the values of a step; dropped while more than :data:`MAX_QUEUED` values are queued."""
         self._raise_failure()
         count = sum(records.own) if self.own_only else len(records)
         if self._thread is not None and count:
@@ -102,7 +101,7 @@ class StatisticsLog:
         return self._names
 
     def close(self, error: BaseException | None) -> None:
-        """Wait until everything is written, or the disk no longer answers; an interrupted call can be repeated."""
+        """Wait until everything is written, or the disk no longer responds; an interrupted call can be repeated."""
         if self._thread is not None:
             self._thread.finish()
         self._raise_failure()
@@ -115,7 +114,7 @@ class StatisticsLog:
             raise failure
 
     def _lines(self, records: StepRecords, at: str, names: Sequence[str]) -> Iterator[str]:
-        if records is self._last:  # again, if Ctrl-C came when it was handed over
+        if records is self._last:  # queued twice, since Ctrl-C interrupted write()
             return
         self._last = records
         numbers: Iterable[tuple[int, float]] = zip(records.series.tolist(), records.values, strict=True)

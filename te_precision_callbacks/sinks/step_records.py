@@ -1,4 +1,4 @@
-"""The records of a step, the facts of a run, and the protocol of a sink."""
+"""The records of a step, the facts of a run, and the sink protocol."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from te_precision_callbacks.statistics.series import Family, Series, SeriesTable
 
 
 class Row(NamedTuple):
-    """A number of a step.
+    """A value of a step.
 
     Attributes:
-        layer: the layer's name; empty for a number that a user's own feature logged under a free name.
-        tensor: ``activation``, ``weight``, ``gradient``, ``output``, ``wgrad`` or ``dgrad``; empty as above.
-        gemm: ``fprop``, ``dgrad`` or ``wgrad`` where the number belongs to one GEMM, else None.
+        layer: the layer's name; empty for a value that a user's feature logged under its own name.
+        tensor: ``activation``, ``weight``, ``gradient``, ``output``, ``wgrad`` or ``dgrad``; empty if ``layer`` is.
+        gemm: ``fprop``, ``dgrad`` or ``wgrad`` if the value belongs to one GEMM, else None.
     """
 
     layer: str
@@ -34,22 +34,22 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepRecords:
-    """The values of one debug iteration: series, and the value of each. Iterating gives :class:`Row` objects.
+    """The values of a debug iteration, by series. Iterating yields :class:`Row` objects.
 
     Attributes:
-        iteration: the debug iteration: 0-based, counted by the session, restored on resume.
+        iteration: the debug iteration: counted by the session from 0, restored on resume.
         logging_step: the step of the trainer's own metrics of the same batch.
-        table: the run's series.
+        table: the series of the run.
         series: [values], int32: the series of each value.
         values: [values], float64.
         histograms: series -> counts.
-        local: True if the values belong to this rank alone although statistics are reduced over ranks: values collected
-            after the last step of the run, and all values while the ranks are separated.
-        own: [values]: True for a value of this rank alone, such as of users' own features. False: all ranks have the
-            same value; or, while the ranks are separated, the first of them writes it.
-        observe_seconds: the seconds that the session took at the end of the step, without sinks; None if unknown.
-        unscaled: the layers that ran delayed scaling in this step with the scale 1, before there is an amax. Their
-            quantization statistics are excluded from the worst values of several steps.
+        local: whether the values are local although statistics are reduced over ranks: values collected after the last
+            step, and all values while ranks are disconnected.
+        own: [values]: True for a local value, as from users' features. False for a value that is equal on all ranks,
+            or, while ranks are disconnected, is written by the first rank only.
+        observe_seconds: seconds that the session took at the end of the step, without sinks; None if unknown.
+        unscaled: the layers that ran delayed scaling in this step with a scale of 1, before the first amax. Their
+            quantization statistics do not count as worst values of a run.
         findings: rule -> number of its errors and warnings in the run so far.
     """
 
@@ -73,7 +73,7 @@ class StepRecords:
 
     @functools.cached_property
     def families(self) -> Mapping[Family, Mapping[str, float]]:
-        """The numbers by tensor and statistic: family -> layer -> value."""
+        """The values by tensor and statistic: family -> layer -> value."""
         families: dict[Family, dict[str, float]] = {}
         for number, value in zip(self.series.tolist(), self.values, strict=True):
             layer, family = self.table[number]
@@ -98,11 +98,12 @@ class LayerInfo:
     Attributes:
         sections: the sections of the config that select it.
         features: namespace -> feature -> options, as passed to nvidia-dlfw-inspect.
-        scope: the first part of its name, if layers of other ranks have the same path; else empty.
-        given: the name that the script has given to no other layer, used by the statistics log and ``summary``.
-        refused: why Transformer Engine's debug path refuses the layer, or some of its forwards, which are not observed.
-        exec_fwd, exec_bwd: the position of its first forward and backward among those of all layers of this rank; None
-            if it has not run, or was not observed.
+        scope: first part of its name, if layers of other ranks have the same path; else empty.
+        given: the script's name for the layer, if unique, used by the statistics log and ``summary``.
+        refused: why Transformer Engine's debug path does not support the layer, or some of its forwards, which are not
+            observed.
+        exec_fwd, exec_bwd: position of its first forward and backward among this rank's layers; None if it has not run,
+            or was not observed.
     """
 
     name: str
@@ -118,15 +119,15 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The facts of a run, given once to each sink before the first step.
+    """The facts of a run, which each sink receives once, before the first step.
 
     Attributes:
         log_dir: the folder of the session's files.
-        rank, world_size: of torch.distributed; 0 and 1 without it.
+        rank, world_size: as in torch.distributed; 0 and 1 without it.
         start_iteration: the first debug iteration; above 0 on resume.
-        layers: every layer of the model that can be observed.
-        versions: package -> version, for the packages that affect the numbers.
-        config: the source of the config, a path or ``<mapping>``.
+        layers: all observable layers of the model.
+        versions: package -> version, for packages that affect the values.
+        config: the source of the config: a path or ``<mapping>``.
     """
 
     log_dir: Path
@@ -146,10 +147,10 @@ class Event:
     """An event in a run.
 
     Attributes:
-        kind: ``nonfinite``, ``dump_written``, ...; docs/records.md has all.
-        phase: ``forward``, ``backward``, ``step`` or ``checkpoint``; None if that does not matter.
+        kind: ``nonfinite``, ``dump_written``, ...; see docs/records.md.
+        phase: ``forward``, ``backward``, ``step`` or ``checkpoint``, if relevant.
         layer, tensor, gemm: the subject; empty if there are several.
-        data: JSON values for programs.
+        data: details, as JSON values.
         wall_time: seconds since the epoch.
     """
 
@@ -166,7 +167,7 @@ class Event:
 
 
 def end_of(error: BaseException | None, iteration: int) -> Event:
-    """The end of a run, or of one of its starts; ``iteration`` is the last debug iteration."""
+    """Return the event of a segment's end; ``iteration`` is the last debug iteration."""
     text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
     return Event("segment_ended", text, iteration, "info" if error is None else "error")
 
@@ -182,28 +183,30 @@ class Scalars:
 
 @runtime_checkable
 class Sink(Protocol):
-    """A receiver of records. A sink that raises is reported once and dropped; with ``strict=True`` it ends the run.
+    """Receiver of records. A sink that raises is reported once and dropped; with ``strict=True`` it ends the run.
 
-    The methods of the base class do nothing, so a sink defines only the methods that it needs.
+    The methods of the base class do nothing; override what you need.
     """
 
     def start(self, run: RunInfo) -> None:
-        """Receive the facts of the run: called once, when the layers are known and before the first step."""
+        """Receive the facts of the run. Called once, before the first step, when the layers are known."""
         return
 
     def write(self, records: StepRecords) -> None:
-        """Receive a step's records: called at the end of each step that has any, on every rank; again if
-        interrupted."""
+        """Receive the records of a step. Called at the end of each step with records, on every rank.
+
+        May be called again with the same records after an interruption.
+        """
         return
 
     def close(self, error: BaseException | None) -> None:
-        """End the run: called once; ``error`` is the exception that ended it, None after a normal end."""
+        """End the run. Called once; ``error`` is the exception that ended the run, None after a normal end."""
         return
 
 
 @runtime_checkable
 class EventSink(Sink, Protocol):
-    """A sink that also receives what happens in a run, and the trainer's own numbers; on every rank."""
+    """A sink that also receives events and the trainer's scalars, on every rank."""
 
     def event(self, event: Event) -> None:
         return

@@ -1,6 +1,6 @@
-"""Finds the worst of many numbers, by the direction that the table of statistics gives to each statistic.
+"""Finds the worst values, by the worse direction of each statistic (``statistics/table.py``).
 
-Statistics of delayed scaling from a layer's first step, with the scale 1, are left out: ``StepRecords.unscaled``.
+Excludes statistics of delayed scaling from a layer's first step, with a scale of 1 (``StepRecords.unscaled``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WORST_OF_ALL: Mapping[str, str] = {
     "worst_sqnr_db": "sqnr_db",
     "nonfinite_num": "nonfinite_num",
 }
-"""Last part of the metric's name -> the statistic whose worst value the metric is, over all layers, tensors, recipes,
-element formats and directions."""
+"""Last part of a metric name -> statistic. The metric is its worst value over all layers, tensors, recipes, element
+formats and directions."""
 
 
 ByLayer = Mapping[str, float]
@@ -31,8 +31,8 @@ ByLayer = Mapping[str, float]
 _Place = TypeVar("_Place", bound=Hashable)
 
 
-def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
-    """Return the values of a step that count for the worst of the run: without delayed scaling's first step."""
+def comparable_values(records: StepRecords) -> Mapping[Family, ByLayer]:
+    """Return the values of a step that count as worst values: without delayed scaling's first step."""
     if not records.unscaled:
         return records.families
     return {
@@ -44,7 +44,7 @@ def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
 
 
 def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, float]]:
-    """Return the worst :func:`judged` number, with its series, for each name of :data:`WORST_OF_ALL`."""
+    """Return name of :data:`WORST_OF_ALL` -> series and worst value, given the result of :func:`comparable_values`."""
     worst: dict[str, tuple[Series, float]] = {}
     keys = {statistic: key for key, statistic in WORST_OF_ALL.items()}
     for family, values in families.items():
@@ -60,7 +60,7 @@ def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, 
 
 
 class Worst(NamedTuple):
-    """The worst value of a statistic of one tensor, and the first debug iteration with this value."""
+    """The worst value of a series, and the first debug iteration with this value."""
 
     row: Row
     iteration: int
@@ -73,11 +73,11 @@ _SUMMARY = np.dtype(
     ],
     align=True,
 )
-"""What is known of a series; ``iteration`` is -1 where no value counts as the worst."""
+"""Summary of a series; ``iteration`` is -1 if no value counts as worst."""
 
 
 class RunStatistics:
-    """The last value of each series of a run, and the worst so far of series with a worse direction."""
+    """Keeps the last value of each series of a run, and the worst value of series with a worse direction."""
 
     def __init__(self, table: SeriesTable) -> None:
         self._table = table
@@ -94,7 +94,7 @@ class RunStatistics:
         series, values = series[compared], values[compared]
         bad = badness(values, summaries["sign"][series])
         worse = np.flatnonzero((bad > summaries["badness"][series]) | (summaries["iteration"][series] < 0))
-        worse = worse[np.argsort(bad[worse], kind="stable")]  # if a series is there twice, its worst comes last
+        worse = worse[np.argsort(bad[worse], kind="stable")]  # if a series occurs twice, its worst value comes last
         taken = series[worse]
         summaries["badness"][taken], summaries["worst"][taken] = bad[worse], values[worse]
         summaries["iteration"][taken] = records.iteration
@@ -109,7 +109,7 @@ class RunStatistics:
             yield Worst(row, int(self._summaries["iteration"][number]))
 
     def _grow(self) -> None:
-        """Make room for new series; after an interruption the next step does so."""
+        """Add rows for new series; after an interruption, the next step adds them."""
         families = (self._table[number].family for number in range(len(self._summaries), len(self._table)))
         new = [
             (
@@ -123,5 +123,5 @@ class RunStatistics:
 
 
 def worst_first(most: int, family: Family, values: Mapping[_Place, float]) -> list[_Place]:
-    """Return at most ``most`` places, such as layers, that are worst by a statistic, the worst first."""
+    """Return the keys of the worst values, at most ``most``, worst first."""
     return heapq.nlargest(most, values, key=lambda place: family.badness(values[place]))

@@ -1,7 +1,6 @@
-"""A thread that writes jobs of the training thread, every few seconds.
+"""A background thread that writes the jobs of the training thread, every few seconds.
 
-The training thread touches no file and never waits for a disk, except in ``wait`` and ``finish``, which have a
-deadline.
+The training thread touches no file, and waits for the disk only in ``wait`` and ``finish``, which have timeouts.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 FLUSH_SECONDS = 2.0
-"""The seconds from one writing to the next."""
+"""Interval between writes in seconds."""
 
 LONGEST_STILL = 10.0
-"""The seconds without any progress after which ``finish`` no longer waits for the disk."""
+"""Timeout in seconds: ``finish`` stops waiting for the disk after this time without progress."""
 
 _PAUSE = 0.01
-"""The seconds between two writings of a thread that is to finish, and waits for another process."""
+"""Polling interval in seconds, also between writes of a thread that should finish but waits for another process."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,58 +35,58 @@ class Writing(Protocol[JobT_contra]):
     """Writes jobs, in the thread. An exception ends the thread, and drops queued jobs."""
 
     def take(self, job: JobT_contra) -> bool:
-        """Write a job, or keep it for :meth:`flush`; False to get it again after the next pause."""
+        """Write a job, or buffer it for :meth:`flush`; return False to receive it again after the next pause."""
 
     def flush(self) -> None:
-        """Write the jobs that were taken; called when the queue is empty."""
+        """Write the buffered jobs; called when the queue is empty."""
 
     def leave(self) -> None:
-        """Close the files, after everything is written or writing has failed."""
+        """Close the files, after everything was written or writing has failed."""
 
 
 class WriterThread(Generic[JobT]):
-    """A daemon thread; the interpreter would wait for a normal thread before all else at its end.
+    """A daemon thread with a queue of jobs. (At its end, the interpreter would first wait for a non-daemon thread.)
 
     Args:
         what: the name of the file, for messages and for the thread.
         writing: writes the jobs.
-        most_waiting: the number of values that may wait; a job with values is dropped while more wait.
+        max_queued: maximum number of queued values; while more are queued, jobs with values are dropped.
 
     Attributes:
-        failure: the exception that has ended the thread, if any.
+        failure: the exception that ended the thread, if any.
     """
 
-    def __init__(self, what: str, writing: Writing[JobT], most_waiting: float = math.inf) -> None:
+    def __init__(self, what: str, writing: Writing[JobT], max_queued: float = math.inf) -> None:
         self.failure: BaseException | None = None
         self._what = what
         self._writing = writing
-        self._most_waiting = most_waiting
+        self._max_queued = max_queued
         self._process = os.getpid()
         self._jobs: deque[tuple[JobT, int]] = deque()
-        self._asked: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # also in the handler of a signal
+        self._flush_requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # reentrant, for signal handlers
         self._is_to_finish = False
         self._thread: threading.Thread | None = None
         self._is_reported = False
-        self._is_flushed = True  # what was taken; changed by this thread alone
-        self._given = 0  # numbers, counted by the training's thread
-        self._taken = 0  # numbers, counted by this thread
+        self._is_flushed = True  # set only by this thread
+        self._given = 0  # number of queued values so far, set only by the training thread
+        self._taken = 0  # number of written values, set only by this thread
         self._progress = 0
-        self._dropped: list[int] = []  # the numbers of each job
+        self._dropped: list[int] = []  # number of values of each dropped job
 
     @property
     def queued(self) -> int:
-        """The number of values in memory: of jobs that wait, or are being taken."""
+        """Number of values in jobs that are queued or being written."""
         return 0 if self.failure is not None else self._given - self._taken
 
     def put(self, job: JobT, count: int = 0) -> bool:
-        """Hand over a job with ``count`` numbers; a job without numbers is never dropped.
+        """Queue a job with ``count`` values. A job without values is never dropped.
 
         Returns:
-            False if the job is dropped because the disk is too slow. No-op after a failure, and in a forked process.
+            False if the job was dropped because the disk is too slow. A no-op after a failure and in a forked process.
         """
         if self.failure is not None or os.getpid() != self._process:
             return True
-        if count and self.queued > self._most_waiting:
+        if count and self.queued > self._max_queued:
             self._drop(count, self.queued)
             return False
         self._jobs.append((job, count))
@@ -98,7 +97,7 @@ class WriterThread(Generic[JobT]):
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name=f"te-precision {self._what}", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending: finish() writes
+        with contextlib.suppress(RuntimeError):  # at the end of the interpreter, where finish() writes
             thread.start()
             self._thread = thread
 
@@ -114,18 +113,18 @@ class WriterThread(Generic[JobT]):
             )
 
     def hurry(self) -> Callable[[], bool]:
-        """Write queued jobs now. Any thread and any signal handler may call this.
+        """Make the thread write queued jobs now. May be called by any thread or signal handler.
 
         Returns:
-            A function that returns whether they are written; always False after a failure.
+            A function that returns whether they were written; always False after a failure.
         """
         written = threading.Event()
-        self._asked.put(written)
-        # In this order: a job is taken, then flushed.
+        self._flush_requests.put(written)
+        # The order matters: a job leaves the queue before it is flushed.
         return lambda: written.is_set() or (not self._jobs and self._is_flushed and self.failure is None)
 
     def wait(self, is_done: Callable[[], bool], still: float = math.inf) -> bool:
-        """Wait until a condition holds, or the thread has ended; False after ``still`` seconds without progress."""
+        """Wait until a condition holds or the thread ends; return False after ``still`` seconds without progress."""
         seen, since = self._progress, time.monotonic()
         while self._thread is not None and self._thread.is_alive() and not is_done():
             if self._progress != seen:
@@ -136,11 +135,10 @@ class WriterThread(Generic[JobT]):
         return True
 
     def finish(self, still: float | None = None) -> None:
-        """Wait until everything is written, as long as there is progress within ``still`` or :data:`LONGEST_STILL`
-        seconds.
+        """Wait until everything is written.
 
-        Otherwise an error is logged, and the thread may still write. After an interruption, a second call continues to
-        wait.
+        After ``still`` (by default :data:`LONGEST_STILL`) seconds without progress, an error is logged; the thread may
+        still write. After an interruption, a second call continues to wait.
         """
         if os.getpid() != self._process:
             return
@@ -186,18 +184,18 @@ class WriterThread(Generic[JobT]):
                 if is_to_finish and not self._jobs:
                     self._writing.leave()
                     return
-        except BaseException as error:  # SystemExit, no memory, ...: in a thread nobody else would see it
+        except BaseException as error:  # also SystemExit and MemoryError, which nothing else reports in a thread
             self.failure = error
             self._jobs.clear()
-            with contextlib.suppress(Exception):  # it is known to fail
+            with contextlib.suppress(Exception):  # writing already failed
                 self._writing.leave()
 
     def _wait(self) -> Iterable[threading.Event]:
         asked = []
         with contextlib.suppress(queue.Empty):
-            asked.append(self._asked.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))
+            asked.append(self._flush_requests.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))
             while True:
-                asked.append(self._asked.get_nowait())
+                asked.append(self._flush_requests.get_nowait())
         return asked
 
     def _write_waiting(self) -> None:
@@ -214,7 +212,7 @@ class WriterThread(Generic[JobT]):
         self.note_progress()
 
 
-def all_within(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
+def wait_for_all(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
     until = time.monotonic() + seconds
     left = list(written)
     while left and time.monotonic() < until:

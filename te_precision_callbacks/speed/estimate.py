@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from te_precision_callbacks.base.counts import by_key, many
+from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
-from te_precision_callbacks.layers.folding import form_of, in_sentence
+from te_precision_callbacks.layers.folding import fold_for_sentence, form_of
 from te_precision_callbacks.speed.calibration import Calibration
 from te_precision_callbacks.speed.costs import pad_shape, shape_of
 from te_precision_callbacks.speed.devices import Device, SpeedError
@@ -153,7 +153,7 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
     whole = total(of_layers, device)
     names = list(dict.fromkeys(time.layer for time in of_layers))
     yield Advice(
-        f"keep {in_sentence(*names, most=3)} in BF16: low precision makes it slower",
+        f"keep {fold_for_sentence(*names, most=3)} in BF16: low precision makes it slower",
         whole.low_ms - whole.high_ms,
         (whole.low_ms * (1 - whole.interval[1]), whole.low_ms * (1 - whole.interval[0])),
         keep_high(*names, others={time.layer for time in times} - set(names)),
@@ -165,7 +165,7 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
 
 def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibration | None) -> Iterator[Advice]:
     scatter = device.fitted.scatter
-    for old, before in by_key((time.recipe, time) for time in times if time.is_low).items():
+    for old, before in group_by_key((time.recipe, time) for time in times if time.is_low).items():
         for new in _FP8:
             if new == old or old == "nvfp4":
                 continue
@@ -188,7 +188,7 @@ def _use_low_precision(
 ) -> Iterator[Advice]:
     in_high = (time.product for time in times if not time.recipe and time.gemm in GEMMS)
     of_reason = ((p.reason, p) for p in in_high if p.reason is not None and p.reason in REMEDIES)
-    for reason, products in by_key(of_reason).items():
+    for reason, products in group_by_key(of_reason).items():
         in_low = time_products([(product, recipe) for product in products], device, table=table)
         without_gain = layers_without_gain(in_low)
         better = [time for time in in_low if time.layer not in without_gain]
@@ -197,7 +197,7 @@ def _use_low_precision(
         whole = total(better, device)
         names = list(dict.fromkeys(time.layer for time in better))
         refs = dict.fromkeys(time.product.reason_ref for time in better if time.product.reason_ref)
-        named = in_sentence(*names, most=3) + (f" ({' and '.join(refs)})" if refs else "")
+        named = fold_for_sentence(*names, most=3) + (f" ({' and '.join(refs)})" if refs else "")
         low, high = whole.interval
         yield Advice(
             f"{named}: {REMEDIES[reason]}{_padding(better, recipe, device)}",
@@ -241,7 +241,7 @@ class LayerRow:
 def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> list[LayerRow]:
     """Return a row for each kind of layer, longest first; ``measured``: layer -> ms of its GEMMs and casts."""
     without_gain = layers_without_gain(speed.times)
-    layers = by_key((time.layer, time) for time in speed.times)
+    layers = group_by_key((time.layer, time) for time in speed.times)
     groups: dict[object, list[str]] = defaultdict(list)
     for name, times in layers.items():
         products = ((time, time.product) for time in times)

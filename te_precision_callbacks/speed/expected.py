@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from te_precision_callbacks.base.counts import by_key
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.coverage.coverage import Product
@@ -176,7 +176,7 @@ def time_products(
 
     Times of ``table`` take precedence over the model's.
     """
-    layers = by_key((product.layer, (product, recipe)) for product, recipe in products)
+    layers = group_by_key((product.layer, (product, recipe)) for product, recipe in products)
     cache: dict[object, list[ProductTime]] = {}  # many layers have equal products
     times: list[ProductTime] = []
     for layer in layers.values():

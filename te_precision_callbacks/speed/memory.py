@@ -34,14 +34,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import by_key, size
+from te_precision_callbacks.base.counts import group_by_key, size
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import ONE_SCALE, class_names, recipe_of
 from te_precision_callbacks.coverage.planned_products import MadeQuantizers
 from te_precision_callbacks.coverage.precision_audit import quantizers_of_layers, recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
 
 __all__ = ["Memory", "MemoryRow", "plan_memory", "show"]
@@ -357,7 +357,7 @@ class _MemoryPlanner:
 
 def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Sequence[Any]]:
     matrices = (pair for pair in module.named_parameters(recurse=False) if is_weight(*pair))
-    weights = by_key((layer_of_parameter(name, layers), parameter) for name, parameter in matrices)
+    weights = group_by_key((layer_of_parameter(name, layers), parameter) for name, parameter in matrices)
     if not weights:
         raise UnknownMemoryError("its weight is not a parameter, for example because FSDP flattens all parameters.")
     shared = next(iter(weights.values()))  # one parameter may hold the weights of all groups
@@ -424,6 +424,6 @@ def show(memory: Memory) -> None:
         if change := memory.added(lives=lives):
             terminal.show_text(f"{text}: low precision {'adds' if change > 0 else 'saves'} {size(abs(change))}.")
     for why in dict.fromkeys(memory.not_planned.values()):
-        layers = folded([layer for layer, reason in memory.not_planned.items() if reason == why], most=_MOST_NAMES)
+        layers = fold_names([layer for layer, reason in memory.not_planned.items() if reason == why], most=_MOST_NAMES)
         terminal.show_text(f"Not planned: {', '.join(layers)}: {why}", hanging=2)
     terminal.show_notes(memory.notes)

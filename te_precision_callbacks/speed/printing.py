@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.speed.estimate import StepSpeed, layer_rows
 from te_precision_callbacks.speed.expected import Interval, layers_without_gain
 from te_precision_callbacks.speed.recorded import RunSpeed
@@ -47,7 +47,7 @@ def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
     for row in rows[:_MOST_ROWS]:
         times = row.times
         cells = [
-            terminal.cell_lines(folded(row.layers, most=_MOST_NAMES)),
+            terminal.cell_lines(fold_names(row.layers, most=_MOST_NAMES)),
             terminal.cell(", ".join(row.shapes)),
             terminal.cell(row.recipes),
             terminal.cell(milliseconds(times.high_ms)),

@@ -20,7 +20,7 @@ from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run, recorded_products
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.run_files import own_traces
-from te_precision_callbacks.runs.tables import at_the_end
+from te_precision_callbacks.runs.tables import facts_at_end
 from te_precision_callbacks.speed.calibration import CalibrationError
 from te_precision_callbacks.speed.devices import Device, DeviceError, SpeedError, device_named, device_reported
 from te_precision_callbacks.speed.estimate import Step, StepSpeed
@@ -29,7 +29,7 @@ from te_precision_callbacks.speed.trace import MeasuredStep, TraceError, measure
 
 def step_of_run(run: RecordedRun) -> Step:
     """Return the last step of a run; raises SpeedError for a run without products."""
-    rows = list(recorded_products(at_the_end(run.gemms), at_the_end(run.operands)))
+    rows = list(recorded_products(facts_at_end(run.gemms), facts_at_end(run.operands)))
     products = [product for _, product in rows]
     scopes = {row["scope"] or "" for row, _ in rows if row["macs"]}
     recipes = {product.layer: row["recipe"] for row, product in rows if row["recipe"]}

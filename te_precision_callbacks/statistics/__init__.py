@@ -1,1 +1,1 @@
-"""Statistics: the table of all of them, the grammar of their names, series, and when they are due."""
+"""Statistics: their table, the grammar of their names, series, and schedules."""

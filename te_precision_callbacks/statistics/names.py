@@ -1,12 +1,12 @@
-"""The one grammar of statistics' names, in configs and in logs.
+"""The grammar of statistics' names, in configs and in logs.
 
-    tensor_request("std")                      # of a tensor itself: LogTensorStats
+    tensor_request("std")                      # of a tensor: LogTensorStats
     quantized_request("mxfp8_mse_columnwise")  # of its quantized form: LogFp8TensorStats
-    quantized_request("mxfp8_e5m2_mse")        # in another format than the recipe's default
-    named_request("mxfp8_mse")                 # any of these, as a user writes it outside of a config
-    logged_request(request.label) == request   # the label is its name in logs and records
+    quantized_request("mxfp8_e5m2_mse")        # in another element format than the recipe's default
+    named_request("mxfp8_mse")                 # any statistic, as a user writes it outside of a config
+    logged_request(request.label) == request   # the label is the name in logs and records
 
-A name of a statistic of a quantized tensor is ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
+The name of a statistic of a quantized tensor is ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, ONE_SCALE, RECIPES, WITH_ELEMENT_FORMAT
 from te_precision_callbacks.statistics.table import (
+    BLOCK_SOURCES,
     BLOCKWISE,
     GEMM_STATISTICS,
-    OF_BLOCKS,
     QUANTIZED_STATISTICS,
     STATISTICS,
     TENSOR_STATISTICS,
@@ -35,27 +35,26 @@ PREFIXES: Mapping[str, tuple[str, ...]] = {
     recipe: (recipe, *(f"{recipe}_{name}" for name in ELEMENT_FORMATS if recipe in WITH_ELEMENT_FORMAT))
     for recipe in RECIPES
 }
-"""Recipe -> the prefixes of statistics' names that mean the recipe, without the other spellings."""
+"""Recipe -> prefixes of statistics' names for it, without other spellings."""
 
 _COLUMNWISE = "_columnwise"
 
 STALE = "stale_codes%"
-"""A number of a weight that no config asks for: the percent of its elements whose cached codes are farther from them
-than the format rounds."""
+"""Scalar of a weight: percentage of elements whose cached codes differ by more than the format's rounding. Recorded
+without being requested."""
 
 UNCHANGED = "unchanged_weights%"
-"""A number of a model: the percent of its elements in bfloat16 or float16 that an optimizer's step leaves as they
-are."""
+"""Scalar of a model: percentage of bfloat16 and float16 elements that an optimizer step leaves unchanged."""
 
 BELOW_EPS = "gradients_below_eps%"
-"""A number of a model: the percent of its weights whose gradient is below the optimizer's eps."""
+"""Scalar of a model: percentage of weights whose gradient is below the optimizer's eps."""
 
 OWN_RECIPE = ""
-"""Means the recipe that the layer runs."""
+"""Placeholder for the recipe that the layer runs."""
 
 
 class UnknownStatisticError(PrecisionDebugError, ValueError):
-    """A statistic that does not exist, or parameters that it does not take."""
+    """An unknown statistic, or invalid parameters of a statistic."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class Blocks:
     """The blocks of ``max_blockwise_dynamic_range``.
 
     Attributes:
-        size: elements along a side.
+        size: number of elements along a side.
         dims: 1 for pieces of a row, 2 for square tiles.
-        both: whether the transposed tensor is looked at too.
+        both: whether the transposed tensor is measured too.
     """
 
     size: int = 32
@@ -75,16 +74,15 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Request:
-    """A requested value.
+    """A requested statistic of a tensor.
 
     Attributes:
         label: the statistic's name in logs.
-        recipe: None for a statistic of the tensor itself; :data:`OWN_RECIPE`; or one of :data:`RECIPES`: if the layer
-            runs another recipe, the number is what this recipe would give.
-        columnwise: whether the columnwise data are meant.
-        blocks: the blocks, for :data:`BLOCKWISE` only.
-        e5m2: for a recipe of :data:`WITH_ELEMENT_FORMAT`: whether elements are E5M2, not E4M3; None for the format that
-            the layer's own quantizer makes if it has the recipe, else the recipe's default format.
+        recipe: None for a statistic of the tensor itself; :data:`OWN_RECIPE`; or a recipe of :data:`RECIPES`, which is
+            simulated if the layer runs another recipe.
+        blocks: for :data:`BLOCKWISE` only.
+        e5m2: whether elements are E5M2 instead of E4M3, for a recipe of :data:`WITH_ELEMENT_FORMAT`. None for the
+            format of the layer's own quantizer if it has the recipe, else the recipe's default.
     """
 
     label: str
@@ -95,7 +93,7 @@ class Request:
     e5m2: bool | None = None
 
     def of(self, tensor: str) -> Request:
-        """This request for a tensor; its blocks are measured in both orientations if two GEMMs read the tensor so."""
+        """Return the request for a tensor: blocks are measured in both orientations if two GEMMs read the tensor."""
         if self.blocks is None or tensor not in ("activation", "weight"):
             return self
         return replace(self, label=f"{self.label}_max_over_orientations", blocks=replace(self.blocks, both=True))
@@ -104,13 +102,16 @@ class Request:
         return replace(self, label=other.label) == other
 
     def under(self, recipe: str) -> Request:
-        """This request in a layer that runs no recipe: what ``recipe`` would give, with the recipe in the label."""
+        """Return the request for a layer without a recipe: ``recipe`` is simulated, and becomes part of the label."""
         return replace(self, label=f"{recipe}_{self.label}", recipe=recipe)
 
 
 def tensor_request(entry: object) -> Request:
-    """The request of an entry of ``stats`` of LogTensorStats: a name of :data:`TENSOR_STATISTICS`, or
-    :data:`BLOCKWISE`, with parameters such as ``{"max_blockwise_dynamic_range": {"block_size": 32, "dims": 1}}``.
+    """Parse an entry of ``stats`` of LogTensorStats.
+
+    Args:
+        entry: a name of :data:`TENSOR_STATISTICS`, or :data:`BLOCKWISE`, with parameters as in
+            ``{"max_blockwise_dynamic_range": {"block_size": 32, "dims": 1}}``.
 
     Raises:
         UnknownStatisticError: there is no such statistic.
@@ -142,14 +143,14 @@ def _blockwise_request(entry: Mapping[Any, Any]) -> Request:
 
 
 def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Request:
-    """The request of an entry of ``stats`` of LogFp8TensorStats.
+    """Parse an entry of ``stats`` of LogFp8TensorStats.
 
     Args:
         entry: the name, ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
         default_recipe: the recipe of a name without one; unless :data:`OWN_RECIPE`, it becomes a prefix of the label.
 
     Raises:
-        UnknownStatisticError: there is no such statistic, or the recipe has no choice of the format.
+        UnknownStatisticError: there is no such statistic, or the recipe does not have the element format.
     """
     if not isinstance(entry, str):
         raise UnknownStatisticError(f"a statistic must be a name, not {entry!r}")
@@ -162,7 +163,7 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
             f"{entry!r}: {RECIPES[recipe].fixed}; leave '{element_format}_' out, or choose the format of"
             f" {', '.join(WITH_ELEMENT_FORMAT[:-1])} or {WITH_ELEMENT_FORMAT[-1]}"
         )
-    if STATISTICS[name].of in OF_BLOCKS and recipe in ONE_SCALE:
+    if STATISTICS[name].source in BLOCK_SOURCES and recipe in ONE_SCALE:
         raise UnknownStatisticError(f"{entry!r}: {no_blocks(recipe)}")
     if columnwise and recipe in ONE_SCALE:
         raise UnknownStatisticError(
@@ -178,10 +179,10 @@ def _is_e5m2(element_format: str | None) -> bool | None:
 
 
 def _parts(name: str) -> tuple[str | None, str | None, str, bool]:
-    """Return recipe, element format, statistic, and whether columnwise data are meant, of
-    ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
+    """Split ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``, without checking the combination.
 
-    Whether they go together is not checked.
+    Returns:
+        Recipe, element format, statistic, and whether the name is columnwise.
     """
     columnwise = name.endswith(_COLUMNWISE)
     name = name.removesuffix(_COLUMNWISE)
@@ -196,14 +197,12 @@ def _parts(name: str) -> tuple[str | None, str | None, str, bool]:
 
 
 BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_over_orientations)?")
-"""The name of :data:`BLOCKWISE` with its parameters in logs."""
+"""Name of :data:`BLOCKWISE` with its parameters, in logs."""
 
 
 @lru_cache(maxsize=4096)
 def logged_request(label: str) -> Request | None:
-    """The request behind a name in logs and records, such as ``mxfp8_underflows%_columnwise``; None for a user's own
-    number, which is not in the table.
-    """
+    """Parse a name in logs and records, such as ``mxfp8_underflows%_columnwise``; None for a user's own name."""
     if label in TENSOR_STATISTICS or label in GEMM_STATISTICS:
         return Request(label, STATISTICS[label])
     blocks = BLOCKWISE_LABEL.fullmatch(label)
@@ -220,17 +219,17 @@ def logged_request(label: str) -> Request | None:
 
 
 def named_request(name: str) -> Request:
-    """The request behind a name of any statistic, as in a config, or as in logs where it stands for parameters.
+    """Parse the name of any statistic, as in a config; with parameters, as in logs.
 
     Raises:
-        UnknownStatisticError: there is no such statistic, or the parts of the name do not go together.
+        UnknownStatisticError: there is no such statistic, or the parts of the name cannot be combined.
     """
     if name in (*TENSOR_STATISTICS, BLOCKWISE):
         return tensor_request(name)
     _, _, statistic, _ = _parts(name)
     if statistic in QUANTIZED_STATISTICS:
         return quantized_request(name)
-    # That of a GEMM is as in logs.
+    # Names of GEMM statistics are the same in logs.
     logged = logged_request(name)
     if logged is None:
         raise UnknownStatisticError(f"there is no statistic {name!r}")
@@ -238,8 +237,9 @@ def named_request(name: str) -> Request:
 
 
 def quantized_names(recipes: Iterable[str] = RECIPES) -> list[str]:
-    """Each name that :func:`quantized_request` takes with one of these recipes, in any format, or without a recipe,
-    without the other spellings of recipes.
+    """Return the names that :func:`quantized_request` accepts: with one of these recipes, or without a recipe.
+
+    Other spellings of recipes are not included.
     """
     prefixes = ["", *(f"{prefix}_" for recipe in recipes for prefix in PREFIXES[recipe])]
     spelled = (prefix + name + end for prefix in prefixes for name in QUANTIZED_STATISTICS for end in ("", _COLUMNWISE))
@@ -247,7 +247,7 @@ def quantized_names(recipes: Iterable[str] = RECIPES) -> list[str]:
 
 
 def is_quantized_name(entry: object) -> bool:
-    """Return whether :func:`quantized_request` takes an entry."""
+    """Return whether :func:`quantized_request` accepts an entry."""
     try:
         quantized_request(entry)
     except UnknownStatisticError:

@@ -1,10 +1,10 @@
 """The schedule of a feature: the keys ``freq``, ``start_step``, ``end_step`` and ``start_end_list``.
 
-    Schedule.of(freq=10, start_step=5).at(7)      # (False, 10): not in iteration 7, next in iteration 10
+    Schedule.of(freq=10, start_step=5).at(7)      # (False, 10): not due in iteration 7, next due in iteration 10
 
-The meaning is Transformer Engine's (2.20.2, ``debug/features/utils/__init__.py: next_enabled_iter``): an iteration is
-in the schedule if it is a multiple of ``freq`` and lies in an interval, both ends included. Unlike in its code, an end
-of -1 means no end, as its documentation says. Early steps are an extension of this project.
+As in Transformer Engine (2.20.2, ``debug/features/utils/__init__.py: next_enabled_iter``), an iteration is due if it is
+a multiple of ``freq`` and in an interval, both ends included. An end of -1 means no end, as in its documentation, but
+not in its code. Early steps are an extension of this project.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Schedule:
-    """The due iterations: multiples of ``freq`` in increasing ``intervals``, and ``early`` iterations in the intervals
-    that are no multiple.
+    """A set of due iterations.
+
+    Attributes:
+        freq, intervals: multiples of ``freq`` in ascending intervals are due.
+        early: other iterations in the intervals that are due.
     """
 
     freq: int = 1
@@ -42,7 +45,7 @@ class Schedule:
         return replace(self, early=tuple(sorted(added.union(self.early))))
 
     def at(self, iteration: int) -> tuple[bool, int | None]:
-        """Return whether an iteration is due, and the next due iteration; None for never."""
+        """Return whether an iteration is due, and the next due iteration, if any."""
         following = next((step for step in self.early if step > iteration), None)
         for start, end in self.intervals:
             first = max(iteration + 1, start)
@@ -86,7 +89,7 @@ EVERY_STEP = Schedule()
 
 @functools.lru_cache(maxsize=4)
 def fingerprint(schedules: frozenset[Schedule]) -> int:
-    """A hash below 2**52, the same in every process for the same schedules."""
+    """Return a hash below 2**52, equal in all processes for equal schedules."""
     text = repr(sorted((schedule.freq, schedule.intervals, schedule.early) for schedule in schedules))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
 

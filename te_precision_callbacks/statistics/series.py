@@ -1,7 +1,6 @@
-"""Series: the names that stay the same from step to step, so a step holds only numbers.
+"""Series, which a run numbers once, so that a step has only numbers of series and values.
 
-A *series* is one statistic of one tensor of one layer; the same statistic of the same tensor in all layers is a
-*family*. A run has one table of series; a step has the numbers of its series and their values.
+A *series* is a statistic of a tensor of a layer. A *family* is the same statistic of the same tensor in all layers.
 """
 
 from __future__ import annotations
@@ -21,19 +20,18 @@ from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, logged_
 from te_precision_callbacks.statistics.table import Worse
 
 FIRST_STEP = 4
-"""The flag of a number of a layer's first step of delayed scaling, with the scale 1."""
+"""Flag of a value from a layer's first step of delayed scaling, with a scale of 1."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One statistic of one tensor, in any layer.
+    """A statistic of a tensor, in any layer.
 
     Attributes:
-        tensor: one of :data:`~te_precision_callbacks.base.vocabulary.TENSORS`; empty for a number of a user's own
-            feature.
+        tensor: one of :data:`~te_precision_callbacks.base.vocabulary.TENSORS`; empty for a value of a user's feature.
         statistic: its name in records and logs, or the user's own name.
-        gemm: ``fprop``, ``dgrad`` or ``wgrad`` if the number belongs to one GEMM, else None.
-        request: the request that the statistic answers; None for a user's own.
+        gemm: ``fprop``, ``dgrad`` or ``wgrad`` if the value belongs to one GEMM, else None.
+        request: the parsed statistic; None for a user's own.
     """
 
     tensor: str
@@ -47,7 +45,7 @@ class Family:
 
     @property
     def is_of_delayed_scaling(self) -> bool:
-        """True if the statistic describes delayed scaling in a layer that runs it."""
+        """True if the statistic describes delayed scaling, in a layer that runs it."""
         return self.request is not None and self.request.recipe in (OWN_RECIPE, "fp8_delayed_scaling")
 
     @property
@@ -55,17 +53,17 @@ class Family:
         return self.worse not in (None, Worse.NEITHER)
 
     def leaves_out(self, flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """Return which values belong to delayed scaling's first step, which is not representative.
+        """Return a mask of the values of delayed scaling's first step, which is not representative.
 
         Args:
-            flags: of each number, as in records.
+            flags: [values], as in records.
         """
         return np.asarray((flags & FIRST_STEP) != 0) & self.is_of_delayed_scaling
 
     def badness(self, value: float) -> float:
-        """A key that grows as a value gets worse; nan is the worst, and inf is the best SQNR.
+        """Return a key that grows as a value gets worse; nan is the worst value, and inf the best SQNR.
 
-        A statistic without a worse direction, and a user's own, is ranked by size.
+        Without a worse direction, as for a user's own statistic, the key is the magnitude.
         """
         if math.isnan(value):
             return math.inf
@@ -77,16 +75,15 @@ _SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0}
 
 
 def sign_of(worse: Worse | None) -> float:
-    """The factor that makes a number grow as it gets worse; nan where its magnitude counts."""
+    """Return the factor that makes a value grow as it gets worse; nan if its magnitude counts."""
     return math.nan if worse is None else _SIGN.get(worse, math.nan)
 
 
 def badness(values: npt.NDArray[np.float64], signs: float | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """A key that grows as numbers get worse, as :meth:`Family.badness`.
+    """Return :meth:`Family.badness` of many values.
 
     Args:
-        values: the numbers.
-        signs: :func:`sign_of` the direction of all, or of each.
+        signs: :func:`sign_of` all values, or of each value.
     """
     with np.errstate(invalid="ignore"):
         key = np.where(np.isnan(signs), np.abs(values), values * signs)
@@ -98,7 +95,7 @@ def family_of(tensor: str, statistic: str, gemm: str | None = None) -> Family:
 
 
 class Series(NamedTuple):
-    """One statistic of one tensor of one layer; ``layer`` is empty for a value logged by a custom feature under its own
+    """A statistic of a tensor of a layer; ``layer`` is empty for a value that a user's feature logged under its own
     name."""
 
     layer: str
@@ -106,7 +103,7 @@ class Series(NamedTuple):
 
 
 class SeriesTable:
-    """The series of a run, by the number that each got when it was first seen."""
+    """The series of a run, numbered in order of first appearance."""
 
     def __init__(self) -> None:
         self._series: list[Series] = []
@@ -123,10 +120,11 @@ class SeriesTable:
         return self._numbers.get((layer, tensor, statistic, None))
 
     def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
-        """The number of a series; an unknown series gets a new number.
+        """Return the number of a series, which may be new.
 
-        ``layer`` and ``tensor`` are empty for a user's own number; ``gemm`` is the GEMM, if the statistic belongs to
-        one.
+        Args:
+            layer, tensor: empty for a user's own statistic.
+            gemm: the GEMM, if the statistic belongs to one.
         """
         key = (layer, tensor, statistic, gemm)
         number = self._numbers.get(key)
@@ -134,12 +132,12 @@ class SeriesTable:
             family = family_of(tensor, statistic, gemm)
             number = len(self._series)
             self._series.append(Series(layer, self._families.setdefault(family, family)))
-            self._numbers[key] = number  # at last: where memory has run out before, no other series gets this number
+            self._numbers[key] = number  # last, so that no series gets a used number after a MemoryError
         return number
 
 
 class Measurement(NamedTuple):
-    """One statistic, by its name in logs, of one tensor in one step; a tuple of floats for a histogram."""
+    """A statistic of a tensor in a step; ``statistic`` is its name in logs, ``value`` a tuple for a histogram."""
 
     layer: str
     tensor: str
@@ -152,9 +150,9 @@ class Measured:
     """Measurements of a step; iterating yields :class:`Measurement` objects.
 
     Attributes:
-        series, values: [numbers], int32 and float64: the series of each number, and its value.
+        series, values: [values], int32 and float64: number of the series, and value.
         histograms: series -> counts.
-        local: whether the numbers are this rank's own although they were to be reduced.
+        local: whether the values are local although a reduction was requested.
     """
 
     table: SeriesTable
@@ -182,14 +180,15 @@ class Measured:
 
 
 def log_name(layer: str, tensor: str, statistic: str) -> str:
-    """Transformer Engine's name of a number: ``<layer>_<tensor>_<statistic>``."""
+    """Return Transformer Engine's name of a series: ``<layer>_<tensor>_<statistic>``."""
     return "_".join(part for part in (layer, tensor, statistic) if part)
 
 
-def parsed_log_name(name: str, layers: Collection[str]) -> tuple[str, str, str]:
-    """Layer, tensor and statistic of a :func:`log_name`; any other name is a user's own: ``("", "", name)``.
+def parse_log_name(name: str, layers: Collection[str]) -> tuple[str, str, str]:
+    """Split a :func:`log_name` into layer, tensor and statistic; ``("", "", name)`` for a user's own name.
 
-    ``layers`` are the names of all layers; the longest match counts.
+    Args:
+        layers: the names of all layers; the longest match is used.
     """
     best = ("", "", name)
     for tensor in TENSORS:

@@ -1,6 +1,6 @@
-"""Defines every statistic once: its name, formula and unit, and its computation from the measured columns.
+"""Defines every statistic: name, formula, unit, and computation from the measured columns.
 
-The tables of docs/statistics.md are made from :data:`STATISTICS` (tools/statistics_page.py). Upstream's names and
+The tables of docs/statistics.md are generated from :data:`STATISTICS` (tools/statistics_page.py). Upstream's names and
 formulas: Transformer Engine 2.20.2, ``debug/features/utils/stats_computation.py``.
 """
 
@@ -16,21 +16,21 @@ import numpy.typing as npt
 
 Values = npt.NDArray[np.float64]
 Columns = Mapping[str, Values]
-"""Column name (see :mod:`te_precision_callbacks.engine.kernels.columns`) -> values, float64, one a row."""
+"""Column name (see :mod:`te_precision_callbacks.engine.kernels.columns`) -> values, float64, [rows]."""
 
 BLOCKWISE = "max_blockwise_dynamic_range"
-"""The one statistic that takes parameters."""
+"""The only statistic with parameters."""
 
 
 SYMBOLS = (
     "x is an element of the high-precision tensor, y its quantized value: a code times its factor (`scale_inv`). n is"
     " the number of finite x."
 )
-"""The symbols of the formulas."""
+"""Explanation of the symbols in the formulas."""
 
 
-class Of(Enum):
-    """Source of a statistic; statistics with the same source are measured and kept together."""
+class StatisticSource(Enum):
+    """Source of a statistic; statistics with the same source are measured and stored together."""
 
     TENSOR = "the high-precision tensor"
     QUANTIZED = "the tensor and its quantized form"
@@ -45,13 +45,13 @@ class Of(Enum):
     GEMM_CODES_A = "the operand A of the GEMM that makes the tensor"
     GEMM_CODES_B = "the operand B of the GEMM that makes the tensor"
 
-    __hash__ = object.__hash__  # Enum's own is a function in Python, and this is hashed for each watched tensor
+    __hash__ = object.__hash__  # Enum's is a Python function, and members are hashed for each watched tensor
 
 
 class Worse(Enum):
     """Direction of worse values, shown in docs/statistics.md.
 
-    A magnitude has none: a layer with the largest amax, std or scale may be as healthy as the others.
+    Magnitudes have no worse direction: a layer with the largest amax, std or scale may be as healthy as the others.
     """
 
     HIGH = "high"
@@ -59,44 +59,48 @@ class Worse(Enum):
     NEITHER = ""
 
 
-OF_BLOCKS = frozenset({Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES})
-"""Sources that exist only for recipes with a scale for each block."""
+BLOCK_SOURCES = frozenset({StatisticSource.SCALE_LIMITS, StatisticSource.LOSSES, StatisticSource.RANGES})
+"""Sources that exist only for recipes with a scale per block."""
 
-OF_SCALES = frozenset({Of.SCALES, Of.SCALE_LIMITS})
-"""Sources that a tensor has that exists in its quantized form only."""
+SCALE_SOURCES = frozenset({StatisticSource.SCALES, StatisticSource.SCALE_LIMITS})
+"""Sources that are available even if a tensor exists only in quantized form."""
 
 
-OF_GEMMS = (Of.GEMM, Of.GEMM_FORMAT, Of.GEMM_CODES_A, Of.GEMM_CODES_B)
+GEMM_SOURCES = (
+    StatisticSource.GEMM,
+    StatisticSource.GEMM_FORMAT,
+    StatisticSource.GEMM_CODES_A,
+    StatisticSource.GEMM_CODES_B,
+)
 """Sources that LogGemmError measures."""
 
 
 EXPONENT_COLUMNS = tuple(f"bin_{exponent}" for exponent in range(256))
 EXPONENT_EDGES = tuple(float(exponent - 127) for exponent in range(257))
-"""log2 of the edges of the histogram's bins, one more than bins; the first bin also has the subnormal numbers, and the
-last one larger numbers: :mod:`te_precision_callbacks.engine.kernels.columns`."""
+"""log2 of the edges of the histogram's 256 bins. The first bin also has subnormal numbers, the last one larger numbers:
+:mod:`te_precision_callbacks.engine.kernels.columns`."""
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """One row of the table.
+    """A row of the table.
 
     Attributes:
         name: as in a config, without recipe and direction.
         formula: in words and symbols; sums are over the finite elements of all micro-batches and ranks.
         unit: the unit of the value.
-        value: computes the value from merged columns; None for the histogram, whose value is its columns.
-        of: its source.
+        value: computes the value from merged columns; None for the histogram, which consists of its columns.
+        source: the data that it is computed from.
         upstream: whether Transformer Engine 2.20 has the statistic.
-        worse: the direction of worse values. Lists of the worst layers are sorted by it, and have only
-            statistics with one.
-        signed: whether values of either sign are ordinary.
+        worse: the direction of worse values. Lists of the worst layers include only statistics with a direction.
+        signed: whether values of both signs are normal.
     """
 
     name: str
     formula: str
     unit: str
     value: Callable[[Columns], Values] | None
-    of: Of
+    source: StatisticSource
     upstream: bool = False
     worse: Worse = Worse.HIGH
     signed: bool = False
@@ -110,7 +114,7 @@ class Statistic:
         return self.unit in (_COUNT, _BLOCKS)
 
     def __reduce__(self) -> tuple[Callable[[str], Statistic], tuple[str]]:
-        """Pickle the statistic by its name: another process has the same table."""
+        """Pickle by name, since other processes have the same table."""
         return _row, (self.name,)
 
 
@@ -131,15 +135,15 @@ def _amax(columns: Columns) -> Values:
 
 
 def _spread(total: Values, squares: Values, count: Values, largest: Values, negated_least: Values) -> Values:
-    """The sample standard deviation from raw moments and extremes, 0 for fewer than two elements.
+    """Sample standard deviation from raw moments and extremes; 0 for fewer than two elements.
 
-    Cancellation in the moments leaves an error of some 100 * 2^-53 * mean^2 in the variance. So the result is clamped
-    to the bounds for n numbers with these extremes: range / sqrt(2 (n - 1)), if all others lie in the middle, and
-    range / 2 * sqrt(n / (n - 1)), if all are extremes (Popoviciu's inequality). Equal elements have 0.
+    Cancellation in the moments leaves an error of some 100 * 2^-53 * mean^2 in the variance. The result is therefore
+    clamped to the bounds for n numbers with these extremes: range / sqrt(2 (n - 1)) if all others lie in the middle,
+    and range / 2 * sqrt(n / (n - 1)) if all are extremes (Popoviciu's inequality). It is 0 for equal elements.
     """
     several = count > 1
     fewer = np.where(several, count - 1, 1.0)
-    with np.errstate(over="ignore", invalid="ignore"):  # squares of float64 elements may be beyond float64
+    with np.errstate(over="ignore", invalid="ignore"):  # squares of float64 elements may overflow
         width = np.where(several, largest + negated_least, 0.0)
         spread = np.sqrt(np.maximum(squares - _ratio(total * total, count), 0.0) / fewer)
     bounded = np.clip(spread, width / np.sqrt(2 * fewer), width / 2 * np.sqrt((fewer + 1) / fewer))
@@ -159,7 +163,7 @@ def _sqnr(columns: Columns) -> Values:
 
 
 def _if_any(largest: str, negated_least: str = "") -> Callable[[Columns], Values]:
-    """The largest number of a column, or its least one; 0 where there is no number."""
+    """Return a function for the largest or the smallest value of a column; 0 without a value."""
     return lambda c: _or_zero(np.isfinite(c[largest]), -c[negated_least] if negated_least else c[largest])
 
 
@@ -169,14 +173,14 @@ _BEYOND = "|x| > largest code * its factor"
 _LIMITED = "; none in a block with the factor 0"
 
 
-def _share(column: str, of: str) -> Callable[[Columns], Values]:
-    return lambda c: 100 * _ratio(c[column], c[of])
+def _share(column: str, total: str) -> Callable[[Columns], Values]:
+    return lambda c: 100 * _ratio(c[column], c[total])
 
 
 def _statistics() -> Iterable[Statistic]:
-    of_tensor = functools.partial(Statistic, of=Of.TENSOR, upstream=True)
+    of_tensor = functools.partial(Statistic, source=StatisticSource.TENSOR, upstream=True)
     magnitude = functools.partial(of_tensor, worse=Worse.NEITHER)
-    new = functools.partial(Statistic, of=Of.TENSOR)
+    new = functools.partial(Statistic, source=StatisticSource.TENSOR)
     yield magnitude("min", "min(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
     yield magnitude("max", "max(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, c["max"]))
     yield magnitude("mean", "sum(x) / n", _ELEMENT, lambda c: _ratio(c["sum"], c["finite"]), signed=True)
@@ -191,7 +195,7 @@ def _statistics() -> Iterable[Statistic]:
     yield of_tensor("dynamic_range", ratio, _POWERS, _dynamic_range)
     numel = "number of elements, finite or not"
     yield new("numel", numel, _COUNT, lambda c: c["finite"] + c["nonfinite"], worse=Worse.NEITHER)
-    yield new("zeros%", "100 * (number of x = 0) / n", _PERCENT, _share("zeros", of="finite"))
+    yield new("zeros%", "100 * (number of x = 0) / n", _PERCENT, _share("zeros", total="finite"))
     yield new("nonfinite_num", "number of inf and nan", _COUNT, lambda c: c["nonfinite"])
     yield Statistic(
         BLOCKWISE,
@@ -200,7 +204,7 @@ def _statistics() -> Iterable[Statistic]:
         " transposed tensor's",
         _POWERS,
         lambda c: np.maximum(c["block_range"], 0.0),
-        of=Of.BLOCKS,
+        source=StatisticSource.BLOCKS,
         upstream=True,
     )
     yield Statistic(
@@ -209,16 +213,20 @@ def _statistics() -> Iterable[Statistic]:
         " x != 0, e = 255 larger x (float64 only)",
         _COUNT,
         None,
-        of=Of.EXPONENTS,
+        source=StatisticSource.EXPONENTS,
         worse=Worse.NEITHER,
     )
-    quantized = functools.partial(Statistic, of=Of.QUANTIZED)
+    quantized = functools.partial(Statistic, source=StatisticSource.QUANTIZED)
     underflows, overflows = "number of x != 0 with y = 0", f"number of {_BEYOND}"
     yield quantized(
-        "underflows%", f"100 * ({underflows}) / n", _PERCENT, _share("underflows", of="compared"), upstream=True
+        "underflows%", f"100 * ({underflows}) / n", _PERCENT, _share("underflows", total="compared"), upstream=True
     )
     yield quantized(
-        "overflows%", f"100 * ({overflows}) / n{_LIMITED}", _PERCENT, _share("overflows", of="compared"), upstream=True
+        "overflows%",
+        f"100 * ({overflows}) / n{_LIMITED}",
+        _PERCENT,
+        _share("overflows", total="compared"),
+        upstream=True,
     )
     yield quantized(
         "mse",
@@ -229,7 +237,7 @@ def _statistics() -> Iterable[Statistic]:
     )
     sqnr = "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x, -inf where `mse` is inf"
     yield quantized("sqnr_db", sqnr, "dB", _sqnr, worse=Worse.LOW)
-    scales = functools.partial(Statistic, unit=_ELEMENT, of=Of.SCALES, worse=Worse.NEITHER)
+    scales = functools.partial(Statistic, unit=_ELEMENT, source=StatisticSource.SCALES, worse=Worse.NEITHER)
     yield scales("scale_inv_min", "smallest factor", value=_if_any("scale_max", "negated_scale_min"), upstream=True)
     yield scales("scale_inv_max", "largest factor", value=_if_any("scale_max"), upstream=True)
     yield scales(
@@ -244,7 +252,7 @@ def _statistics() -> Iterable[Statistic]:
 
 
 def _norm_ratio(numerator: str, denominator: str) -> Callable[[Columns], Values]:
-    """The root of a ratio of sums of squares: inf where something is divided by nothing, 0 where both are 0."""
+    """Return a function for the root of a ratio of sums of squares: inf for x / 0, 0 for 0 / 0."""
 
     def value(columns: Columns) -> Values:
         above, below = columns[numerator], columns[denominator]
@@ -275,18 +283,18 @@ def _rank(columns: Columns) -> Values:
 
 
 RANK_BITS = (1 << 29) - 1
-"""The bits of a float64 below those of a float32. In ``ranked_ratio`` they have the rank, so that the maximum of all
-ranks brings its rank along."""
+"""Mask of the bits of a float64 below float32 precision. In ``ranked_ratio`` they contain the rank, so that the maximum
+over the ranks includes its rank."""
 
 
 SYMBOLS_OF_GEMMS = "; docs/gemm-error.md has the symbols"
 
 
 def _of_gemms() -> Iterable[Statistic]:
-    """The statistics of LogGemmError. C is the result, A and B are the operands as Transformer Engine names them."""
+    """Yield the statistics of LogGemmError. C is the result, A and B are the operands in Transformer Engine's terms."""
     symbols = SYMBOLS_OF_GEMMS
     relative, ratio = "relative", "tolerances"
-    of_gemm = functools.partial(Statistic, of=Of.GEMM)
+    of_gemm = functools.partial(Statistic, source=StatisticSource.GEMM)
     yield of_gemm(
         "gemm_kernel_error",
         f"|v_run - v_deq| / |v_deq|: the kernel's result against the product of the decoded operands{symbols}",
@@ -328,7 +336,7 @@ def _of_gemms() -> Iterable[Statistic]:
         lambda c: 100 * _ratio(c["unjudged"], c["judged"] + c["unjudged"]),
         worse=Worse.NEITHER,
     )
-    formats = functools.partial(Statistic, of=Of.GEMM_FORMAT, unit=relative)
+    formats = functools.partial(Statistic, source=StatisticSource.GEMM_FORMAT, unit=relative)
     yield formats(
         "gemm_error",
         f"|v_run - v_hp| / |v_hp|: the kernel's result against the product in high precision{symbols}",
@@ -351,20 +359,20 @@ def _of_gemms() -> Iterable[Statistic]:
         " which no statistic of an operand shows",
         value=_excess,
     )
-    for name, of in (("a", Of.GEMM_CODES_A), ("b", Of.GEMM_CODES_B)):
-        codes = functools.partial(Statistic, of=of)
+    for name, source in (("a", StatisticSource.GEMM_CODES_A), ("b", StatisticSource.GEMM_CODES_B)):
+        codes = functools.partial(Statistic, source=source)
         yield codes(
             f"gemm_wrong_codes_{name}%",
             "100 * (codes that are not the nearest value; with stochastic rounding: not a neighbor) / codes, in a"
             " window",
             _PERCENT,
-            _share("wrong", of="codes"),
+            _share("wrong", total="codes"),
         )
         yield codes(
             f"gemm_wrong_scales_{name}%",
             "100 * (scales that do not follow from the amax of their block or tensor) / scales, in a window",
             _PERCENT,
-            _share("wrong_scales", of="scales"),
+            _share("wrong_scales", total="scales"),
         )
         yield codes(
             f"gemm_rounding_bias_{name}",
@@ -396,18 +404,18 @@ def _of_blocks() -> Iterable[Statistic]:
     ):
         left_out = "; such a block is left out of `scale_inv_*`" if column == "zero_blocks" else ""
         formula = f"100 * (number of blocks {what}) / blocks{left_out}"
-        yield Statistic(name, formula, _PERCENT, _share(column, of="blocks"), of=Of.SCALE_LIMITS)
+        yield Statistic(name, formula, _PERCENT, _share(column, total="blocks"), source=StatisticSource.SCALE_LIMITS)
     for name, what, more in (("underflow", "an underflow", ""), ("overflow", "an overflow", _LIMITED)):
         column, formula = f"{name}_blocks", f"100 * (number of blocks with {what}) / blocks{more}"
-        yield Statistic(f"{column}%", formula, _PERCENT, _share(column, of="blocks"), of=Of.LOSSES)
+        yield Statistic(f"{column}%", formula, _PERCENT, _share(column, total="blocks"), source=StatisticSource.LOSSES)
     yield Statistic(
         "block_underflows%_max",
         "the largest `underflows%` of a block",
         _PERCENT,
         lambda c: 100 * np.maximum(c["underflow_share"], 0.0),
-        of=Of.LOSSES,
+        source=StatisticSource.LOSSES,
     )
-    ranges = functools.partial(Statistic, unit=_POWERS, of=Of.RANGES)
+    ranges = functools.partial(Statistic, unit=_POWERS, source=StatisticSource.RANGES)
     of_a_block = "log2(max(|x|)) - log2(min(|x|) over x != 0) of a block"
     yield ranges("block_dynamic_range_min", f"smallest {of_a_block}", value=_if_any("range_max", "negated_range_min"))
     yield ranges("block_dynamic_range_max", f"largest {of_a_block}", value=_if_any("range_max"))
@@ -420,14 +428,18 @@ def _of_blocks() -> Iterable[Statistic]:
 
 STATISTICS: Mapping[str, Statistic] = {statistic.name: statistic for statistic in _statistics()}
 
-TENSOR_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in (Of.TENSOR, Of.EXPONENTS))
-"""The plain names that LogTensorStats takes."""
+TENSOR_STATISTICS = tuple(
+    name for name, s in STATISTICS.items() if s.source in (StatisticSource.TENSOR, StatisticSource.EXPONENTS)
+)
+"""Names that LogTensorStats accepts without parameters."""
 
 QUANTIZED_STATISTICS = tuple(
-    name for name, s in STATISTICS.items() if s.of in (Of.QUANTIZED, Of.SCALES) or s.of in OF_BLOCKS
+    name
+    for name, s in STATISTICS.items()
+    if s.source in (StatisticSource.QUANTIZED, StatisticSource.SCALES) or s.source in BLOCK_SOURCES
 )
-"""The names that LogFp8TensorStats and LogNvfp4TensorStats take, optionally with a recipe before and ``_columnwise``
+"""Names that LogFp8TensorStats and LogNvfp4TensorStats accept, optionally with a recipe before and ``_columnwise``
 after the name."""
 
-GEMM_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in OF_GEMMS)
-"""The statistics of LogGemmError, of the tensor that a GEMM makes."""
+GEMM_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.source in GEMM_SOURCES)
+"""Statistics of LogGemmError, recorded for the tensor that a GEMM computes."""

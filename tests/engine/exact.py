@@ -21,13 +21,13 @@ from te_precision_callbacks.engine.kernels.columns import (
     Pending,
     layout,
 )
-from te_precision_callbacks.statistics.table import OF_BLOCKS, STATISTICS
+from te_precision_callbacks.statistics.table import BLOCK_SOURCES, STATISTICS
 
 Array = npt.NDArray[np.float64]
 Columns = dict[str, Any]
 
 # What recipes with one scale for a tensor have not.
-BLOCK_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if statistic.of in OF_BLOCKS)
+BLOCK_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if statistic.source in BLOCK_SOURCES)
 
 # How far sums may be off where C++ takes them in float over short runs: the largest of the bounds in one_pass.cpp.
 IN_FLOAT = 10 * 2.0**-24

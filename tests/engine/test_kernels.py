@@ -45,7 +45,7 @@ PROCESSORS = {"native": (), "AVX2": ("-march=haswell",), "SSE2": ("-march=x86-64
 @pytest.fixture(params=["eager", *(PROCESSORS if platform.machine() == "x86_64" else ["native"])])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "eager":
-        monkeypatch.setattr(native.ONE_PASS, "functions", native.ONE_PASS.loaded(PROCESSORS[request.param]))
+        monkeypatch.setattr(native.ONE_PASS, "functions", native.ONE_PASS.load(PROCESSORS[request.param]))
     return request.param
 
 

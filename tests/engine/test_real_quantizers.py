@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks
+from te_precision_callbacks.base.numerics.blocks import as_matrix, split_into_blocks
 from te_precision_callbacks.base.numerics.recipes import RECIPES, round_blocks
 from te_precision_callbacks.base.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
 from te_precision_callbacks.engine.quantization import PerTensor, default_settings, read, settings_of
@@ -83,8 +83,8 @@ def test_a_recipe_is_simulated_as_the_layers_quantizer_is_set(name: str, dtype: 
             matrix, values = as_matrix(x), real.part.dequantized()
             if columnwise:
                 matrix, values = matrix.t(), values.t()
-            would_be = round_blocks(recipe, in_blocks(matrix, block, np.nan), x.float().abs().max(), settings)
-            assert_identical(would_be.values, in_blocks(values, block, 0.0), of)
+            would_be = round_blocks(recipe, split_into_blocks(matrix, block, np.nan), x.float().abs().max(), settings)
+            assert_identical(would_be.values, split_into_blocks(values, block, 0.0), of)
             assert_identical(would_be.factors, factors[::once].reshape(-1, 1), of)
             assert_identical(would_be.scales, scales[::once].reshape(-1, 1), of)
 

@@ -22,7 +22,7 @@ def test_a_segment_moves_with_its_layer_but_not_within_a_step() -> None:
 
     assert on(CPU) == CPU
     segment = slots.segments[key]
-    slots.ask(segment, (tensor_request("max"),))
+    slots.request(segment, (tensor_request("max"),))
     slots.merge(segment, torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64))
     assert on(META) == CPU, "its numbers are there"
     slots.reset()

@@ -136,7 +136,7 @@ def test_wrong_arguments(kernel: ModuleType) -> None:
 # --- what the host does -----------------------------------------------------------------------------------------------
 
 TENSORS = tuple(map(tensor_request, ("mean", "std", "max")))
-OF_BLOCKS = (
+BLOCK_SOURCES = (
     "mse",
     "underflows%",
     "scale_inv_max",
@@ -149,7 +149,7 @@ OF_BLOCKS = (
 @pytest.mark.parametrize("form", FORMS[:2], ids=NAMES[:2])
 def test_the_engine_with_the_kernel(add: Add, monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
     """In micro-batches, of which one is of other magnitudes; the same as plain torch gives."""
-    of_codes = tuple(quantized_request(f"{name}{'_columnwise' if form.columnwise else ''}") for name in OF_BLOCKS)
+    of_codes = tuple(quantized_request(f"{name}{'_columnwise' if form.columnwise else ''}") for name in BLOCK_SOURCES)
     quantizer = type("MXFP8Quantizer", (), {})()
 
     def found() -> dict[str, Any]:

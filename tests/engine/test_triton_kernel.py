@@ -130,8 +130,8 @@ def kernel() -> Iterator[ModuleType]:
 
 def by_kernel(kernel: ModuleType) -> Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]:
     def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-        for together in kernel.grouped(pending):
-            kernel.add_together(together, sums, maxima)
+        for together in kernel.group_by_launch(pending):
+            kernel.add_group(together, sums, maxima)
 
     return add
 
@@ -366,7 +366,7 @@ def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType,
         pending_of(normal(*shape, seed=at).to(torch.bfloat16), 300 * (at * 3 % 4), codes=codes, histogram=histogram)
         for at, shape in enumerate(shapes)
     ]
-    assert list(map(len, kernel.grouped(pending))) == [4]
+    assert list(map(len, kernel.group_by_launch(pending))) == [4]
     together, by_hand = vectors(1200), vectors(1200)
     by_kernel(kernel)(pending, *together)
     for item in pending:
@@ -386,7 +386,7 @@ def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.Monk
     launches: list[int] = []
 
     def add(pending: Sequence[Pending], *into: torch.Tensor) -> None:
-        launches.extend(map(len, kernel.grouped(pending)))
+        launches.extend(map(len, kernel.group_by_launch(pending)))
         by_kernel(kernel)(pending, *into)
 
     def found() -> dict[tuple[str, str], float]:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.accumulating import accumulated
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
-from te_precision_callbacks.base.numerics.layouts import packed, stored, unpacked
+from te_precision_callbacks.base.numerics.layouts import pack_fp4, read_stored, unpack_fp4
 from te_precision_callbacks.config.keys import PROBES
 from te_precision_callbacks.gemm_error.codes import CodeCheck, check_codes, distance, rules_of
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
@@ -171,7 +171,7 @@ def merged(*ranks: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
     maxima = torch.stack([maxima for _, maxima in ranks]).amax(0)
     pairs = (*zip(KERNEL_SUMS, sums, strict=True), *zip(KERNEL_MAXIMA, maxima, strict=True))
     columns = {name: np.array([value.item()]) for name, value in pairs}
-    rows = {name: row for name, row in STATISTICS.items() if row.of.name == "GEMM" and row.value is not None}
+    rows = {name: row for name, row in STATISTICS.items() if row.source.name == "GEMM" and row.value is not None}
     return {name: float(row.value(columns)[0]) for name, row in rows.items() if row.value is not None}
 
 
@@ -235,7 +235,7 @@ def made(recipe: str, **which: bool) -> tuple[Any, torch.Tensor, Any]:
 
 def check(tensor: Any, high: torch.Tensor, made_by: Any, *, columnwise: bool, seed: int = 0) -> CodeCheck:
     rules = rules_of(made_by, columnwise=columnwise)
-    return check_codes(stored(tensor, columnwise=columnwise), high, rules, seed, seed >> 20)
+    return check_codes(read_stored(tensor, columnwise=columnwise), high, rules, seed, seed >> 20)
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
@@ -309,4 +309,4 @@ def test_the_distance_of_neighbours() -> None:
         numbers = torch.tensor([number_format.value(code) for code in range(number_format.max_code + 1)]).double()
         middles = (numbers[1:] + numbers[:-1]) / 2
         assert torch.equal(distance(middles, number_format), numbers[1:] - numbers[:-1])
-    assert torch.equal(unpacked(packed(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))), torch.tensor([1, 2, 3, 4]))
+    assert torch.equal(unpack_fp4(pack_fp4(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))), torch.tensor([1, 2, 3, 4]))

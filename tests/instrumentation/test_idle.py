@@ -79,7 +79,7 @@ def test_layers_without_features(tmp_path: Path) -> None:
             session.step()
         with calls() as counted:
             run(other)
-        of_the_tap = {"GemmTap", "Running", "Forward", "unobserved", "UnfusedTensors", "_with_own_wgrad"}
+        of_the_tap = {"GemmTap", "Running", "Forward", "unobserved_forward", "UnfusedTensors", "_with_own_wgrad"}
         assert {name.partition(".")[0] for name in counted} <= of_the_tap, "the GEMMs of layer 0 are seen"
         with calls() as counted:
             run(watched)

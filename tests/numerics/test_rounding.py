@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from te_precision_callbacks.base.numerics import conversions
-from te_precision_callbacks.base.numerics.blocks import as_matrix, from_blocks, in_blocks
-from te_precision_callbacks.base.numerics.conversions import block_amaxes, decoded, encoded
+from te_precision_callbacks.base.numerics.blocks import as_matrix, join_blocks, split_into_blocks
+from te_precision_callbacks.base.numerics.conversions import block_amaxes, decode_blocks, encode_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat, _code_table
 from te_precision_callbacks.base.numerics.nvfp4 import random_hadamard_transform
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, round_blocks, round_to_mxfp8
@@ -68,12 +68,12 @@ def test_largest_magnitudes(matrix: torch.Tensor, block: tuple[int, int], monkey
     ids=lambda each: getattr(each, "name", None) or str(each),
 )
 def test_codes(matrix: torch.Tensor, fmt: FloatFormat, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    factors = 2.0 ** torch.randint(-12, 12, conversions.blocks.number(SHAPE, block))
+    factors = 2.0 ** torch.randint(-12, 12, conversions.blocks.block_counts(SHAPE, block))
     factors[0, 0] = 1.37
     random = torch.rand(SHAPE) if fmt is E2M1 else None
-    fast = [encoded(matrix, factors, block, fmt), encoded(matrix, factors, block, fmt, random)]
+    fast = [encode_blocks(matrix, factors, block, fmt), encode_blocks(matrix, factors, block, fmt, random)]
     plainly(monkeypatch)
-    plain = [encoded(matrix, factors, block, fmt), encoded(matrix, factors, block, fmt, random)]
+    plain = [encode_blocks(matrix, factors, block, fmt), encode_blocks(matrix, factors, block, fmt, random)]
     assert all(map(torch.equal, fast, plain))
 
 
@@ -81,11 +81,11 @@ def test_codes(matrix: torch.Tensor, fmt: FloatFormat, block: tuple[int, int], m
 @pytest.mark.parametrize(("fmt", "dtype"), itertools.product([E4M3, E5M2, E2M1], [torch.float32, torch.bfloat16]))
 def test_numbers(fmt: FloatFormat, dtype: torch.dtype, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     codes = torch.randint(256, (SHAPE[0], SHAPE[1] * fmt.bits // 8), dtype=torch.uint8)
-    factors = 2.0 ** torch.randint(-12, 12, conversions.blocks.number(SHAPE, block))
+    factors = 2.0 ** torch.randint(-12, 12, conversions.blocks.block_counts(SHAPE, block))
     monkeypatch.setattr(conversions, "SMALLEST", 1)
-    fast = [decoded(codes, fmt, of_blocks, block, dtype) for of_blocks in (None, factors)]
+    fast = [decode_blocks(codes, fmt, of_blocks, block, dtype) for of_blocks in (None, factors)]
     plainly(monkeypatch)
-    assert all(map(same, fast, [decoded(codes, fmt, of_blocks, block, dtype) for of_blocks in (None, factors)]))
+    assert all(map(same, fast, [decode_blocks(codes, fmt, of_blocks, block, dtype) for of_blocks in (None, factors)]))
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -102,9 +102,9 @@ def test_transforms(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def all_of(matrix: torch.Tensor) -> list[torch.Tensor]:
-    factors = torch.ones(conversions.blocks.number(SHAPE, (1, 16)), dtype=torch.float32, device="cpu")
-    codes = encoded(matrix, factors, (1, 16), E4M3)
-    return [block_amaxes(matrix, (1, 16)), codes, decoded(codes, E4M3, factors, (1, 16))]
+    factors = torch.ones(conversions.blocks.block_counts(SHAPE, (1, 16)), dtype=torch.float32, device="cpu")
+    codes = encode_blocks(matrix, factors, (1, 16), E4M3)
+    return [block_amaxes(matrix, (1, 16)), codes, decode_blocks(codes, E4M3, factors, (1, 16))]
 
 
 def test_the_defaults_of_the_process_have_no_say() -> None:
@@ -129,7 +129,7 @@ def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, cap
 
     monkeypatch.setattr(conversions.FILE, "functions", {})
     monkeypatch.setattr(conversions.FILE, "failed", False)
-    monkeypatch.setattr(conversions.FILE, "loaded", fails)
+    monkeypatch.setattr(conversions.FILE, "load", fails)
     assert all(map(torch.equal, all_of(matrix), expected))
     assert [record.getMessage().partition(", up to")[0] for record in caplog.records] == [
         "The reference backend converts to FP8 and FP4 and back by plain torch operations"
@@ -175,9 +175,9 @@ def test_fp8_in_every_setting(
     for seed, kind in enumerate(FINITE):
         x = spec.example(kind, (96, 160), dtype, seed)
         block = RECIPES[recipe].block(settings) or (96, 160)
-        rounded = round_blocks(recipe, in_blocks(x, block), x.float().abs().max(), settings)
+        rounded = round_blocks(recipe, split_into_blocks(x, block), x.float().abs().max(), settings)
         expected = torch.from_numpy(numbers(spec.matrix(x), block, settings, dtype, recipe))
-        assert torch.equal(from_blocks(rounded.values, block, (96, 160)), expected), kind
+        assert torch.equal(join_blocks(rounded.values, block, (96, 160)), expected), kind
 
 
 @pytest.mark.parametrize("square", [False, True], ids=["rows", "squares"])
@@ -193,9 +193,9 @@ def test_nvfp4(dtype: torch.dtype, square: bool) -> None:
             expected = torch.from_numpy(nvfp4_numpy.e2m1_numbers(codes) * factors.repeat(16, 1))
         block = (16 if square else 1, 16)
         rounded = round_blocks(
-            "nvfp4", in_blocks(x, block), torch.tensor(float(amax)), QuantizerSettings(square=square)
+            "nvfp4", split_into_blocks(x, block), torch.tensor(float(amax)), QuantizerSettings(square=square)
         )
-        result = from_blocks(rounded.values, block, (96, 160))
+        result = join_blocks(rounded.values, block, (96, 160))
         torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -222,7 +222,7 @@ def test_a_tensor_rounded_to_mxfp8_is_the_recipes_also_where_it_is_not_finite(
 @pytest.mark.parametrize("shape", [(37, 150), (3, 5), (64, 64), (1, 7)], ids=str)
 def test_blocks_and_back(shape: tuple[int, int], block: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    blocks = in_blocks(matrix, block)
+    blocks = split_into_blocks(matrix, block)
     height, width = block
     number = 0
     for top in range(0, shape[0], height):
@@ -232,5 +232,5 @@ def test_blocks_and_back(shape: tuple[int, int], block: tuple[int, int]) -> None
             assert torch.equal(kept, part.reshape(-1))
             number += 1
     assert number == len(blocks)
-    assert torch.equal(from_blocks(blocks, block, shape), matrix)
+    assert torch.equal(join_blocks(blocks, block, shape), matrix)
     assert torch.equal(as_matrix(matrix), matrix)

@@ -22,15 +22,15 @@ from tests.quantizers import fp8_dtype, quantizer
 
 SHAPE = (2, 32, 64)
 FP8 = te.Float8Tensor, Float8TensorStorage, ("data",), ("transpose",)
-OF_BLOCKS = te.Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+BLOCK_SOURCES = te.Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 ROWWISE, COLUMNWISE = ("rowwise_data", "rowwise_scale_inv"), ("columnwise_data", "columnwise_scale_inv")
 NVFP4 = (*ROWWISE, "amax_rowwise"), (*COLUMNWISE, "amax_columnwise")
 FAMILIES: dict[str, tuple[Any, ...]] = {
     # name: recipe, options, class of tensors, of storages, buffers of both directions
     "delayed": ("fp8_delayed_scaling", {"scale": 3.0}, *FP8),
     "current": ("fp8_current_scaling", {}, *FP8),
-    "blocks 1d": ("fp8_block_scaling", {}, *OF_BLOCKS, ROWWISE, COLUMNWISE),
-    "blocks 2d": ("fp8_block_scaling", {"weight": True}, *OF_BLOCKS, ROWWISE, COLUMNWISE),
+    "blocks 1d": ("fp8_block_scaling", {}, *BLOCK_SOURCES, ROWWISE, COLUMNWISE),
+    "blocks 2d": ("fp8_block_scaling", {"weight": True}, *BLOCK_SOURCES, ROWWISE, COLUMNWISE),
     "mxfp8": ("mxfp8", {}, te.MXFP8Tensor, MXFP8TensorStorage, ROWWISE, COLUMNWISE),
     "nvfp4": ("nvfp4", {}, te.NVFP4Tensor, NVFP4TensorStorage, *NVFP4),
 }

@@ -10,7 +10,7 @@ import transformer_engine_torch as tex
 
 from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E8M0
-from te_precision_callbacks.base.numerics.layouts import Stored, stored, unpacked
+from te_precision_callbacks.base.numerics.layouts import Stored, read_stored, unpack_fp4
 
 SCALES = ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
 
@@ -93,9 +93,11 @@ def _always_down(tensor: Any, high: torch.Tensor) -> None:
         exact = (exact.t() if part.transposed else exact).float()
         factors = part.factors()
         block = tuple(exact.shape) if factors.numel() == 1 else part.block
-        y = exact / blocks.spread(factors.reshape(1, 1) if factors.numel() == 1 else factors, block, tuple(exact.shape))
+        y = exact / blocks.repeat_per_block(
+            factors.reshape(1, 1) if factors.numel() == 1 else factors, block, tuple(exact.shape)
+        )
         four = part.element_format.bits == 4
-        codes = unpacked(part.codes) if four else part.codes.clone()
+        codes = unpack_fp4(part.codes) if four else part.codes.clone()
         up = part.element_format.decode(codes).abs() > y.abs()
         codes = codes - (up & (codes & (7 if four else 127) != 0)).to(codes.dtype)
         part.codes.copy_(codes[:, ::2] | (codes[:, 1::2] << 4) if four else codes)
@@ -111,7 +113,7 @@ QUANTIZER: Mapping[str, Callable[[Any, torch.Tensor], None]] = {
 
 
 def _parts(tensor: Any) -> list[Stored]:
-    results = (stored(tensor, columnwise=columnwise) for columnwise in (False, True))
+    results = (read_stored(tensor, columnwise=columnwise) for columnwise in (False, True))
     return [part for part in results if part is not None and not part.hadamard]
 
 

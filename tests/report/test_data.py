@@ -21,7 +21,7 @@ from te_precision_callbacks.runs import RecordedRun, UnknownSubjectError, open_r
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.sinks.metrics import SeriesChoice
-from te_precision_callbacks.sinks.worst import judged
+from te_precision_callbacks.sinks.worst import comparable_values
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import page_data, worst_layers
@@ -272,9 +272,9 @@ def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("te_precision_callbacks.sinks.metrics.MOST_SERIES", 1)
     monkeypatch.setattr("te_precision_callbacks.sinks.metrics.PLACES", 4)
     choice, records = SeriesChoice(), trained.keeper.steps[-1]
-    choice.take(records.families, judged(records))
-    assert set(LOSSY_NAMES) <= choice.logged(family_of("weight", "underflows%"))
-    assert choice.logged(family_of("weight", "sqnr_db")) == set(by_hand(trained.run, "sqnr_db", "weight")[:4])
+    choice.take(records.families, comparable_values(records))
+    assert set(LOSSY_NAMES) <= choice.logged_layers(family_of("weight", "underflows%"))
+    assert choice.logged_layers(family_of("weight", "sqnr_db")) == set(by_hand(trained.run, "sqnr_db", "weight")[:4])
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_which_rows_are_kept() -> None:
     values = [9.0, 1.0, 5.0, -1.0, 5.0, math.inf, math.nan, 7.0, 99.0]
     columns = {"iteration": iterations, "value": values, "flags": [STEP0, *[0] * 8]}
     others = {name: [{"segment": 0, "series": 4}.get(name)] * 9 for name in VALUES.names}
-    once = size_limit.every_second_step(pa.table(others | columns, VALUES), 80)
+    once = size_limit.downsample(pa.table(others | columns, VALUES), 80)
     assert dict(zip(once["iteration"].to_pylist(), once["flags"].to_pylist(), strict=True)) == {
         3: STEP0,
         23: 0,
@@ -249,7 +249,7 @@ def test_which_rows_are_kept() -> None:
         63: 0,
         73: EXTREME,
     }
-    assert size_limit.every_second_step(once, 80)["iteration"].to_pylist() == [3, 33, 43, 53, 73]
+    assert size_limit.downsample(once, 80)["iteration"].to_pylist() == [3, 33, 43, 53, 73]
 
 
 # ---------------------------------------------------------------------- a kill, and readers meanwhile

@@ -217,7 +217,7 @@ def slow(folder: Path) -> list[bool]:
         for _ in range(2):
             time.sleep(dist.get_rank() == 1)
             running.step()
-            together.append(running.session._run.context.ranks.are_together)
+            together.append(running.session._run.context.ranks.are_connected)
     running.session.stop()
     return together
 

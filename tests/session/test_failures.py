@@ -134,8 +134,8 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     """What the threads ask of the disk does not return; what the training's thread asks in the step would show."""
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.2)
-    monkeypatch.setattr(statistics_log, "MOST_WAITING", 50)
-    monkeypatch.setattr(sink, "MOST_WAITING", 50)
+    monkeypatch.setattr(statistics_log, "MAX_QUEUED", 50)
+    monkeypatch.setattr(sink, "MAX_QUEUED", 50)
     well, net = threading.Event(), te.Linear(32, 32)
 
     def hanging(*arguments: Any, **keywords: Any) -> Any:
@@ -248,7 +248,7 @@ def test_facts_that_could_not_be_gathered_once_are_gathered_again(
     assert session.findings.summary.startswith("Not enough checked: observation: in step 0, gathering the facts of")
 
 
-ASKED_FOR = {
+IN_TRAINING = {
     "ObservationError": "strict=True",
     "ResumeAuditError": "strict=True",
     "PrecisionContractError": 'require=, with on_broken="raise"',
@@ -368,9 +368,9 @@ def made(kind: type[PrecisionDebugError]) -> PrecisionDebugError:
 
 
 def test_each_exception_is_known_here(kinds: dict[str, type[PrecisionDebugError]]) -> None:
-    assert sorted([*ASKED_FOR, *BEFORE, *INSIDE, *READERS]) == sorted(declared())
-    assert {kinds[name] for name in ASKED_FOR} == set(failures.ASKED_FOR)
-    assert {name for name, kind in kinds.items() if issubclass(kind, failures.ASKED_FOR)} == set(ASKED_FOR)
+    assert sorted([*IN_TRAINING, *BEFORE, *INSIDE, *READERS]) == sorted(declared())
+    assert {kinds[name] for name in IN_TRAINING} == set(failures.RAISED_IN_TRAINING)
+    assert {name for name, kind in kinds.items() if issubclass(kind, failures.RAISED_IN_TRAINING)} == set(IN_TRAINING)
 
 
 def test_exceptions_survive_copies_and_pickle(kinds: dict[str, type[PrecisionDebugError]]) -> None:
@@ -401,7 +401,7 @@ def test_a_step_raises_what_was_asked_for_and_nothing_else(
         for number, (name, kind) in enumerate(sorted(kinds.items())):
             net(torch.ones(16, 16)).sum().backward()
             with mock.patch.object(owner, method, side_effect=made(kind)):
-                if name in ASKED_FOR:
+                if name in IN_TRAINING:
                     with pytest.raises(kind):
                         session.step()
                     session.iteration = number + 1
@@ -410,7 +410,7 @@ def test_a_step_raises_what_was_asked_for_and_nothing_else(
                     counted += name != "QuantizationError"
             assert session.iteration == number + 1, f"the step counts: {name}"
     assert f"Precision debugging failed {counted} times on rank 0" in caplog.text
-    others = {number for number, name in enumerate(sorted(kinds)) if name not in ASKED_FOR}
+    others = {number for number, name in enumerate(sorted(kinds)) if name not in IN_TRAINING}
     assert others <= set(keeper.iterations), "no number is lost"
 
 
@@ -435,7 +435,7 @@ def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pyt
 @pytest.mark.parametrize(
     ("owner", "part"),
     [
-        *((Run, part) for part in ("_hand_over", "_send_end", "_warn_never_due", "_close_sinks", "_put_back")),
+        *((Run, part) for part in ("_deliver_remainder", "_send_end", "_warn_never_due", "_close_sinks", "_put_back")),
         (Run, "_close_dumps"),
         *((ClosingReport, part) for part in ("log_coverage", "write_page", "print_verdict")),
     ],

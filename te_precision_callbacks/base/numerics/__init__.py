@@ -1,1 +1,1 @@
-"""The arithmetic of formats and recipes, once: for the statistics, the dumps and the reference backend."""
+"""The arithmetic of formats and recipes, shared by the statistics, the dumps and the reference backend."""

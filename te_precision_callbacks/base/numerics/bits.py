@@ -1,6 +1,6 @@
-"""Floating-point formats of at most one byte, as data: for readers of recorded runs, without torch.
+"""Floating-point formats of at most one byte, as plain data: readers of recorded runs need no torch.
 
-A format follows from its numbers of exponent and mantissa bits and from which codes are not numbers. E4M3 and E5M2:
+A format is defined by its numbers of exponent and mantissa bits, and by the codes that are not numbers. E4M3 and E5M2:
 "OCP 8-bit Floating Point Specification (OFP8)", revision 1.0. E2M1 and E8M0: "OCP Microscaling Formats (MX)
 Specification", version 1.0.
 """
@@ -19,7 +19,7 @@ class Specials(Enum):
 
 @dataclass(frozen=True)
 class Bits:
-    """A format with at most 8 bits, with its number of stored mantissa bits."""
+    """A format with at most 8 bits; ``mantissa_bits`` are the stored ones."""
 
     name: str
     exponent_bits: int
@@ -44,7 +44,7 @@ class Bits:
 
     @property
     def nan_code(self) -> int | None:
-        """The code of NaN after a cast (``cvt.rn.satfinite``: all bits but the sign are set); None without NaN."""
+        """Code of NaN after a cast (``cvt.rn.satfinite``): all bits except the sign are set. None without NaN."""
         return None if self.specials is Specials.NONE else int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
 
     @property
@@ -62,7 +62,7 @@ class Bits:
     def value(self, code: int) -> float:
         magnitude = code & (2 ** (self.exponent_bits + self.mantissa_bits) - 1)
         sign = -1.0 if magnitude != code else 1.0
-        # Not divmod, which torch.compile does not know.
+        # torch.compile does not support divmod.
         exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & (2**self.mantissa_bits - 1)
         if magnitude > self.max_code:
             infinite = self.specials is Specials.IEEE and mantissa == 0

@@ -1,4 +1,4 @@
-"""Splitting of matrices into blocks, with padding, and joining. A block is its number of rows and columns."""
+"""Splits matrices into blocks, with padding, and joins them. A block is given as its numbers of rows and columns."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ def as_matrix(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1, values.shape[-1] or 1) if values.ndim > 1 else values.reshape(1, -1)
 
 
-def number(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of blocks along rows and columns, including partial blocks."""
+def block_counts(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    """Return the numbers of rows and columns of blocks, including partial blocks."""
     (rows, columns), (height, width) = shape, block
     return -(-rows // height), -(-columns // width)
 
 
-def padded(matrix: torch.Tensor, block: tuple[int, int], filler: float) -> torch.Tensor:
+def pad_to_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float) -> torch.Tensor:
     below, right = (-side % of_block for side, of_block in zip(matrix.shape, block, strict=True))
     return torch.nn.functional.pad(matrix, (0, right, 0, below), value=filler) if below or right else matrix
 
 
-def tiled(matrix: torch.Tensor, block: tuple[int, int], filler: float = 0.0) -> torch.Tensor:
+def as_tiles(matrix: torch.Tensor, block: tuple[int, int], filler: float = 0.0) -> torch.Tensor:
     """View a matrix as [rows of blocks, rows of a block, columns of blocks, columns of a block]."""
-    whole = padded(matrix, block, filler)
+    whole = pad_to_blocks(matrix, block, filler)
     (rows, columns), (height, width) = whole.shape, block
     return whole.reshape(rows // height, height, columns // width, width)
 
 
-def in_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float = math.nan) -> torch.Tensor:
-    """Split a matrix into [blocks, elements], along a row of blocks first; ``filler`` pads partial blocks."""
+def split_into_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float = math.nan) -> torch.Tensor:
+    """Split a matrix into [blocks, elements], in row-major order; ``filler`` pads partial blocks."""
     height, width = block
-    return tiled(matrix, block, filler).transpose(1, 2).reshape(-1, height * width)
+    return as_tiles(matrix, block, filler).transpose(1, 2).reshape(-1, height * width)
 
 
-def from_blocks(blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
-    """Join blocks to a matrix of a shape: the inverse of :func:`in_blocks`."""
+def join_blocks(blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
+    """Join blocks into a matrix of a given shape, the inverse of :func:`split_into_blocks`."""
     (rows, columns), (height, width) = shape, block
-    tiles = blocks.view(*number(shape, block), height, width).transpose(1, 2)
+    tiles = blocks.view(*block_counts(shape, block), height, width).transpose(1, 2)
     return tiles.reshape(tiles.shape[0] * height, tiles.shape[2] * width)[:rows, :columns]
 
 
-def spread(block_values: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
-    """Repeat a number per block, [rows of blocks, columns of blocks], for each element: ``shape``."""
+def repeat_per_block(block_values: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
+    """Repeat each block's value, [rows of blocks, columns of blocks], for its elements, up to ``shape``."""
     (height, width), (rows, columns) = block, shape
     if height > 1:
         block_values = block_values.repeat_interleave(height, 0)[:rows]
     return block_values.repeat_interleave(width, 1)[:, :columns] if width > 1 else block_values
 
 
-def times_blocks(matrix: torch.Tensor, block_values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Multiply each element by the number of its block, [rows of blocks, columns of blocks]."""
+def multiply_by_blocks(matrix: torch.Tensor, block_values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Multiply each element by the value of its block, [rows of blocks, columns of blocks]."""
     (height, width), (rows, columns) = block, matrix.shape
     if rows % height or columns % width:
-        return matrix * spread(block_values, block, matrix.shape)
+        return matrix * repeat_per_block(block_values, block, matrix.shape)
     tiles = matrix.reshape(rows // height, height, columns // width, width)
     return (tiles * block_values[:, None, :, None]).view(matrix.shape)

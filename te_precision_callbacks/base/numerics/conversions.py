@@ -1,7 +1,7 @@
 """Conversion of large matrices on a CPU to FP8 and FP4 and back, in C++ (``conversions.cpp``).
 
-C++ reads the matrix once, plain torch five times or more. Plain torch is used, with the same bits, for small matrices,
-other devices, and without a C++ compiler.
+C++ reads the matrix once, plain torch five times or more. Plain torch, with bit-identical results, is used for small
+matrices, on other devices, and without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from te_precision_callbacks.base.compiling import CppFile
 from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, FloatFormat, table
-from te_precision_callbacks.base.numerics.layouts import packed, unpacked
+from te_precision_callbacks.base.numerics.layouts import pack_fp4, unpack_fp4
 
 SMALLEST = 1 << 15
 """Matrices with fewer elements use plain torch."""
 
 _ELEMENTS_AT_ONCE = 1 << 18
-"""Elements that plain torch transforms at once, so that intermediate results fit into a cache."""
+"""Elements that plain torch transforms at once, so that intermediate results fit the cache."""
 
 _SIZES = (ctypes.c_int64,) * 4
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
@@ -37,79 +37,86 @@ FILE = CppFile(
     },
     what="The reference backend converts to FP8 and FP4 and back by plain torch operations",
     times="twenty",
-    flags=["-ftree-loop-vectorize"],  # which torch forbids
+    flags=["-ftree-loop-vectorize"],  # torch's own flags disable it
 )
 
 
 def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: bool = False) -> torch.Tensor:
-    """Return the largest magnitude in each block: float32, [rows of blocks, columns of blocks]; edge blocks may be
-    partial.
+    """Return the largest magnitude per block, also of partial blocks: float32, [rows of blocks, columns of blocks].
 
-    Unless NaN spreads, plain torch synchronizes with the device.
+    Unless ``nan_spreads``, plain torch synchronizes with the device.
 
     Args:
-        nan_spreads: whether NaN makes a block NaN; else NaN is skipped, and a block of only NaN gives 0.
+        nan_spreads: whether a block with NaN returns NaN. If not, NaN is skipped, and a block of only NaN returns 0.
     """
-    if _takes(matrix):
-        source = _readable(matrix)
-        out = torch.empty(blocks.number(matrix.shape, block), dtype=torch.float32, device=matrix.device)
-        FILE.functions[_AMAXES](*_read(source), *block, nan_spreads, out.data_ptr(), torch.get_num_threads())
+    if _uses_cpp(matrix):
+        source = _as_cpp_input(matrix)
+        out = torch.empty(blocks.block_counts(matrix.shape, block), dtype=torch.float32, device=matrix.device)
+        FILE.functions[_AMAXES](
+            *_matrix_arguments(source), *block, nan_spreads, out.data_ptr(), torch.get_num_threads()
+        )
         return out
-    tiles = blocks.tiled(matrix.abs(), block)
+    tiles = blocks.as_tiles(matrix.abs(), block)
     amaxes = tiles.amax((1, 3))
     if not nan_spreads and bool(amaxes.isnan().any()):
         amaxes = tiles.masked_fill(tiles.isnan(), 0.0).amax((1, 3))
     return amaxes.float()
 
 
-def encoded(
+def encode_blocks(
     matrix: torch.Tensor,
     factors: torch.Tensor,
     block: tuple[int, int],
     fmt: FloatFormat,
     random: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Encode numbers times the factors of their blocks, rounded as by :meth:`FloatFormat.encode`, or at random.
+    """Multiply elements by the factors of their blocks and encode them, rounded to nearest or stochastically.
 
     Args:
         matrix: any float type, [rows, columns].
         factors: float32, [rows of blocks, columns of blocks].
-        fmt: E4M3, E5M2 or E2M1, which requires even numbers of columns.
-        random: float32, [rows, columns], in [0, 1), for E2M1 only: a number is rounded up where its distance from the
-            next smaller number, relative to the gap, exceeds this.
+        fmt: E4M3, E5M2, or E2M1, which requires an even number of columns.
+        random: float32, [rows, columns], in [0, 1), for stochastic rounding to E2M1. A magnitude is rounded up if its
+            distance from the next smaller one in E2M1, relative to the gap, exceeds this. None rounds to nearest, as
+            :meth:`FloatFormat.encode`.
 
     Returns:
         uint8, [rows, columns]; for E2M1 two codes per byte, [rows, columns / 2].
     """
-    if _takes(matrix):
-        source, block_factors = _readable(matrix), factors.contiguous()
+    if _uses_cpp(matrix):
+        source, block_factors = _as_cpp_input(matrix), factors.contiguous()
         drawn = None if random is None else random.contiguous()
         columns = matrix.shape[1] * fmt.bits // 8
         out = torch.empty(matrix.shape[0], columns, dtype=torch.uint8, device=matrix.device)
         FILE.functions[_ENCODE](
-            *(*_read(source), *block, block_factors.data_ptr(), None if drawn is None else drawn.data_ptr()),
+            *(
+                *_matrix_arguments(source),
+                *block,
+                block_factors.data_ptr(),
+                None if drawn is None else drawn.data_ptr(),
+            ),
             *(fmt.mantissa_bits, out.data_ptr(), torch.get_num_threads()),
         )
         return out
-    values = blocks.times_blocks(matrix.float(), factors, block)
+    values = blocks.multiply_by_blocks(matrix.float(), factors, block)
     codes = fmt.encode(values) if random is None else _stochastic_codes(values, random)
-    return packed(codes) if fmt.bits == 4 else codes
+    return pack_fp4(codes) if fmt.bits == 4 else codes
 
 
-def decoded(
+def decode_blocks(
     codes: torch.Tensor,
     fmt: FloatFormat,
     factors: torch.Tensor | None,
     block: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Decode codes as :func:`encoded` returns them, times the factors of their blocks if given: [rows, columns].
+    """Decode codes of :func:`encode_blocks`, and multiply them by the factors of their blocks: [rows, columns].
 
     Args:
-        factors: float32, [rows of blocks, columns of blocks].
-        dtype: float32, or bfloat16, which must be able to hold the products.
+        factors: float32, [rows of blocks, columns of blocks]; None for 1.
+        dtype: float32, or bfloat16 if it represents the products exactly.
     """
-    if _takes(codes):
+    if _uses_cpp(codes):
         source, numbers = codes.contiguous(), table(fmt, codes.device)
         block_factors = None if factors is None else factors.contiguous()
         out = torch.empty(codes.shape[0], codes.shape[1] * 8 // fmt.bits, dtype=dtype, device=codes.device)
@@ -119,21 +126,21 @@ def decoded(
             *(out.data_ptr(), dtype == torch.float32, torch.get_num_threads()),
         )
         return out
-    values = fmt.decode(unpacked(codes) if fmt.bits == 4 else codes)
-    return (values if factors is None else blocks.times_blocks(values, factors, block)).to(dtype)
+    values = fmt.decode(unpack_fp4(codes) if fmt.bits == 4 else codes)
+    return (values if factors is None else blocks.multiply_by_blocks(values, factors, block)).to(dtype)
 
 
-def transformed(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
-    """Multiply each group of 16 along the last dimension by a matrix in float64, rounded to float32 and to bfloat16.
+def transform_groups(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
+    """Multiply each group of 16 along the last dimension by a matrix, in float64; round to float32, then to bfloat16.
 
     Args:
-        matrix: bfloat16, [rows, a multiple of 16].
+        matrix: bfloat16, [rows, columns], columns a multiple of 16.
         transform: float64, [16, 16].
     """
-    # torch transposes a whole matrix in tiles, and a part of it number by number, which takes up to five times as long.
+    # torch copies a whole transposed matrix in tiles, but a part of it element by element: up to five times as slow.
     source = matrix.contiguous()
     result = torch.empty_like(source)
-    if _takes(source):
+    if _uses_cpp(source):
         count, numbers = source.numel() // len(transform), transform.contiguous()
         FILE.functions[_TRANSFORM](
             *(source.data_ptr(), count, numbers.data_ptr(), result.data_ptr(), torch.get_num_threads())
@@ -148,21 +155,21 @@ def transformed(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
 
 def _stochastic_codes(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     magnitude = values.abs().clamp(max=E2M1.max)
-    # Numbers are 0.5 apart below 2, 1 below 4, 2 above: half of the power of two below the magnitude.
+    # The spacing of E2M1 is 0.5 below 2, 1 below 4, and 2 above: half of the power of two at or below the magnitude.
     binade = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
-    apart = binade.clamp_(min=1.0).mul_(0.5)
-    below = (magnitude / apart).floor_().mul_(apart)
-    up = random < magnitude.sub_(below).div_(apart)
-    return E2M1.codes_of(below.add_(apart.mul_(up)).copysign_(values))
+    spacing = binade.clamp_(min=1.0).mul_(0.5)
+    below = (magnitude / spacing).floor_().mul_(spacing)
+    up = random < magnitude.sub_(below).div_(spacing)
+    return E2M1.codes_of(below.add_(spacing.mul_(up)).copysign_(values))
 
 
-def _takes(matrix: torch.Tensor) -> bool:
+def _uses_cpp(matrix: torch.Tensor) -> bool:
     return matrix.device.type == "cpu" and matrix.numel() >= SMALLEST and FILE.is_compiled()
 
 
-def _readable(matrix: torch.Tensor) -> torch.Tensor:
+def _as_cpp_input(matrix: torch.Tensor) -> torch.Tensor:
     return (matrix if matrix.dtype in (torch.float32, torch.bfloat16) else matrix.float()).contiguous()
 
 
-def _read(matrix: torch.Tensor) -> tuple[int, ...]:
+def _matrix_arguments(matrix: torch.Tensor) -> tuple[int, ...]:
     return matrix.data_ptr(), matrix.dtype == torch.float32, *matrix.shape

@@ -14,45 +14,45 @@ from te_precision_callbacks.base.numerics.bits import Bits, Specials
 
 @dataclass(frozen=True)
 class FloatFormat(Bits):
-    """A format with at most 8 bits, and its conversions; ``dtype`` is torch's type with these codes, if any."""
+    """A format with at most 8 bits, with conversions; ``dtype`` is torch's dtype of the format, if any."""
 
     dtype: torch.dtype | None = None
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Round float32 to the nearest codes of a signed format, ties to even; infinity and larger numbers saturate.
+        """Round float32 to the nearest codes of a signed format, ties to even; infinity and large numbers saturate.
 
         NaN stays NaN, or becomes the largest number in a format without NaN; -0 stays -0. This equals
         ``cvt.rn.satfinite`` on the GPU (``common/util/ptx.cuh``, and ``cuda_fp8.h`` in upstream's kernels; PTX ISA 8.6
-        for E2M1). torch's own cast does not saturate and keeps the sign of NaN; Transformer Engine's pure-torch
-        reference of NVFP4 gives 0 for -0 and NaN.
+        for E2M1). In contrast, torch's own cast does not saturate and keeps the sign of NaN, and Transformer Engine's
+        pure-torch reference of NVFP4 returns 0 for -0 and NaN.
 
         Returns:
             uint8, same shape, one code per byte.
 
         Raises:
-            ValueError: the format has no sign; its numbers are scales, which each recipe rounds differently.
+            ValueError: the format is unsigned: it is for scales, which each recipe rounds in its own way.
         """
         if not self.signed:
             raise ValueError(f"{self.name} has no sign; scales are not rounded to nearest.")
         if self.dtype is None:
             bits = values.view(torch.int32)
-            # All numbers where the code changes end in more than 16 zero bits: lower bits only mean "a little more".
-            return self._looked_up(((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0))
+            # All numbers at which the code changes end in more than 16 zero bits. Lower bits only break ties.
+            return self._look_up(((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0))
         codes = values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
         negative_nan = 0x80 | (self.nan_code or 0)
-        # The minimum of a tensor that holds NaN is NaN: one pass, no temporary.
+        # The minimum of a tensor with NaN is NaN: one pass, without a temporary.
         has_nan = values.numel() > 0 and bool(values.amin().isnan())
         return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if has_nan else codes
 
     def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """Encode float32 numbers that the format represents exactly; faster than :meth:`encode` for FP4."""
-        return self.encode(numbers) if self.dtype else self._looked_up((numbers.view(torch.int32) >> 16) & 0xFFFF)
+        return self.encode(numbers) if self.dtype else self._look_up((numbers.view(torch.int32) >> 16) & 0xFFFF)
 
-    def _looked_up(self, upper: torch.Tensor) -> torch.Tensor:
+    def _look_up(self, upper: torch.Tensor) -> torch.Tensor:
         return _code_table(self, upper.device).index_select(0, upper.reshape(-1)).view(upper.shape)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
-        """Round float32 to numbers of a signed format, as :meth:`encode`; can be compiled into a larger pass."""
+        """Round float32 to values of a signed format, as :meth:`encode` does, but can be compiled into a kernel."""
         clamped = values.clamp(-self.max, self.max)
         if self.dtype is not None:
             return clamped.to(self.dtype).to(torch.float32)
@@ -69,12 +69,12 @@ class FloatFormat(Bits):
         return numbers.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def _decode_bits(self, codes: torch.Tensor) -> torch.Tensor:
-        """Move bits: on a CPU 3 times as fast as a look-up, and 10 times as fast as torch."""
-        # A float16 has a subnormal for each of theirs, and becomes float32 by an instruction that keeps it even where
-        # float32 itself has no subnormals (torch.set_flush_denormal, libraries that are compiled with -ffast-math).
+        """Decode by shifting bits: on a CPU 3 times as fast as a look-up, and 10 times as fast as torch."""
+        # float16 represents all subnormals of the format, and its conversion to float32 keeps them even if float32
+        # subnormals are flushed to zero (torch.set_flush_denormal, libraries compiled with -ffast-math).
         position = 10 - self.mantissa_bits
         wide = codes.contiguous().view(torch.int8).to(torch.int16)
-        # The sign fills the upper bits, and stays in the highest.
+        # The shift extends the sign into the upper bits; the mask keeps only the highest.
         wide.bitwise_left_shift_(position).bitwise_and_(-(1 << 15) | (0x7F << position))
         numbers = wide.view(torch.float16).to(torch.float32)
         if self.bias != 15:
@@ -93,7 +93,7 @@ def table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _code_table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
-    """Return the code of each float32 number with a low half of 0, by its high half."""
+    """Return the code of each float32 number with lower 16 bits of 0, indexed by its upper 16 bits."""
     high = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     values = torch.where(high < 1 << 15, high, high - (1 << 16)).mul(1 << 16).view(torch.float32)
     numbers = table(fmt, high.device)[: fmt.max_code + 1]

@@ -1,7 +1,7 @@
-"""The shapes that GEMMs of quantized operands accept, for each recipe and compute capability.
+"""The shapes that GEMMs with quantized operands accept, by recipe and compute capability.
 
-A linear layer runs three GEMMs. In the terms of cuBLAS, which is column-major, the result is m x n, and each element is
-a sum of k products:
+A linear layer runs three GEMMs. In the column-major terms of cuBLAS, the result is m x n, and each element is a sum of
+k products:
 
 ======= ====== ============ ============ ============ ========== ==========
 GEMM    layout m            n            k            operand A  operand B
@@ -38,7 +38,7 @@ SCALING_OF_RECIPE: Mapping[str, str] = {
 """Recipe -> the scaling mode of its activations and gradients."""
 
 ROW_BYTES = 16
-"""Rows of operands and results are multiples of this many bytes."""
+"""Rows of operands and results must be multiples of this number of bytes."""
 
 _CUBLAS = "cuBLAS, which reads and writes rows of 16 bytes"
 _GEMM = "Transformer Engine's FP8 GEMM (leading dimension requirement)"
@@ -47,11 +47,11 @@ _MODULE = "Transformer Engine's modules (assert_dim_for_fp8_exec)"
 
 
 def layer_sizes(gemm: str, rows: int, columns: int, summed: int) -> tuple[int, int, int]:
-    """Return tokens, in_features and out_features of the layer of a GEMM, or the equivalents for other products.
+    """Return tokens, in_features and out_features of the layer of a GEMM, or their equivalents for other products.
 
     Args:
-        rows, columns: of the result, as ``Product.n`` and ``Product.m``.
-        summed: the terms of each sum, ``k``.
+        rows, columns: size of the result, as ``Product.n`` and ``Product.m``.
+        summed: number of terms of each sum, ``k``.
     """
     if gemm == "dgrad":
         return rows, columns, summed
@@ -74,7 +74,7 @@ class ShapeRule:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A dimension of a layer that prevents one of its GEMMs from running; ``asked_by`` requires the multiple."""
+    """A dimension of a layer that prevents a GEMM from running; ``asked_by`` is the software that requires it."""
 
     gemm: GemmName
     dimension: Dimension
@@ -107,10 +107,10 @@ def rules(
     """Return the rules for the sizes of a GEMM.
 
     Args:
-        scaling: one of :mod:`te_precision_callbacks.base.numerics.scaling_modes`; None for high precision, which
+        scaling: a mode of :mod:`te_precision_callbacks.base.numerics.scaling_modes`; None for high precision, which
             accepts any size.
         result_bytes: bytes per element of the result.
-        b_in_rows: whether operand B in FP8 blocks has 1D blocks, as activations and gradients have.
+        b_in_rows: for FP8 blocks, whether operand B has 1D blocks, as activations and gradients do.
     """
     result = ShapeRule("m", max(1, ROW_BYTES // result_bytes), _CUBLAS)
     if scaling == PER_TENSOR:
@@ -144,12 +144,12 @@ def refusals(
     result_bytes: int = 2,
     asserted: bool = True,
 ) -> list[Refusal]:
-    """Return the dimensions that prevent a layer's GEMMs from running, with the largest multiple for each.
+    """Return the dimensions that prevent a layer's GEMMs from running, each with its largest required multiple.
 
     Args:
-        recipe: one of :data:`SCALING_OF_RECIPE`.
-        tokens: the product of all dimensions of the layer's input except the last; with 0 nothing is multiplied.
-        in_features, out_features: the layer's, on this rank.
+        recipe: a key of :data:`SCALING_OF_RECIPE`.
+        tokens: the product of all dimensions of the layer's input except the last. Without tokens, no GEMM runs.
+        in_features, out_features: sizes of the layer on this rank.
         gemms: the GEMMs that run in the recipe.
         result_bytes: bytes per element of the results.
         asserted: whether the layer checks its operands before fprop, as ``Linear``, ``LayerNormLinear`` and
@@ -180,8 +180,8 @@ _ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_featu
 
 
 def asserted_refusals(*, tokens: int, in_features: int, out_features: int) -> list[Refusal]:
-    """Return the dimensions that prevent ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` from running under any
-    recipe, even if features run all GEMMs in high precision.
+    """Return the dimensions that ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` reject under any recipe, even
+    with all GEMMs in high precision.
     """
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     return [
@@ -192,7 +192,7 @@ def asserted_refusals(*, tokens: int, in_features: int, out_features: int) -> li
 
 
 _DIMENSIONS: Mapping[GemmName, Mapping[Size, Dimension]] = {
-    # lda is k where A is transposed, else m; ldb is n where B is transposed, else k.
+    # lda is k if A is transposed, else m; ldb is n if B is transposed, else k.
     "fprop": {
         "m": "out_features",
         "n": "tokens",

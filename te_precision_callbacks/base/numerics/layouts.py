@@ -1,10 +1,10 @@
-"""The memory layouts of Transformer Engine's quantized tensors, and their conversion to one plain layout.
+"""The memory layouts of Transformer Engine's quantized tensors, and their conversion to a plain layout.
 
 Usage::
 
-    part = stored(quantized, columnwise=False)  # None if there are no rowwise data
+    part = read_stored(quantized, columnwise=False)  # None without rowwise data
     part.codes  # uint8, as stored
-    part.scales  # one for each block: neither padded nor swizzled
+    part.scales  # one per block, neither padded nor swizzled
     part.dequantized()  # float32, the tensor's logical shape
 
 Transformer Engine is not imported: tensors and storage classes are recognized by their attributes, so a subclass is
@@ -12,10 +12,10 @@ read like its parent. Read from Transformer Engine 2.20.2: ``pytorch/tensor/stor
 arithmetic of their ``dequantize``), ``common/cast/mxfp8/swizzle.cuh`` and cuBLAS's "1D block scaling factors layout"
 (the order of swizzled scales), ``common/cast/nvfp4/dequantize_nvfp4.cuh``.
 
-With a tensor of M rows (its leading dimensions in one) and K columns:
+For a tensor with M rows (its leading dimensions flattened) and K columns:
 
 ============== =============================== ====================== ==============================================
-format         data                            a block of the data    scales, as stored
+format         data                            block of the data      scales, as stored
 ============== =============================== ====================== ==============================================
 per-tensor FP8 M x K, or its transpose         all                    float32, [1]
 MXFP8          M x K, columnwise too           1 x 32; columnwise 32  E8M0, padded to multiples of 128 x 4; columnwise
@@ -24,7 +24,7 @@ FP8, 1D blocks M x K; columnwise the transpose 1 x 128                float32, t
                                                                       along the data's rows
 FP8, 2D blocks M x K; columnwise the transpose 128 x 128              float32, padded to a multiple of 4 columns
 NVFP4          M x K; columnwise the           1 x 16                 E4M3, padded to multiples of 128 x 4; and amax,
-               transpose; two codes a byte                            float32, [1] or one for each row
+               transpose; two codes per byte                          float32, [1] or one per row
 ============== =============================== ====================== ==============================================
 """
 
@@ -48,7 +48,7 @@ from te_precision_callbacks.base.numerics.scaling_modes import NVFP4 as NVFP4
 from te_precision_callbacks.base.numerics.scaling_modes import PER_TENSOR as PER_TENSOR
 
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
-"""The tile of scales that a GEMM of MXFP8 or NVFP4 reads at once."""
+"""Size of the tile of scales that a GEMM of MXFP8 or NVFP4 reads at once."""
 
 
 class LayoutError(PrecisionDebugError, ValueError):
@@ -59,9 +59,10 @@ class ScaleMemory(NamedTuple):
     """The scales of blocks in memory order.
 
     Attributes:
-        matrix: [rows of blocks, columns of blocks] or larger, as :func:`unswizzled` accepts it; float32, or uint8
-            codes.
-        swizzled: whether the order is that of a GEMM; transposed scales are then [columns of blocks, rows of blocks].
+        matrix: float32, or codes as uint8; [rows of blocks, columns of blocks] or larger, as :func:`unswizzle`
+            accepts it.
+        swizzled: whether the scales are in GEMM order.
+        transposed: whether swizzled scales are [columns of blocks, rows of blocks].
     """
 
     matrix: torch.Tensor
@@ -69,10 +70,10 @@ class ScaleMemory(NamedTuple):
     transposed: bool = False
 
     def in_rows(self) -> torch.Tensor:
-        """Return the scales by row and column of their block, with padding."""
+        """Return the scales as [rows of blocks, columns of blocks], with padding."""
         if not self.swizzled:
             return self.matrix
-        compact = unswizzled(self.matrix)
+        compact = unswizzle(self.matrix)
         return compact.t() if self.transposed else compact
 
 
@@ -82,15 +83,15 @@ class Stored:
 
     Attributes:
         codes: uint8, [rows, columns], as in memory; FP4 has two codes per byte, the even one in the low half.
-        transposed: whether the codes' rows are the tensor's last dimension.
+        transposed: whether the rows of the codes are the last dimension of the tensor.
         scale_memory: float32, or codes of ``scale_format`` as uint8.
         scale_format: E8M0 or E4M3; None if the scales are float32.
-        block: rows and columns of a block of the codes.
-        amax: NVFP4 only: float32, [1], or [rows] if each row has its own.
+        block: numbers of rows and columns of a block of the codes.
+        amax: NVFP4 only: float32, [1], or [rows] with an amax per row.
         largest_scale: NVFP4 only: the largest scale in E4M3, 448 or 256.
-        shape: the tensor's shape; for columnwise NVFP4 data that of a matrix.
-        swizzled: whether the scales in memory were in the order of a GEMM.
-        hadamard: whether the tensor was transformed by a random Hadamard transform.
+        shape: the tensor's shape; [M, K] for columnwise NVFP4 data.
+        swizzled: whether the scales in memory are in GEMM order.
+        hadamard: whether a random Hadamard transform was applied before quantization.
     """
 
     mode: str
@@ -110,32 +111,32 @@ class Stored:
 
     @functools.cached_property
     def scales(self) -> torch.Tensor:
-        """Stored scale of each block: [rows / block rows, columns / block columns], rounded up."""
-        if self.mode == PER_TENSOR:  # an empty tensor has its scale too
+        """Stored scale per block: [rows of blocks, columns of blocks]."""
+        if self.mode == PER_TENSOR:  # even an empty tensor has a scale
             return self.scale_memory.matrix
-        rows, columns = blocks.number(self.matrix_shape, self.block)
+        rows, columns = blocks.block_counts(self.matrix_shape, self.block)
         return self.scale_memory.in_rows()[:rows, :columns]
 
     def elements(self, rows: slice = slice(None)) -> torch.Tensor:
-        codes = unpacked(self.codes[rows]) if self.element_format.bits == 4 else self.codes[rows]
+        codes = unpack_fp4(self.codes[rows]) if self.element_format.bits == 4 else self.codes[rows]
         return self.element_format.decode(codes)
 
     def block_scales(self) -> torch.Tensor:
         return self.scales if self.scale_format is None else self.scale_format.decode(self.scales)
 
     def factors(self) -> torch.Tensor:
-        """Return each block's factor from decoded code to value: float32, as :attr:`scales`."""
+        """Return each block's factor from decoded code to value: float32, in the shape of :attr:`scales`."""
         scales = self.block_scales()
         if self.amax is None or self.largest_scale is None:
             return scales
         return nvfp4_factors(scales, self.amax.reshape(-1, 1), self.largest_scale)
 
     def matrix(self) -> torch.Tensor:
-        """Dequantize in the order of memory: float32, [rows, columns]."""
-        return blocks.times_blocks(self.elements(), self.factors(), self.block)
+        """Dequantize in memory order: float32, [rows, columns]."""
+        return blocks.multiply_by_blocks(self.elements(), self.factors(), self.block)
 
     def dequantized(self) -> torch.Tensor:
-        """Dequantize: float32, the tensor's shape; with :attr:`hadamard` the transform of the tensor."""
+        """Dequantize: float32, in the tensor's shape; still transformed if :attr:`hadamard`."""
         return self.as_tensor(self.matrix())
 
     def as_tensor(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -165,13 +166,13 @@ def scaling_mode(tensor: Any) -> str | None:
     return None
 
 
-def fp8_format(thing: Any) -> FloatFormat:
-    return fp8_format_of(fp8_dtype(thing))
+def fp8_format(obj: Any) -> FloatFormat:
+    return fp8_format_of(fp8_dtype(obj))
 
 
-def fp8_dtype(thing: Any) -> Any:
-    dtype = getattr(thing, "_fp8_dtype", None)
-    return getattr(thing, "dtype", None) if dtype is None else dtype
+def fp8_dtype(obj: Any) -> Any:
+    dtype = getattr(obj, "_fp8_dtype", None)
+    return getattr(obj, "dtype", None) if dtype is None else dtype
 
 
 @functools.cache
@@ -181,15 +182,15 @@ def fp8_format_of(dtype: Any) -> FloatFormat:
 
 def has_scale(tensor: Any) -> bool:
     """Return whether this is a quantized tensor of Transformer Engine, even of an unknown format."""
-    if tensor is None or type(tensor) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
+    if tensor is None or type(tensor) is torch.Tensor:  # the most frequent case, for which hasattr is slow
         return False
     return hasattr(tensor, "_scale_inv") or hasattr(tensor, "_rowwise_scale_inv")
 
 
 def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
-    """Return the object that a GEMM reads for a tensor: the part of a hybrid tensor, the plain tensor in an identity.
+    """Return the object that a GEMM reads: a part of a hybrid tensor, or the plain tensor of an identity quantizer.
 
-    As ``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``.
+    Equals ``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``.
     """
     if tensor is None or type(tensor) is torch.Tensor:
         return tensor
@@ -199,10 +200,10 @@ def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
     return tensor._hp_data if hasattr(tensor, "_hp_data") else tensor
 
 
-def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
-    """Return one direction of a quantized tensor; None without data of that direction.
+def read_stored(tensor: Any, *, columnwise: bool) -> Stored | None:
+    """Return the rowwise or the columnwise data of a quantized tensor, if any.
 
-    Both directions of per-tensor FP8 share their data, and are read from the layout that exists.
+    Both directions of per-tensor FP8 have the same data, which are read from the layout that exists.
 
     Raises:
         LayoutError: the tensor's format is unknown, or its buffers do not match.
@@ -225,42 +226,42 @@ def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
     return _block_fp8(tensor, mode, data, scales, columnwise)
 
 
-def codes_of_tensor(tensor: Any) -> torch.Tensor | None:
+def per_tensor_codes(tensor: Any) -> torch.Tensor | None:
     """Return the codes of per-tensor FP8 in the tensor's shape; None if it has no data."""
     data, transposed = _per_tensor_data(tensor, columnwise=False)
     return data.movedim(0, -1) if data is not None and transposed else data
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
-    part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
+    part = read_stored(tensor, columnwise=False) or read_stored(tensor, columnwise=True)
     if part is None:
         raise LayoutError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
     return part.shape
 
 
-def swizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Reorder scales, [a multiple of 128, a multiple of 4], for a GEMM; transposed for MXFP8's columnwise data.
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """Reorder scales, [a multiple of 128, a multiple of 4], for a GEMM; transposed for columnwise MXFP8 data.
 
-    Tiles of 128 x 4 are stored along a row of tiles first; within a tile, the scale of row i and column j is at ``(i %
-    32) * 16 + (i // 32) * 4 + j``.
+    Tiles of 128 x 4 are stored in row-major order. Within a tile, the scale of row i and column j is at ``(i % 32) * 16
+    + (i // 32) * 4 + j``.
     """
     rows, columns = _tiles(scales)
     tiled = scales.reshape(rows, 4, 32, columns, SWIZZLE_COLUMNS)
     return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
 
 
-def unswizzled(scales: torch.Tensor) -> torch.Tensor:
+def unswizzle(scales: torch.Tensor) -> torch.Tensor:
     rows, columns = _tiles(scales)
     tiled = scales.reshape(rows, columns, 32, 4, SWIZZLE_COLUMNS)
     return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
 
 
-def unpacked(codes: torch.Tensor) -> torch.Tensor:
+def unpack_fp4(codes: torch.Tensor) -> torch.Tensor:
     """Unpack FP4 codes to one per byte: uint8, the last dimension twice as long."""
     return torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
 
 
-def packed(codes: torch.Tensor) -> torch.Tensor:
+def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
@@ -292,7 +293,7 @@ def _per_tensor(tensor: Any, columnwise: bool) -> Stored | None:
 def _mxfp8(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
     codes = _matrix(data, False)
     block = (32, 1) if columnwise else (1, 32)
-    # A row of swizzled scales has the blocks of one row, or of one column.
+    # A row of swizzled scales has the blocks of a row, or of a column for columnwise data.
     along = scales.detach().reshape(-1, scales.shape[-1])
     is_swizzled = bool(tensor._with_gemm_swizzled_scales)
     turned = is_swizzled and columnwise
@@ -385,7 +386,7 @@ def _scale_memory(
 ) -> ScaleMemory:
     if swizzled:
         _tiles(scales)
-    needed = blocks.number(shape, block)
+    needed = blocks.block_counts(shape, block)
     has = tuple(scales.shape[::-1] if transposed else scales.shape)
     if len(has) != 2 or any(there < needs for there, needs in zip(has, needed, strict=True)):
         raise LayoutError(

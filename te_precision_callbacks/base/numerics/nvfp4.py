@@ -1,27 +1,27 @@
-"""Quantization of a matrix to NVFP4: E2M1 codes, and an E4M3 scale for 16 elements; and the random Hadamard transform.
+"""Quantization to NVFP4 (E2M1 codes, an E4M3 scale per 16 elements), and the random Hadamard transform.
 
 Usage::
 
-    codes, scales = quantized(matrix, amax_of(matrix), Rules())
+    codes, scales = quantize(matrix, amax_of(matrix), Rules())
 
 Read from the kernels of Transformer Engine 2.20: ``common/cast/nvfp4/quantize_transpose_nvfp4.cuh``,
 ``common/transpose/quantize_transpose_vector_blockwise_fp4.cu``, ``common/cast/nvfp4/quantize_4over6_nvfp4.cuh``,
 ``common/hadamard_transform/row_cast_col_hadamard_transform_cast_fusion.cu``.
 
-With A the tensor's amax, a the block's, and F the largest finite float32, all in float32:
+With the tensor's amax A, a block's amax a, and the largest finite float32 F, all in float32:
 
 ==================== ================================================================================================
 encode scale S       min(6 * 448 / A, F); 1 where A or S is 0
-a block's scale      E4M3, nearest and saturating, of min(a * (S * (1 / 6)), F)
-multiplier           min(1 / (the block's scale * (1 / S)), F)
+block scale          E4M3, nearest and saturating, of min(a * (S * (1 / 6)), F)
+multiplier           min(1 / (block scale * (1 / S)), F)
 data                 E2M1, nearest (ties to even) and saturating, of element * multiplier; NaN becomes 6, -0 stays -0
 ==================== ================================================================================================
 
-NaN is skipped in every amax, except in the kernel that fuses the Hadamard transform: there a block with NaN has the
+NaN is skipped in every amax, except in the kernel with the fused Hadamard transform: there, a block with NaN has the
 scale NaN, and an infinite A makes every scale 0 or NaN.
 
-The transform spreads an outlier over 16 elements before they are quantized. Both operands of a GEMM are transformed
-along the summed dimension, so the transform cancels in the product and is never undone. Sources:
+The transform spreads an outlier over 16 elements before quantization. Both operands of a GEMM are transformed along the
+summed dimension, so the transform cancels out in the product, and is never undone. Sources:
 ``common/hadamard_transform/*.cu`` and ``pytorch/tensor/nvfp4_tensor.py``.
 """
 
@@ -32,15 +32,15 @@ from dataclasses import dataclass
 
 import torch
 
-from te_precision_callbacks.base.numerics.conversions import block_amaxes, encoded, transformed
+from te_precision_callbacks.base.numerics.conversions import block_amaxes, encode_blocks, transform_groups
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
-from te_precision_callbacks.base.numerics.layouts import packed
+from te_precision_callbacks.base.numerics.layouts import pack_fp4
 from te_precision_callbacks.base.numerics.scaling import nvfp4_block_scales, nvfp4_encode_scale, nvfp4_multiplier
 
 BLOCK = 16
-"""Elements that share a scale, and the side of a square block."""
+"""Number of elements that share a scale, and the side of a square block."""
 
-# Elements that are quantized at once: all intermediate results fit into a cache.
+# Elements that are quantized at once, so that intermediate results fit the cache.
 _ELEMENTS_AT_ONCE = 1 << 18
 
 
@@ -49,11 +49,11 @@ class Nvfp4Rules:
     """Options of the quantization of a matrix.
 
     Attributes:
-        square: whether 16 x 16 elements share a scale, not 1 x 16.
+        square: whether 16 x 16 elements share a scale, instead of 1 x 16.
         largest_scale: the largest scale in E4M3.
-        better_of_two: the error, "MAE" or "MSE", by which each block chooses the better of two scales ("4over6").
-        error_in_scale_units: whether that error is in units of the E4M3 scale.
-        nan_spreads: whether NaN makes its block's amax NaN.
+        better_of_two: the error, "MAE" or "MSE", that selects the better of two scales per block ("4over6").
+        error_in_scale_units: whether this error is in units of the E4M3 scale.
+        nan_spreads: whether NaN makes the amax of its block NaN.
     """
 
     square: bool = False
@@ -64,18 +64,18 @@ class Nvfp4Rules:
     nan_spreads: bool = False
 
 
-def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the rows of a matrix.
 
     Args:
-        matrix: any float type, [rows, columns]; both multiples of 16, rows for square blocks only.
-        amax: float32, [1], or [rows] if each row has its own.
+        matrix: any float type, [rows, columns]; columns a multiple of 16, and rows too for square blocks.
+        amax: float32, [1], or [rows] with an amax per row.
 
     Returns:
         E2M1 codes, uint8, [rows, columns / 2], two per byte; and E4M3 scale codes, uint8, [rows, columns / 16].
     """
     rows, columns = matrix.shape
-    matrix = matrix.contiguous()  # as a whole: torch transposes that in tiles, and parts number by number
+    matrix = matrix.contiguous()  # torch copies a whole transposed matrix in tiles, but parts element by element
     codes = matrix.new_empty((rows, columns // 2), dtype=torch.uint8)
     scales = matrix.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
     encode_scale = nvfp4_encode_scale(amax.view(-1, 1), rules.largest_scale, nan_spreads=rules.nan_spreads)
@@ -84,40 +84,42 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tu
         part = slice(first, first + step)
         rows_of = slice(None) if amax.numel() == 1 else part
         if rules.better_of_two is None:
-            codes[part], scales[part] = _one_scale(matrix[part], encode_scale[rows_of], rules)
+            codes[part], scales[part] = _quantize_with_one_scale(matrix[part], encode_scale[rows_of], rules)
         else:
             tensor_scales = amax.view(-1, 1)[rows_of], encode_scale[rows_of]
-            codes[part], scales[part] = _better_of_two_scales(matrix[part], *tensor_scales, rules)
+            codes[part], scales[part] = _quantize_with_better_scale(matrix[part], *tensor_scales, rules)
     return codes, scales
 
 
-def _one_scale(rows: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_with_one_scale(
+    rows: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
+) -> tuple[torch.Tensor, torch.Tensor]:
     scales = E4M3.encode(nvfp4_block_scales(_block_amax(rows, rules), encode_scale))
     random = torch.rand(rows.shape, dtype=torch.float32, device=rows.device) if rules.stochastic else None
-    return encoded(rows, _multiplier(scales, encode_scale, rules), (1, BLOCK), E2M1, random), scales
+    return encode_blocks(rows, _multiplier(scales, encode_scale, rules), (1, BLOCK), E2M1, random), scales
 
 
-def _better_of_two_scales(
+def _quantize_with_better_scale(
     rows: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """4over6: scale each block's largest element to 6, or to 4 if that makes the error smaller."""
+    """Scale each block's largest element to 6, or to 4 if the error is then smaller ("4over6")."""
     blocks = rows.float().view(len(rows), -1, BLOCK)
     base = _block_amax(rows, rules)
     base = base / torch.full_like(base, E2M1.max) * encode_scale
     scales_6, scales_4 = E4M3.encode(base), E4M3.encode(base * 1.5)
-    codes_6, error_6 = _candidate(blocks, scales_6, amax, encode_scale, rules)
-    codes_4, error_4 = _candidate(blocks, scales_4, amax, encode_scale, rules)
+    codes_6, error_6 = _quantize_candidate(blocks, scales_6, amax, encode_scale, rules)
+    codes_4, error_4 = _quantize_candidate(blocks, scales_4, amax, encode_scale, rules)
     take_4 = error_4 < error_6
     codes = torch.where(take_4.unsqueeze(-1), codes_4, codes_6)
-    return packed(codes.view(rows.shape)), torch.where(take_4, scales_4, scales_6)
+    return pack_fp4(codes.view(rows.shape)), torch.where(take_4, scales_4, scales_6)
 
 
-def _candidate(
+def _quantize_candidate(
     blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules).unsqueeze(-1))
     scale = E4M3.decode(scale_codes)
-    # In the order of the sum, so that each term is contiguous over all blocks.
+    # Elements of a block first, so that each term of the sum is contiguous over the blocks.
     back = E2M1.decode(codes).movedim(-1, 0) * scale
     elements = blocks.movedim(-1, 0)
     if rules.error_in_scale_units:
@@ -131,7 +133,7 @@ def _candidate(
     for term in error:
         total += term
     if rules.square:
-        # The tree of a warp's reduction: halves are added until one is left.
+        # In the order of a warp's tree reduction: halves are added until one element is left.
         halves = total.view(-1, BLOCK, total.shape[-1])
         while halves.shape[1] > 1:
             halves = halves[:, : halves.shape[1] // 2] + halves[:, halves.shape[1] // 2 :]
@@ -155,20 +157,19 @@ SIZE = 16
 def random_hadamard_transform(matrix: torch.Tensor, sign_mask: int) -> torch.Tensor:
     """Multiply each group of 16 along the last dimension by ``diag(signs) @ H / 4``: bfloat16, same shape.
 
-    H is the Hadamard matrix of size 16 in Sylvester's order; bit r of the mask is the sign of its row r. The kernels
-    sum in float32 on the tensor cores, and round to bfloat16. This function sums in float64, so that the order of terms
-    does not matter, and rounds to float32 and bfloat16. With ``NVTE_USE_FAST_MATH=1`` upstream's fused kernel skips the
-    rounding to bfloat16; this function always rounds.
+    H is the Hadamard matrix of size 16 in Sylvester's order; bit r of the mask is the sign of row r. The kernels sum in
+    float32 on the tensor cores, and round to bfloat16. This function sums in float64, so that the order of terms does
+    not matter, and rounds to float32, then to bfloat16. It always rounds to bfloat16, which upstream's fused kernel
+    skips with ``NVTE_USE_FAST_MATH=1``.
     """
-    return transformed(matrix, _matrix(sign_mask, matrix.device)) if matrix.numel() else matrix.contiguous()
+    return transform_groups(matrix, _matrix(sign_mask, matrix.device)) if matrix.numel() else matrix.contiguous()
 
 
-def rotated(vectors: torch.Tensor, sign_mask: int) -> torch.Tensor:
-    """Rotate vectors, [a multiple of 16, vectors], so that their product with a transformed matrix is the original
-    product.
+def rotate(vectors: torch.Tensor, sign_mask: int) -> torch.Tensor:
+    """Rotate vectors, [a multiple of 16, vectors], so that the Hadamard transform cancels out in a product.
 
-    With M the matrix of :func:`random_hadamard_transform`, ``transformed @ rotated(v) = matrix @ M @ M^T @ v``, and M
-    is orthogonal. So a thin product needs no transform of the matrix.
+    With the orthogonal matrix M of :func:`random_hadamard_transform`, ``transformed @ rotate(v) = matrix @ M @ M^T @ v
+    = matrix @ v``, without transforming the matrix.
     """
     groups = vectors.reshape(-1, SIZE, vectors.shape[-1])
     return torch.matmul(_matrix(sign_mask, vectors.device).to(vectors.dtype).t(), groups).view(vectors.shape)

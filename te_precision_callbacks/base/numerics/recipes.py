@@ -1,8 +1,8 @@
-"""Simulated quantization: rounds blocks by a recipe, without codes in memory.
+"""Simulated quantization: rounds blocks by a recipe, without storing codes.
 
-Nothing synchronizes, and the code can be compiled into a larger pass. Rounds to nearest; NVFP4 is without the random
-Hadamard transform and without the better of two scales ("4over6"). Delayed scaling is not supported, since its scale
-depends on earlier steps.
+Nothing here synchronizes, and all functions can be compiled into a kernel. Rounding is to nearest. NVFP4 is simulated
+without the random Hadamard transform and the better of two scales ("4over6"). Delayed scaling is not supported, since
+its scale depends on earlier steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import as_matrix, from_blocks, in_blocks
+from te_precision_callbacks.base.numerics.blocks import as_matrix, join_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 from te_precision_callbacks.base.numerics.scaling import (
     FLOAT32_MAX,
@@ -27,18 +27,18 @@ from te_precision_callbacks.base.numerics.scaling import (
 )
 
 FLOAT32_SCALES = (E8M0.min_subnormal, E8M0.max)
-"""The limits of MXFP8's scales, 2^-127 and 2^127, and of a float32 scale: 1 / amax, limited to the largest float32,
-or to the largest power of two below it."""
+"""Limits of MXFP8's scales, 2^-127 and 2^127; also of float32 scales: 1 / amax, at most the largest float32 or the
+largest power of two below it."""
 
 
 class QuantizerSettings(NamedTuple):
-    """The options of a quantizer within its recipe.
+    """Options of a quantizer.
 
     Attributes:
-        e5m2: whether FP8 elements are E5M2, not E4M3.
-        square: whether blocks are squares, not parts of a row.
+        e5m2: whether FP8 elements are E5M2 instead of E4M3.
+        square: whether blocks are squares instead of parts of a row.
         power_of_two: whether a float32 scale is rounded down to a power of two.
-        amax_epsilon: a lower bound of amax for float32 scales.
+        amax_epsilon: lower bound of amax for float32 scales.
     """
 
     e5m2: bool = False
@@ -52,7 +52,13 @@ class QuantizerSettings(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Rounded blocks [blocks, elements], and [blocks, 1]: factors from code to value, scales as stored."""
+    """Rounded blocks.
+
+    Attributes:
+        values: [blocks, elements].
+        factors: [blocks, 1], from code to value.
+        scales: [blocks, 1], as stored.
+    """
 
     values: torch.Tensor
     factors: torch.Tensor
@@ -61,13 +67,13 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe whose result depends on the tensor only.
+    """A recipe without state: its result depends only on the tensor.
 
     Attributes:
-        side: elements along a block; None for the whole tensor.
-        rounded: (x [blocks, elements], amax of the blocks [blocks, 1], amax of the tensor, settings, largest float32
-            scale of a block) -> the rounded blocks.
-        limits: the limits of the stored scales.
+        side: number of elements along a block; None for the whole tensor.
+        rounded: rounds blocks, given x [blocks, elements], the blocks' amaxes [blocks, 1], the tensor's amax, settings,
+            and the largest float32 scale of a block.
+        limits: lower and upper limit of the stored scales.
         square_weights: whether the blocks of a weight are squares by default.
         hybrid: whether gradients are E5M2 by default (``Format.HYBRID``). Read from TE 2.20.2,
             ``common/recipe/__init__.py``: ``fp8_format`` of each recipe.
@@ -85,7 +91,7 @@ class Recipe:
         return None if self.side is None else (self.side if settings.square else 1, self.side)
 
     def defaults(self, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:
-        """Return the recipe's options for a tensor; ``e5m2`` is None for the recipe's default."""
+        """Return the recipe's options for a tensor; an ``e5m2`` of None is the recipe's default."""
         return QuantizerSettings(
             e5m2=(self.hybrid and tensor == "gradient") if e5m2 is None else e5m2,
             square=self.square_weights and tensor == "weight",
@@ -141,14 +147,14 @@ def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, s
     """Quantize and dequantize blocks by a recipe.
 
     Args:
-        blocks: [blocks, elements], any float dtype; non-finite elements count as 0, elements beyond float32 as its
-            largest number.
+        blocks: [blocks, elements], any float dtype. Non-finite elements count as 0; elements beyond float32's range are
+            clamped to it.
         tensor_amax: float32, one element: the largest finite magnitude of the tensor.
     """
     x = blocks if blocks.dtype == torch.float64 else blocks.to(torch.float32)
     x = torch.where(x.abs() < math.inf, x, 0.0).clamp(-FLOAT32_MAX, FLOAT32_MAX).to(torch.float32)
     amax = x.abs().amax(1, keepdim=True)
-    # FP8 block scaling replaces a scale beyond float32 by the largest number of the tensor's own type.
+    # FP8 block scaling clamps a scale beyond float32 to the largest number of the tensor's dtype.
     cap = min(torch.finfo(blocks.dtype).max, FLOAT32_MAX)
     return RECIPES[recipe].rounded(x, amax, tensor_amax, settings, cap)
 
@@ -156,14 +162,14 @@ def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, s
 def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> torch.Tensor:
     """Round a tensor to MXFP8 and back: float32, the same shape; blocks at an edge may be partial.
 
-    As in the recipe, NaN stays NaN and does not affect the scale of its block. inf stays inf, and makes the scale of
-    its block 2^127, which rounds most other elements to 0.
+    As in the recipe, NaN stays NaN, and does not affect the scale of its block. inf stays inf, and the scale of its
+    block becomes 2^127, so that most other elements round to 0.
 
     Args:
-        columnwise: whether blocks of 32 run down the columns, not along the rows of the last dimension.
+        columnwise: whether blocks have 32 rows instead of 32 elements of the last dimension.
     """
     matrix, block = as_matrix(values).to(torch.float32), (32, 1) if columnwise else (1, 32)
-    blocks = in_blocks(matrix, block, 0.0)
+    blocks = split_into_blocks(matrix, block, 0.0)
     amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(1, keepdim=True)
     rounded = _mxfp8(blocks, amax, amax, QuantizerSettings(e5m2), FLOAT32_MAX)
-    return from_blocks(rounded.values, block, (matrix.shape[0], matrix.shape[1])).reshape(values.shape)
+    return join_blocks(rounded.values, block, (matrix.shape[0], matrix.shape[1])).reshape(values.shape)

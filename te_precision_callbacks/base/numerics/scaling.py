@@ -11,9 +11,9 @@ Usage::
     multiplier = nvfp4_multiplier(E4M3.decode(stored), encode)  # of the elements before the cast
     factors = nvfp4_factors(E4M3.decode(stored), amax)  # of the decoded codes
 
-All tensors are float32, rounded as in the kernels of Transformer Engine 2.20. Divisions are always tensor by tensor:
-torch computes number / tensor as a reciprocal and a product, which differs in the last place for some values. Except
-for :func:`amax_of` nothing synchronizes, and the code can be compiled into a larger pass. Sources:
+All tensors are float32, rounded as in the kernels of Transformer Engine 2.20. Tensors are divided only by tensors:
+torch computes number / tensor as a reciprocal and a product, which may differ in the last digit. Except
+:func:`amax_of`, no function synchronizes, and all can be compiled into a kernel. Sources:
 ``common/recipe/recipe_common.cuh`` (current and FP8 block scaling), ``common/recipe/delayed_scaling.cu``,
 ``common/util/ptx_arch_spec.cuh`` (E8M0), ``common/cast/nvfp4/core_nvfp4.cuh``.
 """
@@ -28,9 +28,9 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def amax_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude: float32, [1]; 0 for a tensor that is empty or entirely NaN.
+    """Return the largest magnitude: float32, [1]; 0 for an empty tensor, or one of only NaN.
 
-    NaN is skipped, infinity is not: the running maximum of ``common/recipe/current_scaling.cu`` is ``fmaxf``.
+    NaN is skipped, infinity is not, as by ``fmaxf`` in ``common/recipe/current_scaling.cu``.
     """
     if tensor.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=tensor.device)
@@ -52,20 +52,20 @@ def fp8_scale(
 ) -> torch.Tensor:
     """Return the scale of current and FP8 block scaling: the largest FP8 number divided by amax.
 
-    ``compute_scale_from_amax``: an amax of 0, infinity or NaN gives 1.
+    Equals ``compute_scale_from_amax``: the scale is 1 for an amax of 0, infinity or NaN.
 
     Args:
         power_of_two: whether the scale is rounded down to a power of two.
         epsilon: lower bound of amax.
-        largest_scale: replaces an infinite scale, also rounded down. FP8 block scaling: the largest number of the
-            tensor's own type.
+        largest_scale: replaces an infinite scale, before it is rounded down. For FP8 block scaling, the largest number
+            of the tensor's dtype.
     """
     bound = torch.full_like(amax, epsilon)
     amax = torch.where(amax < bound, bound, amax)
     scale = torch.full_like(amax, largest_number) / amax
     scale = torch.where(scale.isinf(), torch.full_like(scale, largest_scale), scale)
     if power_of_two:
-        # Sign and exponent only.
+        # Keep sign and exponent.
         scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
     unusable = amax.isinf() | (amax == 0) | amax.isnan()
     return torch.where(unusable, torch.ones_like(scale), scale)
@@ -76,15 +76,16 @@ def delayed_scaling(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the amax history and the scale of delayed scaling after a step.
 
-    ``kernel_bulk``: the newest amax is ``newest``, or row 0 of the history if ``newest`` is 0. If the newest amax is
-    not 0, the history moves up by one row, the newest amax becomes its last row, and row 0 becomes 0. The scale becomes
-    ``largest_number / amax`` if amax is finite and above 0, at most the largest float32 number; else it is unchanged.
+    Equals ``kernel_bulk``: the newest amax is ``newest``, or row 0 of the history if ``newest`` is 0. If the newest
+    amax is not 0, the history moves up by one row, the newest amax becomes its last row, and row 0 becomes 0. The scale
+    becomes ``largest_number / amax``, at most the largest float32, if amax is finite and above 0; otherwise it is
+    unchanged.
 
     Args:
         newest: [tensors]: the amaxes of the step.
         history: [history length, tensors].
         scale: [tensors].
-        most_recent: whether to use the newest amax, not the largest of the history.
+        most_recent: whether to use the newest amax instead of the largest in the history.
         largest_number: the format's largest number, reduced by the margin: ``max * 2**-margin``.
     """
     newest = torch.where(newest != 0, newest, history[0])
@@ -92,7 +93,7 @@ def delayed_scaling(
     if most_recent:
         amax = newest
     else:
-        # fmaxf prefers a number to NaN. A tensor without a new amax keeps its scale, as if its history were 0.
+        # fmaxf skips NaN. A tensor without a new amax keeps its scale, as if its history were 0.
         amax = torch.where(rolled.isnan(), torch.zeros_like(rolled), rolled).amax(dim=0)
         amax = torch.where(newest != 0, amax, torch.zeros_like(amax))
     rolled[0] = 0.0
@@ -102,10 +103,10 @@ def delayed_scaling(
 
 
 def mxfp8_scale_inv(amaxes: torch.Tensor, element_format: FloatFormat) -> torch.Tensor:
-    """Return MXFP8's inverse scales: amax (no NaN) divided by the format's largest number, up to a power of two.
+    """Return MXFP8's inverse scales: amax divided by the format's largest number, rounded up to a power of two.
 
-    ``cvt.rp.satfinite.ue8m0x2.f32``: numbers up to 2**-127, and 0, become 2**-127; infinity becomes 2**127. The
-    division is a product with the float32 reciprocal, as in upstream's kernels.
+    Equals ``cvt.rp.satfinite.ue8m0x2.f32``: numbers up to 2**-127, including 0, become 2**-127; infinity becomes
+    2**127. As in upstream's kernels, the division is a product with the float32 reciprocal. NaN is not allowed.
     """
     bits = (amaxes * (1.0 / element_format.max)).view(torch.int32)
     exponents, mantissas = bits >> 23, bits & 0x7FFFFF
@@ -124,12 +125,12 @@ def nvfp4_encode_scale(
 ) -> torch.Tensor:
     """Return the scale that maps a tensor to the range of E2M1 times E4M3: ``6 * largest_scale / amax``.
 
-    ``compute_global_encode_scaling_factor_FP4``.
+    Equals ``compute_global_encode_scaling_factor_FP4``.
 
     Args:
-        largest_scale: 448, or 256 for a tensor of 4over6.
-        nan_spreads: whether to compute as the fused kernel of the Hadamard transform does, and for master weights: the
-            scale of an infinite amax is then 0, of NaN 1, instead of 1 and the largest float32.
+        largest_scale: 448, or 256 for a tensor quantized with 4over6.
+        nan_spreads: whether to compute as the kernel with the fused Hadamard transform does, and the one for master
+            weights: the scale is 0 for an infinite amax, and 1 for NaN, instead of 1 and the largest float32.
     """
     scale = torch.full_like(amax, E2M1.max * largest_scale) / amax
     scale = torch.fmin(scale, torch.full_like(scale, FLOAT32_MAX))
@@ -148,7 +149,7 @@ def nvfp4_multiplier(scales: torch.Tensor, encode_scale: torch.Tensor, *, nan_sp
     Args:
         scales: the blocks' scales, rounded to E4M3.
         encode_scale: the result of :func:`nvfp4_encode_scale`.
-        nan_spreads: whether a scale of NaN gives NaN, not the largest float32.
+        nan_spreads: whether a scale of NaN returns NaN instead of the largest float32.
     """
     multiplier = torch.reciprocal(scales * torch.reciprocal(encode_scale))
     largest = torch.full_like(multiplier, FLOAT32_MAX)
@@ -156,8 +157,9 @@ def nvfp4_multiplier(scales: torch.Tensor, encode_scale: torch.Tensor, *, nan_sp
 
 
 def nvfp4_factors(scales: torch.Tensor, amax: torch.Tensor, largest_scale: float = E4M3.max) -> torch.Tensor:
-    """Return the factor from E2M1 number to value of each block.
+    """Return each block's factor from E2M1 number to value.
 
-    In the order of ``common/cast/nvfp4/dequantize_nvfp4.cuh``: ``(scale * amax) * (1 / (6 * largest_scale))``.
+    Computed in the order of ``common/cast/nvfp4/dequantize_nvfp4.cuh``: ``(scale * amax) * (1 / (6 *
+    largest_scale))``.
     """
     return scales * amax * (1.0 / (E2M1.max * largest_scale))

@@ -1,7 +1,7 @@
 """The rank of this process, and messages among ranks.
 
-``group.py`` sends them, ``meeting.py`` connects the ranks, ``messages.py`` exchanges messages, and ``together.py`` has
-the ranks of a session and their decisions.
+``group.py`` is the process group, ``meeting.py`` connects the ranks, ``messages.py`` exchanges messages, and
+``together.py`` has the ranks of a session and their decisions.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def is_distributed(group: dist.ProcessGroup | None) -> bool:
 
 
 def has_other_ranks(group: dist.ProcessGroup | None) -> bool:
-    """Return whether there are other ranks, which the backend "fake" only pretends."""
+    """Return whether there are other ranks; the backend "fake" only pretends to have them."""
     return is_distributed(group) and dist.get_backend(group) != "fake"
 
 
 def format_by_rank(values: Mapping[int, Any]) -> str:
-    """Format values and their ranks, the most frequent first: ``5 on ranks 0, 2-7; 4 on rank 1``."""
+    """Format values with their ranks, most frequent first: ``5 on ranks 0, 2-7; 4 on rank 1``."""
     ranks_with: dict[Any, list[int]] = {}
     for rank, value in sorted(values.items()):
         ranks_with.setdefault(value, []).append(rank)

@@ -1,18 +1,18 @@
 """The private gloo process group for messages among the ranks of a run.
 
-In the training's process groups, a message could pair with a gradient where ranks disagree. :class:`Group` constructs
-a ``ProcessGroupGloo`` over keys of the training's store, as TorchFT does; ``new_group`` would change the training's
-group counters.
+In the training's process groups, a message could pair with a gradient if ranks disagree. :class:`Group` therefore
+constructs a ``ProcessGroupGloo`` over keys of the training's store, as TorchFT does; ``new_group`` would change the
+training's group counters.
 
 Three properties of gloo need care (torch 2.13):
 
-- Ranks that send different sizes abort the process. Callers agree on sizes before they send a payload.
-- ``abort`` and ``shutdown`` close no connection, and the destructor waits for running operations. :meth:`Group.close`
-  therefore shuts down the sockets, which ends the operations on all ranks.
+- If ranks send different sizes, gloo aborts the process. Callers agree on sizes before they send a payload.
+- ``abort`` and ``shutdown`` do not close connections, and the destructor waits for running operations.
+  :meth:`Group.close` therefore shuts down the sockets, which ends the operations on all ranks.
 - A forked process, such as a DataLoader worker, inherits the sockets. It closes its copies, and never runs the
-  destructor, which would wait for threads that it does not have.
+  destructor, which would wait for threads that do not exist in it.
 
-Operations are polled, since ``Work.wait`` blocks signal handlers of Python.
+Operations are polled, since ``Work.wait`` blocks Python's signal handlers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Names the network interface; gloo reads it too."""
+"""Environment variable with the network interface; torch's own gloo groups use it too."""
 
 _LONGEST_PAUSE = 0.005
 _OPEN: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -43,7 +43,7 @@ AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
 
 def devices() -> list[Any]:
-    """Listen on the user's interfaces, else on the address that reaches the training's master, else as torch does."""
+    """Create gloo devices on the user's interfaces, the address that reaches ``MASTER_ADDR``, or torch's default."""
     create = dist.ProcessGroupGloo.create_device
     names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
     if names:
@@ -58,12 +58,15 @@ def devices() -> list[Any]:
 
 
 class Group:
-    """The connections of a rank to all others; raises RuntimeError if a rank does not connect.
+    """The connections of a rank to all others.
 
     Args:
-        store: provides keys for this group only.
+        store: a store with keys for this group only.
         timeout: seconds for all ranks to connect.
         longest: timeout of an operation in seconds; callers give up earlier.
+
+    Raises:
+        RuntimeError: a rank does not connect.
     """
 
     def __init__(
@@ -79,14 +82,14 @@ class Group:
         self._running: list[Any] = []
         self._gloo: Any = gloo(store, rank, size, options)
         self._sockets = _connections(descriptor for descriptor, inode in _sockets().items() if inode not in before)
-        if len(self._sockets) != size - 1:  # another thread has opened sockets meanwhile: which are ours is unknown
+        if len(self._sockets) != size - 1:  # another thread has opened sockets too; they cannot be told apart
             self._sockets = {}
         _OPEN.add(self)
 
-    # ------------------------------------------------------------------ operations, which replace an array
+    # ------------------------------------------------------------------ operations, in place
 
     def add(self, array: npt.NDArray[np.float64]) -> None:
-        """Start a sum over the ranks, in place, with the same bits on all ranks."""
+        """Start a sum over the ranks, in place, bit-identical on all ranks."""
         self._reduce(array, dist.ReduceOp.SUM)
 
     def maximum(self, array: npt.NDArray[np.int64]) -> None:
@@ -116,10 +119,10 @@ class Group:
         self._running.append(operation(*arguments))
 
     def finish(self, check: Callable[[], None]) -> None:
-        """Wait for all started operations; ``check`` is called repeatedly, and raises an exception to give up.
+        """Wait for all started operations; ``check`` is called repeatedly, and may raise an exception to give up.
 
         Raises:
-            RuntimeError: an operation has failed, because another rank has closed its group or has died.
+            RuntimeError: an operation failed, because another rank has closed its group or has died.
         """
         begun = time.monotonic()
         while not all(work.is_completed() for work in self._running):
@@ -140,11 +143,11 @@ class Group:
         gloo, self._gloo = self._gloo, None
         for descriptor, ends in self._sockets.items():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                if _ends(connection) == ends:  # else gloo has closed it, and the number is another file's
+                if _ends(connection) == ends:  # otherwise gloo has closed it, and the descriptor is another file's
                     connection.shutdown(socket.SHUT_RDWR)
-        if self._running and not self._sockets:  # its destructor may wait long
+        if self._running and not self._sockets:  # the destructor would wait for the operations
             with contextlib.suppress(RuntimeError):
-                threading.Thread(target=_hold, args=(gloo, self._running), daemon=True).start()
+                threading.Thread(target=_wait_for_operations, args=(gloo, self._running), daemon=True).start()
         self._running = []
 
     def forget(self) -> None:
@@ -155,14 +158,14 @@ class Group:
         self._gloo, self._sockets = None, {}
 
 
-def _hold(gloo: Any, running: Sequence[Any]) -> None:
+def _wait_for_operations(gloo: Any, running: Sequence[Any]) -> None:
     for work in running:
         with contextlib.suppress(RuntimeError):
             work.wait()
 
 
 def _sockets() -> dict[int, str]:
-    """Return this process's sockets with their inodes; empty where the system does not list them."""
+    """Return descriptor -> inode of this process's sockets; empty if the system does not list them."""
     sockets = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):

@@ -1,8 +1,8 @@
 """Rendezvous of the ranks, through the store of the training's process group.
 
-Ranks arrive, then connect. In both phases the last rank to come decides that all are there; a rank that waits too
-long, or fails, decides that they are not. The first decision holds for all ranks, also for late ones. The number of
-keys does not grow with the ranks.
+Ranks arrive, then connect. In both phases, the last rank decides that all ranks are present; a rank that waits too
+long, or fails, decides that they are not. The first decision holds for all ranks, even for late ones. The number of
+keys does not grow with the number of ranks.
 
 Read from torch 2.13: ``torch.distributed.distributed_c10d._get_default_store``, and ``Store.clone``, which allows
 separate timeouts. ``Store.wait`` is not used: it blocks Python's signal handlers, and warns after each timeout.
@@ -24,16 +24,16 @@ from te_precision_callbacks.base.ranks.group import Group, devices
 logger = logging.getLogger(__name__)
 
 PROTOCOL = 3
-"""The version of the messages; ranks with different versions do not connect."""
+"""Version of the protocol; ranks with different versions do not connect."""
 
 WAITING = 15.0
-"""Seconds of waiting after which a rank warns."""
+"""Seconds of waiting after which a rank logs a warning."""
 
 CONNECTING = 15.0
-"""Timeout in seconds for connecting after all ranks have come."""
+"""Timeout in seconds for connecting after all ranks have arrived."""
 
 _ANSWER = 10.0
-"""Seconds in which the store should respond."""
+"""Timeout in seconds of the store."""
 
 _LONGEST_PAUSE = 0.25
 
@@ -45,7 +45,7 @@ class MeetingFailed(Exception): ...
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank of the group; ``name`` formats a rank for messages."""
+    """A rank in its group; ``name`` formats a rank for messages."""
 
     rank: int
     size: int
@@ -56,40 +56,42 @@ def shared_store(prefix: str) -> Any:
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
     store.set_timeout(timedelta(seconds=_ANSWER))
-    return below(prefix, store)
+    return prefixed_store(prefix, store)
 
 
-def below(prefix: str, store: Any) -> Any:
+def prefixed_store(prefix: str, store: Any) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
 def next_keys(store: Any, rank: int) -> Any:
-    """Return the keys of the next meeting. Each rank counts, so a late rank still finds the decisions of this one."""
-    return below(str(store.add(f"meetings/{rank}", 1)), store)
+    """Return the keys of this rank's next meeting. Each rank counts its own, so a late rank finds earlier decisions."""
+    return prefixed_store(str(store.add(f"meetings/{rank}", 1)), store)
 
 
 def meet(keys: Any, at: RankPlace, wait: float, longest: float, why: str) -> Group:
-    """Wait ``wait`` seconds for all ranks, and connect to them; see :class:`Group` for ``longest``.
+    """Wait for all ranks, and connect to them.
 
     Args:
+        wait: timeout in seconds.
+        longest: see :class:`Group`.
         why: the purpose, for a warning: "to attach a session".
 
     Raises:
-        MeetingFailed: not all came or connected in time, one has refused, or versions differ.
+        MeetingFailed: a rank did not arrive or connect in time, a rank refused, or versions differ.
         RuntimeError: the store or gloo failed.
     """
     listening = devices()
     keys.add("versions", PROTOCOL)
-    _all_come(keys, _ARRIVED, at, wait, f"not all ranks arrived within {wait:g} s", _warning(at, why))
+    _wait_for_all(keys, _ARRIVED, at, wait, f"not all ranks arrived within {wait:g} s", _warning(at, why))
     if keys.add("versions", 0) != PROTOCOL * at.size:
         raise MeetingFailed(
             f"the ranks have different versions of te-precision-callbacks ({at.name(at.rank)} has message version"
             f" {PROTOCOL})"
         )
-    group = Group(below("gloo", keys), at.rank, at.size, listening, CONNECTING, longest)
+    group = Group(prefixed_store("gloo", keys), at.rank, at.size, listening, CONNECTING, longest)
     try:
         # Else a rank could leave before another one has connected to it.
-        _all_come(keys, _CONNECTED, at, CONNECTING, f"not all ranks connected within {CONNECTING:g} s")
+        _wait_for_all(keys, _CONNECTED, at, CONNECTING, f"not all ranks connected within {CONNECTING:g} s")
     except BaseException:
         group.close()
         raise
@@ -97,14 +99,14 @@ def meet(keys: Any, at: RankPlace, wait: float, longest: float, why: str) -> Gro
 
 
 def refuse(keys: Any, why: str) -> None:
-    """Record why this rank does not meet the others, so that no rank waits for it, now or later."""
+    """Record why this rank does not meet the others, so that no rank waits for it."""
     for phase in _PHASES:
         keys.add(f"{phase}/decisions", 1)
-        if not keys.check([f"{phase}/decision"]):  # also where this rank failed while it decided
+        if not keys.check([f"{phase}/decision"]):  # this rank may have failed while it decided
             keys.set(f"{phase}/decision", why)
 
 
-def _all_come(
+def _wait_for_all(
     keys: Any, phase: str, at: RankPlace, wait: float, missing: str, on_wait: Callable[[], None] = lambda: None
 ) -> None:
     until = time.monotonic() + wait
@@ -124,7 +126,7 @@ def _all_come(
 
 
 def _decide(keys: Any, phase: str, decision: str) -> None:
-    """Decide whether all ranks are in a phase: an empty text, or the reason why not."""
+    """Set the decision of a phase, unless another rank has: empty if all ranks are present, or the reason."""
     if keys.add(f"{phase}/decisions", 1) == 1:
         keys.set(f"{phase}/decision", decision)
 

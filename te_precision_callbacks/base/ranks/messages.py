@@ -1,11 +1,11 @@
 """Messages among the ranks of a run.
 
-A message begins with a header of fixed size, reduced by the maximum of its values and of their negatives. Unless it
-shows equal kinds and sizes on all ranks, nobody sends a payload. Values are then summed, or reduced by the maximum.
-Texts that differ are gathered on rank 0, which broadcasts their union. They are JSON: nothing is unpickled.
+A message starts with a header of fixed size, which contains values and their negatives, and is reduced by maximum. If
+kinds and sizes are equal on all ranks, the payload follows: values are summed, or reduced by maximum; texts that differ
+are gathered on rank 0, which broadcasts their union. Texts are JSON: nothing is unpickled.
 
-A rank that fails writes the reason into the store and closes its group. The others detect that in their current or
-next message, and leave too. A rank that hangs costs the others a timeout.
+A rank that fails writes the reason into the store, and closes its group. The other ranks detect this in their current
+or next message, and leave too. If a rank hangs, the others leave after a timeout.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
     MeetingFailed,
     RankPlace,
-    below,
     meet,
     next_keys,
+    prefixed_store,
     refuse,
     shared_store,
 )
@@ -49,35 +49,36 @@ EXCHANGING = 60.0
 """Timeout in seconds of a message, except in the first step."""
 
 FIRST_STEP = 300.0
-"""The longest timeout of messages in the first step, in which some ranks compile. A rank that skips its first
+"""Maximum timeout of messages in the first step, in which some ranks may compile. A rank that skips its first
 ``step()`` blocks the others for this time, once."""
 
 RECONNECTING = 10.0
 """Timeout for connecting during training."""
 
 POLLING, MOST_RETURNS = 8, 5
-"""Interval in steps at which separated ranks look for each other, and how often they reconnect at most. They are
-together again 26 to 34 steps after the separation."""
+"""Interval, in steps, at which disconnected ranks look for each other, and maximum number of reconnections. Ranks are
+connected again 26 to 34 steps after they were disconnected."""
 
 _HEADER = 9
-"""Numbers in the header: kind, number of sums and of maxima, hash of the text; their negatives; the text's length."""
+"""Length of the header: kind, number of sums, number of maxima, hash of the text; their negatives; length of the text.
+"""
 
-_ROOM = 500
-"""Maxima that travel in the header, so that a small message is one reduction."""
+_HEADER_MAXIMA = 500
+"""Number of maxima that are sent with the header, so that a small message needs only one reduction."""
 
 _LEFT, _WAITS = "left", "waits"
-"""Keys in the store: why a rank has left, and the message in which a rank waits."""
+"""Keys in the store: why a rank has left, and the number of the message in which a rank waits."""
 
 _LONGEST_TEXT = 4000
 
 
 @dataclass(frozen=True)
 class Departure:
-    """The departure of a rank.
+    """Why a rank has left.
 
     Attributes:
-        kind: the class name of its exception, if any.
-        raises: whether the rank raises this exception to its caller, so that all ranks should.
+        kind: the class name of the rank's exception, if any.
+        raises: whether the rank raises this exception to its caller, so that all ranks should raise it.
     """
 
     rank: int
@@ -90,9 +91,9 @@ class Requests(NamedTuple):
     """Requests of a rank to all ranks, sent with the values of a step.
 
     Attributes:
-        check: to check the contract.
-        stop: to stop.
-        losses: to send the training losses, which rank 0 lacks.
+        check: check the contract.
+        stop: stop the run.
+        losses: send the training losses to rank 0.
     """
 
     check: bool = False
@@ -101,7 +102,7 @@ class Requests(NamedTuple):
 
 
 class RanksLostError(PrecisionDebugError, RuntimeError):
-    """The ranks no longer exchange messages; ``departure`` is of the first rank that left, if known."""
+    """The ranks no longer exchange messages; ``departure`` is the first rank's departure, if known."""
 
     def __init__(self, departure: Departure, message: str = "") -> None:
         super().__init__(message or departure.text)
@@ -109,20 +110,20 @@ class RanksLostError(PrecisionDebugError, RuntimeError):
 
 
 class Messages:
-    """This rank's messages to the others of a group. All ranks must make the same calls in the same order.
+    """Messages among the ranks of a group. All ranks must make the same calls in the same order.
 
-    Before :meth:`open`, and after any rank has left, nothing is sent.
+    Nothing is sent before :meth:`open`, or after a rank has left.
 
     Args:
-        group: the training's process group with these ranks; None for all. It carries no messages.
+        group: the training's process group with these ranks; None for all ranks. Messages are not sent over it.
         purpose: identifies these messages on all ranks.
 
     Attributes:
         rank, size: this rank in the group, and the number of ranks.
-        meetings: how often the ranks have met.
-        departure: why the ranks are separated.
-        requests: of this rank.
-        requested: the requests of any rank in this step; None without a message.
+        meetings: how often the ranks have connected.
+        departure: why the ranks are disconnected.
+        requests: this rank's requests.
+        requested: the requests of all ranks in this step, combined; None without a message.
         timeout: the timeout of a message in seconds.
     """
 
@@ -140,7 +141,7 @@ class Messages:
         self._keys: Any = None
         self._count = 0
         self.timeout = EXCHANGING
-        self._return: _Return | None = None
+        self._reconnection: _Reconnection | None = None
 
     def name(self, rank: int) -> str:
         return f"rank {self._ranks[rank]}"
@@ -149,38 +150,38 @@ class Messages:
     def is_open(self) -> bool:
         return self._group is not None
 
-    # ------------------------------------------------------------------ the beginning and the end
+    # ------------------------------------------------------------------ connecting and leaving
 
     def open(self, why: str) -> None:
-        """Meet the other ranks; all must call this.
+        """Connect to the other ranks. All ranks must call this.
 
         Args:
             why: the purpose, for a warning: "to attach a session".
 
         Raises:
-            RanksLostError: the ranks have not met, and stay separated.
+            RanksLostError: the ranks could not connect, and stay disconnected.
         """
         keys: Any = None
         try:
             self.close()
-            self._return = None
+            self._reconnection = None
             if not has_other_ranks(self.group):
                 raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
-            wait = _patience(self.group)
+            wait = _meeting_timeout(self.group)
             keys = self._new_meeting()
             self._connect(keys, wait, why)
             self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
         except RanksLostError as error:
-            raise self._apart(error.departure.text) from error
-        except Exception as error:  # it must not be on this rank alone that anything is raised
+            raise self._disconnect(error.departure.text) from error
+        except Exception as error:  # all ranks must raise
             self.decline(error, keys)
-            raise self._apart(f"The ranks could not connect: {_reason(error)}") from error
+            raise self._disconnect(f"The ranks could not connect: {_reason(error)}") from error
         except BaseException as error:
             self.decline(error, keys)
             raise
 
     def decline(self, error: BaseException, keys: Any = None) -> None:
-        """Refuse to meet the other ranks because of a failure; ``keys`` are of the meeting, if it has begun."""
+        """Refuse to connect because of a failure; ``keys`` are the keys of the meeting, if it has begun."""
         reason = _reason(error)
         own = reason if isinstance(error, MeetingFailed) else f"{self.name(self.rank)} has failed ({reason})"
         with contextlib.suppress(Exception):
@@ -191,36 +192,44 @@ class Messages:
         return next_keys(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self.rank)
 
     def settle(self) -> None:
-        """Allow reconnecting, and use short timeouts after the next message, which may still wait for compilation."""
+        """Allow reconnecting, and use a shorter timeout after the next message, which may wait for compilation."""
         if self._group is not None:
-            self._return = _Return(self._keys)
+            self._reconnection = _Reconnection(self._keys)
 
     def _connect(self, keys: Any, wait: float, why: str) -> None:
         self._group = meet(keys, self._at, wait, 2 * FIRST_STEP, why)
         self._keys, self._count = keys, 0
         self.meetings += 1
 
-    def _apart(self, why: str) -> RanksLostError:
+    def _disconnect(self, why: str) -> RanksLostError:
         self._leave(Departure(self.rank, why))
         return RanksLostError(self.departure)
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
-        """Leave the group because of a failure, so the others leave too; see :class:`Departure` for ``raises``."""
+        """Leave the group because of a failure, so that the other ranks leave too.
+
+        Args:
+            raises: see :class:`Departure`.
+        """
         if self._group is not None:
             own = str(error) if isinstance(error, PrecisionDebugError) else _reason(error)
             self._leave(Departure(self.rank, own, type(error).__name__, raises))
 
     def part(self, why: str, *, for_good: bool) -> None:
-        """Leave the group on all ranks, at the same time for the same reason; ``for_good``: without reconnecting."""
+        """Leave the group, on all ranks at the same time and for the same reason.
+
+        Args:
+            for_good: never reconnect.
+        """
         self._leave(Departure(self.rank, why))
         if for_good:
-            self._return = None
+            self._reconnection = None
 
     def _leave(self, departure: Departure) -> None:
         self.departure = departure
         self._close(departure)
-        if self._return is not None:
-            self._return.put_off()
+        if self._reconnection is not None:
+            self._reconnection.put_off()
 
     def close(self) -> None:
         self._close(Departure(self.rank, f"{self.name(self.rank).capitalize()} has ended its session"))
@@ -230,7 +239,7 @@ class Messages:
         if group is None:
             return
         try:
-            if group.is_whole:  # this rank is the first to leave; the store may be gone with another one
+            if group.is_whole:  # this rank is the first to leave; after another rank, the store may be gone
                 self._keys.set(_LEFT, json.dumps(asdict(departure) | {"text": departure.text[:_LONGEST_TEXT]}))
         except Exception as error:
             logger.info("%s cannot report why it left: %s.", self.name(self.rank).capitalize(), _reason(error))
@@ -246,11 +255,12 @@ class Messages:
             kind: the kind of message, equal on all ranks.
             why: the purpose, for a warning: "to reduce statistics".
             numbers: a contiguous array.
-            sums: the number of leading values that are summed; others are reduced by the maximum.
-            text: a JSON list of entries of the type ``of``.
+            sums: number of leading values that are summed; the others are reduced by maximum.
+            text: a JSON list of entries.
+            of: the type of the entries.
 
         Raises:
-            RanksLostError: the ranks are separated.
+            RanksLostError: the ranks are disconnected.
         """
         group = self._group
         if group is None:
@@ -258,16 +268,16 @@ class Messages:
         self._count += 1
         try:
             finish = functools.partial(group.finish, _Wait(self, self._keys, self._count, why).check)
-            union = self._exchanged(group, finish, kind, numbers, sums, text, of)
-            if self._return is not None:
+            union = self._exchange(group, finish, kind, numbers, sums, text, of)
+            if self._reconnection is not None:
                 self.timeout = EXCHANGING
             return union
         except Exception as error:
             if isinstance(error, RanksLostError):
                 self._leave(error.departure)
-            elif type(error) is RuntimeError or isinstance(error, dist.DistError):  # of gloo, or of the store
+            elif type(error) is RuntimeError or isinstance(error, dist.DistError):  # from gloo or the store
                 self._leave(self._departure_of_another(error))
-            else:  # the others cannot know how far this rank has come: they go on, and it does too
+            else:  # this rank failed
                 self.leave(error)
             raise RanksLostError(self.departure, self._describe(self.departure)) from error
         except BaseException as error:
@@ -275,31 +285,31 @@ class Messages:
             raise
 
     def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
-        """Return the maximum of each number over the ranks; integers up to 2**53 are exact."""
+        """Return the maximum of each number over the ranks; exact for integers up to 2**53."""
         own = np.array(numbers, np.float64)
         self.merge(kind, why, own, 0)
         return tuple(own.tolist())
 
-    def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
-        """Return the union of entries of a type that pydantic parses, on all ranks, lower ranks first."""
-        text = _written(own, of)
-        entries: list[Entry] = _read(self.merge(kind, why, np.empty(0), 0, text, of), of)
+    def pool(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
+        """Return the union of all ranks' entries, lower ranks first; ``of`` is their type, which pydantic parses."""
+        text = _to_json(own, of)
+        entries: list[Entry] = _from_json(self.merge(kind, why, np.empty(0), 0, text, of), of)
         return entries
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
-        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks."""
+        """Return global rank -> numbers; only for error messages, since the message grows with the number of ranks."""
         own = self._ranks[self.rank], tuple(numbers)
-        return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
+        return dict(sorted(self.pool([own], kind, why, tuple[int, tuple[int, ...]])))
 
-    def _exchanged(
+    def _exchange(
         self, group: Group, finish: Callable[[], None], kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
     ) -> bytes:
-        ranked = _ranked(numbers[sums:])
+        ranked = _to_ordered_integers(numbers[sums:])
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         equal = zlib.crc32(kind.encode()), sums, ranked.size, digest
-        header = np.zeros(_HEADER + _ROOM, np.int64)
+        header = np.zeros(_HEADER + _HEADER_MAXIMA, np.int64)
         header[:_HEADER] = *equal, *(-number for number in equal), len(text)
-        header[_HEADER : _HEADER + ranked.size] = ranked[:_ROOM]
+        header[_HEADER : _HEADER + ranked.size] = ranked[:_HEADER_MAXIMA]
         group.maximum(header)
         finish()
         alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
@@ -308,11 +318,11 @@ class Messages:
             raise RanksLostError(Departure(self.rank, f"The ranks are at different points of the training. {remedy}"))
         if sums:
             group.add(numbers[:sums])
-        if ranked.size > _ROOM:
-            group.maximum(ranked[_ROOM:])
+        if ranked.size > _HEADER_MAXIMA:
+            group.maximum(ranked[_HEADER_MAXIMA:])
         finish()
-        ranked[:_ROOM] = header[_HEADER : _HEADER + ranked.size]
-        numbers[sums:] = _numbers_of(ranked)
+        ranked[:_HEADER_MAXIMA] = header[_HEADER : _HEADER + ranked.size]
+        numbers[sums:] = _from_ordered_integers(ranked)
         return text if alike[-1] else _union(group, finish, text, int(header[_HEADER - 1]), of)
 
     def _departure_of_another(self, error: Exception) -> Departure:
@@ -329,22 +339,22 @@ class Messages:
         who = self.name(departure.rank).capitalize()
         return f"{who} has failed: {departure.text}" if departure.kind else departure.text
 
-    # ------------------------------------------------------------------ together again
+    # ------------------------------------------------------------------ reconnecting
 
     def tick(self, iteration: int, optimizer_steps: int) -> int | None:
-        """Look for the other ranks, at the end of a step while this rank is separated; costs almost nothing.
+        """Try to reconnect at the end of a step, while the ranks are disconnected; costs almost nothing.
 
-        Ranks that are ready announce it in the store. The last one sets the step in which they connect: an optimizer
-        step, which all ranks count equally, or else an iteration.
+        Ranks announce in the store that they are ready. The last one sets the step to connect in: a number of optimizer
+        steps if all ranks count them equally, otherwise an iteration.
 
         Args:
             iteration: the next iteration.
-            optimizer_steps: the number of optimizer steps on this rank; negative if ranks do not count them equally.
+            optimizer_steps: number of optimizer steps on this rank; negative if ranks do not count them equally.
 
         Returns:
-            The largest iteration of all ranks, if they have reconnected; else None.
+            The largest iteration of all ranks, if they have reconnected; otherwise None.
         """
-        attempts = self._return
+        attempts = self._reconnection
         if self._group is not None or attempts is None:
             return None
         try:
@@ -368,7 +378,7 @@ class Messages:
         return int(largest)
 
 
-class _Return:
+class _Reconnection:
     def __init__(self, keys: Any) -> None:
         self._keys = keys  # of the last meeting
         self._attempt = 0
@@ -378,7 +388,7 @@ class _Return:
         self._meets: tuple[bool, int] | None = None
 
     def keys_of_attempt(self) -> Any:
-        return below(f"again/{self._attempt}", self._keys)
+        return prefixed_store(f"again/{self._attempt}", self._keys)
 
     def put_off(self) -> None:
         self._attempt += 1  # the interval doubles
@@ -404,7 +414,7 @@ class _Return:
             self._is_ready = True
             if keys.add("ready", 1) == at.size:
                 by_iteration = keys.check(["by_iteration"])
-                when = (iteration if by_iteration else optimizer_steps) + POLLING + 2  # all have looked until then
+                when = (iteration if by_iteration else optimizer_steps) + POLLING + 2  # all ranks poll before then
                 keys.set("when", f"{int(by_iteration)} {when}")
         if keys.check(["when"]):
             which, when = map(int, keys.get("when").split())
@@ -426,24 +436,24 @@ def _adapter(of: Any) -> TypeAdapter[Any]:
     return TypeAdapter(list[of])
 
 
-def _written(entries: Iterable[Hashable], of: Any) -> bytes:
-    """Serialize entries as JSON, without duplicates; inf and nan as Python's json writes them."""
+def _to_json(entries: Iterable[Hashable], of: Any) -> bytes:
+    """Serialize entries as JSON, without duplicates; inf and nan in the notation of Python's json."""
     return json.dumps(_adapter(of).dump_python(list(dict.fromkeys(entries)), mode="json")).encode()
 
 
-def _read(text: bytes, of: Any) -> list[Any]:
+def _from_json(text: bytes, of: Any) -> list[Any]:
     entries: list[Any] = _adapter(of).validate_python(json.loads(text))
     return entries
 
 
 def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, of: Any) -> bytes:
-    padded = np.frombuffer(text.ljust(longest), np.uint8).copy()  # JSON may end with blanks
+    padded = np.frombuffer(text.ljust(longest), np.uint8).copy()  # JSON may have trailing spaces
     gathered = group.gather(padded)
     finish()
     union = b""
     if gathered:
         texts = dict.fromkeys(array.tobytes() for array in gathered)
-        union = _written((entry for own in texts for entry in _read(own, of)), of)
+        union = _to_json((entry for own in texts for entry in _from_json(own, of)), of)
     size = np.array([len(union)])
     group.broadcast(size)
     finish()
@@ -453,13 +463,13 @@ def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, 
     return shared.tobytes()
 
 
-def _ranked(numbers: Numbers) -> npt.NDArray[np.int64]:
-    """Map floats to integers in the same order, with nan as the largest; gloo's own maximum may lose a nan."""
+def _to_ordered_integers(numbers: Numbers) -> npt.NDArray[np.int64]:
+    """Map floats to integers in the same order, with nan as the largest, since gloo's maximum may drop a nan."""
     bits = np.where(np.isnan(numbers), np.nan, numbers).view(np.int64)
     return bits ^ ((bits >> 63) & np.iinfo(np.int64).max)
 
 
-def _numbers_of(ranked: npt.NDArray[np.int64]) -> Numbers:
+def _from_ordered_integers(ranked: npt.NDArray[np.int64]) -> Numbers:
     bits = ranked ^ ((ranked >> 63) & np.iinfo(np.int64).max)
     return bits.view(np.float64)
 
@@ -477,30 +487,32 @@ class _Wait:
             self._is_noted = True
             self._keys.set(f"{_WAITS}/{messages.rank}", self._count)
         if passed >= messages.timeout:
-            text = f"{self._who} has waited {messages.timeout:g} s for {self._late()}, {self._why}"
+            text = f"{self._who} has waited {messages.timeout:g} s for {self._format_late_ranks()}, {self._why}"
             raise RanksLostError(Departure(messages.rank, text))
         if passed >= meeting.WAITING and not self._has_warned:
             self._has_warned = True
             if messages.rank <= 1:
-                logger.warning("%s has waited %g s for %s, %s.", self._who, meeting.WAITING, self._late(), self._why)
+                logger.warning(
+                    "%s has waited %g s for %s, %s.", self._who, meeting.WAITING, self._format_late_ranks(), self._why
+                )
 
     @property
     def _who(self) -> str:
         return self._messages.name(self._messages.rank).capitalize()
 
-    def _late(self) -> str:
-        """Format the ranks that are late. Only two ranks query the store, which takes a request per rank."""
+    def _format_late_ranks(self) -> str:
+        """Format the ranks that are late. Only two ranks query the store, since this takes a request per rank."""
         messages, keys = self._messages, self._keys
         places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
         late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]
         return format_ranks(sorted(messages._ranks[rank] for rank in late)) if late else "other ranks"
 
 
-def _patience(group: dist.ProcessGroup | None) -> float:
-    """Return the timeout of a meeting in seconds: half of the timeout of the training's messages.
+def _meeting_timeout(group: dist.ProcessGroup | None) -> float:
+    """Return the timeout of a meeting in seconds: half of the timeout of the training's process group.
 
-    Ranks load a model at different speeds, and a rank that waits in a collective of the training for one that waits
-    here must not time out first.
+    Ranks load a model at different speeds. A rank in a collective of the training, which waits for a rank in this
+    meeting, must not time out first.
     """
     try:
         training: Any = dist.group.WORLD if group is None else group

@@ -1,4 +1,4 @@
-"""Exchange and decisions of the ranks that reduce statistics together."""
+"""Message exchange and common decisions of the ranks that reduce statistics together."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def leads(group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> bool
 
 
 class Ranks:
-    """The ranks that reduce their statistics together, or only this one.
+    """The ranks that reduce their statistics together, or only this rank.
 
-    From :meth:`meet` on they exchange :attr:`messages`. After a failure, each rank continues with local values.
+    They exchange messages from :meth:`meet` on. After a failure, each rank continues with local values.
 
     Args:
-        report: receives failures; in a strict session it raises.
+        report: called with failures; raises in a strict session.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Ranks:
 
     @property
     def several(self) -> bool:
-        """Return whether there are other ranks. The process group may be made after the start of a session."""
+        """Return whether there are other ranks; the process group may be created after the start of a session."""
         return self._reduce and is_distributed(self._group)
 
     @property
@@ -58,15 +58,15 @@ class Ranks:
         return torch.distributed.get_world_size(self._group) if self.several else 1
 
     @property
-    def are_together(self) -> bool:
+    def are_connected(self) -> bool:
         return self.messages is not None and self.messages.is_open
 
     @property
     def leads(self) -> bool:
-        """Return whether this rank writes and logs for all; each does without reduction."""
+        """Return whether this rank writes and logs for all ranks; without reduction, each rank does."""
         return leads(self._group, reduce=self._reduce)
 
-    # ------------------------------------------------------------------ together, and apart
+    # ------------------------------------------------------------------ connecting and leaving
 
     def meet(self) -> None:
         if not self.several:
@@ -76,8 +76,8 @@ class Ranks:
                 self.messages = Messages(self._group, "session")
             self.messages.open("to attach a session")
         except RanksLostError as error:
-            self._lost("meeting", error)
-        except Exception as error:  # before the others have heard of this rank
+            self._handle_lost_ranks("meeting", error)
+        except Exception as error:  # this rank has not announced itself yet
             self.messages = self.messages or Messages(self._group, "session")
             self.messages.decline(error)
             self._report("meeting", "together with the other ranks", error)
@@ -86,13 +86,13 @@ class Ranks:
     def together(
         self, doing: str, *errors: type[PrecisionDebugError], agree: bool, on_all: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Surround code that all ranks run. A rank with a failure leaves the others, so that they do not wait for it.
+        """Surround code that all ranks run. A rank that fails leaves the others, so that they do not wait for it.
 
         Args:
             doing: the action, for messages.
-            errors: the exceptions of the other ranks: the one with the class of the failure, otherwise the first.
-            agree: whether all ranks raise the failure of one.
-            on_all: exceptions that all ranks raise by themselves.
+            errors: exception classes that the other ranks may raise: the class of the failure, or else the first one.
+            agree: whether all ranks raise if one of them fails.
+            on_all: exceptions that all ranks raise anyway.
         """
         self._errors = errors if agree else ()
         try:
@@ -108,10 +108,10 @@ class Ranks:
             self._errors = ()
 
     def _agree(self, doing: str) -> None:
-        """Raise if another rank failed. A failure of the exchange itself no other rank would raise: it is reported."""
+        """Raise if another rank failed. A failure of the exchange itself is only reported: no other rank raises it."""
         try:
             self.any("agreement", doing, own=False)
-        except PrecisionDebugError:  # of another rank
+        except PrecisionDebugError:  # another rank failed
             raise
         except Exception as failure:
             self.leave(failure)
@@ -122,7 +122,7 @@ class Ranks:
             self.messages.leave(error, raises=raises)
 
     def settle(self) -> None:
-        """Begin the steps of training. A failure is only reported, since no other rank would raise it."""
+        """Prepare for the steps of training. A failure is only reported, since no other rank would raise it."""
         if self.messages is None:
             return
         try:
@@ -143,7 +143,7 @@ class Ranks:
         if self.messages is not None:
             self.messages.close()
 
-    def _lost(self, doing: str, error: RanksLostError) -> None:
+    def _handle_lost_ranks(self, doing: str, error: RanksLostError) -> None:
         departure = error.departure
         if departure.raises and self._errors and self.messages is not None:
             kind = next((error for error in self._errors if error.__name__ == departure.kind), self._errors[0])
@@ -153,10 +153,10 @@ class Ranks:
     # ------------------------------------------------------------------ exchanges
 
     def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
-        """Return the entries of all ranks without duplicates. ``kind`` is equal on all ranks, here and below."""
+        """Return the entries of all ranks, without duplicates; ``kind`` must be equal on all ranks."""
         own = list(entries)
         why = f"to broadcast {kind}"
-        return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why, of), own)
+        return self._exchange(f"exchanging {kind}", lambda messages: messages.pool(own, kind, why, of), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
         def added(messages: Messages) -> list[float]:
@@ -167,7 +167,7 @@ class Ranks:
         return self._exchange(f"exchanging {kind}", added, list(numbers))
 
     def largest(self, numbers: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.float64] | None:
-        """Return the maximum of each number over all ranks; None without other ranks, or if a rank is lost."""
+        """Return the maximum of each number over all ranks; None without other ranks, or if they disconnect."""
 
         def merged(messages: Messages) -> npt.NDArray[np.float64] | None:
             largest = numbers.copy()
@@ -186,14 +186,14 @@ class Ranks:
         try:
             return exchange(self.messages)
         except RanksLostError as error:
-            self._lost(doing, error)
+            self._handle_lost_ranks(doing, error)
             return own
 
-    def still_together(self) -> bool:
+    def check_connected(self) -> bool:
         self.any("agreement", "judging", own=False)
-        return not self.several or self.are_together
+        return not self.several or self.are_connected
 
-    def put_note(self, *, note: bool) -> None:
+    def request_check(self, *, note: bool) -> None:
         self._note = note
         self.request(check=note)
 
@@ -203,24 +203,24 @@ class Ranks:
         return requested is not None and requested.losses
 
     def request(self, **requests: bool) -> None:
-        """Send requests, of the fields of :class:`Requests`, with the values of this step."""
+        """Set fields of :class:`Requests`, which are sent with the values of this step."""
         if self.messages is not None:
             self.messages.requests = self.messages.requests._replace(**requests)
             self.messages.requested = None
 
-    def noted(self, *, asks: bool) -> bool:
-        """Return whether any rank wants a check. In a step without values, a message is sent only with ``asks``."""
+    def check_requested(self, *, send: bool) -> bool:
+        """Return whether a rank requests a check. In a step without values, ``send`` sends an extra message."""
         if not self.several:
             return self._note
         if self.messages is None or not self.messages.is_open:
             return False
-        if self.messages.requested is None and asks:
+        if self.messages.requested is None and send:
             check = self.any("notes", "to check whether precision has changed", own=self._note)
             self.messages.requested = Requests(check=check)
-        return bool(self.messages.requested and self.messages.requested.check) and self.are_together
+        return bool(self.messages.requested and self.messages.requested.check) and self.are_connected
 
     def stop_together(self, *, own: bool) -> bool:
-        """Return whether all ranks stop now. Requests are sent with the next values; all receive them in one step."""
+        """Return whether all ranks stop now. A request is sent with the next values, so all get it in the same step."""
         if not self.several:
             return own
         if self.messages is None or not self.messages.is_open:
@@ -229,7 +229,7 @@ class Ranks:
         return bool(self.messages.requested and self.messages.requested.stop)
 
     def differing(self, numbers: Sequence[int], kind: str) -> dict[int, tuple[int, ...]]:
-        """Return rank -> its numbers, if the ranks differ. A float64 must hold each number."""
+        """Return rank -> numbers if the ranks differ, else an empty mapping. float64 must represent the numbers."""
         own = [*numbers, *(-number for number in numbers)]
 
         def by_rank(messages: Messages) -> dict[int, tuple[int, ...]]:

@@ -85,9 +85,9 @@ def statistics_command(
 
 
 def _options(name: str, request: Request) -> tuple[tuple[str, ...], str]:
-    from te_precision_callbacks.statistics.table import BLOCKWISE, OF_GEMMS
+    from te_precision_callbacks.statistics.table import BLOCKWISE, GEMM_SOURCES
 
-    if request.statistic.of in OF_GEMMS:
+    if request.statistic.source in GEMM_SOURCES:
         return ("LogGemmError",), "gemms: [fprop, dgrad, wgrad]"
     if blocks := request.blocks:
         return ("LogTensorStats",), f"stats: [{BLOCKWISE}: {{block_size: {blocks.size}, dims: {blocks.dims}}}]"

@@ -16,7 +16,7 @@ from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
-from te_precision_callbacks.runs.answers import is_loss_of_training, loss_first
+from te_precision_callbacks.runs.answers import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.series import Family
 
@@ -59,7 +59,7 @@ class DivergingLoss(Judge):
         yield from ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        losses = [name for name in loss_first(values) if is_loss_of_training(name) and math.isfinite(values[name])]
+        losses = [name for name in loss_first(values) if is_training_loss(name) and math.isfinite(values[name])]
         if losses:
             self.note_data(iteration)
         for name in losses:

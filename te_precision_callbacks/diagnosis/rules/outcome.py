@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.runs.answers import broken_in_short, ended_by
+from te_precision_callbacks.runs.answers import ended_by, summarize_broken_contract
 from te_precision_callbacks.sinks.step_records import Event
 
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
@@ -36,7 +36,7 @@ class BrokenContract(Judge):
         if event.kind == "contract_judged":
             self.applies = self.judged = True
             if event.severity != "info":
-                yield Sighting((), "", "", broken_in_short(event.text).rstrip("."), event.iteration)
+                yield Sighting((), "", "", summarize_broken_contract(event.text).rstrip("."), event.iteration)
 
 
 class FailedObservation(Judge):

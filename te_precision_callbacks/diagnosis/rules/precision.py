@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from te_precision_callbacks.base.counts import by_key, many
+from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.layers.folding import form_of, in_sentence, numbers_of
+from te_precision_callbacks.layers.folding import fold_for_sentence, form_of, numbers_of
 from te_precision_callbacks.sinks.step_records import Event
 
 LEAST_STEPS = 3
@@ -38,7 +38,7 @@ class Hole(Judge):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         yield from self._left_low_precision(facts)
         ran = (layer for layer in facts.layers.values() if layer.reasons or layer.low)
-        forms = by_key((form_of(layer.name), layer) for layer in ran)
+        forms = group_by_key((form_of(layer.name), layer) for layer in ran)
         self.judged |= bool(forms)
         for unordered in forms.values():
             alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
@@ -52,15 +52,15 @@ class Hole(Judge):
                 continue
             if len(low) < LEAST_LOW or len(holes) >= len(low):
                 continue
-            for reason, names in by_key((layer.reasons["fprop"], layer.name) for layer in holes).items():
-                count = f"{len(low)} similar layers are in low precision, such as {in_sentence(low[0].name)}"
+            for reason, names in group_by_key((layer.reasons["fprop"], layer.name) for layer in holes).items():
+                count = f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0].name)}"
                 seen = f"ran in high precision: {_describe_reason(*reason)}; {count}"
                 yield Sighting(tuple(names), "", "", seen, None, key=f"{form_of(names[0])} {reason[0]}")
 
     def _left_low_precision(self, facts: Facts) -> Iterator[Sighting]:
         left = [layer for layer in facts.layers.values() if layer.name in self._low and _is_hole(layer)]
         self._low |= {layer.name for layer in facts.layers.values() if "fprop" in layer.low}
-        groups = by_key(((layer.reasons["fprop"], layer.since), layer.name) for layer in left)
+        groups = group_by_key(((layer.reasons["fprop"], layer.since), layer.name) for layer in left)
         for (reason, since), names in groups.items():
             seen = f"ran in high precision after steps in low precision: {_describe_reason(*reason)}"
             yield Sighting(tuple(names), "", "", seen, since, key=f"left {reason[0]} {since}")

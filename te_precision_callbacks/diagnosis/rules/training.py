@@ -13,7 +13,7 @@ from te_precision_callbacks.base.counts import some_of
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.runs.answers import is_loss, is_loss_of_training, loss_first, words_of
+from te_precision_callbacks.runs.answers import is_loss, is_training_loss, loss_first, words_of
 
 WINDOW, OF_MEAN, MEANS = 30, 8, (1, 8, 64, 512)
 """Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
@@ -76,7 +76,7 @@ class NonfiniteLoss(Judge):
         yield from ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        losses = [name for name in values if is_loss_of_training(name)]
+        losses = [name for name in values if is_training_loss(name)]
         self._has_unfiltered |= UNFILTERED in values
         if losses:
             self.note_data(iteration)

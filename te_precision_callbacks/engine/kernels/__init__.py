@@ -2,8 +2,7 @@
 
     add([Pending(tensor, codes, scale_inv, False, places)], sums, maxima)           # merged into these vectors
 
-The columns are those of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, without
-waiting for it.
+The columns (:mod:`te_precision_callbacks.engine.kernels.columns`) are on the tensor's device; nothing waits for it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
 
     Args:
         pending: tensors on one device: float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
-        sums: float64, 1-D, on the device of the tensors; the sums and counts are added.
-        maxima: the same; maxima are taken.
+        sums: float64, 1-D, on the device of the tensors; sums and counts are added to it.
+        maxima: float64, 1-D, on the same device; merged by maximum.
     """
     if torch.is_grad_enabled():
         with torch.no_grad():
@@ -55,7 +54,7 @@ def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: tor
 def _pass_for(values: torch.Tensor) -> Pass:
     if values.device.type == "cuda" and values.element_size() <= 4:
         return _on_gpu
-    if native.takes(values):
+    if native.accepts(values):
         return native.add
     return eager.add
 
@@ -67,17 +66,17 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
     try:
         from te_precision_callbacks.engine.kernels import triton_blocks, triton_kernel
 
-        for together in triton_kernel.grouped([tensor for tensor in pending if tensor.in_blocks is None]):
-            triton_kernel.add_together(together, sums, maxima)
+        for together in triton_kernel.group_by_launch([tensor for tensor in pending if tensor.in_blocks is None]):
+            triton_kernel.add_group(together, sums, maxima)
             left = [tensor for tensor in left if not any(tensor is done for done in together)]
         while left:
             triton_blocks.add(left[0], sums, maxima)
             del left[0]
     except (TypeError, ValueError, torch.OutOfMemoryError):
-        raise  # not the kernel's fault
+        raise  # not caused by the kernel
     except Exception as error:
         if is_lost(error):
-            raise  # nor is this: nothing can run on the GPU any more
+            raise  # nothing can run on this GPU any more
         _on_gpu = eager.add
         logger.warning(
             "Statistics on the GPU use plain torch operations, which are slower but give the same results: the"

@@ -1,6 +1,6 @@
 """Columns of one pass over a tensor, all float64.
 
-Sums and counts merge over micro-batches and ranks by addition, extremes by maximum, so minima are negated. Every column
+Micro-batches and ranks merge sums and counts by addition, and extremes by maximum, so minima are negated. Every column
 except ``nonfinite`` ignores inf and nan.
 """
 
@@ -50,7 +50,7 @@ RANGE_MAXIMA = ("range_max", "negated_range_min")
 
 EXPONENT_BINS = 256
 """Bin e counts the finite x != 0 with biased float32 exponent e: 2^(e-127) <= abs(x) < 2^(e-126) for e from 1 to 254.
-Bin 0 has numbers below 2^-126; bin 255 those of float64 from 2^128 on.
+Bin 0 has magnitudes below 2^-126; bin 255 has float64 magnitudes of 2^128 and more.
 """
 
 NOTHING = -math.inf
@@ -58,7 +58,7 @@ NOTHING = -math.inf
 
 
 class ColumnPlaces(NamedTuple):
-    """Offsets of a measurement's columns in the vectors of sums and maxima; -1: not measured."""
+    """Offsets of a measurement's columns in the vectors of sums and maxima; -1 if not measured."""
 
     moments: int = -1
     maxima: int = -1
@@ -69,7 +69,7 @@ class ColumnPlaces(NamedTuple):
 
 
 class BlockPlaces(NamedTuple):
-    """Offsets as in :class:`ColumnPlaces`, of columns that only a block-scaled tensor has."""
+    """Offsets of the columns that only a block-scaled tensor has; -1 if not measured."""
 
     limits: int = -1
     losses: int = -1
@@ -79,13 +79,13 @@ class BlockPlaces(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InBlocks:
+class BlockScaledTensor:
     """A block-scaled tensor.
 
     Attributes:
-        part: one direction of the tensor.
-        block: rows and columns that share a scale. Square blocks of MXFP8 and NVFP4 store the scale again for each row
-            or column.
+        part: the rowwise or the columnwise data of the tensor.
+        block: numbers of rows and columns that share a scale. Square blocks of MXFP8 and NVFP4 store the scale again
+            for each row or column.
     """
 
     part: Stored
@@ -129,7 +129,7 @@ class Pending(NamedTuple):
         codes: uint8, the FP8 codes in the shape of ``values``, if any.
         scale_inv: float32, one element: the factor from decoded code to value.
         e5m2: whether the codes are E5M2, not E4M3.
-        in_blocks: the block-scaled tensor, instead of ``codes`` and ``scale_inv``.
+        in_blocks: instead of ``codes`` and ``scale_inv``.
     """
 
     values: torch.Tensor
@@ -137,12 +137,12 @@ class Pending(NamedTuple):
     scale_inv: torch.Tensor | None
     e5m2: bool
     places: ColumnPlaces
-    in_blocks: InBlocks | None = None
+    in_blocks: BlockScaledTensor | None = None
     of_blocks: BlockPlaces = BlockPlaces()
 
 
 class Layout(NamedTuple):
-    """Vectors of a single measurement, without gaps; ``sums`` and ``maxima`` are their lengths."""
+    """Layout of a single measurement's vectors, without gaps; ``sums`` and ``maxima`` are the lengths."""
 
     places: ColumnPlaces
     sums: int
@@ -150,10 +150,10 @@ class Layout(NamedTuple):
 
 
 def layout(*, codes: bool, histogram: bool) -> Layout:
-    """Return the vectors of a measurement.
+    """Return the layout of a measurement.
 
-    The sums are MOMENT_SUMS, COMPARISON_SUMS and SCALE_SUMS of codes, EXPONENT_BINS counts; the maxima are MAXIMA, and
-    SCALE_MAXIMA of codes.
+    Sums: MOMENT_SUMS; with ``codes`` COMPARISON_SUMS and SCALE_SUMS; with ``histogram`` EXPONENT_BINS counts. Maxima:
+    MAXIMA; with ``codes`` SCALE_MAXIMA.
     """
     compared = len(MOMENT_SUMS)
     scales = compared + len(COMPARISON_SUMS)

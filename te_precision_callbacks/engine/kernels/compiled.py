@@ -1,8 +1,8 @@
-"""Simulated recipes and block statistics on a CPU by ``torch.compile``: each input is read once.
+"""Simulated recipes and block statistics on a CPU by ``torch.compile``, which reads each input once.
 
-A kernel for each function and combination of dtypes is compiled for the first tensor of at least :data:`SMALLEST`
-elements (some seconds each, cached on disk by Inductor), once plain torch has measured :data:`PAYS_FROM` elements.
-Without a C++ compiler, plain torch does everything, which is logged once.
+Tensors of at least :data:`SMALLEST` elements are measured by compiled kernels, once plain torch has measured
+:data:`PAYS_FROM` elements. Each function and combination of dtypes is compiled once, in some seconds; Inductor caches
+the kernel on disk. Without a C++ compiler, plain torch measures everything, which is logged once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from te_precision_callbacks.base.compiling import say_not_compiled
+from te_precision_callbacks.base.compiling import warn_not_compiled
 from te_precision_callbacks.engine.kernels import eager
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ SMALLEST = 16_384
 """Minimum number of elements for the compiled pass."""
 
 PAYS_FROM = 2**31
-"""Elements measured in plain torch before a kernel is compiled: about as long as compiling takes."""
+"""Number of elements measured in plain torch before kernels are compiled, which takes about as long."""
 
 _PIECE = 2**22
 """Elements per call of a compiled kernel. If torch runs it as plain operations, for example under
@@ -40,18 +40,18 @@ _in_plain_torch = 0
 """Elements measured in plain torch that the compiled pass could have measured."""
 
 
-def takes(values: torch.Tensor) -> bool:
+def accepts(values: torch.Tensor) -> bool:
     """Return whether the compiled pass applies: a large CPU tensor, and no earlier failure.
 
-    Tensor subclasses are excluded, since dynamo may not support them, and so are dispatch modes: under one, torch
-    compiles nothing, and never again the functions called meanwhile.
+    Excludes tensor subclasses, which dynamo may not support, and calls under a dispatch mode: torch does not compile
+    there, and never compiles a function later that it called there.
     """
     if _failed or _in_plain_torch < PAYS_FROM or not _could_take(values):
         return False
     return _get_current_dispatch_mode() is None and _has_compiler()
 
 
-def leaves(values: torch.Tensor) -> None:
+def count_uncompiled(values: torch.Tensor) -> None:
     global _in_plain_torch
     if _could_take(values):
         _in_plain_torch += values.numel()
@@ -68,32 +68,33 @@ def _has_compiler() -> bool:
 
         cpp_builder.get_cpp_compiler()
     except Exception as error:
-        say_not_compiled(logger, "Statistics on the CPU are computed by plain torch operations", "thirty", error)
+        warn_not_compiled(logger, "Statistics on the CPU are computed by plain torch operations", "thirty", error)
         return False
     return True
 
 
 def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Split a matrix into pieces of rows that suit :func:`run`."""
-    size = _PIECE if takes(rows) else eager.piece_size(rows)
+    size = _PIECE if accepts(rows) else eager.piece_size(rows)
     return torch.split(rows, max(1, size // rows.shape[1]))
 
 
 def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
-    """Call ``function(rows, *others)``, compiled if :func:`takes` accepts ``rows``. Uncompiled if that fails, and for a
-    single row, for which torch would compile again.
+    """Call ``function(rows, *others)``, compiled if :func:`accepts` accepts ``rows``.
+
+    It runs uncompiled if compilation fails, and for a single row, since torch would recompile.
 
     Args:
         function: a function without branches on values; the same object in all calls, since it is compiled once per
             combination of dtypes.
         rows: a matrix; its shape may differ between calls.
     """
-    if takes(rows) and rows.shape[0] > 1:
+    if accepts(rows) and rows.shape[0] > 1:
         dtypes = tuple(tensor.dtype for tensor in (rows, *others))
         kernel = _kernels.get((function, dtypes))
         try:
             if kernel is None:
-                kernel = _kernels[function, dtypes] = _compiled(function)
+                kernel = _kernels[function, dtypes] = _compile(function)
             if not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")) and torch.is_autocast_cache_enabled():
                 return kernel(rows, *others)
             # torch recompiles if a guarded mode differs, so the modes are fixed here.
@@ -101,14 +102,14 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
                 return kernel(rows, *others)
         except Exception as error:
             _give_up(error)
-    leaves(rows)
+    count_uncompiled(rows)
     return function(rows, *others)
 
 
-def _compiled(function: Any) -> _Function:
-    """Compile the function with its own code object: torch gives up after 8 compilations of one code object.
+def _compile(function: Any) -> _Function:
+    """Compile a copy of the function with its own code object, since torch compiles a code object at most 8 times.
 
-    The 8 serve the caller's remaining modes: inference mode, number of threads, default dtype.
+    These 8 are left for modes of the caller: inference mode, number of threads, default dtype.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{len(_kernels)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
@@ -119,4 +120,4 @@ def _give_up(error: Exception) -> None:
     global _failed
     if not _failed:
         _failed = True
-        say_not_compiled(logger, "Statistics on the CPU are computed by plain torch operations", "thirty", error)
+        warn_not_compiled(logger, "Statistics on the CPU are computed by plain torch operations", "thirty", error)

@@ -1,7 +1,7 @@
-"""The pass in plain torch, in pieces whose temporaries fit the CPU cache.
+"""The pass in plain torch, in pieces small enough for the CPU cache.
 
-For any device, without a compiler. Squares and sums are float64: the square of a float32 is exact and cannot overflow,
-and a sum of raw squares still resolves a spread of 1e-5 of the mean.
+Runs on any device, without a compiler. Squares and sums are float64: the square of a float32 is exact and cannot
+overflow, and a sum of raw squares resolves a standard deviation of 1e-5 of the mean.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from te_precision_callbacks.engine.kernels.columns import (
 )
 
 PIECE = 65_536
-"""Elements of a piece on a CPU: a float64 temporary is 512 KiB. Larger pieces were several times slower, since their
-temporaries leave the cache and are mapped anew each time.
+"""Elements of a piece on a CPU: a float64 temporary is 512 KiB. Larger pieces were several times slower: their
+temporaries do not fit the cache, and are allocated again each time.
 """
 
 PIECE_ELSEWHERE = 2**22
-"""Elements of a piece on another device, where a piece costs some 30 kernel launches."""
+"""Elements of a piece on another device, where each piece takes some 30 kernel launches."""
 
 
 def piece_size(values: torch.Tensor) -> int:
     return PIECE if values.device.type == "cpu" else PIECE_ELSEWHERE
 
 
-def flattened(values: torch.Tensor) -> torch.Tensor:
-    """Flatten in any order; no copy of a tensor without gaps, such as a transpose."""
+def flatten(values: torch.Tensor) -> torch.Tensor:
+    """Flatten in any order, so that a dense tensor such as a transpose is not copied."""
     if not values.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(values):
         return values.as_strided((values.numel(),), (1,))
     return values.reshape(-1)
 
 
-def widened(values: torch.Tensor) -> torch.Tensor:
+def widen(values: torch.Tensor) -> torch.Tensor:
     """Convert to float32; float64 stays."""
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
@@ -52,7 +52,7 @@ def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         float64, [6, rows] and [3, rows].
     """
-    x = widened(values)
+    x = widen(values)
     zeroed = _finite_or(0.0, x)
     magnitude = zeroed.abs()
     wide = zeroed.to(torch.float64)
@@ -99,7 +99,7 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
     Returns:
         float64, [5, rows].
     """
-    x = widened(values)
+    x = widen(values)
     magnitude = x.abs()
     finite = magnitude < math.inf
     signal = torch.where(finite, x, 0.0).to(torch.float64)
@@ -134,7 +134,7 @@ def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def exponents(values: torch.Tensor) -> torch.Tensor:
     """EXPONENT_BINS counts of a tensor of any shape and float dtype: float64, [256]."""
-    x = widened(values.reshape(-1))
+    x = widen(values.reshape(-1))
     if x.dtype == torch.float64:
         bits = x.view(torch.int64) & 0x7FFFFFFFFFFFFFFF
         exponent = ((bits >> 52) - 1023 + 127).clamp(0, EXPONENT_BINS - 1).to(torch.int32)
@@ -148,7 +148,7 @@ def exponents(values: torch.Tensor) -> torch.Tensor:
 
 
 def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
-    """Count the integers 0 to ``number`` - 1; ``number`` itself is dropped. float64."""
+    """Count the integers 0 to ``number`` - 1, as float64; ``number`` itself is dropped."""
     counts = torch.zeros(number + 1, dtype=torch.float64, device=bins.device)
     if bins.device.type == "cpu":
         counts += torch.bincount(bins, minlength=number + 1)
@@ -166,12 +166,12 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
 
 
 _KEPT = ("maxima", "scale_maxima")
-"""Columns of :class:`Places` merged by maximum; the others are added."""
+"""Columns of :class:`ColumnPlaces` merged by maximum; the others are added."""
 
 
 def _columns(pending: Pending) -> dict[str, torch.Tensor]:
     values, codes, scale_inv, e5m2, places, *_ = pending
-    flat = flattened(values) if codes is None else values.reshape(-1)
+    flat = flatten(values) if codes is None else values.reshape(-1)
     number_format = E5M2 if e5m2 else E4M3
     flat_codes = None if codes is None else codes.reshape(-1)
     scale = None if scale_inv is None else scale_inv.reshape(())

@@ -1,9 +1,9 @@
 """Columns of a block-scaled tensor, in plain torch.
 
-    columns(in_blocks, tensor, {Of.QUANTIZED, Of.LOSSES})    # sums and maxima of each kind
+    columns(in_blocks, tensor, {StatisticSource.QUANTIZED, StatisticSource.LOSSES})    # sums and maxima of each kind
 
-For any device, without a compiler. Codes are decoded one band of rows at a time, so temporaries do not grow with the
-tensor.
+Runs on any device, without a compiler. Codes are decoded one band of rows at a time, so temporaries do not grow with
+the tensor.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks, padded
+from te_precision_callbacks.base.numerics.blocks import as_matrix, pad_to_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.engine.kernels import compiled, eager
-from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING, BlockPlaces, InBlocks, Pending
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    NOTHING,
+    BlockPlaces,
+    BlockScaledTensor,
+    Pending,
+)
 from te_precision_callbacks.statistics.names import Blocks
-from te_precision_callbacks.statistics.table import Of
+from te_precision_callbacks.statistics.table import StatisticSource
 
 SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
 """Summed columns, and maximum columns."""
 
 _BAND = 2**24
-"""Elements of a band, unless a row of blocks has more: 64 MiB decoded. A band costs some 100 operations."""
+"""Elements of a band, unless a row of blocks has more: 64 MiB decoded. A band takes some 100 operations."""
 
-_BY_BLOCK = frozenset({Of.LOSSES, Of.SCALES, Of.SCALE_LIMITS})
+_BY_BLOCK = frozenset({StatisticSource.LOSSES, StatisticSource.SCALES, StatisticSource.SCALE_LIMITS})
 
 _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
 
@@ -37,8 +43,8 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     if pending.in_blocks is None:
         raise ValueError("in_blocks: must be given.")
     places = destinations(pending)
-    for of, (found_sums, found_maxima) in columns(pending.in_blocks, pending.values.detach(), places).items():
-        at_sums, at_maxima = places[of]
+    for source, (found_sums, found_maxima) in columns(pending.in_blocks, pending.values.detach(), places).items():
+        at_sums, at_maxima = places[source]
         if found_sums is not None:
             sums.narrow(0, at_sums, len(found_sums)).add_(found_sums)
         if found_maxima is not None:
@@ -46,31 +52,35 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             torch.maximum(kept, found_maxima, out=kept)
 
 
-def destinations(pending: Pending) -> dict[Of, tuple[int, int]]:
-    """Requested kinds of block statistics, and the offsets of their sums and maxima; -1 for none."""
+def destinations(pending: Pending) -> dict[StatisticSource, tuple[int, int]]:
+    """Return the requested kinds of block statistics -> offsets of their sums and maxima, or -1."""
     whole, own = pending.places, pending.of_blocks
     places = {
-        Of.QUANTIZED: (whole.compared, -1),
-        Of.SCALES: (whole.scales, whole.scale_maxima),
-        Of.SCALE_LIMITS: (own.limits, -1),
-        Of.LOSSES: (own.losses, own.loss_maxima),
-        Of.RANGES: (own.ranges, own.range_maxima),
+        StatisticSource.QUANTIZED: (whole.compared, -1),
+        StatisticSource.SCALES: (whole.scales, whole.scale_maxima),
+        StatisticSource.SCALE_LIMITS: (own.limits, -1),
+        StatisticSource.LOSSES: (own.losses, own.loss_maxima),
+        StatisticSource.RANGES: (own.ranges, own.range_maxima),
     }
-    return {of: at for of, at in places.items() if max(at) >= 0}
+    return {source: at for source, at in places.items() if max(at) >= 0}
 
 
-def places_of(at: Callable[[Of], tuple[int, int]]) -> BlockPlaces:
-    """The inverse of :func:`destinations`; ``at`` has the offsets of the sums and maxima of each kind."""
-    (limits, _), losses, ranges = map(at, (Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES))
+def places_of(at: Callable[[StatisticSource], tuple[int, int]]) -> BlockPlaces:
+    """Inverse of :func:`destinations`: ``at`` returns the offsets of the sums and maxima of a kind."""
+    (limits, _), losses, ranges = map(
+        at, (StatisticSource.SCALE_LIMITS, StatisticSource.LOSSES, StatisticSource.RANGES)
+    )
     return BlockPlaces(limits=limits, losses=losses[0], ranges=ranges[0], loss_maxima=losses[1], range_maxima=ranges[1])
 
 
-def columns(tensor: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
+def columns(
+    tensor: BlockScaledTensor, values: torch.Tensor | None, wanted: Collection[StatisticSource]
+) -> dict[StatisticSource, SumsAndMaxima]:
     """Compute the columns of the wanted kinds.
 
     Args:
-        values: the tensor before quantization, any shape and float dtype, if it exists.
-        wanted: the kinds; without ``values``, only kinds of the scales.
+        values: the tensor before quantization, any shape and float dtype, if available.
+        wanted: without ``values``, only kinds of scales.
 
     Raises:
         ValueError: the tensors differ in size.
@@ -78,39 +88,44 @@ def columns(tensor: InBlocks, values: torch.Tensor | None, wanted: Collection[Of
     part, (down, along) = tensor.part, tensor.stored_again
     matrix = None if values is None else tensor.matrix(values)
     factors, scales = part.factors()[::down, ::along], part.block_scales()[::down, ::along]
-    merged: dict[Of, SumsAndMaxima] = {}
+    merged: dict[StatisticSource, SumsAndMaxima] = {}
     for of_rows, of_blocks in _bands(tensor):
-        band = matrix if matrix is None else in_blocks(matrix[of_rows], tensor.block)
+        band = matrix if matrix is None else split_into_blocks(matrix[of_rows], tensor.block)
         its_factors = factors[of_blocks].reshape(-1, 1)
         compared = occupied = None
-        if band is not None and (Of.QUANTIZED in wanted or Of.LOSSES in wanted):
-            elements = in_blocks(part.elements(of_rows), tensor.block, 0.0)
-            compared = _compared(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
+        if band is not None and (StatisticSource.QUANTIZED in wanted or StatisticSource.LOSSES in wanted):
+            elements = split_into_blocks(part.elements(of_rows), tensor.block, 0.0)
+            compared = _compare_blocks(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
         elif needs_blocks(wanted):
-            occupied = _occupied(in_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band)
+            occupied = _occupied(split_into_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band)
         its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *tensor.limits)
-        merged = _merged(merged, columns_of(wanted, compared, its_scales, occupied, band))
+        merged = _merge_columns(merged, columns_of(wanted, compared, its_scales, occupied, band))
     return merged
 
 
-def _bands(tensor: InBlocks) -> Iterator[tuple[slice, slice]]:
+def _bands(tensor: BlockScaledTensor) -> Iterator[tuple[slice, slice]]:
     (rows, row), height = tensor.part.matrix_shape, tensor.block[0]
     step = max(1, _BAND // max(1, height * row))
     for first in range(0, -(-rows // height), step):
         yield slice(first * height, (first + step) * height), slice(first, first + step)
 
 
-def _merged(merged: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> dict[Of, SumsAndMaxima]:
+def _merge_columns(
+    merged: dict[StatisticSource, SumsAndMaxima], more: dict[StatisticSource, SumsAndMaxima]
+) -> dict[StatisticSource, SumsAndMaxima]:
     return {
-        of: (_both(torch.add, merged[of][0], sums), _both(torch.maximum, merged[of][1], maxima))
-        if of in merged
+        source: (
+            _merge_optional(torch.add, merged[source][0], sums),
+            _merge_optional(torch.maximum, merged[source][1], maxima),
+        )
+        if source in merged
         else columns_of_kind
-        for of, columns_of_kind in more.items()
+        for source, columns_of_kind in more.items()
         for sums, maxima in (columns_of_kind,)
     }
 
 
-def _both(
+def _merge_optional(
     merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], first: torch.Tensor | None, other: torch.Tensor | None
 ) -> torch.Tensor | None:
     return other if first is None or other is None else merge(first, other)
@@ -129,11 +144,11 @@ class Scales(NamedTuple):
     high: float
 
 
-def needs_blocks(wanted: Collection[Of]) -> bool:
+def needs_blocks(wanted: Collection[StatisticSource]) -> bool:
     return not _BY_BLOCK.isdisjoint(wanted)
 
 
-def _compared(
+def _compare_blocks(
     blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor, number_format: FloatFormat, *, by_block: bool
 ) -> torch.Tensor:
     """COMPARISON_SUMS of blocks and decoded codes: [5, blocks], or [5, 1] over all blocks."""
@@ -141,7 +156,7 @@ def _compared(
     pieces = compiled.pieces(blocks)
     sizes = [len(piece) for piece in pieces]
     others = zip(torch.split(elements, sizes), torch.split(factors, sizes), strict=True)
-    return joined(
+    return join_comparisons(
         [compiled.run(function, piece, *other) for piece, other in zip(pieces, others, strict=True)], by_block
     )
 
@@ -155,39 +170,39 @@ def _comparison(number_format: FloatFormat, by_block: bool) -> Callable[..., tor
     return comparison
 
 
-def joined(compared: Sequence[torch.Tensor], by_block: bool) -> torch.Tensor:
+def join_comparisons(compared: Sequence[torch.Tensor], by_block: bool) -> torch.Tensor:
     return torch.cat(list(compared), 1) if by_block else torch.cat(list(compared), 1).sum(1, keepdim=True)
 
 
 def columns_of(
-    wanted: Collection[Of],
+    wanted: Collection[StatisticSource],
     compared: torch.Tensor | None,
     scales: Scales,
     occupied: torch.Tensor | None,
     blocks: torch.Tensor | None,
-) -> dict[Of, SumsAndMaxima]:
+) -> dict[StatisticSource, SumsAndMaxima]:
     """Compute the columns of the wanted kinds.
 
     Args:
-        compared: COMPARISON_SUMS, [5, blocks] if a kind needs each block.
-        occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` shows it.
+        compared: COMPARISON_SUMS, [5, blocks] if a kind needs single blocks, else [5, 1].
+        occupied: bool, [blocks]: true for a block with an element other than 0; None to derive it from ``compared``.
         blocks: [blocks, elements], before quantization; needed for the ranges.
     """
-    kinds: dict[Of, SumsAndMaxima] = {}
+    kinds: dict[StatisticSource, SumsAndMaxima] = {}
     if occupied is None and compared is not None and needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
-    # The factor of a block of zeros depends on the recipe alone.
+    # The scale of a block of zeros says nothing about the tensor: it follows from the recipe.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
-    if Of.SCALES in wanted:
-        kinds[Of.SCALES] = eager.scale_columns(factors)
-    if compared is not None and Of.QUANTIZED in wanted:
-        kinds[Of.QUANTIZED] = compared.sum(1), None
-    if compared is not None and Of.LOSSES in wanted:
-        kinds[Of.LOSSES] = _loss_columns(compared)
-    if Of.SCALE_LIMITS in wanted and occupied is not None:
-        kinds[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
-    if blocks is not None and Of.RANGES in wanted:
-        kinds[Of.RANGES] = range_columns(blocks)
+    if StatisticSource.SCALES in wanted:
+        kinds[StatisticSource.SCALES] = eager.scale_columns(factors)
+    if compared is not None and StatisticSource.QUANTIZED in wanted:
+        kinds[StatisticSource.QUANTIZED] = compared.sum(1), None
+    if compared is not None and StatisticSource.LOSSES in wanted:
+        kinds[StatisticSource.LOSSES] = _loss_columns(compared)
+    if StatisticSource.SCALE_LIMITS in wanted and occupied is not None:
+        kinds[StatisticSource.SCALE_LIMITS] = _limit_sums(scales, occupied), None
+    if blocks is not None and StatisticSource.RANGES in wanted:
+        kinds[StatisticSource.RANGES] = range_columns(blocks)
     return kinds
 
 
@@ -200,14 +215,14 @@ def _loss_columns(compared: torch.Tensor) -> SumsAndMaxima:
 
 def _limit_sums(scales: Scales, occupied: torch.Tensor) -> torch.Tensor:
     flushed = occupied & (scales.stored <= scales.low)
-    # Not "above the upper limit": a scale that is nan counts too.
+    # Negated, so that a scale of nan counts too.
     saturated = flushed | (occupied & ~(scales.stored < scales.high))
     number = torch.ones_like(occupied, dtype=torch.float64).sum()
     return torch.stack([number, saturated.sum(), flushed.sum(), number - occupied.sum()]).to(torch.float64)
 
 
 def limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """Largest magnitude of codes and factors; inf where the factor is 0, so everything underflows."""
+    """Largest magnitude that codes represent; inf where the factor is 0, where everything underflows."""
     return torch.where(factors == 0, math.inf, factors * number_format.max)
 
 
@@ -226,16 +241,16 @@ def range_columns(blocks: torch.Tensor) -> SumsAndMaxima:
 
 
 def largest_range(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Largest log2(max(abs(x)) / min(abs(x))) over the non-zero finite elements of any of the user's own blocks.
+    """Largest log2(max(abs(x)) / min(abs(x))) of a block, over its non-zero finite elements.
 
-    As ``max_blockwise_dynamic_range`` of Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py``),
+    Equals ``max_blockwise_dynamic_range`` of Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py``),
     except that a block at the edge may be partial, and non-finite elements are ignored.
 
     Args:
         values: any shape, any float dtype; the last dimension is a row.
 
     Returns:
-        float64, [1]; :data:`NOTHING` where no block has a non-zero finite element.
+        float64, [1]; :data:`NOTHING` if no block has a non-zero finite element.
     """
     matrix = as_matrix(values)
     if not matrix.numel():
@@ -250,7 +265,7 @@ def _largest_range(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     height = min(blocks.size, matrix.shape[0]) if blocks.dims == 2 else 1
     width = min(blocks.size, matrix.shape[1])
     # Padding zeros are ignored, like the tensor's own zeros.
-    whole = padded(matrix, (height, width), 0.0)
+    whole = pad_to_blocks(matrix, (height, width), 0.0)
     pieces = [compiled.run(_extremes, piece) for piece in compiled.pieces(whole.reshape(-1, width))]
     # Reduce rows first, without a transposed copy; then the rows of a tile.
     tiles = (whole.shape[0] // height, height, whole.shape[1] // width)
@@ -267,6 +282,6 @@ def _log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tenso
 
 def _extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Largest magnitude of each row, or 0; and smallest above 0, or inf."""
-    magnitude = eager.widened(pieces).abs()
+    magnitude = eager.widen(pieces).abs()
     counted = (magnitude > 0) & (magnitude < math.inf)
     return torch.where(counted, magnitude, 0.0).amax(1), torch.where(counted, magnitude, math.inf).amin(1)

@@ -1,6 +1,6 @@
-"""The pass on a CPU, in C++: each element is read once, in the processor's vectors; plain torch without a compiler.
+"""The pass on a CPU in C++, vectorized, which reads each element once. Without a compiler, plain torch is used.
 
-A call takes some microseconds where plain torch calls thirty operations, so small tensors gain most.
+A call takes some microseconds, where plain torch calls thirty operations, so small tensors gain most.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ ONE_PASS = CppFile(
 )
 
 
-def takes(values: torch.Tensor) -> bool:
+def accepts(values: torch.Tensor) -> bool:
     """Return whether C++ can read the tensor: plain, on the CPU, of a supported dtype."""
     could = type(values) is torch.Tensor and values.dtype in _DTYPES and values.device.type == "cpu"
     return could and ONE_PASS.is_compiled()
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """As :func:`te_precision_callbacks.engine.kernels.add`, for tensors that :func:`takes` accepts.
+    """As :func:`te_precision_callbacks.engine.kernels.add`, for tensors that :func:`accepts` accepts.
 
-    Calls no operation of torch for a tensor without gaps.
+    For a dense tensor it calls no torch operation.
     """
     for values, codes, scale_inv, e5m2, places, *_ in pending:
-        # Checking for gaps costs less than a torch operation that does nothing.
+        # The check is cheaper than a torch operation that does nothing.
         if not values.is_contiguous():
-            values = (eager.flattened(values) if codes is None else values).contiguous()
+            values = (eager.flatten(values) if codes is None else values).contiguous()
         codes_format, at_codes, at_factor = 0, None, None
         if codes is not None and scale_inv is not None:
             codes, factor = codes.contiguous(), scale_inv.to(torch.float32)

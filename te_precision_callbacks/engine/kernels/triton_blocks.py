@@ -1,4 +1,4 @@
-"""Columns of a tensor and its block-scaled form from one pass, in Triton.
+"""Columns of a tensor and its block-scaled form, from one pass in Triton.
 
     triton_blocks.add(pending, sums, maxima)    # a Pending with in_blocks
 
@@ -7,10 +7,10 @@ transpose. Counts and extremes are exact; sums have the error bounds of
 :mod:`~te_precision_callbacks.engine.kernels.triton_parts`. Scales and dynamic ranges of blocks are computed and added
 in float64.
 
-A program takes tiles of 16 x 128 elements of the codes' matrix, or as many stacked tiles as a block has; a thread has
-16 elements of each. A block is reduced in each thread, then among its threads, which all have the result; totals take
-the first thread's. (Triton up to 3.6 adds a result shared by several threads from the wrong threads.) Exponents are
-counted in registers and added by integer atomics, so the order of additions does not matter.
+A program reads tiles of 16 x 128 elements of the codes' matrix, or several stacked tiles if a block is higher. Each
+thread has 16 elements of a tile. A block is reduced in each thread, then among its threads. All of them get the result,
+and totals use only the first thread's. (Triton up to 3.6 sums a result shared by several threads from the wrong
+threads.) Exponents are counted in registers and added by atomics; counts are integers, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from te_precision_callbacks.engine.kernels.columns import (
     SCALE_MAXIMA,
     SCALE_SUMS,
     BlockPlaces,
+    BlockScaledTensor,
     ColumnPlaces,
-    InBlocks,
     Pending,
 )
 from te_precision_callbacks.engine.kernels.triton_parts import (
@@ -54,7 +54,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     is_finite,
     jit,
     loadable,
-    merged_rows,
+    merge_rows,
     program_count,
     raise_at,
     store_comparison,
@@ -86,13 +86,13 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     in :func:`te_precision_callbacks.engine.kernels.eager_blocks.columns`.
 
     Args:
-        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. Strides other than a matrix's
-            cost a contiguous copy.
+        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if their strides are
+            not a matrix's.
         sums, maxima: float64, 1-D, on the device of the tensor.
 
     Raises:
         TypeError: another dtype.
-        ValueError: the tensor and its quantized form differ in shape or device, or there is none.
+        ValueError: the tensor and its quantized form differ in shape or device, or ``in_blocks`` is missing.
     """
     values, quantized = pending.values.detach(), pending.in_blocks
     if quantized is None:
@@ -106,7 +106,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     matrix = quantized.matrix(values)
     if not matrix.numel():
         return
-    # Follow the tensor's memory order: it is larger than its codes, which a transpose has in columns then.
+    # Follow the memory order of the tensor, which is larger than its codes. A transposed tensor has them in columns.
     turned = matrix.stride(0) == 1 != matrix.stride(1)
     matrix = matrix.t() if turned else matrix
     height, width = quantized.block[::-1] if turned else quantized.block
@@ -121,7 +121,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     counts = torch.zeros(bins, dtype=torch.float64, device=values.device) if bins else None
     matrix, decoding = loadable(matrix)
     vector = BYTES_PER_LOAD // matrix.element_size()
-    if width == 1:  # each column of a thread has its own results
+    if width == 1:  # each column of a thread is in another block
         vector = min(vector, _COLUMN_VECTOR)
     memory = quantized.part.scale_memory
     compares = places.compared >= 0 or own.losses >= 0
@@ -146,7 +146,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             MOMENTS=max(places.moments, places.maxima) >= 0,
             LOSSES=max(own.losses, own.loss_maxima) >= 0,
             LIMITS=own.limits >= 0,
-            OF_SCALES=places.scales >= 0,
+            SCALE_SOURCES=places.scales >= 0,
             RANGES=own.ranges >= 0,
             EXPONENTS=bins > 0,
             STEPS=tile_rows // _TILE_ROWS,
@@ -179,8 +179,8 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         )
 
 
-def _quantized(found: InBlocks, *, compares: bool) -> tuple[torch.Tensor | None, ...]:
-    part, memory = found.part, found.part.scale_memory
+def _quantized(tensor: BlockScaledTensor, *, compares: bool) -> tuple[torch.Tensor | None, ...]:
+    part, memory = tensor.part, tensor.part.scale_memory
     scales = memory.matrix.contiguous() if memory.swizzled else memory.matrix
     return part.codes if compares else None, scales, part.amax
 
@@ -189,10 +189,10 @@ def _turned(pair: Sequence[int], turned: bool) -> Sequence[int]:
     return pair[::-1] if turned else pair
 
 
-def _formats(found: InBlocks, *, compares: bool, turned: bool) -> dict[str, Any]:
-    part, memory = found.part, found.part.scale_memory
-    low, high = found.limits
-    down, along = _turned(found.stored_again, turned)
+def _formats(tensor: BlockScaledTensor, *, compares: bool, turned: bool) -> dict[str, Any]:
+    part, memory = tensor.part, tensor.part.scale_memory
+    low, high = tensor.limits
+    down, along = _turned(tensor.stored_again, turned)
     return {
         "CODES": part.element_format.name.lower() if compares else "",
         "LARGEST": part.element_format.max,
@@ -246,7 +246,7 @@ def _measure(
     MOMENTS: tl.constexpr,  # wanted kinds
     LOSSES: tl.constexpr,
     LIMITS: tl.constexpr,
-    OF_SCALES: tl.constexpr,
+    SCALE_SOURCES: tl.constexpr,
     RANGES: tl.constexpr,
     EXPONENTS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -263,8 +263,7 @@ def _measure(
     """Write row ``program_id`` of ``partials`` (``COLUMNS`` sums and counts, ``EXTREMES`` maxima), and add to
     ``counts``.
 
-    A step has [ROWS, THREADS, VECTOR] elements: thread t has one row and VECTOR columns, and the same of each LANE_ROWS
-    rows below.
+    A step has [ROWS, THREADS, VECTOR] elements: a thread has VECTOR columns of ROWS rows, which are LANE_ROWS apart.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -336,18 +335,18 @@ def _measure(
         largest = tl.where(factor == 0.0, float("inf"), factor * LARGEST)
 
         # Per block and thread, the inputs of the columns.
-        inside = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        finite_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        underflows_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        overflows_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        largest_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        above_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR).to(tl.uint32)
+        inside = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        finite_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        underflows_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        overflows_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        largest_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        above_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR).to(tl.uint32)
         for first_row in range(top, tl.minimum(top + tile_rows * STEPS, row_count), tile_rows):
             seen += tl.minimum(row_count - first_row, tile_rows) * tl.minimum(column_count - left, tile_columns)
             row = first_row + row_in_tile
             mask = (row < row_count) & (column < column_count)
             offset = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-            # Elements beyond the end load as non-finite, so whatever excludes inf and NaN excludes them.
+            # Elements beyond the end load as non-finite, so that they are excluded like inf and NaN.
             x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
             count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
                 x, ROWS * VECTOR, SMALLEST_PLAIN, LARGEST_PLAIN
@@ -388,7 +387,7 @@ def _measure(
 
             if LOSSES or LIMITS:
                 inside = tl.maximum(inside, _in_thread(mask.to(tl.int32), True, HEIGHT, WIDTH))
-            if OF_SCALES or LIMITS or RANGES:
+            if SCALE_SOURCES or LIMITS or RANGES:
                 magnitude = tl.where(is_finite(x), x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
                 largest_here = tl.maximum(largest_here, _in_thread(magnitude, True, HEIGHT, WIDTH))
                 if RANGES:
@@ -406,18 +405,18 @@ def _measure(
             # The larger of two shares, without a division: neither product exceeds 2^28.
             is_worse = lost * worst_of > worst * compared
             worst, worst_of = tl.where(is_worse, lost, worst), tl.where(is_worse, compared, worst_of)
-        if OF_SCALES or LIMITS or RANGES:
+        if SCALE_SOURCES or LIMITS or RANGES:
             upper = _in_block(largest_here, True, HEIGHT, WIDTH, LANE_ROWS, GROUP)
             occupied = upper > 0
         if LIMITS:
             in_memory = _of_block(stored, has_scale, HEIGHT, WIDTH, LANE_ROWS, GROUP)
             is_flushed = occupied & (in_memory <= LOW)
-            # Not "above the upper limit": a scale that is nan counts too.
+            # Negated, so that a scale of nan counts too.
             is_saturated = is_flushed | (occupied & ((in_memory < HIGH) == 0))
             zero_count += (is_block & (occupied == 0)).to(tl.int32)
             flushed_count += is_flushed.to(tl.int32)
             saturated_count += is_saturated.to(tl.int32)
-        if OF_SCALES:
+        if SCALE_SOURCES:
             scale = _of_block(factor, has_scale, HEIGHT, WIDTH, LANE_ROWS, GROUP)
             counted = occupied & (scale > 0.0) & (scale < float("inf"))
             wide = tl.where(counted, scale, 0.0).to(tl.float64)
@@ -444,7 +443,7 @@ def _measure(
         store_extremes(maxima, maximum, negated_min, above_zero)
     if CODES != "":
         store_comparison(sums + 6, finite_total, underflow_count, overflow_count, error_square_sum, square_total)
-    if OF_SCALES:
+    if SCALE_SOURCES:
         tl.store(sums + 11, total_of(tl.where(leads, scale_count, 0)))
         tl.store(sums + 12, total_of(tl.where(leads, scale_sum, 0)))
         tl.store(sums + 13, total_of(tl.where(leads, scale_square_sum, 0)))
@@ -494,11 +493,11 @@ def _merge(
     ROWS: tl.constexpr,
     BINS: tl.constexpr,  # of exponents; 0 if not counted
 ) -> None:
-    """Merge the rows of ``partials``; a second program, where exponents are counted, merges the counts."""
+    """Merge the rows of ``partials``; a second program merges the counts of exponents, if any."""
     part = tl.program_id(0)
     if part == 0:
         column = tl.arange(0, WIDTH)
-        total, largest = merged_rows(partials, 0, programs, column, COLUMNS, EXTREMES, ROWS)
+        total, largest = merge_rows(partials, 0, programs, column, COLUMNS, EXTREMES, ROWS)
         _add_to(sums, moments_at, total, column, 0, 6)
         _add_to(sums, compared_at, total, column, 6, 5)
         _add_to(sums, scales_at, total, column, 11, 3)
@@ -517,27 +516,27 @@ def _merge(
 
 @jit
 def _add_to(
-    sums: tl.tensor, place: tl.tensor, found: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
+    sums: tl.tensor, place: tl.tensor, tensor: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
 ) -> None:
-    """Add the columns from ``BEGIN`` on at a place, unless it is -1."""
+    """Add ``NUMBER`` columns from ``BEGIN`` on to ``sums`` at offset ``place``, unless it is -1."""
     base = tl.where(column >= 0, place, 0)
     kept = sums + base + column - BEGIN
-    add_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
+    add_at(kept, tensor, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
 
 
 @jit
 def _raise_to(
-    maxima: tl.tensor, place: tl.tensor, found: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
+    maxima: tl.tensor, place: tl.tensor, tensor: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
 ) -> None:
-    """As :func:`_add_to`, but with the maximum."""
+    """Like :func:`_add_to`, but merge by maximum."""
     base = tl.where(column >= 0, place, 0)
     kept = maxima + base + column - BEGIN
-    raise_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
+    raise_at(kept, tensor, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
 
 
 @jit
 def _swizzled(row: tl.tensor, column: tl.tensor, tile_stride: tl.tensor) -> tl.tensor:
-    """Return a scale's index in GEMM order: :mod:`te_precision_callbacks.base.numerics.layouts`."""
+    """Return a scale's index in swizzled memory (:mod:`te_precision_callbacks.base.numerics.layouts`)."""
     at = (row // 128).to(tl.int64) * tile_stride + (column // 4) * 512
     return at + ((row % 32) * 16 + row % 128 // 32 * 4 + column % 4)
 
@@ -556,7 +555,7 @@ def _decode_scale(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 @jit
 def _decode_e2m1(code: tl.tensor) -> tl.tensor:
-    """Decode an FP4 code exactly: its bits are a float32 of 2^-126 of the value."""
+    """Decode an FP4 code exactly: its bits form a float32 that is 2^-126 of the value."""
     bits = code.to(tl.int32)
     small = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
     return small * 8.507059173023462e37
@@ -574,7 +573,7 @@ def _log2_of_ratio(largest: tl.tensor, smallest: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _nothing(
+def _neutral(
     NUMBER: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -582,7 +581,7 @@ def _nothing(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> tl.tensor:
-    """A neutral number for each block of each thread, as from :func:`_in_thread`."""
+    """Return ``NUMBER`` for each block of each thread, in the shape of :func:`_in_thread`."""
     if HEIGHT == 1:
         neutral = tl.full([ROWS, THREADS], NUMBER, tl.int32)
     elif WIDTH == 1:
@@ -593,47 +592,47 @@ def _nothing(
 
 
 @jit
-def _reduced(tile: tl.tensor, AXIS: tl.constexpr, IS_MAX: tl.constexpr) -> tl.tensor:
+def _reduce(tile: tl.tensor, AXIS: tl.constexpr, IS_MAX: tl.constexpr) -> tl.tensor:
     return tl.max(tile, AXIS) if IS_MAX else tl.sum(tile, AXIS)
 
 
 @jit
 def _in_thread(tile: tl.tensor, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Sum or maximum of each thread's elements of a block."""
+    """Reduce each thread's elements of a block, by sum or maximum."""
     if HEIGHT == 1:
-        reduced = _reduced(tile, 2, IS_MAX)
+        reduced = _reduce(tile, 2, IS_MAX)
     elif WIDTH == 1:
-        reduced = _reduced(tile, 0, IS_MAX)
+        reduced = _reduce(tile, 0, IS_MAX)
     else:
-        reduced = _reduced(_reduced(tile, 2, IS_MAX), 0, IS_MAX)
+        reduced = _reduce(_reduce(tile, 2, IS_MAX), 0, IS_MAX)
     return reduced
 
 
 @jit
 def _in_block(
-    found: tl.tensor,
+    tensor: tl.tensor,
     IS_MAX: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Sum or maximum over the threads of a block, for each of them: [PARTS]."""
+    """Reduce over the threads of a block, by sum or maximum; each thread gets the result: [PARTS]."""
     if HEIGHT == 1:
-        rows: tl.constexpr = found.shape[0]
-        groups: tl.constexpr = found.shape[1] // GROUP
-        apart = tl.reshape(found, [rows, groups, GROUP])
-        blocks = _reduced(apart, 2, IS_MAX)[:, :, None]
+        rows: tl.constexpr = tensor.shape[0]
+        groups: tl.constexpr = tensor.shape[1] // GROUP
+        reshaped = tl.reshape(tensor, [rows, groups, GROUP])
+        blocks = _reduce(reshaped, 2, IS_MAX)[:, :, None]
     elif WIDTH == 1:
-        vector: tl.constexpr = found.shape[1]
-        lanes: tl.constexpr = found.shape[0] // LANE_ROWS
-        apart = tl.reshape(found, [LANE_ROWS, lanes, vector])
-        blocks = _reduced(apart, 0, IS_MAX)[None, :, :]
+        vector: tl.constexpr = tensor.shape[1]
+        lanes: tl.constexpr = tensor.shape[0] // LANE_ROWS
+        reshaped = tl.reshape(tensor, [LANE_ROWS, lanes, vector])
+        blocks = _reduce(reshaped, 0, IS_MAX)[None, :, :]
     else:
-        across: tl.constexpr = found.shape[0] // (LANE_ROWS * GROUP)
-        apart = tl.reshape(found, [LANE_ROWS, across, GROUP])
-        blocks = _reduced(_reduced(apart, 2, IS_MAX), 0, IS_MAX)[None, :, None]
-    return tl.reshape(tl.broadcast_to(blocks, apart.shape), [found.numel])
+        across: tl.constexpr = tensor.shape[0] // (LANE_ROWS * GROUP)
+        reshaped = tl.reshape(tensor, [LANE_ROWS, across, GROUP])
+        blocks = _reduce(_reduce(reshaped, 2, IS_MAX), 0, IS_MAX)[None, :, None]
+    return tl.reshape(tl.broadcast_to(blocks, reshaped.shape), [tensor.numel])
 
 
 @jit
@@ -653,7 +652,7 @@ def _of_block(
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Reduce a float32 of each element to one per block, by bits, so that nan survives: [blocks]."""
+    """Reduce float32 scales, equal within a block, to one per block: [PARTS]. Compares bits, so that nan survives."""
     bits = tl.where(there, scale.to(tl.int32, bitcast=True), -0x80000000)
     reduced = _in_thread(bits, True, HEIGHT, WIDTH)
     return _in_block(reduced, True, HEIGHT, WIDTH, LANE_ROWS, GROUP).to(tl.float32, bitcast=True)

@@ -4,8 +4,8 @@ Usage::
 
     from te_precision_callbacks.engine.kernels import triton_kernel
 
-    for together in triton_kernel.grouped([Pending(gradient, codes, scale_inv, True, places)]):
-        triton_kernel.add_together(together, sums, maxima)
+    for group in triton_kernel.group_by_launch([Pending(gradient, codes, scale_inv, True, places)]):
+        triton_kernel.add_group(group, sums, maxima)
 
 Runs on a GPU, and on CPU tensors if ``TRITON_INTERPRET=1`` was set before triton was imported. The host never waits for
 the device.
@@ -40,7 +40,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     exponent_counts,
     jit,
     loadable,
-    merged_rows,
+    merge_rows,
     program_count,
     raise_at,
     store_comparison,
@@ -52,14 +52,14 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
 )
 
 _MAX_DIMENSIONS = 5
-# In one tile, without and with codes: enough loads in flight to hide memory latency, and few enough for the registers
-# of programs that share a processor.
+# Elements of a tile per thread, without and with codes: enough loads in flight to hide the memory latency, but few
+# enough for the registers of all programs on a processor.
 _ELEMENTS_PER_THREAD = {False: 32, True: 16}
 
 _MOST_TOGETHER = 4
-"""Tensors per launch; a GEMM has three."""
+"""Maximum number of tensors per launch; a GEMM has three."""
 
-# These differ between tensors; without this, Triton would compile separate kernels.
+# Arguments that differ between tensors. If specialized, Triton would compile separate kernels.
 _BEGINS = ["begin1", "begin2", "begin3"]
 _NUMBERS = [
     *(f"end{tensor}" for tensor in range(_MOST_TOGETHER)),
@@ -70,13 +70,13 @@ _jit_of_tensors: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_special
 _jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_NUMBERS)
 
 
-def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
-    """Group tensors by launch: similar ones without gaps share one, up to :data:`_MOST_TOGETHER`.
+def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
+    """Group tensors by launch: up to :data:`_MOST_TOGETHER` similar dense tensors share a launch.
 
     Args:
-        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. More than 5 dimensions that
-            cannot be merged cost a contiguous copy. A quantized value is the decoded code times ``scale_inv``, in
-            float32; an element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv``.
+        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if more than 5
+            dimensions cannot be merged. A quantized value is the decoded code times ``scale_inv``, in float32. An
+            element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv``.
 
     Raises:
         TypeError: another dtype.
@@ -88,7 +88,11 @@ def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
         _check(tensor.values, tensor.codes, tensor.scale_inv)
         key = _shared_launch(tensor)
         group = None if key is None else open_groups.get(key)
-        if group is None or len(group) == _MOST_TOGETHER or any(_meet(tensor.places, other.places) for other in group):
+        if (
+            group is None
+            or len(group) == _MOST_TOGETHER
+            or any(_overlap(tensor.places, other.places) for other in group)
+        ):
             group = []
             groups.append(group)
             if key is not None:
@@ -97,12 +101,12 @@ def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
     return groups
 
 
-def _meet(places: ColumnPlaces, others: ColumnPlaces) -> bool:
+def _overlap(places: ColumnPlaces, others: ColumnPlaces) -> bool:
     return any(place == other >= 0 for place, other in zip(places, others, strict=True))
 
 
 def _shared_launch(one: Pending) -> tuple[object, ...] | None:
-    """Return the properties that tensors in one launch share; None for a tensor measured alone."""
+    """Return a key that is equal for tensors that can share a launch; None for a tensor that cannot."""
     values, codes = one.values, one.codes
     if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
         return None
@@ -114,11 +118,11 @@ def _shared_launch(one: Pending) -> tuple[object, ...] | None:
     return values.dtype, codes is None, one.e5m2, one.places.exponents >= 0
 
 
-def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure tensors of one launch, and their quantized values if any, and merge the results.
+def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Measure tensors in one launch, with their quantized values if any, and merge the results.
 
-    The result is bit-identical for the same tensors, strides and device, together or alone. A quantized value that is
-    inf or NaN makes ``error_square_sum`` inf or NaN, unless its element is not finite either.
+    The result is bit-identical for the same tensors, strides and device, in any grouping. A quantized value of inf or
+    NaN makes ``error_square_sum`` inf or NaN, unless the element before quantization is not finite either.
 
     Args:
         sums, maxima: float64, 1-D, on the device of the tensors.
@@ -147,13 +151,13 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
     partials = torch.empty((ends[-1], columns + extremes), dtype=torch.float64, device=values.device)
     code_name, largest = CODE_FORMATS[e5m2]
     alone = len(together) == 1
-    begins = _filled(ends[:-1], ends[-1])[:-1]
+    begins = _pad_arguments(ends[:-1], ends[-1])[:-1]
     with torch.cuda.device(values.get_device()):
         _measure[(ends[-1],)](
-            *_filled(elements, None if alone else elements[0]),
-            *_filled(all_codes, None if alone else all_codes[0]),
-            *_filled([tensor.scale_inv for tensor in together], None if alone else first.scale_inv),
-            *_filled([tensor.values.numel() for tensor in together], None if alone else values.numel()),
+            *_pad_arguments(elements, None if alone else elements[0]),
+            *_pad_arguments(all_codes, None if alone else all_codes[0]),
+            *_pad_arguments([tensor.scale_inv for tensor in together], None if alone else first.scale_inv),
+            *_pad_arguments([tensor.values.numel() for tensor in together], None if alone else values.numel()),
             *begins,
             partials,
             *[size for size, _, _ in inner],
@@ -179,8 +183,8 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
             partials,
             sums,
             maxima,
-            *_filled(ends, 0),
-            *[place for tensor in _filled(together, first) for place in tensor.places],
+            *_pad_arguments(ends, 0),
+            *[place for tensor in _pad_arguments(together, first) for place in tensor.places],
             COMPARED=at.compared,
             SCALES=at.scales,
             EXPONENTS=at.exponents,
@@ -192,7 +196,7 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
     return None
 
 
-def _filled(given: Sequence[Any], filling: Any) -> list[Any]:
+def _pad_arguments(given: Sequence[Any], filling: Any) -> list[Any]:
     return [*given, *[filling] * (_MOST_TOGETHER - len(given))]
 
 
@@ -220,8 +224,8 @@ def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Te
 def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[int, int, int]]:
     """Merge dimensions: (size, stride of values, stride of codes), outermost first.
 
-    Only the pairing of elements matters, so dimensions are sorted by stride: any dense tensor, transposed or not,
-    becomes one dimension of stride 1.
+    The order of elements does not matter, if values and codes have the same. Dimensions are therefore sorted by stride,
+    and any dense tensor, transposed or not, becomes one dimension of stride 1.
     """
     code_strides: Sequence[int] = [0] * values.dim() if codes is None else codes.stride()
     dimensions = [
@@ -238,7 +242,7 @@ def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[in
 
 @_jit_of_tensors
 def _measure(
-    # Up to four tensors; absent ones repeat the first, and no program takes them.
+    # Up to four tensors. Unused arguments repeat the first tensor, and no program reads them.
     values: tl.tensor,
     values1: tl.tensor,
     values2: tl.tensor,
@@ -260,7 +264,7 @@ def _measure(
     begin2: tl.tensor,
     begin3: tl.tensor,
     partials: tl.tensor,
-    # Sizes and strides, innermost first; the last of 5 needs no size, absent ones have 1 and 0.
+    # Sizes and strides, innermost first. The last of 5 dimensions needs no size; unused ones have size 1 and stride 0.
     size0: tl.tensor,
     size1: tl.tensor,
     size2: tl.tensor,
@@ -301,14 +305,14 @@ def _measure(
     programs = tl.num_programs(0)
     if not ALONE:
         which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
-        begin = _chosen(which, 0, begin1, begin2, begin3)
-        programs = _chosen(which, begin1, begin2, begin3, programs) - begin
+        begin = _select(which, 0, begin1, begin2, begin3)
+        programs = _select(which, begin1, begin2, begin3, programs) - begin
         program -= begin
-        values = tl.multiple_of(_chosen(which, values, values1, values2, values3), 16)
-        numel = tl.multiple_of(_chosen(which, numel, numel1, numel2, numel3), 16)
+        values = tl.multiple_of(_select(which, values, values1, values2, values3), 16)
+        numel = tl.multiple_of(_select(which, numel, numel1, numel2, numel3), 16)
         if CODES != "":
-            codes = tl.multiple_of(_chosen(which, codes, codes1, codes2, codes3), 16)
-            scale_inv = _chosen(which, scale_inv, scale_inv1, scale_inv2, scale_inv3)
+            codes = tl.multiple_of(_select(which, codes, codes1, codes2, codes3), 16)
+            scale_inv = _select(which, scale_inv, scale_inv1, scale_inv2, scale_inv3)
 
     run: tl.constexpr = THREADS * VECTOR
     row = (tl.arange(0, ROWS) * run)[:, None, None].to(tl.int64)
@@ -337,7 +341,7 @@ def _measure(
         seen += tl.minimum(numel - first, tile)
         index = first + row + lane
         mask = index < numel
-        # Divisions dominate the cost of several dimensions: a run within one row needs one for all.
+        # Divisions dominate the cost with several dimensions; a run within a row needs one for all of its elements.
         divided = first + row if WHOLE_RUNS else index
         if SMALL:
             divided = divided.to(tl.int32)
@@ -345,7 +349,7 @@ def _measure(
         if WHOLE_RUNS:
             offset += lane.to(tl.int64) * stride0
 
-        # Elements beyond the end load as non-finite, so whatever excludes inf and NaN excludes them.
+        # Elements beyond the end load as non-finite, so that they are excluded like inf and NaN.
         x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
         count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
             x, PER_THREAD, SMALLEST_PLAIN, LARGEST_PLAIN
@@ -390,7 +394,7 @@ def _measure(
     store_moments(sums, finite_total, seen, nonzero_count, total, square_total, abs_sum)
     if CODES != "":
         store_comparison(sums + 6, finite_total, underflow_count, overflow_count, error_square_sum, square_total)
-        # All programs of a tensor have the same scale; the first counts it.
+        # All programs of a tensor have the same scale; only the first counts it.
         wide = scale.to(tl.float64)
         counted = (program == 0) & (scale > 0.0) & (scale < float("inf"))
         tl.store(sums + 11, tl.where(counted, 1.0, 0.0).to(tl.float64))
@@ -410,12 +414,12 @@ def _merge(
     partials: tl.tensor,
     sums: tl.tensor,
     maxima: tl.tensor,
-    # Behind the last row of each tensor.
+    # End of each tensor's rows, exclusive.
     end0: tl.tensor,
     end1: tl.tensor,
     end2: tl.tensor,
     end3: tl.tensor,
-    # The places of each tensor's columns.
+    # Offsets of each tensor's columns.
     moments0: tl.tensor,
     maxima0: tl.tensor,
     compared0: tl.tensor,
@@ -451,40 +455,40 @@ def _merge(
 ) -> None:
     """Merge the rows of tensor ``program_id(0)``, columns from ``program_id(1) * WIDTH`` on."""
     which = tl.program_id(0)
-    first = _chosen(which, 0, end0, end1, end2)
-    end = _chosen(which, end0, end1, end2, end3)
+    first = _select(which, 0, end0, end1, end2)
+    end = _select(which, end0, end1, end2, end3)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_sum = column < COLUMNS
     is_maximum = (column >= COLUMNS) & (column < COLUMNS + EXTREMES)
 
-    total, largest = merged_rows(partials, first, end, column, COLUMNS, EXTREMES, ROWS)
+    total, largest = merge_rows(partials, first, end, column, COLUMNS, EXTREMES, ROWS)
 
-    begin = _chosen(which, moments0, moments1, moments2, moments3)
+    begin = _select(which, moments0, moments1, moments2, moments3)
     base = tl.where(column >= 0, begin, 0)
     within = column
     if COMPARED >= 0:
-        compared = _chosen(which, compared0, compared1, compared2, compared3)
-        scales = _chosen(which, scales0, scales1, scales2, scales3)
+        compared = _select(which, compared0, compared1, compared2, compared3)
+        scales = _select(which, scales0, scales1, scales2, scales3)
         base = tl.where(column >= SCALES, scales, tl.where(column >= COMPARED, compared, base))
         within = column - tl.where(column >= SCALES, SCALES, tl.where(column >= COMPARED, COMPARED, 0))
     if EXPONENTS >= 0:
-        exponents = _chosen(which, exponents0, exponents1, exponents2, exponents3)
+        exponents = _select(which, exponents0, exponents1, exponents2, exponents3)
         base = tl.where(column >= EXPONENTS, exponents, base)
         within = tl.where(column >= EXPONENTS, column - EXPONENTS, within)
     add_at(sums + base + within, total, is_sum & (base >= 0))
 
     extreme = column - COLUMNS
-    base = tl.where(column >= 0, _chosen(which, maxima0, maxima1, maxima2, maxima3), 0)
+    base = tl.where(column >= 0, _select(which, maxima0, maxima1, maxima2, maxima3), 0)
     within = extreme
     if COMPARED >= 0:
-        scale_maxima = _chosen(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
+        scale_maxima = _select(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
         base = tl.where(extreme >= SCALE_MAXIMA, scale_maxima, base)
         within = tl.where(extreme >= SCALE_MAXIMA, extreme - SCALE_MAXIMA, extreme)
     raise_at(maxima + base + within, largest, is_maximum & (base >= 0))
 
 
 @jit
-def _chosen(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
+def _select(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
     return tl.where(which == 0, first, tl.where(which == 1, second, tl.where(which == 2, third, fourth)))
 
 

@@ -2,20 +2,20 @@
 
 Counts and extremes are exact. Sums are float32 over a thread's elements of a tile, and float64 beyond: a GPU does
 float64 at half (H100) to a 64th (consumer GPUs) of its float32 rate. A thread subtracts the mean of its elements before
-squaring, so that a variance of a millionth of the mean's square keeps its digits. Let u = 2^-24 (float32 rounding), and
-k the most float32 additions per element (10; 16 for values in FP8). Ignoring float64 rounding, the largest errors are
-(N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2):
+squaring, so that a variance of a millionth of the squared mean keeps its digits. Let u = 2^-24 (float32 rounding), and
+k the maximum number of float32 additions per element (10; 16 for values in FP8). Ignoring float64 rounding, the bounds
+of the relative errors are (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2):
 
-- ``abs_sum``: k u of itself.
-- ``sum``: (k + 1) u times the sum of distances from the threads' means, which is below 2 ``abs_sum``.
-- the squared distances from the threads' means: (k + 3) u of themselves. ``square_sum``, computed from these, the
-  means, and the products of means and distances: (2 k + 4) u of itself.
-- the variance: the same share of itself, since its error comes from the same two sums; the standard deviation: (k + 2)
-  u, or 7e-7 for k = 10.
-- ``error_square_sum``: (k + 3) u of itself.
+- ``abs_sum``: k u.
+- ``sum``: (k + 1) u, relative to the sum of distances from the threads' means, which is below 2 ``abs_sum``.
+- the squared distances from the threads' means: (k + 3) u. ``square_sum``, computed from these, the means, and the
+  products of means and distances: (2 k + 4) u.
+- the variance: the same, since its error comes from the same two sums; the standard deviation: (k + 2) u, or 7e-7 for
+  k = 10.
+- ``error_square_sum``: (k + 3) u.
 
-:func:`_careful_moments` handles tiles with inf or NaN, or with squares that might leave float32's range: it scales by a
-power of two for each thread.
+:func:`_careful_moments` handles tiles with inf or NaN, or with squares that might leave float32's range: each thread
+scales its elements by a power of two.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
-# dtype -> name in the kernel, integers of the same size to load instead, and a non-finite value. Only float32 and
-# float16 are loaded as such: the kernel decodes the others by their bits, which is exact on every GPU.
+# dtype -> name in the kernel, integer dtype to load it as, and a non-finite value. The kernel decodes all dtypes except
+# float32 and float16 from their bits, which is exact on every GPU.
 FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None, float | int]] = {
     torch.float32: ("float32", None, math.inf),
     torch.float16: ("float16", None, math.inf),
@@ -37,11 +37,11 @@ FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None, float | int]] = {
     torch.float8_e4m3fn: ("e4m3", torch.uint8, 0x7F),
     torch.float8_e5m2: ("e5m2", torch.uint8, 0x7F),
 }
-CODE_FORMATS = {False: ("e4m3", 448.0), True: ("e5m2", 57344.0)}  # e5m2? -> name in the kernel, largest number
+CODE_FORMATS = {False: ("e4m3", 448.0), True: ("e5m2", 57344.0)}  # whether E5M2 -> name in the kernel, largest number
 
-# A tile's largest magnitude must lie between these for a plain measurement. Above, a sum of 32 squares of twice its
-# size might overflow; below, squared distances under 2^-126, which float32 cannot represent, might matter: a number has
-# digits down to 2^-24 of itself.
+# Range of a tile's largest magnitude for :func:`_plain_moments`. Above it, a sum of 32 squares of twice the magnitude
+# might overflow. Below it, squared distances under 2^-126, which float32 cannot represent, might matter, since a number
+# has digits down to 2^-24 of its magnitude.
 PLAIN = (2.0**-36, 2.0**60)
 
 THREADS = 128
@@ -50,7 +50,7 @@ _PROGRAMS_PER_PROCESSOR = 4
 PROGRAMS_OF_INTERPRETER = 4
 
 COLUMNS_TOGETHER = 32
-"""Programs' results that one program of the merge has."""
+"""Number of columns that one program of the merge handles."""
 
 MEASURING: Mapping[str, Any] = {
     "SMALLEST_PLAIN": PLAIN[0],
@@ -78,7 +78,7 @@ def program_count(device: torch.device) -> int:
 
 
 def loadable(values: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    """Return the tensor as the kernels load it, and how they decode it."""
+    """Return the tensor as the kernels load it, and their arguments for decoding it."""
     name, integers, not_finite = FORMATS[values.dtype]
     return values if integers is None else values.view(integers), {"FORMAT": name, "NOT_FINITE": not_finite}
 
@@ -87,9 +87,9 @@ def loadable(values: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
 def tile_moments(
     x: tl.tensor, PER_THREAD: tl.constexpr, SMALLEST_PLAIN: tl.constexpr, LARGEST_PLAIN: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Moments of a tile of [rows, threads, elements] per thread, as from :func:`_careful_moments`.
+    """Moments of a tile, [rows, threads, elements], per thread, in the order of :func:`_careful_moments`.
 
-    Absent elements must be inf or NaN.
+    Elements beyond the end must be inf or NaN.
     """
     float_sum = thread_sum(x)
     highest, negated_lowest = thread_max(x), thread_max(-x)
@@ -141,7 +141,7 @@ def store_moments(
     square_total: tl.tensor,
     abs_sum: tl.tensor,
 ) -> None:
-    """Store MOMENT_SUMS of all threads; ``finite`` and ``square_total`` are sums already."""
+    """Store MOMENT_SUMS of all threads; ``finite`` and ``square_total`` are already summed over the threads."""
     tl.store(at + 0, finite)
     tl.store(at + 1, seen.to(tl.float64) - finite)
     tl.store(at + 2, finite - total_of(nonzero_count))
@@ -168,7 +168,7 @@ def store_comparison(
 
 @jit
 def store_extremes(at: tl.tensor, maximum: tl.tensor, negated_min: tl.tensor, above_zero: tl.tensor) -> None:
-    """Store MAXIMA; the last argument is the smallest magnitude as by :func:`from_above`."""
+    """Store MAXIMA; ``above_zero`` is the smallest magnitude in the encoding of :func:`from_above`."""
     tl.store(at + 0, tl.max(maximum, 0).to(tl.float64))
     tl.store(at + 1, tl.max(negated_min, 0).to(tl.float64))
     smallest = (-tl.max(above_zero, 0).to(tl.int32)).to(tl.float32, bitcast=True)
@@ -176,7 +176,7 @@ def store_extremes(at: tl.tensor, maximum: tl.tensor, negated_min: tl.tensor, ab
 
 
 @jit
-def merged_rows(
+def merge_rows(
     partials: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
@@ -185,7 +185,7 @@ def merged_rows(
     EXTREMES: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Sum and maximum of some columns over rows ``first`` to ``end`` of programs' results."""
+    """Sum and maximum of columns over the rows ``first`` to ``end`` of ``partials``, exclusive."""
     is_sum = column < COLUMNS
     is_maximum = (column >= COLUMNS) & (column < COLUMNS + EXTREMES)
     total = tl.full([column.shape[0]], 0, tl.float64)
@@ -218,7 +218,7 @@ def decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
         # The upper byte of a float16.
         x = (loaded.to(tl.int32) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif FORMAT == "e4m3":
-        # Bits of a float32 of 2^-120 of the value, since its exponent bias is 127, not 7. 2^120 is exact.
+        # As bits of a float32, whose exponent bias is 127, not 7: 2^-120 of the value. Scaling by 2^120 is exact.
         bits = ((loaded.to(tl.int32) << 24) >> 4) & -0x78100000
         small = bits.to(tl.float32, bitcast=True)
         x = tl.where((bits & 0x07F00000) == 0x07F00000, float("nan"), small * 1.329227995784916e36)
@@ -229,7 +229,7 @@ def decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 @jit
 def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """:func:`_careful_moments` without extremes, of a tile without inf and NaN, with squares that fit float32."""
+    """Moments without extremes of a tile without inf and NaN, if the squares fit float32."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     mean = float_sum / PER_THREAD
     deviation = x - mean[None, :, None]
@@ -248,8 +248,8 @@ def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr)
 
 @jit
 def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Moments of any tile, for each thread: counts of finite elements and of non-zero ones, the sum, the sum of
-    squares, the sum of magnitudes, the smallest magnitude :func:`from_above`, the maximum and the negated minimum.
+    """Moments of any tile, per thread: counts of finite and of non-zero elements; sums of elements, squares and
+    magnitudes; the smallest magnitude (:func:`from_above`), the maximum and the negated minimum.
     """
     finite = is_finite(x)
     magnitude = tl.where(finite, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -277,7 +277,7 @@ def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
 
 @jit
 def from_above(magnitude: tl.tensor) -> tl.tensor:
-    """2^32 minus the bits of a magnitude, which reverses the order; 0 for 0."""
+    """Encode a magnitude as 2^32 minus its bits, which reverses the order; 0 stays 0."""
     return (-magnitude).to(tl.uint32, bitcast=True)
 
 
@@ -288,9 +288,9 @@ def is_finite(x: tl.tensor) -> tl.tensor:
 
 @jit
 def _powers(largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """A power of two that scales this magnitude to between 1 and 4, in float32, and its inverse, in float64.
+    """Return a power of two that scales a magnitude to between 1 and 4, in float32, and its inverse, in float64.
 
-    A subnormal magnitude is scaled to 2^-22 or more. For a non-finite or negative one the result is arbitrary.
+    A subnormal magnitude is scaled to 2^-22 or more. For a non-finite or negative number the result is arbitrary.
     """
     exponent = tl.minimum(tl.maximum(254 - (largest.to(tl.int32, bitcast=True) >> 23), 1), 254)
     down = (exponent << 23).to(tl.float32, bitcast=True)

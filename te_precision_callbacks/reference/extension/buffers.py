@@ -72,7 +72,7 @@ def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool
     out = pad(scales, shape)
     if not swizzled or not out.numel():
         return out
-    return layouts.swizzled(out.t()).reshape(tuple(shape)) if along_columns else layouts.swizzled(out)
+    return layouts.swizzle(out.t()).reshape(tuple(shape)) if along_columns else layouts.swizzle(out)
 
 
 @torch.no_grad()
@@ -111,7 +111,7 @@ def _needs_swizzle(tensor: Any) -> bool:
 
 
 def _swizzle(tensor: Any, columnwise: bool) -> None:
-    part = layouts.stored(tensor, columnwise=columnwise)
+    part = layouts.read_stored(tensor, columnwise=columnwise)
     if part is None:
         return
     along_columns = columnwise and part.mode == layouts.MXFP8

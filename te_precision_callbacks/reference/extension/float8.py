@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_precision_callbacks.base.numerics.conversions import encoded
+from te_precision_callbacks.base.numerics.conversions import encode_blocks
 from te_precision_callbacks.base.numerics.gemm_shapes import takes_any_layout
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
@@ -71,7 +71,9 @@ class _PerTensorScaling(Casting):
                 "extension: give the quantizer rowwise usage as well."
             )
         shape = matrix_shape(source.shape)
-        codes = encoded(source.reshape(shape), scale.view(1, 1), shape, fp8_format(quantizer.dtype)).view(source.shape)
+        codes = encode_blocks(source.reshape(shape), scale.view(1, 1), shape, fp8_format(quantizer.dtype)).view(
+            source.shape
+        )
         overwrite(out._data, codes.view(out._data.shape))
         if out._transpose is not None:
             overwrite(out._transpose, transpose(codes).view(out._transpose.shape))

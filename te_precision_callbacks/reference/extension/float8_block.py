@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.conversions import block_amaxes, encoded
+from te_precision_callbacks.base.numerics.conversions import block_amaxes, encode_blocks
 from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D
 from te_precision_callbacks.base.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
@@ -109,7 +109,7 @@ def _quantize_blocks(
         epsilon=quantizer.amax_epsilon,
         largest_scale=largest,
     )
-    return encoded(matrix, scale, block, fmt), torch.reciprocal(scale)
+    return encode_blocks(matrix, scale, block, fmt), torch.reciprocal(scale)
 
 
 def _scales(rows: int, columns: int, is_2d: bool) -> Buffer:

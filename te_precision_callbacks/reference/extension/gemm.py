@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, SupportsInt, TypeVar
 import torch
 
 from te_precision_callbacks.base.numerics import gemm_shapes, layouts
-from te_precision_callbacks.base.numerics.conversions import decoded
+from te_precision_callbacks.base.numerics.conversions import decode_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
 from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
@@ -306,7 +306,9 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
         first, second = scales_b, scales_a
     in_bfloat16 = takes(of_columns, of_rows, depth, a.source.device)
     dtype = torch.bfloat16 if in_bfloat16 else torch.float32
-    rows, columns = (decoded(part.codes, part.element_format, None, part.block, dtype) for part in (a.part, b.part))
+    rows, columns = (
+        decode_blocks(part.codes, part.element_format, None, part.block, dtype) for part in (a.part, b.part)
+    )
     if in_bfloat16:
         factors = scales_b.squeeze(2), scales_a.squeeze(1)
         sums = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.conversions import block_amaxes, encoded
+from te_precision_callbacks.base.numerics.conversions import block_amaxes, encode_blocks
 from te_precision_callbacks.base.numerics.formats import E4M3, E8M0
 from te_precision_callbacks.base.numerics.layouts import MXFP8, SWIZZLE_COLUMNS, SWIZZLE_ROWS
 from te_precision_callbacks.base.numerics.scaling import e8m0_codes, mxfp8_scale_inv
@@ -101,7 +101,7 @@ class Mxfp8Casting(Casting):
                 if square:
                     # Repeated for each row, or for each column, of a block.
                     scale_inv = scale_inv.repeat_interleave(BLOCK, 1 if columnwise else 0)
-                overwrite(into, encoded(part, torch.reciprocal(scale_inv), block, fmt))
+                overwrite(into, encode_blocks(part, torch.reciprocal(scale_inv), block, fmt))
                 scales_inv.append(scale_inv)
             scale_inv = torch.cat(scales_inv)
             swizzled = bool(out._with_gemm_swizzled_scales)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics.conversions import block_amaxes
-from te_precision_callbacks.base.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, packed, unpacked
-from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantized, random_hadamard_transform
+from te_precision_callbacks.base.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, pack_fp4, unpack_fp4
+from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantize, random_hadamard_transform
 from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import as_stored, is_noop, matrix_shape, overwrite, round_up
@@ -113,9 +113,9 @@ class Nvfp4Casting(Casting):
         # Not with the no-op flag, which leaves the scales in their order.
         out._with_gemm_swizzled_scales = _writes_swizzled(quantizer, matrix.shape)
         if out._rowwise_data is not None:
-            _store(out, "rowwise", *quantized(matrix, out._amax_rowwise, rules))
+            _store(out, "rowwise", *quantize(matrix, out._amax_rowwise, rules))
         if transposed is not None:
-            _store(out, "columnwise", *quantized(transposed, out._amax_columnwise, rules))
+            _store(out, "columnwise", *quantize(transposed, out._amax_columnwise, rules))
 
 
 def _rules(quantizer: Any, matrix: torch.Tensor) -> Nvfp4Rules:
@@ -234,7 +234,7 @@ def _check_options(quantizer: Any, matrix: torch.Tensor, out: Any) -> None:
 @torch.no_grad()
 def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
     """The transpose of packed E2M1 codes: uint8, [rows, columns / 2], rows even, to [columns, rows / 2]."""
-    result = packed(unpacked(input).t())
+    result = pack_fp4(unpack_fp4(input).t())
     return result.contiguous() if out is None else out.copy_(result)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics import layouts
-from te_precision_callbacks.base.numerics.conversions import decoded
+from te_precision_callbacks.base.numerics.conversions import decode_blocks
 from te_precision_callbacks.base.numerics.formats import FloatFormat
-from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, stored
+from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, read_stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.float8 import has_any_layout_gemm
@@ -110,7 +110,7 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
             )
         # reshape(-1, ...) could not infer the rows of an empty tensor.
         return Operand(tuple(values.shape), values.reshape(matrix_shape(values.shape)))
-    part = stored(tensor, columnwise=not rowwise)
+    part = read_stored(tensor, columnwise=not rowwise)
     if part is None or not _has_layout_for_gemm(part, rowwise):
         usage = "row-wise" if rowwise else "column-wise"
         raise ReferenceBackendError(f"GEMM operand {name} is missing {usage} usage.")
@@ -126,7 +126,7 @@ def dequantized(tensor: Any) -> torch.Tensor:
     """Dequantize a tensor to float32 in its logical shape, from the rowwise data if present."""
     if not is_quantized(tensor):
         return _plain(tensor).float()
-    part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
+    part = read_stored(tensor, columnwise=False) or read_stored(tensor, columnwise=True)
     if part is None:
         raise ReferenceBackendError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
     return part.dequantized().contiguous()
@@ -138,7 +138,7 @@ def logical_shape(tensor: Any) -> tuple[int, ...]:
 
 def _decode(part: Stored, dtype: torch.dtype) -> torch.Tensor:
     factors = None if part.mode == layouts.PER_TENSOR else part.block_scales()
-    values = decoded(part.codes, part.element_format, factors, part.block, dtype)
+    values = decode_blocks(part.codes, part.element_format, factors, part.block, dtype)
     return values.t() if part.transposed else values
 
 

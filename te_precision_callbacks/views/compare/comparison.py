@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
-from te_precision_callbacks.base.counts import by_key
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.coverage.coverage import percent
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.answers import precision_shares
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.runs.tables import at_the_end
+from te_precision_callbacks.runs.tables import facts_at_end
 from te_precision_callbacks.views.compare.departures import Search, Side, side_of_run
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.origins import Order, partings
@@ -158,7 +158,7 @@ def _product_differences(a: RecordedRun, b: RecordedRun) -> Iterator[FactDiffere
     if texts[0] != texts[1]:
         yield FactDifference("coverage", *texts)
     for (what, before, after), layers in _changed_layer_facts(a, b).items():
-        yield FactDifference(f"{what} {', '.join(folded(layers, most=_MOST_LAYERS))}", before, after)
+        yield FactDifference(f"{what} {', '.join(fold_names(layers, most=_MOST_LAYERS))}", before, after)
 
 
 def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
@@ -169,12 +169,12 @@ def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
 def _changed_layer_facts(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
     theirs = _layer_facts(b)
     changed = ((key, value) for key, value in _layer_facts(a).items() if theirs.get(key, value) != value)
-    return by_key(((key[0], value, theirs[key]), key[2]) for key, value in changed)
+    return group_by_key(((key[0], value, theirs[key]), key[2]) for key, value in changed)
 
 
 def _layer_facts(run: RecordedRun) -> dict[tuple[str, str, str], str]:
     """Fact, scope and layer -> the value at the end of the run: rows in a step, the weight's size, and precisions."""
-    products = at_the_end(run.gemms).to_pylist()
+    products = facts_at_end(run.gemms).to_pylist()
     facts: dict[tuple[str, str, str], str] = {}
     for row in products:
         if row["gemm"] == "fprop" and all(row[name] for name in ("macs", "n", "m", "k", "batch", "calls")):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
-from te_precision_callbacks.runs.answers import is_loss, is_loss_of_training, loss_first
+from te_precision_callbacks.runs.answers import is_loss, is_training_loss, loss_first
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.departures import Floats, Ints, Side
 from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
@@ -56,7 +56,7 @@ def loss_curves(a: Side, b: Side) -> LossCurves | None:
     """The most likely loss among the metrics; preferably a lost loss, since a trainer may also log it filtered."""
     losses = {subject.statistic: subject for subject in a.scalars if subject in b.scalars}
     names = [losses[name] for name in loss_first(losses) if is_loss(name)]
-    names.sort(key=lambda name: not (is_loss_of_training(name.statistic) and any(_lost(side, name) for side in (a, b))))
+    names.sort(key=lambda name: not (is_training_loss(name.statistic) and any(_lost(side, name) for side in (a, b))))
     return _curves(a, b, names[0]) if names else None
 
 

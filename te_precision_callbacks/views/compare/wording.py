@@ -11,7 +11,7 @@ import typer
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
-from te_precision_callbacks.layers.folding import folded, form_of
+from te_precision_callbacks.layers.folding import fold_names, form_of
 from te_precision_callbacks.views.compare.departures import NO_NUMBER, ZERO_BELOW
 from te_precision_callbacks.views.compare.result import (
     ComparedVerdicts,
@@ -37,12 +37,12 @@ def describe_pairing(comparison: Comparison) -> Iterator[str]:
     ):
         if count:
             apart = [f"the statistics {some_of(statistics)}"] if statistics else []
-            apart += [f"the layers {some_of(folded(layers))}"] if layers else []
+            apart += [f"the layers {some_of(fold_names(layers))}"] if layers else []
             yield f"{many(count, 'series')} only in {where}{': ' if apart else ''}{' and '.join(apart)}."
     if pairing.without_steps:
         yield f"{many(pairing.without_steps, 'series')} of both have no step in common."
     if pairing.with_other_rows:
-        resized = some_of(folded(pairing.with_other_rows))
+        resized = some_of(fold_names(pairing.with_other_rows))
         yield (
             f"B has another number of rows in {resized}, for example another batch size: norms, counts and gradients"
             " may differ only because of that."
@@ -257,7 +257,7 @@ def _show_departures(comparison: Comparison) -> None:
     for parted in list(rows.values())[:_MOST_ROWS]:
         worst = max(parted, key=lambda parting: parting.strongest.strength)
         departure = worst.strongest
-        layers = folded((parting.layer for parting in parted), most=MOST_NAMES)
+        layers = fold_names((parting.layer for parting in parted), most=MOST_NAMES)
         where = " ".join(part for part in (", ".join(layers), worst.tensor) if part) or departure.statistic
         cells = (
             worst.iteration,

@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.coverage.other_steps import recorded_products
-from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.runs.answers import multiply_adds
 from te_precision_callbacks.runs.recorded import RecordedRun
-from te_precision_callbacks.runs.tables import at_the_end
+from te_precision_callbacks.runs.tables import facts_at_end
 from te_precision_callbacks.speed.devices import Device, DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import LayerRow, StepSpeed, estimate_step, layer_rows
 from te_precision_callbacks.speed.printing import summarize_speed
@@ -52,7 +52,7 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
     products: dict[str, list[dict[str, Any]]] = defaultdict(list)
     names = ("gemm", "backward", "runs", "not_run", "precision", "recipe", "n", "m", "k", "batch", "calls", "macs")
-    for row, product in recorded_products(at_the_end(run.gemms), at_the_end(run.operands)):
+    for row, product in recorded_products(facts_at_end(run.gemms), facts_at_end(run.operands)):
         why = "" if product.not_run else product.why
         facts = {**{name: row[name] for name in names}, "operands": product.operands, "why": why}
         products[layer_name(row["scope"], row["layer"])].append(facts)
@@ -179,7 +179,7 @@ def _kinds(speed: StepSpeed) -> dict[str, Any]:
 
 
 def _kind(row: LayerRow) -> dict[str, Any]:
-    first, *others = folded(row.layers)
+    first, *others = fold_names(row.layers)
     times = row.times
     figures = times.figures()
     if not times.known:
@@ -188,7 +188,7 @@ def _kind(row: LayerRow) -> dict[str, Any]:
         figures |= {"speedup": None, "speedup_low": None, "speedup_high": None}
     return {
         **figures,
-        "name": ", ".join(folded(row.layers, most=_MOST_NAMES)),
+        "name": ", ".join(fold_names(row.layers, most=_MOST_NAMES)),
         "short": first + (f" and {len(others)} more" if others else ""),
         "first": row.layers[0],
         "layers": len(row.layers),

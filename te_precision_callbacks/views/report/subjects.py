@@ -15,7 +15,7 @@ from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.runs.recorded import RecordedRun, by_place
+from te_precision_callbacks.runs.recorded import RecordedRun, sort_by_position
 from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.statistics.series import Family, family_of
 
@@ -120,7 +120,7 @@ def folder_name(run: RecordedRun) -> str:
 def _layers(run: RecordedRun, of_series: list[str]) -> list[ReportLayer]:
     columns = (run.layers[name].to_pylist() for name in ("scope", "layer", "exec_fwd"))
     placed = ((layer_name(scope, layer), place) for scope, layer, place in zip(*columns, strict=True))
-    places = by_place((*placed, *((name, None) for name in of_series)))
+    places = sort_by_position((*placed, *((name, None) for name in of_series)))
     shown = {name: visible(name) for name in places}
     blocks = {name: visible(_block(name)) for name in places}
     short, short_blocks = ShortNames(shown.values()), ShortNames(blocks.values())

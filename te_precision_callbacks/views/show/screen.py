@@ -14,7 +14,7 @@ from rich.text import Text
 from te_precision_callbacks.base.terminal import paragraph, visible
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
-from te_precision_callbacks.layers.folding import ShortNames, folded
+from te_precision_callbacks.layers.folding import ShortNames, fold_names
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries, short_names
 
@@ -54,7 +54,7 @@ class Screen:
                 yield _statistic(statistic, worst, width, names)
         if view.more_statistics:
             yield Text()
-            shown = ", ".join(folded(view.more_statistics, most=8))
+            shown = ", ".join(fold_names(view.more_statistics, most=8))
             yield paragraph(f"Not shown: {shown}. Show one with --statistic.", "dim")
         if view.events:
             yield Text("\nLast events", style="bold")
@@ -68,7 +68,7 @@ class Screen:
 def format_event(event: ShownEvent) -> str:
     at = "" if event["iteration"] is None else f"step {event['iteration']}"
     named = () if event["ranks"] == [0] else event["ranks"]  # rank 0 is implied
-    ranks = folded((f"rank {rank}" for rank in named), most=2)
+    ranks = fold_names((f"rank {rank}" for rank in named), most=2)
     parts = [at, *ranks, event["kind"], event["layer"], event["text"]]
     return visible("  ".join(part for part in parts if part))
 

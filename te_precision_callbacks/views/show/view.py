@@ -26,7 +26,7 @@ from te_precision_callbacks.runs.answers import (
     precision_shares,
 )
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.runs.recorded import Curve, it_has
+from te_precision_callbacks.runs.recorded import Curve, format_known_names
 from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.devices import SpeedError
 from te_precision_callbacks.speed.estimate import estimate_step
@@ -34,7 +34,7 @@ from te_precision_callbacks.speed.printing import summarize_speed
 from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
-from te_precision_callbacks.statistics.table import Of, Worse
+from te_precision_callbacks.statistics.table import StatisticSource, Worse
 
 MOST_LAYERS = 3
 
@@ -42,7 +42,7 @@ MOST_STATISTICS = 8
 
 MOST_EVENTS = 5
 
-_LOST = (Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS)
+_LOST = (StatisticSource.QUANTIZED, StatisticSource.LOSSES, StatisticSource.SCALE_LIMITS)
 
 
 class NothingToShowError(PrecisionDebugError, ValueError):
@@ -239,7 +239,7 @@ def _rank(request: Request | None) -> tuple[int, str]:
         return 3, request.label
     if request.statistic.name == "nonfinite_num":
         return 0, request.label
-    return (1 if request.statistic.of in _LOST else 2), request.label
+    return (1 if request.statistic.source in _LOST else 2), request.label
 
 
 def _choose_statistics(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) -> list[str]:
@@ -263,7 +263,7 @@ def _missing_statistic(run: RecordedRun, name: str, known: Sequence[str]) -> str
     histogram = logged_request(name)
     if histogram is not None and histogram.statistic.is_histogram and name in run.series["statistic"].to_pylist():
         return f"{name!r} is a histogram, which has no worst value. See 'te-precision report'."
-    return f"{run.path} has no statistic {name!r}.{it_has(name, known)}{run.notes_sentence}"
+    return f"{run.path} has no statistic {name!r}.{format_known_names(name, known)}{run.notes_sentence}"
 
 
 def _is_of(label: str, statistic: str) -> bool:
