@@ -294,7 +294,7 @@ def test_a_tensor_that_exists_in_its_quantized_form_only() -> None:
     of_scales = [name for name in BLOCK_STATISTICS if "scale" in name or name == "zero_blocks%"]
     assert result == pytest.approx({name: expected[name] for name in of_scales}, rel=1e-14)
     assert "underflow_blocks%" in failure
-    assert failure.endswith("of l weight: the tensor exists in its quantized form only")
+    assert failure.endswith("of l weight: the tensor exists only in quantized form")
 
 
 def test_a_layer_that_scales_per_tensor_has_no_blocks() -> None:

@@ -67,7 +67,7 @@ AGAIN = INSTALL.format("") * 2
             for version in ("2.19.0", "2.21.0")
         ),
         (COMPILED, "", ["InstallError: Transformer Engine's compiled extension"]),
-        (IMPORTED, "", ["InstallError: transformer_engine is imported already", "before the first import"]),
+        (IMPORTED, "", ["InstallError: transformer_engine is already imported", "before the first import"]),
         (GPU, "pretend_cuda=True", ["InstallError: install(pretend_cuda=True), but there is a real GPU (H200)"]),
     ],
     ids=["another capability", "another scope", "no TE", "older TE", "newer TE", "compiled", "imported", "a GPU"],

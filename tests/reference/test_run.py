@@ -208,7 +208,7 @@ def test_a_module_finds_what_it_finds_without_us(packages: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.py"], "there is no file, and no program on the PATH, named 'missing.py'"),
+        (["missing.py"], "program on the PATH named 'missing.py'"),
         (["scripts/torchrun"], "there is no file 'scripts/torchrun'"),
         (["training.sizes"], "named 'training.sizes'. To run the module, put -m before it: te-precision run -m"),
         (["--backend", "cuda", "x.py"], "'cuda' is not one of"),
