@@ -201,7 +201,7 @@ class ParameterWatch:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
-        self._clearing: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._clearing: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
         self._batches = BatchedChecks()
         self._pending_read: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
@@ -220,8 +220,8 @@ class ParameterWatch:
         for parameter in self._parameters.values():
             if parameter.gap is not None:
                 parameter.gap.unhook()
-        for handle in self._clearing.values():
-            handle.remove()
+        for optimizer in list(self._clearing):
+            self._end_clearing(optimizer)
         for cache in (self._parameters, self._held, self._masters):
             cache.clear()
 
@@ -242,8 +242,7 @@ class ParameterWatch:
                 entry.parameter.held_until = iteration
             self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
             self._compare_masters(optimizer)
-            if optimizer in self._clearing:
-                self._clearing.pop(optimizer).remove()
+            self._end_clearing(optimizer)
             if self._is_due:
                 self._has_sampled = True
                 self._watch_clearing(optimizer, held)
@@ -341,26 +340,39 @@ class ParameterWatch:
         gap.ran = False
 
     def _watch_clearing(self, optimizer: Optimizer, held: list[_Held]) -> None:
-        """Check, until the optimizer steps again, whether a matrix's gradient is cleared before others arrive."""
-        matrices = [
+        """Check, until the optimizer steps again, whether autograd adds gradients to one that was not cleared.
+
+        Only one parameter is checked, preferably a matrix.
+        """
+        candidates = [
             entry.parameter
             for entry in held
-            if entry.tensor is entry.parameter.weight and entry.tensor.dim() > 1 and entry.tensor.grad is not None
+            if entry.tensor is entry.parameter.weight and entry.tensor.grad is not None
         ]
-        if matrices:
-            parameter = matrices[0]
-            arrivals: list[torch.Tensor | bool] = []
-            parameter.arrivals.setdefault(self._iteration, []).append(arrivals)
+        if not candidates:
+            return
+        parameter = max(candidates, key=lambda candidate: candidate.weight.dim())
+        weight: Any = parameter.weight
+        arrivals: list[torch.Tensor | bool] = []
+        old: list[torch.Tensor | bool] = []
+        parameter.arrivals.setdefault(self._iteration, []).append(arrivals)
 
-            def note(_: torch.Tensor) -> None:
-                gradient = parameter.weight.grad
-                if gradient is None:
-                    arrivals.append(False)
-                elif gradient.layout is torch.strided and not is_capturing():
-                    arrivals.append(local_part(gradient).any())
+        def before(_: torch.Tensor) -> None:
+            gradient = weight.grad
+            can_read = gradient is not None and gradient.layout is torch.strided and not is_capturing()
+            old[:] = [local_part(gradient).any() if can_read else False]
 
-            hook: Any = parameter.weight.register_hook
-            self._clearing[optimizer] = hook(outside_of_dynamo(note))
+        def after(_: torch.Tensor) -> None:  # torch.autograd.grad() does not get here
+            arrivals.extend(old)
+
+        self._clearing[optimizer] = (
+            weight.register_hook(outside_of_dynamo(before)),
+            weight.register_post_accumulate_grad_hook(outside_of_dynamo(after)),
+        )
+
+    def _end_clearing(self, optimizer: Optimizer) -> None:
+        for handle in self._clearing.pop(optimizer, ()):
+            handle.remove()
 
     def _sample(self, optimizer: Optimizer, all_held: list[_Held]) -> None:
         iteration, batches = self._iteration, self._batches

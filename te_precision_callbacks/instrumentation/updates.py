@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from te_precision_callbacks.base.devices import current_stream, follow
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.weight_samples import local_part
@@ -59,9 +60,26 @@ class UpdateWatch:
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._largest_rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakKeyDictionary()
         self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._counts: dict[str, list[tuple[torch.cuda.Stream | None, torch.Tensor]]] = {}
 
     def clear(self) -> None:
         self._before.clear()
+        self._counts.clear()
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Log the shares of the iteration, over all optimizers: some loops have one for each parameter."""
+        counts_by_name, self._counts = self._counts, {}
+        for name, counts in counts_by_name.items():
+            for stream, tensor in counts:
+                follow(stream, [tensor])
+            device = counts[0][1].device
+            matches, total = torch.stack([tensor.to(device) for _, tensor in counts]).sum(0)
+            self._scalars.add(name, 100 * matches / total.clamp(min=1))
+
+    def _count(self, name: str, are_matches: torch.Tensor, are_counted: torch.Tensor) -> None:
+        counts = torch.stack([(are_matches & are_counted).sum(), are_counted.sum()])
+        self._counts.setdefault(name, []).append((current_stream(counts.device), counts))
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, *, is_due: bool) -> None:
@@ -93,7 +111,7 @@ class UpdateWatch:
                 return
             has_gradients = torch.cat([has_gradient for _, _, has_gradient in before])
             same = torch.cat([now == then for now, then, _ in before])
-            self._scalars.add(UNCHANGED, 100 * (same & has_gradients).sum() / has_gradients.sum().clamp(min=1))
+            self._count(UNCHANGED, same, has_gradients)
         except Exception as error:
             self._failures.report("checking a step of", type(optimizer).__name__, error)
 
@@ -108,7 +126,8 @@ class UpdateWatch:
                 sizes = sizes.to(norms.device, non_blocking=True)
                 are_below.append((norms > 0) & (norms < float(group["eps"]) * sizes))
         if are_below:
-            self._scalars.add(BELOW_EPS, 100 * torch.cat(are_below).float().mean())
+            below = torch.cat(are_below)
+            self._count(BELOW_EPS, below, torch.ones_like(below))
 
 
 def _adds_eps(group: Mapping[str, Any]) -> bool:

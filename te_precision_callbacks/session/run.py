@@ -236,6 +236,7 @@ class Run:
         self.context.inspector.report_events()
         self.model.end_step()
         self.hooks.padding.end_step()
+        self._updates.end_step()
         self._start_sinks()
         self._profiling.write()  # the folder of the records is known now
         # Reduce the statistics over the ranks, and begin the next iteration.

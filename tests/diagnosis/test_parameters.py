@@ -251,6 +251,64 @@ def test_gradients_that_are_not_cleared(tmp_path: Path, clears: str, micro_batch
     assert diagnose(tmp_path) == session.findings
 
 
+@pytest.mark.parametrize("parts", ["matrices", "vectors"])
+def test_one_of_two_optimizers_does_not_clear_its_gradients(tmp_path: Path, parts: str) -> None:
+    model = Model()
+    of_kind = {
+        kind: [weight for weight in model.parameters() if (weight.dim() > 1) == (kind == "matrices")]
+        for kind in ("matrices", "vectors")
+    }
+    optimizers = [torch.optim.AdamW(weights, lr=1e-3) for weights in of_kind.values()]
+
+    def clear() -> None:
+        for weight in of_kind["vectors" if parts == "matrices" else "matrices"]:
+            weight.grad = None
+
+    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+        for step in range(9):
+            model.loss(step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            clear()
+            session.step()
+    assert [finding.rule for finding in of_parameters(session.findings)] == ["kept-gradient"]
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_gradients_that_are_written_by_hand(tmp_path: Path, clears: bool) -> None:
+    model = Model()
+    optimizer = adamw(model)
+    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+        for step in range(9):
+            gradients = torch.autograd.grad(model.loss(step), list(model.parameters()))
+            if clears:
+                optimizer.zero_grad()
+            for weight, gradient in zip(model.parameters(), gradients, strict=True):
+                weight.grad = gradient
+            optimizer.step()
+            session.step()
+    assert not of_parameters(session.findings)
+
+
+def test_an_optimizer_for_each_parameter_in_the_backward(tmp_path: Path) -> None:
+    model = Model()
+    with torch.no_grad():
+        model.blocks[0].fc1.bias.zero_()
+    optimizers = {weight: torch.optim.AdamW([weight], lr=1e-3) for weight in model.parameters()}
+
+    def step(weight: torch.Tensor) -> None:
+        if weight is model.blocks[0].fc1.bias:
+            weight.grad *= 1e-20  # type: ignore[operator]
+        optimizers[weight].step()
+        optimizers[weight].zero_grad()
+
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(step)
+    verdict = train(tmp_path, model)
+    assert not [finding for finding in verdict if finding.rule in ("below-eps", *PARAMETERS)]
+    assert "below-eps" in verdict.judged
+
+
 def test_gradients_of_a_discriminator_that_are_cleared_late(tmp_path: Path) -> None:
     """Before its own backward, not before that of the generator."""
     models = torch.nn.ModuleDict({"generator": Block(), "discriminator": Block()})

@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,31 @@ def test_a_compiled_model(tmp_path: Path, keeper: Keeper) -> None:
         train(session, compiled, 2, x=x)
     assert torch.equal(compiled(x), net(x))
     assert keeper.values("max", "0") == {0: x.max().item(), 1: x.max().item()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wraps", [True, False])
+def test_a_compiled_model_with_graph_breaks_keeps_its_graphs(tmp_path: Path, wraps: bool) -> None:
+    """Other graphs would round differently."""
+
+    def graphs(*, observed: bool) -> list[list[str]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        result: list[list[str]] = []
+
+        def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+            result.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+            return graph.forward
+
+        parts = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), te.Linear(32, 32)) for _ in range(9)]
+        net = torch.nn.Sequential(torch.nn.Embedding(8, 32), *parts, torch.nn.Linear(32, 32))
+        compiled = torch.compile(net, backend=note)
+        with InspectSession(model=compiled if wraps else net, log_dir=tmp_path) if observed else nullcontext():
+            for _ in range(2):
+                compiled(torch.arange(8)).sum().backward()
+        return result
+
+    assert graphs(observed=True) == graphs(observed=False)
 
 
 def test_several_models_are_named_by_their_keys(tmp_path: Path, keeper: Keeper) -> None:

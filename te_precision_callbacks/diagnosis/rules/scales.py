@@ -282,7 +282,7 @@ RULES = (
         recipes=("fp8_delayed_scaling",),
         judge=ScaleNeverUpdated,
         essential=True,
-        consequence_of=("dead-gradient", "missing-gradient"),
+        consequence_of=("dead-gradient", "missing-gradient", "nonfinite"),
     ),
     Rule(
         id="stale-scale",
