@@ -121,7 +121,7 @@ class ScriptWatch:
         if self._has_called and not self._has_ended and os.getpid() == self._process:
             if not (self._backwards or self._has_attached):
                 logger.warning("The script ended without a backward pass, so no training was observed.")
-            elif 0 < self._backwards < BACKWARDS and not self._iterations:
+            elif self._backwards and not self._iterations:
                 self._warn()
             if self.session is not None and self._backwards >= (self._limit if self._iterations else 1):
                 self.session.note_unobserved(

@@ -165,7 +165,6 @@ class ModelWatch:
                 self._note_forward(module)
             return result
 
-        _compile_in_callers_only(noting)
         return noting
 
     def _note_forward(self, module: Any) -> None:

@@ -329,23 +329,29 @@ class ObservedModel:
         self.note_products()
 
     def _warn_of_unwatched(self) -> None:
-        unwatched = self.hooks.answers.unwatched
+        unwatched = [
+            module
+            for module in self.hooks.answers.unwatched
+            if any(parameter.requires_grad for parameter in module.parameters())
+        ]
         if unwatched and self._notices.first("unwatched"):
-            names = ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in unwatched))
+            names = fold_for_sentence(*(module.name for module in unwatched))
             stepped = {held for optimizer in optimizers_of_process() for held in held_ids(optimizer)}
             if any(id(parameter) in stepped for module in unwatched for parameter in module.parameters()):
-                self._context.note_unobserved(f"{names}: trained but not in the session's model")
+                reason = "trained, but not in the session's model"
                 remedy = (
-                    "is trained but not in the session's model, so it is not observed. If it was added later, call"
-                    " session.attach(model) again. If it is in a plain list or dict, use torch.nn.ModuleList or"
-                    " ModuleDict, or pass several models."
+                    "If they were added later, call session.attach(model) again. If they are in a plain list or dict,"
+                    " use torch.nn.ModuleList or ModuleDict, or pass several models."
                 )
             else:
+                reason = "run in training mode with gradients, but no optimizer has the parameters"
                 remedy = (
-                    "runs in training mode with gradients, but no optimizer has its parameters, so it is not observed."
-                    " If it should not train, call its eval(), or use torch.no_grad()."
+                    "If they should train, create the optimizer after the model. Otherwise call their eval(), or use"
+                    " torch.no_grad()."
                 )
-            logger.warning("%s %s", names, remedy)
+            text = f"{names}: {reason}, so not observed"
+            self._context.note_unobserved(text)
+            logger.warning("%s. %s", text, remedy)
 
     def note_order(self) -> None:
         order = self.hooks.order
