@@ -335,7 +335,7 @@ class ObservedModel:
             if any(parameter.requires_grad for parameter in module.parameters())
         ]
         if unwatched and self._notices.first("unwatched"):
-            names = fold_for_sentence(*(module.name for module in unwatched))
+            names = fold_for_sentence(*(str(module.name) for module in unwatched))
             stepped = {held for optimizer in optimizers_of_process() for held in held_ids(optimizer)}
             if any(id(parameter) in stepped for module in unwatched for parameter in module.parameters()):
                 reason = "trained, but not in the session's model"
