@@ -209,13 +209,16 @@ RULES = (
         id="kept-gradient",
         title="gradients are not cleared between optimizer steps",
         subject="model",
-        needs="3 sampled steps of a torch.optim optimizer, each followed by a backward",
+        needs="3 sampled steps of a torch.optim optimizer, each followed by a backward that adds to .grad",
         collect=_COLLECT,
         condition=(
-            "the gradient of one matrix for each optimizer is not 0 each time that another is added to it between two"
-            " steps of the optimizer, in 3 consecutive sampled steps"
+            "whenever autograd adds to the gradient of a parameter (one for each optimizer) between two steps of the"
+            " optimizer, that gradient is not 0, in 3 consecutive sampled steps"
         ),
-        silent="gradients in other places than .grad, such as Megatron's main_grad and FSDP's shards",
+        silent=(
+            "gradients that autograd does not add to .grad: those of FSDP's shards and Megatron's main_grad, or"
+            " assigned by the script"
+        ),
         severity="warning",
         source="arithmetic; the number of steps is ours",
         why="each step repeats all gradients since the start",

@@ -132,7 +132,7 @@ function curvePlot(report, one) {
   const node = plotNode(230, `Both sides of ${labelOf(one)}`);
   const made = card(labelOf(one), {
     about: one.every > 1 ? `Every ${one.every}th of its steps.` : "",
-    extra: [one.departs && el("span", { class: "badge exact" }, "departs"), csvButton(labelOf(one), ["step", "a", "b", "counts below", "counts above"], async () => {
+    extra: [one.departs && el("span", { class: "badge exact" }, "diverges"), csvButton(labelOf(one), ["step", "a", "b", "counts below", "counts above"], async () => {
       const [steps, ...columns] = await unpackedCurve(report, one.arrays);
       return steps.map((step, at) => [step, ...columns.map((column) => column[at])]);
     })],
