@@ -91,7 +91,7 @@ def test_a_finding_leads_to_both_curves(
     drawn = dict(look.plot("plot.data.map((trace) => [trace.name, Array.from(trace.y)])"))
     assert drawn["A"] == pytest.approx(values(0)[EVIL, "weight", "cur_amax"].tolist())
     assert drawn["B"] == pytest.approx(values(2, 64.0)[EVIL, "weight", "cur_amax"].tolist())
-    counts = np.array(drawn["too little to count"])
+    counts = np.array(drawn["below the threshold"])
     assert (counts > drawn["A"]).all()
     assert (np.array(drawn["B"]) > counts).tolist() == [step >= 30 for step in range(STEPS)]
 

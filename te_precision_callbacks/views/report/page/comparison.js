@@ -148,7 +148,7 @@ function curvePlot(report, one) {
       { ...limit, y: edge(to), fill: "tonexty", fillcolor: "rgba(127,127,127,0.22)", name, showlegend: true },
     ];
     await draw(node, [
-      ...band("too little to count", below, above),
+      ...band("below the threshold", below, above),
       line("A", { steps, values: a }, colourA), line("B", { steps, values: b }, colourB),
       ...notFinite("A", { steps, values: a }, colourA), ...notFinite("B", { steps, values: b }, colourB),
     ], {

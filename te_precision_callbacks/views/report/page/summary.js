@@ -99,7 +99,7 @@ function lossCard(report) {
   }
   const chosen = () => all.find((one) => one.name === state.now.scalar) ?? all[0];
   const node = plotNode(260, "Trainer metrics over steps");
-  const picker = all.length > 1 && choice("Number", all.map((one) => [one.name, shortened(one.name, 40)]), chosen().name, (name) => {
+  const picker = all.length > 1 && choice("Metric", all.map((one) => [one.name, shortened(one.name, 40)]), chosen().name, (name) => {
     state.note({ scalar: name });
     render();
   });
