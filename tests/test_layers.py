@@ -313,6 +313,19 @@ def test_names_break_after_a_separator(text: str, width: int, lines: list[str]) 
     assert [line.strip() for line in captured.get().splitlines() if line.strip()] == lines
 
 
+@pytest.mark.parametrize(("columns", "is_table"), [(30, True), (20, False)])
+def test_a_narrow_terminal_shows_rows_as_paragraphs(
+    columns: int, is_table: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = terminal.table("layer", "multiply-adds", "")
+    table.add_row(*map(terminal.cell, ("fc", 12, "")))
+    terminal.show(table)
+    output = capsys.readouterr().out
+    assert ("layer: fc; multiply-adds: 12\n" == output) != is_table
+    assert ("─" in output) == is_table
+
+
 looks: list[Any] = []
 
 

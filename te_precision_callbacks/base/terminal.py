@@ -39,6 +39,9 @@ _WHOLE_LINES = 500
 
 _WIDEST_TEXT = 120
 
+_NAME = 20
+"""Width of a column below which names of layers may break."""
+
 _WORD, _SEPARATED = re.compile(r"\S+"), re.compile(r"(?<=[\w})\]][._/])(?=[^\W\d]|{)")
 
 
@@ -57,12 +60,34 @@ def show(what: RenderableType) -> None:
     console = Console(highlight=False, soft_wrap=isinstance(what, str))
     if not isinstance(what, str) and not console.is_terminal:
         console = Console(highlight=False, width=shutil.get_terminal_size((_WHOLE_LINES, 0)).columns)
+    if isinstance(what, Table) and _least_width(what) > console.width:
+        _show_rows(what)
+        return
     if console.is_terminal:
         console.print(what)
         return
     with console.capture() as captured:
         console.print(what)
     typer.echo("\n".join(line.rstrip(" ") for line in captured.get().split("\n")), nl=False)
+
+
+def _least_width(made: Table) -> int:
+    """Return the width at which a table breaks no word, except longer names."""
+    texts = [[str(column.header), *map(str, column.cells)] for column in made.columns]
+    return sum(
+        3 + min(max(cell_len(word) for text in column for word in text.split() or [""]), _NAME) for column in texts
+    )
+
+
+def _show_rows(made: Table) -> None:
+    """Print each row of a table as a paragraph: on a narrow terminal, columns would break words."""
+    for row in zip(*(column.cells for column in made.columns), strict=True):
+        cells = [
+            f"{column.header}: {', '.join(str(value).splitlines())}".removeprefix(": ")
+            for column, value in zip(made.columns, row, strict=True)
+            if str(value)
+        ]
+        show_text("; ".join(cells), hanging=4)
 
 
 class Wrapped(Text):
