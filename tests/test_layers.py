@@ -322,7 +322,7 @@ def test_a_narrow_terminal_shows_rows_as_paragraphs(
     table.add_row(*map(terminal.cell, ("fc", 12, "")))
     terminal.show(table)
     output = capsys.readouterr().out
-    assert ("layer: fc; multiply-adds: 12\n" == output) != is_table
+    assert (output == "layer: fc; multiply-adds: 12\n") != is_table
     assert ("─" in output) == is_table
 
 
