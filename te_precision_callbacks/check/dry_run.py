@@ -347,10 +347,9 @@ class _WithBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.back()
-        needed = ctx.needs_input_grad[2:]
         made = [
             torch.zeros(shape, dtype=dtype, device=device) if needs else None
-            for (shape, dtype, device), needs in zip(ctx.like, needed, strict=True)
+            for (shape, dtype, device), needs in zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
         ]
         return None, None, *made
 

@@ -150,8 +150,7 @@ class Facts:
         fields: dict[str, dict[str, Any]] = {}
 
         def of(name: str) -> dict[str, Any]:
-            tables = ("formats", "reasons", "never")
-            return fields.setdefault(name, {"name": name, "low": set(), **{table: {} for table in tables}})
+            return fields.setdefault(name, {"name": name, "low": set(), "formats": {}, "reasons": {}, "never": {}})
 
         for row in layers:
             known = of(row["layer"])

@@ -158,9 +158,17 @@ def _read_events(logs: Logs) -> tuple[list[str], pa.Table]:
                 if layer:
                     layers.setdefault(layer)
                 elif level:
-                    severity = "warning" if level == "WARNING" else "error"
-                    row = {"segment": 0, "iteration": 0, "rank": rank, "kind": "logged", "severity": severity}
-                    rows.append({**row, "wall_time": _time(time), "text": text})
+                    rows.append(
+                        {
+                            "segment": 0,
+                            "iteration": 0,
+                            "rank": rank,
+                            "kind": "logged",
+                            "severity": "warning" if level == "WARNING" else "error",
+                            "wall_time": _time(time),
+                            "text": text,
+                        }
+                    )
     return list(layers), pa.Table.from_pylist(rows, EVENTS).sort_by("wall_time")
 
 

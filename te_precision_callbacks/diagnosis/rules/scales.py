@@ -118,8 +118,14 @@ class ScaleNeverUpdated(_ScaleJudge):
             place = numbers.names_of(scales).index(layers[0])
             value = "1, its initial value," if initial[place] else f"{scales.values[place]:.3g}"
             seen = f"its scale is {value} in all {counts[place]:.0f} collection steps; amax is {amaxes[place]:.3g}"
-            remedy = _REMEDY_OF_GRADIENT if tensor == "gradient" else ""
-            yield Sighting(tuple(layers), tensor, "scale_inv_max", seen, since, remedy=remedy)
+            yield Sighting(
+                tuple(layers),
+                tensor,
+                "scale_inv_max",
+                seen,
+                since,
+                remedy=_REMEDY_OF_GRADIENT if tensor == "gradient" else "",
+            )
 
 
 _REMEDY_OF_GRADIENT = (
@@ -242,8 +248,7 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[
 
     def make() -> npt.NDArray[np.float64]:
         names = numbers.names_of(column)
-        formats = (facts.format_of(name, tensor) for name in names)
-        largest = [_LARGEST.get(text, np.nan) for text in formats]
+        largest = [_LARGEST.get(facts.format_of(name, tensor), np.nan) for name in names]
         of_delayed = [facts.recipe_of(name) == "fp8_delayed_scaling" for name in names]
         return np.where(of_delayed, largest, np.nan)
 

@@ -89,8 +89,7 @@ class ComparedNumbers:
                 at = np.unique(np.append(at, begin_of[place]))
             strength = float(np.max(np.abs(part.difference[own]) / part.limit[own]))
             a, b, below, above = (column[at] for column in (part.a, part.b, part.below, part.above))
-            departs = place in begin_of
-            curve = ComparedSeries(subject, departs, strength, every, part.iterations[at], a, b, below, above)
+            curve = ComparedSeries(subject, place in begin_of, strength, every, part.iterations[at], a, b, below, above)
             self._curves.append(curve)
             if len(self._curves) >= 2 * _MOST_CURVES:
                 self._curves = self.curves[:_MOST_CURVES]
