@@ -97,10 +97,8 @@ class _Curve:
             count, level = risen
             last = [value for _, value in self._recent][-count:]
             self._limit = min(last), level
-            yield self._sighting(
-                self._recent[-count][0],
-                f"{self._name} has risen from {level:.3g} to {statistics.median(last):.3g}",
-            )
+            since = self._recent[-count][0]
+            yield self._sighting(since, f"{self._name} has risen from {level:.3g} to {statistics.median(last):.3g}")
         elif self._limit is not None and loss >= self._limit[0]:
             yield self._sighting(iteration, f"{self._name} is {loss:.3g}, after {self._limit[1]:.3g}")
         if len(self._recent) > LASTS:

@@ -118,14 +118,8 @@ class ScaleNeverUpdated(_ScaleJudge):
             place = numbers.names_of(scales).index(layers[0])
             value = "1, its initial value," if initial[place] else f"{scales.values[place]:.3g}"
             seen = f"its scale is {value} in all {counts[place]:.0f} collection steps; amax is {amaxes[place]:.3g}"
-            yield Sighting(
-                tuple(layers),
-                tensor,
-                "scale_inv_max",
-                seen,
-                since,
-                remedy=_REMEDY_OF_GRADIENT if tensor == "gradient" else "",
-            )
+            remedy = _REMEDY_OF_GRADIENT if tensor == "gradient" else ""
+            yield Sighting(tuple(layers), tensor, "scale_inv_max", seen, since, remedy=remedy)
 
 
 _REMEDY_OF_GRADIENT = (

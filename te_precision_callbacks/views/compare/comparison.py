@@ -50,8 +50,10 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
     ours, theirs = _layers(a), _layers(b)
     if not ours or not theirs or ours & theirs:
         return b, ""
-    pairs = itertools.product(_prefixes(ours), _prefixes(theirs))
-    common = {pair: len(_without(ours, pair[0]) & _without(theirs, pair[1])) for pair in pairs}
+    common = {
+        pair: len(_without(ours, pair[0]) & _without(theirs, pair[1]))
+        for pair in itertools.product(_prefixes(ours), _prefixes(theirs))
+    }
     own, other = max(common, key=lambda pair: (common[pair], -len(pair[0]) - len(pair[1])))
     if 2 * common[own, other] < min(len(ours), len(theirs)):
         return b, ""
