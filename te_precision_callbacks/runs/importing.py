@@ -52,7 +52,6 @@ _LINE = re.compile(
 )
 _TEXT_LINE = re.compile(rb"^.*\S", re.MULTILINE)
 _EVENT = re.compile(r"^(.{23}) - (?:INFO - Assigned layer name: (.*)|(WARNING|ERROR|CRITICAL) - (.*))$")
-_TIME = "%Y-%m-%d %H:%M:%S,%f"
 
 _ROW = np.dtype([("segment", "i2"), ("iteration", "i8"), ("name", "i4"), ("value", "f8"), ("local", "u1")])
 _Rows = npt.NDArray[np.void]
@@ -199,7 +198,7 @@ def _read_statistics(
 
 def _time(text: str) -> datetime | None:
     try:
-        return datetime.strptime(text, _TIME).astimezone(timezone.utc)
+        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").astimezone(timezone.utc)
     except ValueError:
         return None
 

@@ -95,8 +95,6 @@ class ComparedNumbers:
                 self._curves = self.curves[:_MOST_CURVES]
 
 
-_SCRIPTS = ("findings", "comparison")
-
 _MOST_PARTINGS = 1000
 
 
@@ -110,7 +108,7 @@ def write_comparison(
         MissingExtraError: plotly is not installed.
     """
     path = output_path(path)
-    frame = PageTemplate(_SCRIPTS)
+    frame = PageTemplate(("findings", "comparison"))
     packed = PackedArrays(most - frame.size - FOR_FACTS)
     content = _content(result, numbers, packed)
     return write_bytes(path, frame.fill(f"{result.a} and {result.b}", content, packed.texts).encode())
