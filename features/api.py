@@ -381,8 +381,9 @@ class TransformerEngineAPI(UpstreamAPI):
     def plan(self, sections: Iterable[Mapping[str, Any]]) -> None:
         schemas = (schema for features in sections for schema in self._statistics(features))
         held = (target.options for schema in schemas for target in schema.targets)
-        measured = (LoggedTensor, GemmSampling)
-        self.observation.plan(frozenset(options.schedule for options in held if isinstance(options, measured)))
+        self.observation.plan(
+            frozenset(options.schedule for options in held if isinstance(options, (LoggedTensor, GemmSampling)))
+        )
 
     def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
         return collected(list(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {}))), tensor)

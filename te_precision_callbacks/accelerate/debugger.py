@@ -205,10 +205,9 @@ class PrecisionDebugger:
         folder = self._accelerator.logging_dir or self._accelerator.project_dir or "."
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         try:
-            sink = TrackerSink(self._accelerator, select)
             session.start(
                 log_dir=Path(folder),
-                sinks=[sink],
+                sinks=[TrackerSink(self._accelerator, select)],
                 counts_from=1,
                 front_door="accelerate",
             )

@@ -168,8 +168,7 @@ def cell_lines(lines: Iterable[str]) -> Text:
 def plain(value: Any) -> Any:
     """Convert to JSON types; non-finite numbers become "nan", "inf" or "-inf"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return plain(fields)
+        return plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

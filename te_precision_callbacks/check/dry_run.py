@@ -34,7 +34,6 @@ from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
 
-_OF_MASK = ("attn_mask_type", "window_size")
 _NAMED = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 
 
@@ -299,7 +298,10 @@ class _StandIns:
         heads, size = query.shape[-2], value.shape[-1]
         result = self._own(query, call_own, lambda: query.new_empty(*query.shape[:-2], heads * size))
         sizes = AttentionSizes.of(query, key, value, form)
-        masked = {name: getattr(module, name) if given[name] is None else given[name] for name in _OF_MASK}
+        masked = {
+            name: getattr(module, name) if given[name] is None else given[name]
+            for name in ("attn_mask_type", "window_size")
+        }
         share = attention_mask_share({**masked, "qkv_format": form}, sizes.rows, sizes.columns)
         if _counts():
             self._products.see_attention(layer, sizes, *forward, kernel, mask_share=share)
@@ -347,10 +349,9 @@ class _WithBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.back()
-        needed = ctx.needs_input_grad[2:]
         made = [
             torch.zeros(shape, dtype=dtype, device=device) if needs else None
-            for (shape, dtype, device), needs in zip(ctx.like, needed, strict=True)
+            for (shape, dtype, device), needs in zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
         ]
         return None, None, *made
 

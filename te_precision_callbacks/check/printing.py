@@ -131,13 +131,12 @@ def _conditions(checked: CheckedModel, batch: str | None) -> str:
 def _cells(row: PlannedLayers, whole: int) -> list[Text]:
     names = fold_names(row.layers)
     more = len(names) - _MOST_NAMES
-    gemms = [_formats(row, gemm) for gemm in GEMMS]
     share = f" ({percent(row.macs / whole)} %)" if whole else ""
     beside = [row.family] if row.family == "lookup" else []
     texts = [*beside, *([row.why] if row.why else []), *map(str, row.features)]
     return [
         terminal.cell_lines([*names[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]),
-        *map(terminal.cell, gemms),
+        *(terminal.cell(_formats(row, gemm)) for gemm in GEMMS),
         terminal.cell(f"{row.macs:.3g}{share}" if row.macs else ""),
         terminal.cell_lines(texts),
     ]

@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from te_precision_callbacks.base import debug_values
@@ -67,7 +67,7 @@ class Threshold(NumberComparison):
     def reads(self, request: Request) -> bool:
         if self.statistic.statistic.name == BLOCKWISE and self.statistic.blocks is None:
             return request.statistic is self.statistic.statistic
-        return self.statistic.is_same(request)
+        return replace(self.statistic, label=request.label) == request  # the labels may differ
 
 
 Condition = EventCondition | Threshold

@@ -133,9 +133,10 @@ def read_contract(source: ContractSource) -> Contract | None:
 
 
 def _read(data: Any, place: Callable[..., str]) -> Contract:
-    known = list(Contract.model_fields)
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{place()}: a contract is a mapping of {', '.join(map(repr, known))}, not {shown(data)}.")
+        raise ConfigError(
+            f"{place()}: a contract is a mapping of {', '.join(map(repr, Contract.model_fields))}, not {shown(data)}."
+        )
     try:
         contract = Contract.model_validate(dict(data))
     except ValidationError as error:

@@ -56,8 +56,7 @@ def require_equal(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
     SessionError.
     """
     of_rank = ranks.differing((int(config_hash(config)[:13], 16), iteration), "configs")  # 52 bits of the hash
-    hashes = {number for number, _ in of_rank.values()}
-    if len(hashes) > 1:
+    if len({number for number, _ in of_rank.values()}) > 1:
         configs = ranks.pool([tuple(config.items())], "texts of configs", tuple[tuple[str, Any], ...])
         if len(configs) < 2:  # a rank was lost in the meantime
             return

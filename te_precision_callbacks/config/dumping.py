@@ -114,9 +114,7 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
 
 
 def _format_layers(layers: Sequence[str]) -> str:
-    if len(layers) == 1:
-        return f"the layer {layers[0]!r}"
-    return f"the layers {some_of(map(repr, layers))}"
+    return f"the layer {layers[0]!r}" if len(layers) == 1 else f"the layers {some_of(map(repr, layers))}"
 
 
 @dataclass(frozen=True)

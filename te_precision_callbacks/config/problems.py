@@ -98,8 +98,6 @@ def shown(value: object) -> str:
     return _SHOWN.repr(value)
 
 
-_PART = re.compile(r"[._]")
-
 _MEANT: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("forward", "fwd"), ("fprop",)),
     **dict.fromkeys(("backward", "bwd"), ("dgrad", "wgrad")),
@@ -126,7 +124,7 @@ def with_common_part(word: str, known: Iterable[str], most: int = 3) -> list[str
 
 
 def _parts(word: str) -> set[str]:
-    parts = {part for part in _PART.split(word) if len(part) > 1 and not part.isdecimal()}
+    parts = {part for part in re.split("[._]", word) if len(part) > 1 and not part.isdecimal()}
     return parts if len(parts) > 1 else set()
 
 

@@ -378,8 +378,7 @@ FEATURES: Mapping[str, type[FeatureSchema]] = {
 
 
 def schema_of(feature: str) -> type[FeatureSchema] | None:
-    models = (model for name, model in FEATURES.items() if name.casefold() == feature.casefold())
-    return next(models, None)
+    return next((model for name, model in FEATURES.items() if name.casefold() == feature.casefold()), None)
 
 
 def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:

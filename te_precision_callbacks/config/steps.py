@@ -97,8 +97,9 @@ def why_gemm_error_not_due(config: Config, begin: int, last: int) -> str:
     """Return the reason if LogGemmError was never due from step ``begin`` to ``last``; empty if it was due, or is not
     configured.
     """
-    items = [target.options for *_, target in _all_targets(config)]
-    schedules = [item.schedule for item in items if isinstance(item, LogGemmErrorItem)]
+    schedules = [
+        target.options.schedule for *_, target in _all_targets(config) if isinstance(target.options, LogGemmErrorItem)
+    ]
     due = [first for schedule in schedules if (first := schedule.at(begin - 1)[1]) is not None]
     if not schedules or min(due, default=last + 1) <= last:
         return ""

@@ -212,7 +212,7 @@ def _is_broken_for_certain(contract: Contract, coverage: Coverage) -> bool:
 
 def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
     for share in contract.share.values():
-        backward = _HALVES.get(share.part)
+        backward = {"forward": False, "backward": True}.get(share.part)
         gemm = share.part if share.part and backward is None else None
         measured = coverage.share(share.precision, gemm=gemm, backward=backward)
         if not share.holds(measured):
@@ -252,9 +252,6 @@ def require_layers(contract: Contract, names: Iterable[str]) -> None:
                 f"require=: no layer matches {pattern!r}, which the contract requires to run in"
                 f" {contract.layers[pattern]!r}.{suggestion(pattern, known)}"
             )
-
-
-_HALVES = {"forward": False, "backward": True}
 
 
 def _offenders(coverage: Coverage) -> list[str]:

@@ -79,8 +79,7 @@ class CountedSteps:
         return any(backwards for _, backwards in self.parts.values())
 
     def add(self, parts: Parts) -> None:
-        keys = {*self.parts, *parts}
-        pairs = {key: (self.parts.get(key, (0, 0)), parts.get(key, (0, 0))) for key in keys}
+        pairs = {key: (self.parts.get(key, (0, 0)), parts.get(key, (0, 0))) for key in {*self.parts, *parts}}
         self.parts = {key: (own[0] + other[0], own[1] + other[1]) for key, (own, other) in pairs.items()}
         self.steps += 1
 

@@ -84,7 +84,7 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
     if namespace in _NO_PRODUCTS:
         return ""
     matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1 and tensor.is_floating_point()]
-    return UNKNOWN_OPERATOR if len(matrices) > 1 else ""
+    return "takes several floating-point matrices and may multiply them" if len(matrices) > 1 else ""
 
 
 _N, _M, _K = range(3)
@@ -301,8 +301,6 @@ _OPERATORS: Mapping[str, _Find] = {
     "flash_attn_3::_flash_attn_forward": _attention(backward=False, heads_first=False, bounds=7, causal=24, window=25),
     "flash_attn_3::_flash_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
 }
-
-UNKNOWN_OPERATOR = "takes several floating-point matrices and may multiply them"
 
 NOT_COUNTED: Mapping[str, str] = {
     **dict.fromkeys(

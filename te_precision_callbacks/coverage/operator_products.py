@@ -326,8 +326,9 @@ class KeptState:
 
     def watch(self, model: Model) -> None:
         self.close()
-        roots = [root for _, root in named_roots(model) or ()]
-        self._parameters = tuple(dict.fromkeys(parameter for root in roots for parameter in root.parameters()))
+        self._parameters = tuple(
+            dict.fromkeys(parameter for _, root in named_roots(model) or () for parameter in root.parameters())
+        )
 
     def note_reduced(self, operator: str, arguments: Sequence[Any]) -> None:
         """Count the input of a reducing operator (:data:`REDUCING`) in a backward if it holds gradients of parameters.

@@ -180,8 +180,7 @@ class _ProductPlanner:
 
     def _plan_module(self, module: Any, layers: Sequence[str]) -> None:
         left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
-        recipe = self._recipe_of(layers)
-        forward, backward = self._quantizers.of(module, recipe, 3 * len(layers), 2 * len(layers))
+        forward, backward = self._quantizers.of(module, self._recipe_of(layers), 3 * len(layers), 2 * len(layers))
         layer_quantizers = quantizers_of_layers(forward, backward, len(layers))
         dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
         groups = getattr(module, "num_gemms", 1)
@@ -192,9 +191,8 @@ class _ProductPlanner:
         weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
         frozen = not any(weight.requires_grad for weight in weights)
         left_out = {LayerGemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}
-        recipe = self._recipe_of(layers)
         counts = module.num_quantizers("forward"), module.num_quantizers("backward")
-        forward, backward = self._quantizers.of(module, recipe, *counts)
+        forward, backward = self._quantizers.of(module, self._recipe_of(layers), *counts)
         for number, layer in enumerate(layers):
             quantizers = {}
             if forward:

@@ -148,8 +148,7 @@ class ModelProducts(ModelWatch):
             self.recomputed_outside.add(event.layer)
 
     def _note_running(self, layer: str) -> None:
-        call = self.operators.forward_call()
-        seen = SeenProduct(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=call)
+        seen = SeenProduct(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=self.operators.forward_call())
         self.operators.nodes.note_running(seen)
 
     def see_gemm(

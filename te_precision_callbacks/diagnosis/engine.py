@@ -102,9 +102,12 @@ class Diagnosis:
                 not_judged.append(NotJudged(rule.id, why or f"needs {rule.needs}", collect, rule.essential))
         # Trainers log before or after a step, so the order of calls differs between live and recorded runs.
         in_order = (self._findings[key] for key in sorted(self._findings, key=self._sort_keys.__getitem__))
-        findings = self._sort_by_cause(map(self._with_checkpoint, in_order))
         return Verdict(
-            tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank, not_observed=self._not_observed
+            self._sort_by_cause(map(self._with_checkpoint, in_order)),
+            tuple(judged),
+            tuple(not_judged),
+            rank=self._rank,
+            not_observed=self._not_observed,
         )
 
     @property
@@ -158,17 +161,16 @@ class Diagnosis:
                 merged_finding = finding if known is None else _merge_findings(known, finding)
                 merged[key, bool(finding.ranks)] = min(place, own_place), merged_finding
         in_order = (finding for _, finding in sorted(merged.values(), key=lambda entry: entry[0]))
-        findings = self._sort_by_cause(map(self._with_checkpoint, in_order))
         return dataclasses.replace(
             own,
-            findings=tuple(findings),
+            findings=self._sort_by_cause(map(self._with_checkpoint, in_order)),
             judged=tuple(rule.id for rule, _ in self._judges if rule.id in judged or rule.id in own.judged),
             not_judged=tuple(rule for rule in own.not_judged if rule.rule not in judged),
             rank=None,
         )
 
-    def _sort_by_cause(self, findings: Iterable[Finding]) -> list[Finding]:
-        return root_causes_first(findings, {rule.id: rule.consequence_of for rule, _ in self._judges})
+    def _sort_by_cause(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+        return tuple(root_causes_first(findings, {rule.id: rule.consequence_of for rule, _ in self._judges}))
 
     def _with_checkpoint(self, finding: Finding) -> Finding:
         """Add the last checkpoint before the problem, if it still exists. Later checkpoints may have the problem, since

@@ -24,8 +24,6 @@ Row = Mapping[str, Any]
 
 ResultT = TypeVar("ResultT")
 
-_BACKWARD = frozenset({"gradient", "dgrad", "wgrad"})
-
 _UNSEEN = 1 << 40
 
 OF_SPANS = ("layers", "gemms", "operands")
@@ -150,8 +148,7 @@ class Facts:
         fields: dict[str, dict[str, Any]] = {}
 
         def of(name: str) -> dict[str, Any]:
-            tables = ("formats", "reasons", "never")
-            return fields.setdefault(name, {"name": name, "low": set(), **{table: {} for table in tables}})
+            return fields.setdefault(name, {"name": name, "low": set(), "formats": {}, "reasons": {}, "never": {}})
 
         for row in layers:
             known = of(row["layer"])
@@ -220,7 +217,7 @@ class Facts:
     def order_key(self, layer: str, tensor: str) -> tuple[int, int]:
         """A key that orders the tensors of a step by execution: the forward's first, then the backward's."""
         known = self.layers.get(layer)
-        backward = tensor in _BACKWARD
+        backward = tensor in ("gradient", "dgrad", "wgrad")
         place = None if known is None else known.backward if backward else known.forward
         return int(backward), _UNSEEN + self._places.get(layer, _UNSEEN) if place is None else place
 

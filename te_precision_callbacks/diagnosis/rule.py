@@ -72,9 +72,7 @@ class Judge:
 
     @property
     def why_not(self) -> str:
-        if not self._count:
-            return ""
-        return f"needs {many(self.needed, self._kind_of_step)}, had {self._count}"
+        return f"needs {many(self.needed, self._kind_of_step)}, had {self._count}" if self._count else ""
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         return ()

@@ -49,9 +49,9 @@ class Budget:
                 f" {self.bytes:,} bytes are in use"
             )
         if self.files + 1 > limits.max_files:
-            files = many(self.files, "file")
             return (
-                f"max_files={limits.max_files:,} is reached: the rank's folder has {files}, with those of earlier runs"
+                f"max_files={limits.max_files:,} is reached: the rank's folder has {many(self.files, 'file')}, with"
+                " those of earlier runs"
             )
         return why_full(self._folder, nbytes)
 

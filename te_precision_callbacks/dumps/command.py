@@ -142,8 +142,9 @@ def _print_not_compared(what: tuple[str, ...]) -> None:
 
 
 def _difference_table(differences: Any) -> Table:
-    errors = ("max error", "at", "mean error", "SQNR dB")
-    table = terminal.table("A / B", "elements", "differ", *errors, "nan", "inf", "codes", "scales")
+    table = terminal.table(
+        "A / B", "elements", "differ", "max error", "at", "mean error", "SQNR dB", "nan", "inf", "codes", "scales"
+    )
     for difference in differences:
         inside = difference.internals
         table.add_row(

@@ -335,7 +335,6 @@ def _describe_quantized(
         tensors.update(of_direction)
     if not directions:
         raise DumpError(f"The {class_name} has no rowwise or columnwise data: they were freed or moved.")
-    dtype = getattr(quantized, "_dtype", None) or quantized.dtype
     shape = (directions.get(False) or directions[True]).shape
     if isinstance(quantized, torch.Tensor):
         shape = tuple(quantized.shape)
@@ -344,7 +343,7 @@ def _describe_quantized(
     described = Quantized(
         class_name=class_name,
         shape=shape,
-        dtype=dtype_name(dtype),
+        dtype=dtype_name(getattr(quantized, "_dtype", None) or quantized.dtype),
         quantizer=_format_quantizer(getattr(quantized, "_quantizer", None)),
         rowwise=directions.get(False),
         columnwise=directions.get(True),

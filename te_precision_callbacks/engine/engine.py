@@ -209,8 +209,9 @@ class StatisticsEngine:
         """
         self.has_news, self.iteration = True, iteration
         with _without_autograd():
-            key = SegmentKey(layer, tensor, source.name)
-            segment = self._slots.segment(key, *_COLUMNS[source], sums.device, contributes=True)
+            segment = self._slots.segment(
+                SegmentKey(layer, tensor, source.name), *_COLUMNS[source], sums.device, contributes=True
+            )
             self._slots.merge(segment, sums, maxima)
             self._slots.request(segment, _requests_of(source))
 
@@ -681,7 +682,15 @@ class _Measurement:
         except QuantizationError as error:
             if its_recipe is None:
                 raise
-            self._warn_simulated(form, str(error))
+            if self._engine.notices.first(str(error)):
+                logger.warning(
+                    "%s of %s %sis simulated from the high-precision tensor with the settings of the layer's quantizer,"
+                    " because %s. Other tensors are not listed.",
+                    self._labels(form),
+                    self._watched.layer,
+                    self._watched.tensor,
+                    error,
+                )
             return None
         if isinstance(held, PerTensor) and self._watched.values is not None and held.codes.shape != self._values.shape:
             sizes = f"{tuple(held.codes.shape)}, the tensor before quantization {tuple(self._values.shape)}"
@@ -757,19 +766,7 @@ class _Measurement:
     def _report_failure(
         self, form: _QuantizedForm, error: Exception, sources: Collection[StatisticSource] = frozenset(StatisticSource)
     ) -> None:
-        labels = self._labels(form, sources)
-        self._engine.on_failure(labels, f"of {self._watched.layer} {self._watched.tensor}", error)
-
-    def _warn_simulated(self, form: _QuantizedForm, why: str) -> None:
-        if self._engine.notices.first(why):
-            logger.warning(
-                "%s of %s %sis simulated from the high-precision tensor with the settings of the layer's quantizer,"
-                " because %s. Other tensors are not listed.",
-                self._labels(form),
-                self._watched.layer,
-                self._watched.tensor,
-                why,
-            )
+        self._engine.on_failure(self._labels(form, sources), f"of {self._watched.layer} {self._watched.tensor}", error)
 
     def _labels(self, form: _QuantizedForm, sources: Collection[StatisticSource] = frozenset(StatisticSource)) -> str:
         return ", ".join(

@@ -158,7 +158,9 @@ def simulate(
     if not values.numel():
         return {}
     if block is None:
-        blocks = _split_into_rows(values)
+        row = math.gcd(values.numel(), 4096)
+        row = row if row >= 256 else 4096
+        blocks = pad_to_blocks(eager.flatten(values).unsqueeze(0), (1, row), math.nan).view(-1, row)
     else:
         matrix = as_matrix(values)
         blocks = split_into_blocks(matrix.t() if columnwise else matrix, block)
@@ -187,9 +189,3 @@ def _simulation(
         return rows if by_block else rows.sum(1, keepdim=True), rounded.factors, rounded.scales
 
     return simulation
-
-
-def _split_into_rows(values: torch.Tensor) -> torch.Tensor:
-    row = math.gcd(values.numel(), 4096)
-    row = row if row >= 256 else 4096
-    return pad_to_blocks(eager.flatten(values).unsqueeze(0), (1, row), math.nan).view(-1, row)

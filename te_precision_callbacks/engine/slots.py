@@ -89,11 +89,6 @@ class _Device:
         self.used = (0, 0)
         self._vectors: list[_Vectors] = []
 
-    def reserve(self, sums: int, maxima: int) -> tuple[int, int]:
-        before = self.used
-        self.used = before[0] + sums, before[1] + maxima
-        return before
-
     def current(self) -> _Vectors:
         stream = current_stream(self._device)
         sums, maxima = self.used
@@ -155,7 +150,8 @@ class Segments:
             on = self._devices.get(device)
             if on is None:
                 on = self._devices[device] = _Device(device)
-            sum_start, maximum_start = on.reserve(len(sums), len(maxima))
+            sum_start, maximum_start = on.used
+            on.used = sum_start + len(sums), maximum_start + len(maxima)
             if segment is None:
                 segment = SlotRange(key, sums, maxima, device, sum_start, maximum_start, contributes)
                 self.segments[key] = segment

@@ -308,8 +308,9 @@ class GemmErrors:
                     *squares_of_difference(operands.right, kept.to_rows),
                     *squares_of_difference(operands.left, left_g),
                 )
-                counted = torch.stack(errors) * check.counts
-                self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_FORMAT, counted)
+                self._engine.add(
+                    event.layer, tensor, iteration, StatisticSource.GEMM_FORMAT, torch.stack(errors) * check.counts
+                )
                 self._note_measured(event.layer, event.gemm, of_format=True)
 
 

@@ -155,7 +155,8 @@ def amax_reductions(modules: Iterable[_ModuleWithGemms]) -> list[Row]:
                 continue
             reduced = bool(getattr(meta["recipe"], "reduce_amax", True))
             over = set(_ranks_of(meta.get("fp8_group"))) if reduced else {own_rank()}
-            tensor_parallel = _tensor_parallel_ranks(module)
+            group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
+            tensor_parallel = {own_rank()} if group is None else set(_ranks_of(group))
             rows.setdefault((reduced, len(over), len(tensor_parallel), len(tensor_parallel - over)), []).extend(layers)
             break
     names = "reduced", "ranks", "tensor_parallel", "outside"
@@ -169,8 +170,3 @@ def _metas_in_use(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
 
 def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(group) if is_initialized() else [0]
-
-
-def _tensor_parallel_ranks(module: torch.nn.Module) -> set[int]:
-    group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
-    return {own_rank()} if group is None else set(_ranks_of(group))

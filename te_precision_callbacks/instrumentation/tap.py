@@ -182,14 +182,13 @@ class GemmTap:
             self._seams.replace(function, "forward", staticmethod(self._wrap_forward(function.forward, sources)))
             self._seams.replace(function, "backward", staticmethod(self._wrap_backward(function.backward)))
         for owner in (layernorm_linear, layernorm_mlp):
-            wrapped_norm = self._unfused.wrap_norm(owner.apply_normalization)
-            self._seams.replace(owner, "apply_normalization", wrapped_norm)
+            self._seams.replace(owner, "apply_normalization", self._unfused.wrap_norm(owner.apply_normalization))
         self._seams.replace(layernorm_mlp, "_act_func", self._unfused.wrap_act_func(layernorm_mlp._act_func))
         for owner in (grouped_linear, layernorm_linear, linear):
-            gather = owner.materialize_weight_for_forward
-            self._seams.replace(owner, "materialize_weight_for_forward", self._wrap_gather(gather))
-        store = _common.WeightGradStore
-        self._seams.replace(store, "put", self._wrap_put(store.put))
+            self._seams.replace(
+                owner, "materialize_weight_for_forward", self._wrap_gather(owner.materialize_weight_for_forward)
+            )
+        self._seams.replace(_common.WeightGradStore, "put", self._wrap_put(_common.WeightGradStore.put))
         self._seams.replace(fuser.OperationFuser, "__call__", self.operations.wrap_call(fuser.OperationFuser.__call__))
         operation_wrappers = {
             "fuser_forward": self.operations.wrap_forward,
@@ -219,8 +218,9 @@ class GemmTap:
         layers = self._layers.get(id(module)) if self._running.has_ranges else None
         if layers is None:
             return unobserved_forward()
-        halves = "LayerNormMLP" in class_names(module)
-        return Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
+        return Forward(
+            layers, ForwardKind.UNTOUCHED, "", halves="LayerNormMLP" in class_names(module), has_events=False
+        )
 
     def _make_forward(self, module: Any) -> Forward:
         try:
@@ -400,8 +400,7 @@ class GemmTap:
             gemm, sums = GEMM_OF_LAYOUT[arguments["layout"]], arguments["out"]
             if not grouped:
                 return [self._before(forward.layers[forward.peek_layer_index(gemm)], gemm, sums, forward.kept)]
-            layers = forward.layers
-            return [self._before(layers[index], gemm, total, forward.kept) for index, total in enumerate(sums)]
+            return [self._before(forward.layers[index], gemm, total, forward.kept) for index, total in enumerate(sums)]
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:

@@ -110,8 +110,7 @@ class UpdateWatch:
             if not before:
                 return
             has_gradients = torch.cat([has_gradient for _, _, has_gradient in before])
-            same = torch.cat([now == then for now, then, _ in before])
-            self._count(UNCHANGED, same, has_gradients)
+            self._count(UNCHANGED, torch.cat([now == then for now, then, _ in before]), has_gradients)
         except Exception as error:
             self._failures.report("checking a step of", type(optimizer).__name__, error)
 

@@ -110,10 +110,9 @@ class Snapshot:
         ):
             for name in names:
                 self._globals.replace(owner, name, copy.copy(getattr(owner, name)))
-        loggers = map(logging.getLogger, _PYTHON_LOGGERS)
         self._loggers = [
             (python_logger, list(python_logger.handlers), python_logger.level, python_logger.propagate)
-            for python_logger in loggers
+            for python_logger in map(logging.getLogger, _PYTHON_LOGGERS)
         ]
         for python_logger, *_ in self._loggers:  # handlers of an earlier upstream run write into its files
             python_logger.handlers.clear()
@@ -516,8 +515,7 @@ class EventLog(logging.Handler):
         """
         if self._lines.file is None:
             self._lines.min_level = logging.NOTSET if in_full else logging.WARNING
-            path = self._folder / log_file_name(own_rank())
-            file = LogFile(path, EVENTS_LIMIT, "")
+            file = LogFile(self._folder / log_file_name(own_rank()), EVENTS_LIMIT, "")
             file.note_progress = self.thread.note_progress
             self._lines.file = file
 

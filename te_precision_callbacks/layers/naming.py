@@ -227,8 +227,9 @@ def named_te_modules(
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
         entry = _Found(module, name, own_scope, numbered_scope, place, upstream, is_lightning)
         make_layer = _layer_of_upstream if layer_names == "upstream" else _layer
-        layers = tuple(make_layer(entry, part) for part in parts)
-        named[id(module)] = NamedModule(module, _joined(own_scope, name), layers)
+        named[id(module)] = NamedModule(
+            module, _joined(own_scope, name), tuple(make_layer(entry, part) for part in parts)
+        )
     return tuple(named.values())
 
 
@@ -582,9 +583,8 @@ def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
 
 def _layer_of_upstream(entry: _Found, part: str) -> Layer:
     upstream = tuple(name + part for name in entry.upstream)
-    kind = type(entry.module).__name__
     name = _joined(entry.scope, entry.name) + part
-    return Layer(name, (), (kind,), given=upstream[0], upstream=upstream, scope=entry.scope)
+    return Layer(name, (), (type(entry.module).__name__,), given=upstream[0], upstream=upstream, scope=entry.scope)
 
 
 def _layer(entry: _Found, part: str) -> Layer:
@@ -594,10 +594,9 @@ def _layer(entry: _Found, part: str) -> Layer:
     given = str(getattr(module, "name", None) or "")
     is_whole = bool(given) and not _AUTOMATIC_NAME.match(given)
     without_attribute = name.partition(".")[2] if entry.is_lightning else ""
-    all_experts = _NUMBERED_EXPERTS.sub("experts", name)
     candidates = [
         alias + part
-        for alias in (_AUTOMATIC_NAME.sub("", given), without_attribute, all_experts)
+        for alias in (_AUTOMATIC_NAME.sub("", given), without_attribute, _NUMBERED_EXPERTS.sub("experts", name))
         if alias and alias != name
     ]
     for old, new in _OLD_SPELLINGS:

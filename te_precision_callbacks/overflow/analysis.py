@@ -81,10 +81,9 @@ class Reader:
         if not events:
             return None
         values = interval.slots.read()
-        batch = "evaluation batch" if evaluation else "batch"
         traced = self._traced if traces else frozenset[int]()
         if traced:
-            self._trace(events, values, batch)
+            self._trace(events, values, "evaluation batch" if evaluation else "batch")
         find = functools.partial(
             first_bad,
             events,

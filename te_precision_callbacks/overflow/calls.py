@@ -113,8 +113,7 @@ class ForwardCalls:
         kind = self._classify(watched.module)
         if torch._C._current_graph_task_id() != NO_BACKWARD:
             # Recomputed: the first forward has the frames. In a reentrant checkpoint, only this one has gradients.
-            gradients = kind is ForwardKind.OBSERVED
-            return Pass(journal.training, frames=False, gradients=gradients, evaluates=False)
+            return Pass(journal.training, frames=False, gradients=kind is ForwardKind.OBSERVED, evaluates=False)
         if kind is ForwardKind.UNTOUCHED:
             journal.evaluation.clear()
             return Pass(journal.evaluation, frames=True, gradients=False, evaluates=True)

@@ -96,8 +96,9 @@ class DebugActivationOverflow:
     ) -> None:
         roots = named_roots(model)
         if not roots:
-            what = "a torch.nn.Module, or a list or mapping of them"
-            raise OverflowDetectorError(f"The model must be {what}, not {model!r}.")
+            raise OverflowDetectorError(
+                f"The model must be a torch.nn.Module, or a list or mapping of them, not {model!r}."
+            )
         options = DetectorOptions.from_keywords(
             max_frames=max_frames,
             parameters=parameters,

@@ -193,6 +193,4 @@ def _plain_values(tensor: torch.Tensor) -> torch.Tensor | Unmeasured:
         return Unmeasured("empty")
     if tensor.dtype.is_complex:
         return tensor.abs()
-    if tensor.dtype not in _DIRECT:
-        return tensor.to(torch.float32)
-    return tensor
+    return tensor if tensor.dtype in _DIRECT else tensor.to(torch.float32)

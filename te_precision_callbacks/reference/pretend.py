@@ -199,8 +199,7 @@ def _communicate_on_cpu() -> None:
         _replace(module, ProcessGroupNCCL=ProcessGroupNCCL)
     for name in ("init_process_group", "new_group"):
         function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
-        apart = with_second_group(function)
-        _replace(distributed_c10d, torch.distributed, device_mesh, **{name: apart})
+        _replace(distributed_c10d, torch.distributed, device_mesh, **{name: with_second_group(function)})
     use_second_groups()
     _stage_on_cpu()
     for name in ("barrier", "monitored_barrier"):

@@ -171,11 +171,10 @@ def replay(dump: Dump) -> Replayed:
         elif isinstance(operand.data, Stored):
             lacks = "the tensor before quantization is" if operand.high is None else "its quantizer is"
             not_checked.append(f"the quantizer of {operand.described.tensor}, because {lacks} not in the record")
-    lanes = _lanes(kernel, left, right)
     return Replayed(
         dump.header,
         gemm,
-        lanes,
+        _lanes(kernel, left, right),
         tuple(faults),
         tuple(not_checked),
         kernel.gain,

@@ -52,7 +52,6 @@ _LINE = re.compile(
 )
 _TEXT_LINE = re.compile(rb"^.*\S", re.MULTILINE)
 _EVENT = re.compile(r"^(.{23}) - (?:INFO - Assigned layer name: (.*)|(WARNING|ERROR|CRITICAL) - (.*))$")
-_TIME = "%Y-%m-%d %H:%M:%S,%f"
 
 _ROW = np.dtype([("segment", "i2"), ("iteration", "i8"), ("name", "i4"), ("value", "f8"), ("local", "u1")])
 _Rows = npt.NDArray[np.void]
@@ -158,9 +157,17 @@ def _read_events(logs: Logs) -> tuple[list[str], pa.Table]:
                 if layer:
                     layers.setdefault(layer)
                 elif level:
-                    severity = "warning" if level == "WARNING" else "error"
-                    row = {"segment": 0, "iteration": 0, "rank": rank, "kind": "logged", "severity": severity}
-                    rows.append({**row, "wall_time": _time(time), "text": text})
+                    rows.append(
+                        {
+                            "segment": 0,
+                            "iteration": 0,
+                            "rank": rank,
+                            "kind": "logged",
+                            "severity": "warning" if level == "WARNING" else "error",
+                            "wall_time": _time(time),
+                            "text": text,
+                        }
+                    )
     return list(layers), pa.Table.from_pylist(rows, EVENTS).sort_by("wall_time")
 
 
@@ -191,7 +198,7 @@ def _read_statistics(
 
 def _time(text: str) -> datetime | None:
     try:
-        return datetime.strptime(text, _TIME).astimezone(timezone.utc)
+        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").astimezone(timezone.utc)
     except ValueError:
         return None
 

@@ -125,6 +125,5 @@ def sort_by_series(table: pa.Table) -> pa.Table:
         return table
     first, last = int(iterations.min()), int(iterations.max())
     keys = series.astype(np.int64) * (last - first + 1) + (iterations - first)
-    if np.all(keys[1:] >= keys[:-1]):
-        return table
-    return table.take(pa.array(np.argsort(keys, kind="stable")))
+    is_sorted = bool(np.all(keys[1:] >= keys[:-1]))
+    return table if is_sorted else table.take(pa.array(np.argsort(keys, kind="stable")))

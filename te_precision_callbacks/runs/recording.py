@@ -184,9 +184,7 @@ class Recording:
 
 
 def local_mask(records: StepRecords) -> npt.NDArray[np.bool_]:
-    if not records.own:
-        return np.ones(len(records), bool)
-    return np.fromiter(records.own, bool, len(records))
+    return np.fromiter(records.own, bool, len(records)) if records.own else np.ones(len(records), bool)
 
 
 class _SeriesNumbers:
@@ -201,8 +199,12 @@ class _SeriesNumbers:
         new = series[known[series] < 0]
         for number in np.unique(new).tolist() if len(new) else ():  # np.unique is slow even for an empty array
             layer, family = table[number]
-            scope = self._scopes.get(layer, "")
             known[number] = self.writer.series(
-                layer, family.tensor, family.statistic, gemm=family.gemm, scope=scope, rank=rank
+                layer,
+                family.tensor,
+                family.statistic,
+                gemm=family.gemm,
+                scope=self._scopes.get(layer, ""),
+                rank=rank,
             )
         return known[series]

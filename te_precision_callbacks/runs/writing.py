@@ -126,8 +126,9 @@ class _Table:
             if self._file is None:
                 self._number += 1
                 self._file = AppendedFile(self._path)
-                options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
-                self._stream = pa.ipc.new_stream(self._file, self._schema, options=options)
+                self._stream = pa.ipc.new_stream(
+                    self._file, self._schema, options=pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
+                )
                 self._since = time.monotonic()
             self._stream.write_batch(self._batch(self._rows))
             self._rows, self.waiting = [], 0
@@ -231,8 +232,7 @@ class RunWriter:
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
         folder = self.own if self.rank else self.folder
-        table = pa.Table.from_pylist([*rows], schema=FACTS[name])
-        write_table(table, folder / f"{name}{CLOSED}")
+        write_table(pa.Table.from_pylist([*rows], schema=FACTS[name]), folder / f"{name}{CLOSED}")
 
     def put_lost(self, error: BaseException) -> None:
         """Record in run.json that recording has failed, in place; errors are ignored."""
@@ -326,8 +326,11 @@ class RunWriter:
         return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)
 
     def add_scalars(self, iteration: int, scalars: Mapping[str, float], *, logging_step: int | None = None) -> None:
-        step = iteration if logging_step is None else logging_step
-        row = {"segment": self.segment, "iteration": iteration, "logging_step": step}
+        row = {
+            "segment": self.segment,
+            "iteration": iteration,
+            "logging_step": iteration if logging_step is None else logging_step,
+        }
         for name, value in scalars.items():
             self._tables["scalars"].add({**row, "name": name, "value": value})
 
@@ -352,7 +355,6 @@ class RunWriter:
         unknown = subject.keys() - set(EVENTS.names)
         if unknown:
             raise TypeError(f"an event has no {', '.join(sorted(unknown))}")
-        seconds = time.time() if wall_time is None else wall_time
         row = {
             "segment": self.segment,
             "iteration": iteration,
@@ -360,7 +362,7 @@ class RunWriter:
             **subject,
             "kind": kind,
             "severity": severity,
-            "wall_time": round(seconds * 1e6),
+            "wall_time": round((time.time() if wall_time is None else wall_time) * 1e6),
             "text": text.encode(errors="backslashreplace").decode(),  # a file name may contain invalid UTF-8
             "data": None if data is None else json.dumps(data, default=str),
         }

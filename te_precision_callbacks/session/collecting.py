@@ -71,8 +71,9 @@ class StepCollector:
             self._measured.append(measured)
 
     def reduce(self, ending: EndingStep, optimizer_steps: int) -> None:
-        reduce = self._context.ranks.several
-        self._observation.take(ending.iteration, self._receive, reduce=reduce, optimizer_steps=optimizer_steps)
+        self._observation.take(
+            ending.iteration, self._receive, reduce=self._context.ranks.several, optimizer_steps=optimizer_steps
+        )
 
     def collect_local(self) -> None:
         """Collect this rank's statistics, unless the statistics of the step were already collected."""

@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 SinkT = TypeVar("SinkT", bound=Sink)
 
-REPORT_FILE = "report.html"
-
 
 class Sinks:
     """The sinks of a run, in order. A failing sink is reported, closed and dropped; the others continue.
@@ -199,7 +197,7 @@ class RunFiles:
     def write_page(self, run_id: str) -> None:
         from te_precision_callbacks.views.report import write_report
 
-        path = write_report(open_run(self._log_dir / FOLDER / run_id), self._log_dir / REPORT_FILE)
+        path = write_report(open_run(self._log_dir / FOLDER / run_id), self._log_dir / "report.html")
         logger.info("The report of this run: %s", path)
         self.page = str(path)
 

@@ -167,8 +167,6 @@ def _is_main_thread() -> bool:
 
 MOST_LINES = 9
 
-_QUIET = "TE_PRECISION_QUIET"
-
 
 class ClosingReport:
     def __init__(self, context: RunContext, files: RunFiles) -> None:
@@ -201,7 +199,7 @@ class ClosingReport:
             self._files.write_page(run_id)
 
     def print_verdict(self, error: BaseException | None, trace: Path | None) -> None:
-        if self._context.options.quiet or os.environ.get(_QUIET, "") not in ("", "0"):
+        if self._context.options.quiet or os.environ.get("TE_PRECISION_QUIET", "") not in ("", "0"):
             return
         has_folder = self._context.failures.lost_folder is None and self._results.log_dir.is_dir()
         trace = trace if has_folder else None

@@ -281,10 +281,9 @@ class RunFacts:
         return gemms, operands
 
     def _states(self) -> list[Row]:
-        counted = self._results.coverage.spans()[-1:]
         return [
             {"subject": row.subject, "dtype": row.dtype, "bytes": row.bytes, "count": row.tensors}
-            for last in counted
+            for last in self._results.coverage.spans()[-1:]
             for row in last.state
         ]
 

@@ -94,8 +94,9 @@ class Run:
         self._classify = classify
         self._scalars = scalars = ScalarBuffer(failures)
         engine = StatisticsEngine(results.series, failures.report)
-        detects_overflow = ACTIVATION_OVERFLOW in options.debug
-        recorder = Recorder(results.log_dir, report=failures.report, detects_overflow=detects_overflow)
+        recorder = Recorder(
+            results.log_dir, report=failures.report, detects_overflow=ACTIVATION_OVERFLOW in options.debug
+        )
         self.observation = Observation(engine, recorder)
         self.hooks = ForwardHooks(
             classify,

@@ -119,9 +119,10 @@ def speed_of_step(
     if file is not None and (file.exists() or not calibrate):
         measured = calibration.Calibration.read(file)
     if calibrate and file is not None:
-        products = with_recipes(step.coverage, step.recipes)
         measured = calibration.calibrate(
-            products, table=measured, report=lambda *progress: typer.echo("{1}/{2} {0}".format(*progress), err=True)
+            with_recipes(step.coverage, step.recipes),
+            table=measured,
+            report=lambda *progress: typer.echo("{1}/{2} {0}".format(*progress), err=True),
         )
         measured.write(file)
     if measured is not None:

@@ -170,9 +170,7 @@ def _why_not(recipe: str, capability: tuple[int, int]) -> str:
         return "Transformer Engine does not run MXFP8 on compute capability 12.0 and later"
     if recipe == "fp8_block_scaling" and capability < (9, 0):
         return "it needs compute capability 9.0"
-    if capability < (8, 9):
-        return "FP8 needs compute capability 8.9"
-    return ""
+    return "FP8 needs compute capability 8.9" if capability < (8, 9) else ""
 
 
 @functools.cache

@@ -179,8 +179,12 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
             width = scatter.quantile * scatter.cast * casts
             if new == "mxfp8" or old in ("mxfp8", "fp8_block_scaling"):
                 width = math.hypot(width, scatter.quantile * scatter.kernel * sum(time.low_ms for time in before))
-            note = "changes the numerics: compare the losses"
-            yield Advice(f"{new} instead of {old}", saved, (saved - width, saved + width), note=note)
+            yield Advice(
+                f"{new} instead of {old}",
+                saved,
+                (saved - width, saved + width),
+                note="changes the numerics: compare the losses",
+            )
 
 
 def _use_low_precision(

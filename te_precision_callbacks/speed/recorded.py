@@ -137,8 +137,7 @@ def run_speed(
     expected, why_not = None, None
     chosen = device_named(device) if isinstance(device, str) else device
     try:
-        step = step_of_run(run)
-        expected = expect(step, device_of_run(run) if chosen is None else chosen)
+        expected = expect(step_of_run(run), device_of_run(run) if chosen is None else chosen)
     except CalibrationError:
         raise
     except SpeedError as error:

@@ -98,9 +98,6 @@ class Request:
             return self
         return replace(self, label=f"{self.label}_max_over_orientations", blocks=replace(self.blocks, both=True))
 
-    def is_same(self, other: Request) -> bool:
-        return replace(self, label=other.label) == other
-
     def under(self, recipe: str) -> Request:
         """Return the request for a layer without a recipe: ``recipe`` is simulated, and becomes part of the label."""
         return replace(self, label=f"{recipe}_{self.label}", recipe=recipe)
@@ -120,9 +117,7 @@ def tensor_request(entry: object) -> Request:
         return _blockwise_request(entry)
     if not isinstance(entry, str) or entry not in (*TENSOR_STATISTICS, BLOCKWISE):
         raise UnknownStatisticError(f"there is no tensor statistic {entry!r}")
-    if entry == BLOCKWISE:
-        return _blockwise_request({BLOCKWISE: {}})
-    return Request(entry, STATISTICS[entry])
+    return _blockwise_request({BLOCKWISE: {}}) if entry == BLOCKWISE else Request(entry, STATISTICS[entry])
 
 
 def _blockwise_request(entry: Mapping[Any, Any]) -> Request:

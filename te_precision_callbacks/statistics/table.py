@@ -169,7 +169,6 @@ def _if_any(largest: str, negated_least: str = "") -> Callable[[Columns], Values
 
 _ELEMENT, _COUNT, _BLOCKS, _POWERS, _PERCENT = "of the tensor", "elements", "blocks", "powers of two", "%"
 
-_BEYOND = "|x| > largest code * its factor"
 _LIMITED = "; none in a block with the factor 0"
 
 
@@ -217,7 +216,7 @@ def _statistics() -> Iterable[Statistic]:
         worse=Worse.NEITHER,
     )
     quantized = functools.partial(Statistic, source=StatisticSource.QUANTIZED)
-    underflows, overflows = "number of x != 0 with y = 0", f"number of {_BEYOND}"
+    underflows, overflows = "number of x != 0 with y = 0", "number of |x| > largest code * its factor"
     yield quantized(
         "underflows%", f"100 * ({underflows}) / n", _PERCENT, _share("underflows", total="compared"), upstream=True
     )

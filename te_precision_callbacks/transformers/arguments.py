@@ -41,8 +41,10 @@ def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
     """
     if isinstance(value, Iterable) and not isinstance(value, str):
         value = [part.value if isinstance(part, (DebugOption, PrecisionDebugOption)) else part for part in value]
-    names = parse_debug(value, valid=VALID)
-    return [PrecisionDebugOption(name) if name in DEBUG_OPTIONS else DebugOption(name) for name in names]
+    return [
+        PrecisionDebugOption(name) if name in DEBUG_OPTIONS else DebugOption(name)
+        for name in parse_debug(value, valid=VALID)
+    ]
 
 
 @dataclass

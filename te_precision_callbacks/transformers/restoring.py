@@ -21,8 +21,6 @@ from te_precision_callbacks.layers.fp8_state import delayed_states
 
 logger = logging.getLogger(__name__)
 
-_KEY = "_extra_state"
-
 
 def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path) -> None:
     """Load the FP8 state of converted layers from a checkpoint's folder, before the first forward.
@@ -34,7 +32,7 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
         return
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     stateless = {
-        f"{name}.{_KEY}": module
+        f"{name}._extra_state": module
         for name, module in plain.named_modules()
         if type(module).set_extra_state is not torch.nn.Module.set_extra_state and not any(delayed_states(module))
     }

@@ -138,7 +138,11 @@ def _warning(at: RankPlace, why: str) -> Callable[[], None]:
         nonlocal has_warned
         if not has_warned and time.monotonic() - begun > WAITING:
             has_warned = True
-            who = at.name(at.rank).capitalize()
-            logger.warning("%s has waited %g s for the other ranks, %s together with them.", who, WAITING, why)
+            logger.warning(
+                "%s has waited %g s for the other ranks, %s together with them.",
+                at.name(at.rank).capitalize(),
+                WAITING,
+                why,
+            )
 
     return warn

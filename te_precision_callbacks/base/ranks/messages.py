@@ -314,8 +314,13 @@ class Messages:
         finish()
         alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
         if not alike[:-1].all():
-            remedy = "Call step() on all ranks, after the same optimizer steps"
-            raise RanksLostError(Departure(self.rank, f"The ranks are at different points of the training. {remedy}"))
+            raise RanksLostError(
+                Departure(
+                    self.rank,
+                    "The ranks are at different points of the training. Call step() on all ranks, after the same"
+                    " optimizer steps",
+                )
+            )
         if sums:
             group.add(numbers[:sums])
         if ranked.size > _HEADER_MAXIMA:

@@ -155,8 +155,9 @@ class Ranks:
     def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
         """Return the entries of all ranks, without duplicates; ``kind`` must be equal on all ranks."""
         own = list(entries)
-        why = f"to broadcast {kind}"
-        return self._exchange(f"exchanging {kind}", lambda messages: messages.pool(own, kind, why, of), own)
+        return self._exchange(
+            f"exchanging {kind}", lambda messages: messages.pool(own, kind, f"to broadcast {kind}", of), own
+        )
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
         def added(messages: Messages) -> list[float]:
@@ -177,8 +178,7 @@ class Ranks:
         return self._exchange(f"comparing {kind}", merged, None)
 
     def any(self, kind: str, doing: str, *, own: bool) -> bool:
-        holds = (1.0,)
-        return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", float(own)) == holds, own)
+        return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", float(own)) == (1.0,), own)
 
     def _exchange(self, doing: str, exchange: Callable[[Messages], ResultT], own: ResultT) -> ResultT:
         if self.messages is None or not self.messages.is_open:

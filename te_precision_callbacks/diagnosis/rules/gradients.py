@@ -180,9 +180,8 @@ class Growth(Judge):
                 # High precision avoids the loss, but the tensor still grows.
                 helps = sighting.severity == "warning" and hurts[first] and sighting.tensor != "weight"
                 patch = keep_first(sighting.layers, numbers) if helps else ""
-                remedy = "" if helps else STOP_GROWTH
                 # A subject has one finding, of its worst severity.
-                yield sighting._replace(patch=patch, remedy=remedy, key="")
+                yield sighting._replace(patch=patch, remedy="" if helps else STOP_GROWTH, key="")
             begin.add(column.layers, now)
 
 

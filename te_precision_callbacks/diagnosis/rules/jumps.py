@@ -252,7 +252,6 @@ class WeightJump(Judge):
         self._last[column.family] = numbers.iteration, column._replace(values=bits), column._replace(values=change)
 
 
-_LOSS = 'session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss'
 _NORM = 'session.log({"grad_norm": ...}) in each step; the Hugging Face Trainer logs it, with logging_steps=1'
 
 RULES = (
@@ -261,7 +260,7 @@ RULES = (
         title="the loss rises far above its noise",
         subject="model",
         needs="at least 3 steps of the logged training loss",
-        collect=_LOSS,
+        collect='session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss',
         condition=(
             "the last losses are far above the maximum of the 20 before: the last 2 by a factor of 5, one of them by"
             " 30; the last 3 by 4, or by 3 with at least 3 losses before; or the last 5 by 2.5, with at least 5"

@@ -140,7 +140,6 @@ def layers_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names if name))
 
 
-_NEEDS = "steps of a torch.optim optimizer"
 _COLLECT = "at least 6 steps of the optimizer, each followed by the session's step()"
 
 RULES = (
@@ -148,7 +147,7 @@ RULES = (
         id="missing-gradient",
         title="a parameter gets no gradient, or no optimizer steps it",
         subject="layer",
-        needs=f"at least 6 {_NEEDS}, or a gradient for each of its parameters",
+        needs="at least 6 steps of a torch.optim optimizer, or a gradient for each of its parameters",
         collect=_COLLECT,
         condition=(
             "a parameter receives no gradient in 6 steps of its optimizer, or in 64 steps if its module does not run"

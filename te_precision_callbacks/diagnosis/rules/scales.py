@@ -242,8 +242,7 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[
 
     def make() -> npt.NDArray[np.float64]:
         names = numbers.names_of(column)
-        formats = (facts.format_of(name, tensor) for name in names)
-        largest = [_LARGEST.get(text, np.nan) for text in formats]
+        largest = [_LARGEST.get(facts.format_of(name, tensor), np.nan) for name in names]
         of_delayed = [facts.recipe_of(name) == "fp8_delayed_scaling" for name in names]
         return np.where(of_delayed, largest, np.nan)
 

@@ -68,9 +68,8 @@ class Sibling(Judge):
 
     @property
     def why_not(self) -> str:
-        if self.steps or not self._most_similar:
-            return super().why_not
-        return "the model has no similar layers"
+        has_none = self._most_similar and not self.steps
+        return "the model has no similar layers" if has_none else super().why_not
 
     def _judge_share(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         """Find layers that lose far more of a tensor's elements than similar layers, but less than the thresholds of

@@ -54,9 +54,7 @@ def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: tor
 def _pass_for(values: torch.Tensor) -> Pass:
     if values.device.type == "cuda" and values.element_size() <= 4:
         return _on_gpu
-    if native.accepts(values):
-        return native.add
-    return eager.add
+    return native.add if native.accepts(values) else eager.add
 
 
 def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:

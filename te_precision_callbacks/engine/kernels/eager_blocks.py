@@ -97,7 +97,8 @@ def columns(
             elements = split_into_blocks(part.elements(of_rows), tensor.block, 0.0)
             compared = _compare_blocks(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
         elif needs_blocks(wanted):
-            occupied = _occupied(split_into_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band)
+            blocks = split_into_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band
+            occupied = ((blocks != 0) & blocks.isfinite()).any(1)
         its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *tensor.limits)
         merged = _merge_columns(merged, columns_of(wanted, compared, its_scales, occupied, band))
     return merged
@@ -129,10 +130,6 @@ def _merge_optional(
     merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], first: torch.Tensor | None, other: torch.Tensor | None
 ) -> torch.Tensor | None:
     return other if first is None or other is None else merge(first, other)
-
-
-def _occupied(blocks: torch.Tensor) -> torch.Tensor:
-    return ((blocks != 0) & blocks.isfinite()).any(1)
 
 
 class Scales(NamedTuple):

@@ -300,10 +300,7 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     (of_rows, depth), of_columns, length = a.part.matrix_shape, b.part.matrix_shape[0], a.part.block[1]
     scales_a, scales_b = (part.scales.repeat_interleave(part.block[0], 0) for part in (a.part, b.part))
     scales_a, scales_b = scales_a[:of_rows].t().unsqueeze(1), scales_b[:of_columns].t().unsqueeze(2)
-    if b.mode == layouts.BLOCK_2D:
-        first, second = scales_a, scales_b
-    else:
-        first, second = scales_b, scales_a
+    first, second = (scales_a, scales_b) if b.mode == layouts.BLOCK_2D else (scales_b, scales_a)
     in_bfloat16 = takes(of_columns, of_rows, depth, a.source.device)
     dtype = torch.bfloat16 if in_bfloat16 else torch.float32
     rows, columns = (

@@ -99,8 +99,7 @@ def rmsnorm_fwd(
     x = dequantized(input)
     rsigma = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     value = x * rsigma * _gamma(weight, zero_centered_gamma)
-    out = quantize_result(value, torch_dtype(otype), quantizer, out=ln_out)
-    return [out, None, rsigma.reshape(-1)]
+    return [quantize_result(value, torch_dtype(otype), quantizer, out=ln_out), None, rsigma.reshape(-1)]
 
 
 @torch.no_grad()

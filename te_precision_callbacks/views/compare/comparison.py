@@ -50,8 +50,10 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
     ours, theirs = _layers(a), _layers(b)
     if not ours or not theirs or ours & theirs:
         return b, ""
-    pairs = itertools.product(_prefixes(ours), _prefixes(theirs))
-    common = {pair: len(_without(ours, pair[0]) & _without(theirs, pair[1])) for pair in pairs}
+    common = {
+        pair: len(_without(ours, pair[0]) & _without(theirs, pair[1]))
+        for pair in itertools.product(_prefixes(ours), _prefixes(theirs))
+    }
     own, other = max(common, key=lambda pair: (common[pair], -len(pair[0]) - len(pair[1])))
     if 2 * common[own, other] < min(len(ours), len(theirs)):
         return b, ""
@@ -60,8 +62,7 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
         return own + name[len(other) :] if name.startswith(other) else name
 
     note = f"{common[own, other]} layers are paired without their prefixes: {other!r} in {b.path}, {own!r} in {a.path}."
-    tables = {name: _with_layers(getattr(b, name), rename) for name in _TABLES}
-    return replace(b, **tables), note
+    return replace(b, **{name: _with_layers(getattr(b, name), rename) for name in _TABLES}), note
 
 
 def _layers(run: RecordedRun) -> set[str]:
@@ -161,11 +162,6 @@ def _product_differences(a: RecordedRun, b: RecordedRun) -> Iterator[FactDiffere
         yield FactDifference(f"{what} {', '.join(fold_names(layers, most=_MOST_LAYERS))}", before, after)
 
 
-def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
-    """Return the layers whose number of rows in a step differs in b, for example through the batch size."""
-    return [layer for (what, *_), layers in _changed_layer_facts(a, b).items() if what == _ROWS for layer in layers]
-
-
 def _changed_layer_facts(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
     theirs = _layer_facts(b)
     changed = ((key, value) for key, value in _layer_facts(a).items() if theirs.get(key, value) != value)
@@ -221,7 +217,8 @@ def compare(
     collect = None if numbers is None else numbers.collect_from(first, other)
     search = Search(first, other, others, lasting, collect)
     departures = list(search.run(paired))
-    resized = layers_with_other_rows(a, b)
+    # The layers whose number of rows in a step differs in b, for example through the batch size.
+    resized = [layer for (what, *_), layers in _changed_layer_facts(a, b).items() if what == _ROWS for layer in layers]
     # Published bounds are for equal batches.
     shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))
     if search.without_steps == len(paired):

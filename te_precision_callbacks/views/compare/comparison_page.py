@@ -89,14 +89,11 @@ class ComparedNumbers:
                 at = np.unique(np.append(at, begin_of[place]))
             strength = float(np.max(np.abs(part.difference[own]) / part.limit[own]))
             a, b, below, above = (column[at] for column in (part.a, part.b, part.below, part.above))
-            departs = place in begin_of
-            curve = ComparedSeries(subject, departs, strength, every, part.iterations[at], a, b, below, above)
+            curve = ComparedSeries(subject, place in begin_of, strength, every, part.iterations[at], a, b, below, above)
             self._curves.append(curve)
             if len(self._curves) >= 2 * _MOST_CURVES:
                 self._curves = self.curves[:_MOST_CURVES]
 
-
-_SCRIPTS = ("findings", "comparison")
 
 _MOST_PARTINGS = 1000
 
@@ -111,7 +108,7 @@ def write_comparison(
         MissingExtraError: plotly is not installed.
     """
     path = output_path(path)
-    frame = PageTemplate(_SCRIPTS)
+    frame = PageTemplate(("findings", "comparison"))
     packed = PackedArrays(most - frame.size - FOR_FACTS)
     content = _content(result, numbers, packed)
     return write_bytes(path, frame.fill(f"{result.a} and {result.b}", content, packed.texts).encode())

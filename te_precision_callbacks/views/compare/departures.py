@@ -204,9 +204,7 @@ def scale_of(tensor: str, statistic: str) -> NoiseScale:
     request = logged_request(statistic) if tensor else None
     if request is None:
         return SHARE if statistic.endswith("%") else LEVEL
-    if request.statistic.signed:
-        return LEVEL
-    return _BY_UNIT.get(request.statistic.unit, LEVEL)
+    return LEVEL if request.statistic.signed else _BY_UNIT.get(request.statistic.unit, LEVEL)
 
 
 _CLIPPED_AT = 0.9
