@@ -50,6 +50,9 @@ class PrecisionContractError(PrecisionDebugError, RuntimeError):
 class ContractKeeper:
     """Checks a run's contract, with the same result on all ranks that reduce together.
 
+    Attributes:
+        unchecked_steps: steps whose shares stayed estimates to the end of the run.
+
     Ranks announce changes of precision with the statistics of a step. Without statistics they exchange them in the
     first checked step, and in multiples of :data:`CHECK_INTERVAL`.
     """
@@ -63,6 +66,7 @@ class ContractKeeper:
         self._message = ""
         self._unchecked = ""
         self._incomplete: dict[int, None] = {}
+        self.unchecked_steps: list[int] = []
 
     def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
         """Announce to the other ranks whether there is something to check; ``changes`` counts this rank's changes."""
@@ -135,7 +139,10 @@ class ContractKeeper:
         raises = raises and self._on_broken == "raise"
         for step in self._incomplete:  # later steps may have counted the calls that were missing
             step_coverage = coverage_at(step)
-            broken = [] if step_coverage.is_incomplete else broken_clauses(self._contract, step_coverage)
+            if step_coverage.is_incomplete:
+                self.unchecked_steps.append(step)
+                continue
+            broken = broken_clauses(self._contract, step_coverage)
             self._unchecked = left_out(self._contract, step_coverage) or self._unchecked
             if broken:
                 return self._report_broken(

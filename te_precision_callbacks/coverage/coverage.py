@@ -258,7 +258,7 @@ class Coverage(tuple[Product, ...]):
 
     def __str__(self) -> str:
         whole = self.macs()
-        left = [f"not counted: {text}" for text in list_uncounted(self)]
+        left = [text if text.startswith(ESTIMATED) else f"not counted: {text}" for text in list_uncounted(self)]
         left += [] if self.has_backward or not whole else [_NO_BACKWARD]
         if not whole:
             return "; ".join(["No matrix product has run", *left])

@@ -240,7 +240,8 @@ class CountedKinds:
         whole = sum(forwards for forwards, _ in parts.values())
         if unknown:
             texts[
-                f"{ESTIMATED}{unknown} of {whole} micro-batches ran other layers or other sizes than the counted ones"
+                f"{ESTIMATED}{unknown} of {whole} micro-batches have other layers, sizes or operations than the"
+                " counted ones"
             ] = None
         if lacking:
             texts[

@@ -84,14 +84,15 @@ class _Record:
         self.saved = [
             (row["iteration"], str(_data(row).get("file", ""))) for row in events if row["kind"] == "checkpoint_saved"
         ]
-        logged: dict[int, _LoggedData] = {}
+        logged: dict[tuple[int, bool], _LoggedData] = {}
         for part in run.scalars.to_batches(max_chunksize=1 << 16):  # Python objects take ten times the memory
             columns = part["iteration"], part["name"].cast(pa.string()), part["value"]
             lists = (column.to_numpy(zero_copy_only=False).tolist() for column in columns)
             for iteration, name, value in zip(*lists, strict=True):
-                logged.setdefault(iteration, _LoggedData({}, [], [])).scalars[name] = value
+                logged.setdefault((iteration, False), _LoggedData({}, [], [])).scalars[name] = value
         for row in sorted(events, key=lambda row: row["rank"] or 0):
-            of_step = logged.setdefault(row["iteration"], _LoggedData({}, [], []))
+            # Parameters are checked after the step's statistics.
+            of_step = logged.setdefault((row["iteration"], row["kind"] == "parameters"), _LoggedData({}, [], []))
             event = _event(row)
             rank = 0 if event.data.get("of_all") else row["rank"] or 0
             if row["kind"] == "segment_ended":
@@ -139,9 +140,9 @@ def _check(
     logged = deque(record.logged if REDUCED in ranks else ())
     place = -1
 
-    def check_logged(until: int) -> None:
+    def check_logged(until: tuple[int, bool]) -> None:
         while logged and logged[0][0] <= until:
-            iteration, of_step = logged.popleft()
+            (iteration, _), of_step = logged.popleft()
             if of_step.scalars:
                 diagnosis.scalars(iteration, of_step.scalars)
             for of_rank in of_step.from_ranks:
@@ -162,12 +163,13 @@ def _check(
     ]
     splitter = Splitter(series.__getitem__)
     for iteration, numbers, values, unscaled in _steps(run, record, chosen):
-        check_logged(iteration)
+        check_logged((iteration, False))
         check_facts(iteration)
         is_local = (record.rank_of_series[chosen[numbers]] != REDUCED).all()
         layers = frozenset(series[number].layer for number in set(numbers[unscaled].tolist()))
         diagnosis.step(splitter.step(iteration, numbers, values, layers, rank if is_local else None))
-    check_logged(logged[-1][0] if logged else -1)
+    if logged:
+        check_logged(logged[-1][0])
     check_facts(record.last)
     for rank_of_event, event in record.ends if REDUCED in ranks else ():
         diagnosis.event(event, rank_of_event or None)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.ranks import own_rank, world_size
@@ -147,6 +147,7 @@ class ContractCheck:
 
     def __init__(self, context: RunContext) -> None:
         options = context.options
+        self._context = context
         self._results = context.results
         self._ranks = context.ranks
         self._events = context.events
@@ -205,6 +206,11 @@ class ContractCheck:
             arguments = results.coverage_at, coverage, self._changes, iteration, self._ranks
             check = functools.partial(keeper.end_run, *arguments, why_not=why_not, raises=raises)
             self._record(check, iteration)
+            if steps := keeper.unchecked_steps:
+                self._context.note_unobserved(
+                    f"the contract (require=) was not checked in step {some_of(map(str, steps))}: a forward with other"
+                    " operations ran only once, so its products are estimates"
+                )
 
     def _record(self, check: Callable[[], str | None], iteration: int) -> None:
         try:

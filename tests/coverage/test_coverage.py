@@ -928,7 +928,7 @@ def test_another_way_through_the_model_is_noticed(tmp_path: Path) -> None:
     assert not both.not_counted
     coverage = run(1, -1)
     [what] = coverage.not_counted
-    assert "1 of 2 micro-batches ran other layers" in what
+    assert "1 of 2 micro-batches have other layers" in what
     assert what in str(coverage)
     assert "% of the multiply-adds, an estimate" in str(coverage)
 

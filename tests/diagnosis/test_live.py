@@ -511,6 +511,21 @@ def test_inf_and_nan_are_seen_without_being_asked_for(tmp_path: Path, asked: str
     assert nonfinite_counts(tmp_path) == [(2, 1.0)]
 
 
+def test_inf_in_an_activation_stays_the_finding_where_the_weights_follow_in_the_same_step(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for step in range(3):
+            batch = torch.ones(16, 32)
+            batch[3, 3] = math.inf if step == 2 else 1.0
+            net(batch).sum().backward()
+            optimizer.step()
+            session.step()
+    finding = next(finding for finding in session.findings if finding.rule == "nonfinite")
+    assert (finding.since, finding.tensor) == (2, "activation")
+    assert diagnose(tmp_path) == session.findings
+
+
 def test_inf_and_nan_are_counted_from_the_first_one_on(tmp_path: Path) -> None:
     """So that the last number of the series is that of the last step, and two runs have steps in common."""
     net = torch.nn.Sequential(te.Linear(32, 32))

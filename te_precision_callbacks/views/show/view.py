@@ -290,7 +290,7 @@ def _worst_series(run: RecordedRun, groups: dict[str, _Group], name: str, most: 
 
 
 def _is_routine(row: Mapping[str, Any]) -> bool:
-    return row["kind"] == "parameters" and row["severity"] == "info"
+    return (row["kind"], row["severity"]) == ("parameters", "info")
 
 
 def _shown_event(row: Mapping[str, Any]) -> ShownEvent:
