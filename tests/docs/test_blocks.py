@@ -160,7 +160,7 @@ def observing(folder: Path, code: str) -> None:
 
 def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_transformers: str, again: str) -> None:
     result = run(session)
-    assert result["session"].findings.judged
+    assert f"# {result['session'].findings.summary}\n" in session
     assert result["session"].coverage().share("fp8") > 0
     stops = run(react)["react"]
     assert [stops(SimpleNamespace(severity="note", layers=layers)) for layers in (("head",), ())] == ["stop", None]
