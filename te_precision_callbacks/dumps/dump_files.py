@@ -60,7 +60,11 @@ def save(
             swizzled; or a plain tensor.
         path: the file. Its folder is created if missing; an existing file is replaced.
         high_precision: ``tensor`` before quantization, for the same file.
-        layer, tensor_name, iteration, micro_batch, rank: for the header.
+        layer: the layer's name, for the header.
+        tensor_name: such as "activation", for the header.
+        iteration: the debug iteration, for the header.
+        micro_batch: number of earlier dumps of this tensor in the iteration, for the header.
+        rank: for the header.
         recipe: the recipe, as an object or text.
         internals: add decoded tensors: unpacked FP4 values, scales as float32.
 
