@@ -225,7 +225,8 @@ class SessionOptions:
             (docs/report.md#as-a-page).
         start_step: the debug iteration at start. None: 0, or the resumed step.
         early_steps: additional collection steps at the start. True: steps 1, 2, 5, 10, 20 and 50. A list: its steps.
-            False: none. None: True with the default config, otherwise False. DumpTensors ignores it.
+            False: none. None: True with the default config or a section named ``default_statistics``, otherwise False.
+            DumpTensors ignores it.
         layer_names: layer names in selectors and all output. ``"path"``: paths in the module tree. ``"upstream"``:
             nvidia-dlfw-inspect's names and numbers. None: the config's key ``layer_names``, otherwise paths
             (docs/features.md#names).
