@@ -37,7 +37,7 @@ install:
 
 # Threads that wait do not spin: where others use the processors too, spinning takes ten times as long.
 demo: install-demo
-	@echo "Training a language model of 3 FP8 layers for 32 steps; the imports before it take some seconds."
+	@echo "Training a language model of 3 FP8 layers for 32 steps. Importing takes a few seconds first."
 	@OMP_WAIT_POLICY=passive $(BIN)/python examples/byte_lm.py
 
 style: install

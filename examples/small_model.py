@@ -1,4 +1,4 @@
-"""A small language model of Transformer Engine layers, trained with Lightning in FP8 in some seconds.
+"""A small language model of Transformer Engine layers, trained with Lightning in FP8 in a few seconds.
 
     python examples/small_model.py
 

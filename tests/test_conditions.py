@@ -351,7 +351,7 @@ def test_a_file_that_is_no_contract(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fresh_accelerate_state")
 @pytest.mark.parametrize("integration", ["Lightning", "Transformers"])
 def test_a_broken_contract_ends_the_training_of_an_integration(integration: str, tmp_path: Path) -> None:
-    with pytest.raises(PrecisionContractError, match=r"checked after step 2:\n- fp8 >= 95%: it is 0 %"):
+    with pytest.raises(PrecisionContractError, match=r"at step 2:\n- fp8 is 0 %, required: >= 95 %"):
         if integration == "Lightning":
             fit = lightning.trainer(tmp_path, callbacks=[PrecisionDebugCallback(require="fp8 >= 95%")], max_steps=5).fit
             fit(lightning.Plain(), lightning.loader(8))

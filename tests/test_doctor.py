@@ -101,7 +101,7 @@ def test_a_machine_where_everything_is_wrong(without_engine: Path, tmp_path: Pat
     done = run(command, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    _, _, shown = done.stdout.partition("Findings\n")
+    _, _, shown = done.stdout.partition("Known problems\n")
     first, second = map(one_line, re.split(r"^(?=\d\. )", shown, flags=re.MULTILINE)[1:])
     shown = one_line(shown)
     assert first.startswith("1. (stops a run) neither the compiled Transformer Engine nor the reference backend")

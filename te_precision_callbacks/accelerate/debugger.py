@@ -65,7 +65,7 @@ class TrackerSink(LoggerSink):
         missing = (
             "call accelerator.init_trackers('my_project') before the loop"
             if self._accelerator.log_with
-            else "create it with Accelerator(log_with='tensorboard', project_dir=...), or another tracker, and call"
+            else "pass log_with='tensorboard' (or another tracker) and project_dir=... to Accelerator, and call"
             " accelerator.init_trackers('my_project')"
         )
         logger.warning(

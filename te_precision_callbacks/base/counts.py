@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -26,6 +27,11 @@ def some_of(names: Iterable[str], most: int = 3) -> str:
     listed = list(names)
     more = len(listed) - most
     return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def without_exponents(text: str) -> str:
+    # 2.57e+05 -> 257,000
+    return re.sub(r"\d(?:\.\d+)?e\+0\d\b", lambda number: f"{float(number[0]):,.0f}", text)
 
 
 def group_by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:

@@ -88,7 +88,8 @@ def show(
 ) -> None:
     by = "" if converted is None else ", converted by Accelerate"
     terminal.show_text(
-        f"{model}{by}: {checked.layers} Transformer Engine layers, created on {device}. {_conditions(checked, batch)}"
+        f"{model}{by}: {checked.layers} Transformer Engine layers, on the {device} device."
+        f" {_conditions(checked, batch)}"
     )
     planned = rows(checked)
     table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "reason, features")

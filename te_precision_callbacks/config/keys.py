@@ -31,7 +31,7 @@ class Spans(Level):
     end_step: StrictInt | None = Field(-1, ge=-1, description="The last step, inclusive. -1: no end.")
     start_end_list: Intervals | None = Field(
         None,
-        description="Several ranges of steps, ends included, such as `[[0, 20], [80, 100]]`; `start_step` and"
+        description="Several ranges of steps, inclusive, such as `[[0, 20], [80, 100]]`; `start_step` and"
         " `end_step` are then ignored. An end of -1: no end.",
     )
 

@@ -167,7 +167,7 @@ class FeatureSchema(Level):
 
     example: ClassVar[str]
 
-    enabled: StrictBool = Field(description="Whether the feature acts.")
+    enabled: StrictBool = Field(description="Turns the feature on.")
 
     @model_validator(mode="after")
     def _check_all(self) -> Self:
@@ -222,7 +222,8 @@ class FeatureSchema(Level):
 
 class TensorChoice(Level, Generic[NameT, TensorItemT]):
     tensors: ListOf[NameT] = Field(
-        default_factory=list, description="Tensors that the feature acts on. One name needs no brackets."
+        default_factory=list,
+        description="Tensors that the feature acts on. A single name may be written without brackets.",
     )
     tensors_struct: ListOf[TensorItemT] = Field(
         default_factory=list,
@@ -233,7 +234,8 @@ class TensorChoice(Level, Generic[NameT, TensorItemT]):
 
 class GemmChoice(Level, Generic[GemmItemT]):
     gemms: ListOf[GemmName] = Field(
-        default_factory=list, description="GEMMs that the feature acts on. One name needs no brackets."
+        default_factory=list,
+        description="GEMMs that the feature acts on. A single name may be written without brackets.",
     )
     gemms_struct: ListOf[GemmItemT] = Field(
         default_factory=list,

@@ -32,7 +32,7 @@ RegisteredFeatures = Mapping[str, Collection[str]]
 
 _BY_UPSTREAM = "layer_names='upstream' selects by the layer names of nvidia-dlfw-inspect's infer_and_assign_layer_names"
 
-_AS_WARNING = " Fix the selector, or set allow_unmatched=True."
+_AS_WARNING = " Fix the selector, or set allow_unmatched=True (te-precision check: --allow-unmatched)."
 
 FeatureOptions = Mapping[str, Any]
 NamespacedFeatures = Mapping[str, Mapping[str, FeatureOptions]]

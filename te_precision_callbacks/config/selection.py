@@ -37,7 +37,7 @@ EXACT, PATTERN, NUMBERS, TYPES = "exact_layer_names", "layer_name_regex_pattern"
 SELECTORS: Mapping[str, str] = {
     EXACT: "layers with one of these names.",
     PATTERN: "layers whose name contains a match of this regular expression.",
-    NUMBERS: "layers with one of these numbers: `[0, '4-7']`, both ends included, or `all`. The number of a layer is"
+    NUMBERS: "layers with one of these numbers: `[0, '4-7']`, inclusive, or `all`. The number of a layer is"
     " the first part of its name that is a number: 12 in `model.layers.12.layernorm_mlp.fc1`.",
     TYPES: "layers with one of these words in their name, or of one of these classes (`LayerNormLinear`,"
     " `layernorm_linear`); `all`: every layer.",

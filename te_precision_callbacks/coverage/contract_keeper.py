@@ -110,7 +110,7 @@ class ContractKeeper:
             return None
         self._checked_until = self._checked
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
-        when = f"checked after step {iteration}"
+        when = f" at step {iteration}"
         raises = self._on_broken == "raise" and bool(broken) and ranks.check_connected()
         self._unchecked = "" if broken else left_out(self._contract, coverage)
         if broken:
@@ -146,7 +146,7 @@ class ContractKeeper:
             self._unchecked = left_out(self._contract, step_coverage) or self._unchecked
             if broken:
                 return self._report_broken(
-                    broken, step_coverage, f"in step {step}, checked at the end of the run", raises=raises
+                    broken, step_coverage, f" in step {step}, checked at the end of the run", raises=raises
                 )
         if self._checked_until < changes or not coverage:
             if not coverage and not coverage.state:
@@ -158,9 +158,9 @@ class ContractKeeper:
             self._unchecked = left_out(self._contract, coverage) or self._unchecked
             state = _broken_state(self._contract, coverage.state, all_seen=not ranks.several)
             broken = [*broken_clauses(self._contract, coverage), *state]
-            when = "checked at the end of the run, without any step()"
+            when = ", checked at the end of the run, without any step()"
             if self._first is not None:
-                when = f"checked at the end of the run, after step {iteration}"
+                when = f", checked at the end of the run, after step {iteration}"
             if broken and not coverage.is_incomplete:
                 return self._report_broken(broken, coverage, when, raises=raises)
             if not self._unchecked:
@@ -169,7 +169,7 @@ class ContractKeeper:
 
     def _report_broken(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
         listed = "\n".join(f"- {text}" for text in broken)
-        message = f"The run breaks its precision contract (require=), {when}:\n{listed}"
+        message = f"The run breaks its precision contract (require=){when}:\n{listed}"
         offenders = _offenders(coverage)
         if offenders:
             message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
@@ -216,8 +216,11 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
         gemm = share.part if share.part and backward is None else None
         measured = coverage.share(share.precision, gemm=gemm, backward=backward)
         if not share.holds(measured):
-            has = "no such products ran" if math.isnan(measured) else f"it is {percent(measured)} %"
-            yield f"{share}: {has}."
+            has = ": no such products ran" if math.isnan(measured) else f" is {percent(measured)} %"
+            yield (
+                f"{share.precision}{share.part and f' {share.part}'}{has},"
+                f" required: {share.comparison} {100 * share.number:g} %."
+            )
 
 
 def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
@@ -266,8 +269,8 @@ def _offenders(coverage: Coverage) -> list[str]:
         share = percent(sum(product.macs for product in products) / whole)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         layers = fold_for_sentence(*dict.fromkeys(product.layer for product in products), most=3)
-        remedy = f" Remedy: {REMEDIES[reason]}." if reason and reason in REMEDIES else ""
-        texts.append(f"- {layers} {gemms}: {share} % in {precision}{f': {why}.{remedy}' if reason else ''}")
+        remedy = f". Remedy: {REMEDIES[reason]}." if reason and reason in REMEDIES else ""
+        texts.append(f"- {layers} {gemms}: {share} % in {precision.upper()}{f' ({why}){remedy}' if reason else ''}")
     more = len(rows) - _MOST_OFFENDERS
     return [*texts, f"- and {more} more"] if more > 0 else texts
 

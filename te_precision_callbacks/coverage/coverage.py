@@ -49,7 +49,7 @@ REMEDIES: Mapping[Reason, str] = {
     Reason.SECTION: "remove the GEMM or the layer from that section",
     Reason.NOT_TE: "replace it with a Transformer Engine layer, such as te.Linear, if one exists",
     Reason.NOT_CONVERTED: "replace it with te.Linear by hand",
-    Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
+    Reason.NO_AUTOCAST: "run the forward inside te.autocast(enabled=True, recipe=...)",
     Reason.RECOMPUTED: "call transformer_engine.pytorch.checkpoint inside te.autocast; or keep torch's checkpoint"
     " and enter te.autocast inside the checkpointed function. Do not do both: with delayed"
     " scaling the scales would stay at 1",

@@ -43,7 +43,7 @@ def diagnose_command(
         typer.Option(
             metavar="FILE",
             help="A file of known findings to leave out. Each line has a rule, optionally followed by layers, such"
-            " as 'h.*.fc2' or 'h.{0-2}.fc1, head'. Copy a finding's line after 'known:'. '#' starts a comment.",
+            " as 'h.*.fc2' or 'h.{0-2}.fc1, head'. With each finding, diagnose prints its line. '#' starts a comment.",
         ),
     ] = None,
     as_json: Json = False,
@@ -115,10 +115,10 @@ def _explain(rule: Rule) -> None:
     terminal.show_text(f"{rule.id} ({rule.severity}): {rule.title}")
     for name, text in (
         ("fires when", rule.condition),
-        ("silent for", rule.silent),
+        ("does not fire for", rule.silent),
         ("recipes", ", ".join(rule.recipes) or "all"),
         ("needs", rule.needs),
-        ("collect", rule.collect),
+        ("how to provide it", rule.collect),
         ("why", rule.why),
         ("what to do", rule.remedy),
         ("cost", rule.cost),
@@ -149,9 +149,9 @@ def _show(verdict: Verdict) -> None:
     reasons = {rule.why for rule in verdict.not_judged}
     if len(reasons) > 1 or (reasons and verdict.judged):  # else the summary has the only reason
         terminal.show_text("")
-        terminal.show_text("Not checked:")
+        terminal.show_text(f"Not checked{'' if any(rule.essential for rule in verdict.not_judged) else ' (optional)'}:")
         for rule in verdict.not_judged:
-            collect = f"; add {rule.collect}" if rule.collect else ""
+            collect = f". To provide it: {rule.collect}" if rule.collect else ""
             terminal.show_text(f"{rule.rule}: {rule.why}{collect}", indent=_INDENT, hanging=_INDENT)
 
 
@@ -161,11 +161,10 @@ def _span(finding: Finding) -> str:
 
 def _format_last_good(finding: Finding) -> str:
     if finding.last_good is None:
-        return "no earlier step without the problem is known"
-    if finding.checkpoint is None:
-        return f"last step without the problem: {finding.last_good}; no earlier checkpoint is known"
-    return (
-        f"last step without the problem: {finding.last_good}; last earlier checkpoint: before step {finding.checkpoint}"
+        return "present since the first step with data"
+    no_checkpoint = f"no checkpoint from before step {finding.since} is known"
+    return f"last step without the problem: {finding.last_good}; " + (
+        no_checkpoint if finding.checkpoint is None else f"last earlier checkpoint: before step {finding.checkpoint}"
     )
 
 
@@ -173,24 +172,26 @@ def _show_finding(finding: Finding) -> None:
     from te_precision_callbacks.diagnosis.known import known_line
     from te_precision_callbacks.layers.folding import fold_names
 
-    terminal.show_text(f"{finding.severity}: {finding.subject}: {finding.seen_in_words}", hanging=_INDENT)
-    since = ""
-    if finding.since is not None:
-        where = f" {finding.where}" if finding.where else ""
-        since = f"{_span(finding)}{where}; {_format_last_good(finding)}"
+    terminal.show_text(
+        f"{finding.severity}: {f'{finding.subject}: ' if finding.layers else ''}{finding.seen_in_words}",
+        hanging=_INDENT,
+    )
+    since = f"{f'{_span(finding)} {finding.where}'.rstrip()}; {_format_last_good(finding)}"
     layers = ", ".join(fold_names(finding.layers, most=_MOST_LAYERS)) if len(finding.layers) > 1 else ""
     for name, text in (
         ("caused by", finding.caused_by),
-        ("seen in", since),
+        ("seen in", "" if finding.since is None else since),
         ("layers", layers),
         ("why it matters", finding.why),
         ("what to do", finding.remedy),
         ("not a problem if", finding.disproof),
-        ("rule", f"{finding.rule} ({finding.source})"),
+        ("rule", finding.rule),
+        ("source", finding.source),
     ):
         if text:
             terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
-    typer.echo(f"{' ' * _INDENT}known: {terminal.visible(known_line(finding))}")  # one line, to be copied
+    ignored = "to ignore it, add to a --known file"
+    typer.echo(f"{' ' * _INDENT}{ignored}: {terminal.visible(known_line(finding))}")  # one line, to be copied
     if finding.patch:
         terminal.show_text("config:", indent=_INDENT)
         terminal.show_as_it_is(finding.patch, indent=2 * _INDENT)

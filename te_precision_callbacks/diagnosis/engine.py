@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import many, without_exponents
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import (
@@ -240,7 +240,7 @@ class Diagnosis:
                     until=until,
                     last_good=_last_good(sighting.since, judged),
                     checkpoint=None,
-                    seen=sighting.seen,
+                    seen=without_exponents(sighting.seen),
                     why=rule.why,
                     remedy=sighting.remedy or rule.remedy,
                     patch=sighting.patch,
@@ -252,7 +252,7 @@ class Diagnosis:
             )
         more = tuple(layer for layer in sighting.layers if layer not in known.layers)
         worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
-        seen, seen_at = (sighting.seen, until) if worse else (known.seen, known.seen_at)
+        seen, seen_at = (without_exponents(sighting.seen), until) if worse else (known.seen, known.seen_at)
         patch = sighting.patch if worse else known.patch
         severity = severity if worse else known.severity
         layers = (*known.layers, *self._facts.sort_by_execution(more, sighting.tensor))

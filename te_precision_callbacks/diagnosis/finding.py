@@ -18,7 +18,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 _MOST_NAMES = 2
 
-NO_CONFIG = "or no config at all"
+NO_CONFIG = "or the default config"
 """Part of what to collect, where the default config collects it."""
 
 ADD_DEFAULT = "add the section default_statistics to the config"
@@ -94,17 +94,17 @@ class Finding:
 
     @property
     def seen_in_words(self) -> str:
-        """The description, with its step if the finding spans several layers or steps."""
+        """The description; with its layer among several, and with its step if it is not the first."""
         if self.seen_at is None:
             return self.seen
-        where = "in one layer " if len(self.layers) > 1 and self.tensor else ""
-        spans_others = bool(where) or (self.since, self.until) != (self.seen_at, self.seen_at)
-        return f"{where}at step {self.seen_at}, {self.seen}" if spans_others else self.seen
+        where = f"in {fold_for_sentence(self.layers[0])} " if len(self.layers) > 1 and self.tensor else ""
+        return f"{where}at step {self.seen_at}, {self.seen}" if where or self.since != self.seen_at else self.seen
 
     @property
     def in_short(self) -> str:
-        """The subject without a description: ``gradient of h.4.mlp.fc1 (sibling, since step 0)``."""
-        return f"{self.subject} ({', '.join(filter(None, (self.rule, self.when, self.where)))})"
+        """The rule, subject and first step: ``sibling (gradient of h.4.mlp.fc1, since step 0)``."""
+        details = filter(None, (self.subject if self.layers else "", self.when, self.where))
+        return f"{self.rule} ({', '.join(details)})".removesuffix(" ()")
 
     @property
     def when(self) -> str:
@@ -122,7 +122,7 @@ class Finding:
     def __str__(self) -> str:
         cause = f"caused by {self.caused_by}" if self.caused_by else ""
         details = ", ".join(filter(None, (self.rule, self.when, self.where, cause)))
-        return f"{self.subject}: {self.seen_in_words} ({details})"
+        return f"{f'{self.subject}: ' if self.layers else ''}{self.seen_in_words} ({details})"
 
     def as_json(self) -> dict[str, Any]:
         """All attributes, the GEMM, the subject, and the description with its place."""

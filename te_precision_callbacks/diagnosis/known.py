@@ -71,8 +71,8 @@ def read_known(path: Path) -> list[KnownLine]:
         layers = words[1].strip() if len(words) > 1 else "*"
         if _SHORTENED.search(layers):
             raise KnownFindingsError(
-                f"{path}:{number}: {layers!r} is an incomplete list of layers. Copy the finding's line after"
-                " 'known:', or write a pattern such as 'h.*.fc2'."
+                f"{path}:{number}: {layers!r} is an incomplete list of layers. Copy the line that"
+                " diagnose prints with the finding, or write a pattern such as 'h.*.fc2'."
             )
         lines.append(KnownLine(number, " ".join(words), words[0], _matcher(layers)))
     return lines

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
@@ -72,7 +71,7 @@ class Judge:
 
     @property
     def why_not(self) -> str:
-        return f"needs {many(self.needed, self._kind_of_step)}, had {self._count}" if self._count else ""
+        return f"not enough {self._kind_of_step}s ({self._count} of {self.needed})" if self._count else ""
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         return ()

@@ -174,7 +174,7 @@ def choose(
 
 
 def format_paths(fused: int, not_fused: Mapping[str, NotFused]) -> str:
-    text = f"{fused} of {fused + len(not_fused)} modules with features are observed on the fused path."
+    text = f"{fused} of {fused + len(not_fused)} modules with features keep their fused path."
     if not not_fused:
         return text
     by_reason: dict[str, list[str]] = {}
@@ -184,7 +184,7 @@ def format_paths(fused: int, not_fused: Mapping[str, NotFused]) -> str:
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
         for reason, names in by_reason.items()
     )
-    return f"{text} On Transformer Engine's debug path: {'; '.join(reasons)}"
+    return f"{text} Transformer Engine's debug path runs {'; '.join(reasons)}"
 
 
 class _Due(NamedTuple):

@@ -74,7 +74,7 @@ def plan_launch(backend: Backend) -> Launch:
     version = compiled_extension.checked_version()
     capability = target.capability()
     description = "Transformer Engine {} on the reference backend: {}, compute capability {}.{}".format(
-        version, "the real GPU" if has_gpu else "the CPU as a pretended GPU", *capability
+        version, "the real GPU" if has_gpu else "a GPU emulated on the CPU", *capability
     )
     always = backend is Backend.REFERENCE
     return Launch(description, inherited.environment(pretend_cuda=not has_gpu, capability=capability, always=always))

@@ -26,7 +26,7 @@ def pytest_report_header() -> str | None:
     installation = installed()
     if installation is None:
         return None
-    device = "the CPU as a pretended GPU" if installation.pretend_cuda else f"the device {installation.device!r}"
+    device = "a GPU emulated on the CPU" if installation.pretend_cuda else f"the device {installation.device!r}"
     return "Transformer Engine: reference backend on {}, compute capability {}.{}".format(
         device, *installation.capability
     )

@@ -27,6 +27,7 @@ from te_precision_callbacks.diagnosis.engine import PrecisionFindingError, reads
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
+from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem
 from te_precision_callbacks.instrumentation.replicas import Replicas
@@ -118,7 +119,7 @@ class RuleChecks:
             if self._stops(finding) or self._calls_for_stop(finding):
                 self._stopping.append(finding)
                 # The error that stops the run has the details; on several ranks it is raised in a later step.
-                logger.warning("%s: %s stops the training.", finding.severity.capitalize(), finding.in_short)
+                logger.warning("The finding %s stops the training.", finding.in_short)
             elif finding.severity != "note" and (finding.ranks or own_rank() == 0):
                 logger.warning(
                     "%s: %s. What to do: %s.%s More: te-precision rules %s",
@@ -279,7 +280,11 @@ class ParameterChecks:
             for what, alike in of_kind.items()
         ]
         data = {"checked": sorted(checked), "problems": rows, "of_all": of_all}
-        text = f"{many(len(problems), 'problem')} in parameters" if problems else "Parameters were checked"
+        text = (
+            f"{many(len(problems), 'problem')} in parameters: {', '.join({RULE_OF.get(w, w): 0 for w in of_kind})}"
+            if problems
+            else "Parameters were checked"
+        )
         severity: Severity = "warning" if problems else "info"
         self._events.append(Event("parameters", f"{text}.", iteration, severity, phase="step", data=data))
 

@@ -153,13 +153,13 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
     whole = total(of_layers, device)
     names = list(dict.fromkeys(time.layer for time in of_layers))
     yield Advice(
-        f"keep {fold_for_sentence(*names, most=3)} in BF16: low precision makes it slower",
+        f"Keep {fold_for_sentence(*names, most=3)} in BF16",
         whole.low_ms - whole.high_ms,
         (whole.low_ms * (1 - whole.interval[1]), whole.low_ms * (1 - whole.interval[0])),
         keep_high(*names, others={time.layer for time in times} - set(names)),
         # docs/high-precision.md
-        "estimated for te.autocast(enabled=False) around the layers in the model. To try it, use the config below;"
-        " the cost of its debug path is not included",
+        f"Low precision makes {'it' if len(names) == 1 else 'them'} slower. Estimated for te.autocast(enabled=False)"
+        " around the layers in the model. To try it, use the config below; the cost of its debug path is not included",
     )
 
 
@@ -180,10 +180,10 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
             if new == "mxfp8" or old in ("mxfp8", "fp8_block_scaling"):
                 width = math.hypot(width, scatter.quantile * scatter.kernel * sum(time.low_ms for time in before))
             yield Advice(
-                f"{new} instead of {old}",
+                f"Use {new} instead of {old}",
                 saved,
                 (saved - width, saved + width),
-                note="changes the numerics: compare the losses",
+                note="Changes the numerics: compare the losses",
             )
 
 
@@ -207,7 +207,7 @@ def _use_low_precision(
             f"{named}: {REMEDIES[reason]}{_padding(better, recipe, device)}",
             whole.high_ms - whole.low_ms,
             (whole.high_ms * (1 - 1 / low), whole.high_ms * (1 - 1 / high)),
-            note=f"in {recipe}",
+            note=f"Estimated for {recipe}",
         )
 
 
@@ -285,8 +285,8 @@ def _reasons(time: ProductTime) -> Iterable[str]:
 def _notes(times: Sequence[ProductTime], device: Device) -> Iterable[str]:
     if not device.is_measured and any(time.is_low and time.source == "model" for time in times):
         yield (
-            f"The constants were measured on {device.fitted.measured_on}, not on {device.title}, so the intervals are"
-            " wider. Use --calibrate to measure on the GPU itself."
+            f"The constants of the cost model were measured on {device.fitted.measured_on}, not on {device.title}, so"
+            " the intervals are wider. Use --calibrate to measure on the GPU itself."
         )
     unknown = sum(math.isnan(time.low_ms) for time in times)
     if unknown:
@@ -296,4 +296,4 @@ def _notes(times: Sequence[ProductTime], device: Device) -> Iterable[str]:
         )
     wide = sum(not time.recipe and time.product.precision not in ("bf16", "fp16", "") for time in times)
     if wide:
-        yield f"{many(wide, 'product')} wider than 16 bits are timed as BF16, but take longer."
+        yield f"{many(wide, 'product')} in FP32 or FP64: timed as BF16, but slower."

@@ -9,7 +9,7 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.speed.estimate import StepSpeed, layer_rows
-from te_precision_callbacks.speed.expected import Interval, layers_without_gain
+from te_precision_callbacks.speed.expected import Interval, Total, layers_without_gain
 from te_precision_callbacks.speed.recorded import RunSpeed
 from te_precision_callbacks.speed.trace import show as show_measured
 
@@ -27,12 +27,20 @@ def times_faster(speedup: float, interval: Interval) -> str:
     return f"{speedup:.2f}" + ("" if math.isnan(interval[0]) else f" ({interval[0]:.2f} to {interval[1]:.2f})")
 
 
+def compare_with_bf16(total: Total) -> str:
+    return (
+        f"{times_faster(1 / total.speedup, (1 / total.interval[1], 1 / total.interval[0]))} times slower than BF16"
+        if total.speedup < 1
+        else f"{times_faster(total.speedup, total.interval)} times as fast as BF16"
+    )
+
+
 def summarize_speed(speed: StepSpeed) -> str:
     total, device = speed.total, speed.device.title
     if not total.is_low:
         why = "no product with a known cost" if total.unknown else "no matrix product"
         return f"no speed-up expected on {device}: {why} runs in low precision"
-    text = f"expected {times_faster(total.speedup, total.interval)} times as fast as BF16 on {device}"
+    text = f"expected {compare_with_bf16(total)} on {device}"
     count = len(layers_without_gain(speed.times))
     return f"{text}; {many(count, 'layer')} {'gains' if count == 1 else 'gain'} nothing" if count else text
 
@@ -69,8 +77,9 @@ def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
     whole = speed.total
     terminal.show_text(
         f"All products: {milliseconds(whole.high_ms)} ms in BF16, {milliseconds(whole.low_ms)} ms as run:"
-        f" {times_faster(whole.speedup, whole.interval)} times as fast"
-        + (f", {whole.verdict}." if whole.is_low else ", because none runs in low precision.")
+        f" {compare_with_bf16(whole)}"
+        + (", not resolved" if whole.is_low and whole.verdict == "not resolved" else "")
+        + ("." if whole.is_low else ", because none runs in low precision.")
     )
 
 
@@ -80,10 +89,11 @@ def show_step(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> 
     if not speed.advice:
         terminal.show_text("No advice: no change was found that saves time.")
     for advice in speed.advice:
-        interval = " to ".join(map(milliseconds, advice.interval))
-        note = f"; {advice.note}" if advice.note else ""
-        saves = f"saves {milliseconds(advice.saves_ms)} ms per step ({interval})"
-        terminal.show_text(f"{advice.text}; {saves}{note}", hanging=2)
+        saves, low, high = map(milliseconds, (advice.saves_ms, *advice.interval))
+        terminal.show_text(
+            f"{advice.text}: saves about {saves} ms per step ({low} to {high}).{advice.note and f' {advice.note}.'}",
+            hanging=2,
+        )
         terminal.show_as_it_is(advice.patch, indent=4)
     terminal.show_notes(speed.notes)
 

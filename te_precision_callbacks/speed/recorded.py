@@ -61,9 +61,7 @@ def device_of_run(run: RecordedRun) -> Device:
         listed = ", ".join(str(gpu or "no GPU") for gpu in names)
         raise DeviceError(f"The run {run.run_id} ran on several devices: {listed}. Choose one with --device.")
     if not names or not names[0]:
-        raise DeviceError(
-            f"The run {run.run_id} ran without a GPU. Choose the device for expected times, such as --device h200."
-        )
+        raise DeviceError(f"The run {run.run_id} ran without a GPU. Pass --device, for example --device h200.")
     device = device_reported(str(names[0]))
     if device is None:
         raise DeviceError(

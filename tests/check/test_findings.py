@@ -150,10 +150,9 @@ def test_layers_that_are_observed_on_their_own_path_are_not_refused() -> None:
     assert checked.findings == ()
     assert set(checked.features) == {"0", "1.fc1", "1.fc2"}
     assert list(checked.notes) == [
-        'observe="auto": 1 of 2 modules with features are observed on the fused path. On Transformer Engine'
-        "'s debug"
-        " path: 1: LogTensorStats: output of LayerNormMLP never exists in high precision on the fused path, which 'max'"
-        " needs"
+        'observe="auto": 1 of 2 modules with features keep their fused path. Transformer Engine'
+        "'s debug path runs 1: LogTensorStats: output of LayerNormMLP never exists in high precision on the fused path,"
+        " which 'max' needs"
     ]
     [finding] = check(model, config, observe="debug").findings
     assert (finding.kind, finding.layers) == ("refused", ("0",))
@@ -232,7 +231,7 @@ def test_features_that_act_in_a_span_are_planned_apart() -> None:
         "steps 0 to 9": 0.5,
         "steps 85 on": round(2 / 6, 3),
     }
-    assert [finding.text for finding in checked.findings] == ["In steps 85 on: fp8 >= 50%: it is 33.3 %."]
+    assert [finding.text for finding in checked.findings] == ["In steps 85 on: fp8 is 33.3 %, required: >= 50 %."]
     assert {layer: list(map(str, features)) for layer, features in checked.features.items()} == {
         "0": ["u: DisableFP8GEMM of fprop, steps 85 on"],
         "1": ["v: DisableFP8Layer of fprop, dgrad, wgrad, steps 0 to 9 and 85 on"],

@@ -228,7 +228,7 @@ def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkey
     ]
     assert (
         actual.only_b[0].seen_in_words
-        == f"in one layer at step {first.seen_at}, {first.seen}; A has this finding too, in other layers"
+        == f"in x at step {first.seen_at}, {first.seen}; A has this finding too, in other layers"
     )
     assert [(item.rule, item.layers) for item in actual.only_a] == [("sibling", ("y",))]
     assert actual.not_judged_in_a == ("other",)

@@ -430,8 +430,8 @@ def test_losses_are_held_against_the_yardstick_that_is_for_them(
     assert loss.is_finding is (False in holds.values())
     assert loss.precisions == (high, low)
     said = " ".join(describe_losses(loss))
-    assert ("Below 0.25 % of FP8 against BF16" in said) is (holds["FP8"] is not None)
-    assert ("A is in FP32." in said) is (high == "fp32" and low == "fp8")
+    assert ("0.25 %, the bound for FP8 against BF16" in said) is (holds["FP8"] is not None)
+    assert ("A ran in FP32." in said) is (high == "fp32" and low == "fp8")
     assert ("No bound is known for this pair" in said) is (low != high and set(holds.values()) == {None})
 
 

@@ -87,10 +87,10 @@ def test_a_satisfied_contract(require: Any, skipped: Collection[int], tmp_path: 
     assert run(tmp_path, require, skipped=skipped) == 5
 
 
-@pytest.mark.parametrize(("skipped", "judged"), [((1, 2), "2:\n- .*: it is 50.0 %"), (range(30), "12:\n- .*: no such")])
+@pytest.mark.parametrize(("skipped", "judged"), [((1, 2), "2:\n- .* is 50.0 %"), (range(30), "12:\n- .*: no such")])
 def test_it_is_judged_on_a_step_with_a_backward(skipped: Collection[int], judged: str, tmp_path: Path) -> None:
     """Batches that the script skips have none. A run without any is judged all the same."""
-    with pytest.raises(PrecisionContractError, match=f"after step {judged}"):
+    with pytest.raises(PrecisionContractError, match=f"at step {judged}"):
         run(tmp_path, "fp8 wgrad >= 95%", steps=14, skipped=skipped)
 
 
@@ -100,10 +100,10 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
     assert isinstance(caught.value.__cause__, PrecisionContractError)
     assert caught.value.__cause__.coverage.share("fp8") == 0.5
     lines = str(caught.value).splitlines()
-    assert lines[0] == "2: The run breaks its precision contract (require=), checked after step 2:"
-    assert lines[1] == "- fp8 >= 95%: it is 50.0 %."
+    assert lines[0] == "2: The run breaks its precision contract (require=) at step 2:"
+    assert lines[1] == "- fp8 is 50.0 %, required: >= 95 %."
     assert lines[3] == (
-        "- head fprop, dgrad, wgrad: 50.0 % in fp32: not a TE layer: torch.nn.Linear. Remedy: replace it"
+        "- head fprop, dgrad, wgrad: 50.0 % in FP32 (not a TE layer: torch.nn.Linear). Remedy: replace it"
         " with a Transformer Engine layer, such as te.Linear, if one exists."
     )
 
@@ -115,7 +115,7 @@ def test_a_broken_share_names_the_share_the_layers_and_what_to_do(tmp_path: Path
         ({"state": {"optimizer": "bfloat16"}}, "optimizer_state must be bfloat16: some are float32."),
         ({"state": {"main_grad": "float32"}}, "main_grad must be float32: no such tensor was found."),
         ({"state": {"parameter": "bfloat16"}}, "parameter must be bfloat16: some are float32."),
-        ({"share": "fp8 qk >= 10%"}, "fp8 qk >= 10%: no such products ran."),
+        ({"share": "fp8 qk >= 10%"}, "fp8 qk: no such products ran, required: >= 10 %."),
     ],
 )
 def test_what_is_broken(require: Any, told: str, tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_what_is_broken(require: Any, told: str, tmp_path: Path) -> None:
 
 
 def test_the_step_at_which_it_is_judged(tmp_path: Path) -> None:
-    with pytest.raises(PrecisionContractError, match=r"^0: .* after step 0"):
+    with pytest.raises(PrecisionContractError, match=r"^0: .* at step 0"):
         run(tmp_path, {"share": "fp8 >= 95%", "by_step": 1})
-    with pytest.raises(PrecisionContractError, match=r"checked after step 4"):
+    with pytest.raises(PrecisionContractError, match=r"at step 4"):
         run(tmp_path, {"share": "fp8 >= 95%", "by_step": 5})
 
 
@@ -141,7 +141,7 @@ def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
         run(tmp_path, "fp8 >= 95%", steps=2)
     assert str(caught.value).splitlines()[:2] == [
         "The run breaks its precision contract (require=), checked at the end of the run, after step 1:",
-        "- fp8 >= 95%: it is 50.0 %.",
+        "- fp8 is 50.0 %, required: >= 95 %.",
     ]
     assert caught.value.coverage.share("fp8") == 0.5
     assert not running_session()
@@ -150,7 +150,7 @@ def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
 
 def test_a_run_whose_loop_calls_no_step_is_judged_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(
-        PrecisionContractError, match=r"checked at the end of the run, without any step\(\):\n.*it is 50.0 %"
+        PrecisionContractError, match=r"checked at the end of the run, without any step\(\):\n.*is 50.0 %"
     ):
         run(tmp_path, "fp8 >= 95%", calls_step=False)
 
@@ -189,9 +189,9 @@ def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
 def test_a_change_is_judged_again(freq: int, off: tuple[int, ...], tmp_path: Path) -> None:
     """Also that of a layer that no feature watches in that step."""
     config = {"kept": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"], freq=freq)}
-    with pytest.raises(PrecisionContractError, match=r"^3: .*\n- fp8 >= 50%: it is 0 %") as caught:
+    with pytest.raises(PrecisionContractError, match=r"^3: .*\n- fp8 is 0 %, required: >= 50 %") as caught:
         run(tmp_path, "fp8 >= 50%", off=off, config=config)
-    why = "fc fprop, dgrad, wgrad: 50.0 % in fp32: runs inside te.autocast(enabled=False). Remedy: run"
+    why = "fc fprop, dgrad, wgrad: 50.0 % in FP32 (runs inside te.autocast(enabled=False)). Remedy: run"
     assert why in str(caught.value)
 
 
@@ -205,13 +205,13 @@ def test_each_output_says_first_what_is_broken(
 ) -> None:
     monkeypatch.delenv("TE_PRECISION_QUIET")
     run(tmp_path, "fp8 >= 95%", steps=3, on_broken="warn")
-    broken = "The run breaks its precision contract (require=), checked after step 2: fp8 >= 95%: it is 50.0 %"
+    broken = "The run breaks its precision contract (require=) at step 2: fp8 is 50.0 %, required: >= 95 %"
     for first, second in (
         [line.removeprefix("te-precision: ") for line in capsys.readouterr().err.splitlines()[:2]],
         CliRunner().invoke(app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"}).output.split("\n\n")[:2],
     ):
         assert first.startswith("Problems found: 1 error")
-        assert f"error: the model: {broken}" in second
+        assert f"error: {broken}" in second
 
 
 def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -492,7 +492,7 @@ def test_a_path_that_begins_later_or_has_ended(
 
 
 def test_a_contract_about_a_path_that_begins_later(tmp_path: Any) -> None:
-    with pytest.raises(PrecisionContractError, match=r"it is 9\.4 %"):
+    with pytest.raises(PrecisionContractError, match=r"fp8 is 9\.4 %"):
         train(16, from_step_4, log_dir=tmp_path, require="fp8 >= 95%")
 
 

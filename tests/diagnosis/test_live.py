@@ -244,10 +244,10 @@ def test_a_finding_that_stops_is_told_by_the_error_and_at_the_end(
     assert finding.seen in str(caught.value)
     assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"te-precision: stopped: {finding.in_short}, by on_finding="
+    assert lines[0] == f"te-precision: stopped: {finding.in_short}, because of on_finding="
     assert lines[1].startswith("te-precision: Problems found: 1 warning (")
     assert lines[2] == f"  warning: {finding}"
-    assert f"Warning: {finding.in_short} stops the training." in caplog.text
+    assert f"The finding {finding.in_short} stops the training." in caplog.text
     assert finding.seen not in caplog.text
 
 
@@ -439,7 +439,7 @@ def test_a_loss_that_is_nan_stops_the_training(tmp_path: Path, logs_before: bool
     """No statistic that shows inf or nan is collected."""
     net = te.Linear(32, 32)
     running = InspectSession(statistics(stats=["max"], freq=20), model=net, log_dir=tmp_path, on_finding="stop")
-    with pytest.raises(PrecisionFindingError, match=r"the model: loss is nan \(nonfinite-loss, since step 2\)"):
+    with pytest.raises(PrecisionFindingError, match=r": loss is nan \(nonfinite-loss, since step 2\)"):
         with running as session:
             for step in range(9):
                 loss = {"loss": net(torch.ones(16, 32)).mean() * (math.nan if step >= 2 else 1)}

@@ -119,15 +119,16 @@ def test_lines_of_a_rule_cover_a_finding_together(tmp_path: Path, lines: list[st
     assert (len(left), count, bool(unused)) == ((0, 1, False) if known else (1, 0, True))
 
 
+IGNORED = "  to ignore it, add to a --known file: "
+
+
 def test_the_line_of_a_finding_leaves_it_out(planted: Planted, tmp_path: Path) -> None:
     many = finding_of(*(f"h.{number}.fc1" for number in range(0, 40, 2)), *(f"x{chr(97 + n)}" for n in range(20)))
     for finding in (many, finding_of(), finding_of("a, b")):
         (tmp_path / "known.txt").write_text(known_line(finding))
         assert leave_out(read_known(tmp_path / "known.txt"), Verdict((finding,)))[1] == 1, known_line(finding)
-    printed = next(
-        line for line in called("diagnose", planted.folder).output.splitlines() if line.startswith("  known: ")
-    )
-    (tmp_path / "known.txt").write_text(printed.removeprefix("  known: "))
+    printed = next(line for line in called("diagnose", planted.folder).output.splitlines() if line.startswith(IGNORED))
+    (tmp_path / "known.txt").write_text(printed.removeprefix(IGNORED))
     result = called("diagnose", planted.folder, "--known", tmp_path / "known.txt")
     assert (result.exit_code, "leaves out 1 known finding." in " ".join(result.output.split())) == (0, True)
     (tmp_path / "known.txt").write_text("hole h.{0,2,4,6 and 16 more}.fc1")

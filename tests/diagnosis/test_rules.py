@@ -253,7 +253,7 @@ SCALES = [
         "stale-scale",
         [ordinary(), AFTER_SPIKE, AFTER_SPIKE],
         DELAYED,
-        seen="the range of its scale is 1e+03 times its amax, and 2 % of the elements round to 0",
+        seen="the range of its scale is 1,000 times its amax, and 2 % of the elements round to 0",
     ),
     silent("a large scale of current scaling", [AFTER_SPIKE] * 3),
     finds("a small scale", "stale-scale", [BEHIND] * 3, DELAYED, seen="amax is 4 times the range of its scale"),
@@ -542,7 +542,7 @@ def test_a_weight_that_differs_from_that_of_few_alike_layers(count: int, block: 
     assert not len(judged([few] * 4, known))
     finding = only(judged([times(1000, few, f"h.{block}.fc2", "weight")] * 3, known), "sibling")
     assert (finding.layers, finding.severity) == ((f"h.{block}.fc2",), "warning")
-    assert finding.seen == "std is 20, 1e+03 times larger than in similar layers"
+    assert finding.seen == "std is 20, 1,000 times larger than in similar layers"
 
 
 OF_GRADIENTS = [("gradient", statistic) for statistic in ("std", "cur_amax", "scale_inv_max")]
@@ -749,7 +749,7 @@ def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
     assert {"nonfinite", "hole"} <= set(first.judged)
     waiting = {item.rule: item for item in first.not_judged}
     for rule in ("overflow", "stale-scale", "sibling", "dead-gradient", "growth"):
-        assert waiting[rule][:3] == (rule, "needs 3 collection steps, had 1", "")
+        assert waiting[rule][:3] == (rule, "not enough collection steps (1 of 3)", "")
     assert {"overflow", "stale-scale", "sibling", "dead-gradient", "growth"} <= set(
         judged([ordinary()] * 3, delayed).judged
     )
@@ -886,7 +886,7 @@ def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
     (results,) = (finding for finding in verdict if finding.rule == "growth")
     assert (results.layers, results.since, results.until) == (("h.3.fc1", "h.5.fc1"), 10, 40)
     assert (results.seen_at, results.as_json()["seen_at"]) == (20, 20)
-    shown = "in one layer at step 20, amax is 1.02e+03 times"
+    shown = "in h.3.fc1 at step 20, amax is 1,020 times"
     assert str(results).startswith(f"weight of h.{{3,5}}.fc1: {shown}")
     assert results.as_json()["seen_in_words"].startswith(shown)
 

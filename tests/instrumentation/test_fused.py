@@ -149,7 +149,7 @@ def test_the_default_config_leaves_training_the_same_to_the_last_bit(
     with caplog.at_level(logging.INFO, logger="te_precision_callbacks"):
         observed, records = run(module, recipe, 3, observe="auto", folder=tmp_path, config=None)
     assert all(torch.equal(first, other) for first, other in zip(without, observed, strict=True))
-    assert "are observed on the fused path." in caplog.text
+    assert "keep their fused path." in caplog.text
     assert "debug path" not in caplog.text
     for step in records:
         operands = {(row.layer, row.tensor) for row in step if row.tensor in EVERY[:3]}
@@ -245,7 +245,7 @@ def test_auto_takes_the_fused_path_where_it_can(
     stepped(net, tmp_path, [Float8CurrentScaling()], statistics(tensors=["output"]), **options)
     assert {row.layer for row in keeper.steps[0]} == {"0.fc1", "0.fc2", "1"}
     (text,) = [record.getMessage() for record in caplog.records if "observe=" in record.getMessage()]
-    assert text.startswith('observe="auto": 1 of 2 modules with features are observed on the fused path.')
+    assert text.startswith('observe="auto": 1 of 2 modules with features keep their fused path.')
     assert "0: LogTensorStats: output of LayerNormMLP never exists" in text
     options = {"log_dir": tmp_path, "features": [Mine], "observe": "fused"}
     with pytest.raises(ConfigError, match="your own feature Mine"):

@@ -717,7 +717,7 @@ def test_gpu_tests_run(tmp_path: Path) -> None:
     command = [executable(), "-m", "pytest", *PLUGIN, "-p", "no:cacheprovider", "-W", "ignore", "test_gpu.py"]
     done = run(command, cwd=tmp_path)
     assert done.returncode == 1
-    assert "reference backend on the CPU as a pretended GPU, compute capability 9.0" in done.stdout
+    assert "reference backend on a GPU emulated on the CPU, compute capability 9.0" in done.stdout
     assert "1 failed, 2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
 
 

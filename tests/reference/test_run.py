@@ -52,7 +52,7 @@ def test_a_script_finds_what_it_finds_without_us(tmp_path: Path, script: Path) -
     done = te_precision("run", *argv, cwd=tmp_path, fresh=True)
     assert done.returncode == 7, done.stderr
     assert json.loads(done.stdout) == ["__main__", argv, str(script.parent), str(script), [9, 0]]
-    assert "reference backend: the CPU as a pretended GPU, compute capability 9.0" in done.stderr
+    assert "reference backend: a GPU emulated on the CPU, compute capability 9.0" in done.stderr
 
 
 @pytest.mark.processes
@@ -276,7 +276,7 @@ def test_without_transformer_engine(script: Path) -> None:
     [
         (True, Backend.AUTO, None, "the compiled Transformer Engine"),
         (True, Backend.AUTO, "ImportError: no", "reference backend: the real GPU"),
-        (False, Backend.AUTO, "not to be asked", "reference backend: the CPU as a pretended GPU"),
+        (False, Backend.AUTO, "not to be asked", "reference backend: a GPU emulated on the CPU"),
         (False, Backend.TE, None, "the compiled Transformer Engine"),
     ],
 )

@@ -162,7 +162,7 @@ def test_equal_numbers_of_the_trainer_are_one_curve(tmp_path: Path) -> None:
     record(tmp_path, values(), scalars=scalars)
     lines = [line.rstrip() for line in show(tmp_path).output.splitlines()]
     assert [line.split()[0] for line in lines if " -> " in line] == ["loss", "eval_loss"]
-    assert "  equal to it: train_loss, train_loss_step" in lines
+    assert "  same values: train_loss, train_loss_step" in lines
     assert list(json.loads(show(tmp_path, "--json").output)["scalars"]) == list(scalars)
 
 

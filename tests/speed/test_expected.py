@@ -215,10 +215,10 @@ def test_advice_is_in_the_order_of_milliseconds() -> None:
     assert saved == sorted(saved, reverse=True)
     texts = {item.text: item for item in speed.advice}
     assert f"head: {REMEDIES[Reason.NOT_TE]}" in texts
-    kept = next(item for text, item in texts.items() if text.startswith("keep small.0 in BF16"))
+    kept = next(item for text, item in texts.items() if text.startswith("Keep small.0 in BF16"))
     assert "small\\\\.0" in kept.patch
     assert kept.interval[0] < kept.saves_ms < kept.interval[1]
-    delayed = texts["fp8_delayed_scaling instead of fp8_current_scaling"]
+    delayed = texts["Use fp8_delayed_scaling instead of fp8_current_scaling"]
     other = estimated(products, "fp8_delayed_scaling")
     assert delayed.saves_ms == pytest.approx(speed.total.low_ms - other.total.low_ms)
 

@@ -49,7 +49,7 @@ def _show(machine: Machine, advice: tuple[DoctorFinding, ...]) -> None:
     for name, version in machine.packages.items():
         _line(name, version or "not installed")
     _title("Transformer Engine")
-    _show_engine(machine.transformer_engine)
+    _show_engine(machine.transformer_engine, without_gpu=not getattr(machine.torch, "gpus", True))
     _title("GPU and torch")
     if isinstance(machine.torch, str):
         _line("torch", machine.torch)
@@ -65,12 +65,10 @@ def _show(machine: Machine, advice: tuple[DoctorFinding, ...]) -> None:
     _line("folder", folder.path + ("" if folder.exists else ", which does not exist yet"))
     _line("can be written to", f"no: {folder.why_not_writable}" if folder.why_not_writable else "yes")
     _line("free space", f"{folder.free_bytes / 2**30:,.1f} GiB")
-    _title("Findings")
+    _title("Known problems" if advice else "No known problems.")
     for number, finding in enumerate(advice, 1):
         terminal.show_text(f"{number}. ({finding.severity}) {finding.what}", hanging=_INDENT)
         terminal.show_text(f"-> {finding.remedy}", _INDENT, hanging=_INDENT)
-    if not advice:
-        terminal.show("none")
 
 
 def _title(text: str) -> None:
@@ -81,13 +79,14 @@ def _line(name: str, value: object) -> None:
     terminal.show_text(f"{name:<25} {value}", 2, hanging=2)
 
 
-def _show_engine(engine: TransformerEngine) -> None:
+def _show_engine(engine: TransformerEngine, *, without_gpu: bool) -> None:
     from te_precision_callbacks.base.vocabulary import RECIPES
 
     _line("runs on", engine.description)
     _line("installed", ", ".join(f"{name} {version}" for name, version in engine.installed.items()) or "nothing")
     if engine.why_not_compiled:
-        _line("compiled build", engine.why_not_compiled)
+        first = f"none ({engine.why_not_compiled.partition('. ')[0]}), as expected without a GPU"
+        _line("compiled build", first if without_gpu and "meta package" in first else engine.why_not_compiled)
     if engine.why_no_reference:
         _line("reference backend", engine.why_no_reference)
     if engine.recipes is None:
@@ -106,5 +105,6 @@ def _show_torch(torch: Torch) -> None:
         _line("GPU", "none")
     if torch.visible_devices is not None:
         _line("CUDA_VISIBLE_DEVICES", repr(torch.visible_devices))
-    _line("driver, CUDA, cuDNN", ", ".join(version or "none" for version in (torch.driver, torch.cuda, torch.cudnn)))
-    _line("settings of a new process", ", ".join(f"{name}={value}" for name, value in torch.settings.items()))
+    versions = ", ".join(version or "none" for version in (torch.driver, torch.cuda, torch.cudnn))
+    _line("driver, CUDA, cuDNN", "none" if versions == "none, none, none" else versions)
+    _line("torch defaults", ", ".join(f"{name}={value}" for name, value in torch.settings.items()))

@@ -105,7 +105,7 @@ def _list_features(listed: tuple[FeatureEntry, ...]) -> None:
                 table.add_row(*map(terminal.cell, (feature.name, feature.paragraphs[0])))
         terminal.show(table)
     terminal.show_text("Names are case-insensitive: DisableFp8Gemm is DisableFP8GEMM.")
-    terminal.show_text("te-precision features NAME explains a feature.")
+    terminal.show_text("For details: te-precision features NAME")
 
 
 def _explain_feature(feature: FeatureEntry) -> None:
@@ -122,7 +122,7 @@ def _explain_feature(feature: FeatureEntry) -> None:
     for key in feature.keys:
         typer.echo()
         terminal.show_text(f"{key.name}: {key.values}", _INDENT, hanging=_INDENT)
-        facts = [f"in: {key.places}"]
+        facts = [f"where: {key.places}"]
         if key.required or key.default is not None:
             facts.append("required" if key.required else f"default: {key.default}")
         terminal.show_text("; ".join(facts), 2 * _INDENT)

@@ -197,7 +197,7 @@ RULES = (
         condition="gemm_kernel_ratio is above 1 on exactly one rank",
         silent="layers that exist on some ranks only",
         severity="error",
-        source="silent data corruption belongs to a device: arXiv 2102.11245; the condition is ours",
+        source="silent data corruption belongs to a device: arXiv 2102.11245; the condition is this project's",
         why="the other ranks run the same kernel and format without the error, so the device is faulty",
         disproof="the finding follows the rank's data to another GPU",
         remedy="Remove this rank's GPU from the job, and test it (dcgmi diag -r 3)",
@@ -220,7 +220,7 @@ RULES = (
         ),
         severity="error",
         source="TransformerEngine pull request 3281: stochastic rounding of NVFP4 that gave zeros; the thresholds are"
-        " ours",
+        " this project's",
         why="the GEMM multiplies wrong values, even if its kernel is correct",
         disproof="te_precision_callbacks.base.numerics gives the same codes for the tensor",
         remedy=(
@@ -239,7 +239,7 @@ RULES = (
         silent="products with little cancellation: independent operands have an excess of 1",
         severity="note",
         source="|dA B|^2 is the sum of the squared terms times the squared error of A, and |A B|^2 is less where terms"
-        " cancel; the threshold is ours",
+        " cancel; the threshold is this project's",
         why="each operand looks healthy in its statistics, but the result is mostly error",
         disproof="the run with this GEMM in high precision has the same loss",
         remedy=("Keep the GEMM in high precision (DisableQuantizationGEMM), or subtract the common part of its rows"),

@@ -208,7 +208,7 @@ RULES = (
         title="a layer gets no gradient",
         subject="layer",
         needs="cur_amax of gradients",
-        collect="LogTensorStats with tensors: [activation, gradient] and stats: [cur_amax], or no config at all",
+        collect="LogTensorStats with tensors: [activation, gradient] and stats: [cur_amax], or the default config",
         condition=(
             f"in {DEAD_STEPS} collection steps in a row with an activation that is not 0, the gradient of a layer is"
             " 0, or a layer with a trainable weight has no backward. For a layer that never had a backward, only"
@@ -220,7 +220,7 @@ RULES = (
             " experts without tokens; frozen layers; gradients with inf or nan"
         ),
         severity="warning",
-        source="arithmetic; the number of steps is ours",
+        source="arithmetic; the number of steps is this project's",
         why="the layer does not learn, although the loss may still fall",
         disproof=(
             "the layer is frozen on purpose (then set requires_grad=False), or trains only outside of collection"
@@ -259,7 +259,7 @@ RULES = (
         title="a tensor has grown far above its initial size",
         subject="tensor",
         needs="cur_amax of tensors in more than one collection step",
-        collect="LogTensorStats with stats: [cur_amax], or no config at all; and a longer run",
+        collect="LogTensorStats with stats: [cur_amax], or the default config; and a longer run",
         condition=(
             f"amax is at least 2^{GROWTH:g} times its minimum over the first {BEGIN} collection steps, in"
             f" {GROWTH_STEPS} collection steps in a row. A note. A warning if elements overflow, or half as many"
@@ -268,7 +268,7 @@ RULES = (
         ),
         silent="nothing: growth without quantization loss is a note, because healthy models have massive activations",
         severity="warning",
-        source="arXiv 2409.12517 (SwiGLU), 2402.17762 (massive activations); the threshold is ours",
+        source="arXiv 2409.12517 (SwiGLU), 2402.17762 (massive activations); the threshold is this project's",
         why=(
             "outliers grow before an FP8 run diverges, and one large element makes the scale too coarse for all"
             " elements that share it"

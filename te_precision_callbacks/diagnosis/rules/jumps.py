@@ -275,7 +275,7 @@ RULES = (
             " 0 or negative, as in reinforcement learning, only magnitudes are compared"
         ),
         severity="error",
-        source="calibrated on trainings of small models: docs/proof.md; the thresholds are ours",
+        source="calibrated on trainings of small models: docs/proof.md; the thresholds are this project's",
         why="a run whose loss has left its level seldom recovers, and its other statistics grow too",
         disproof="the data or the loss function changed at that step, and the loss falls again",
         remedy=(
@@ -333,7 +333,7 @@ RULES = (
         title="the weights of many layers change at once",
         subject="layer",
         needs="cur_amax, std or l2_norm of weights in at least 3 collection steps",
-        collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or no config at all; and a longer run",
+        collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or the default config; and a longer run",
         condition=(
             "amax, std or norm of the weights of at least 2 layers, and of half of all, changes by"
             f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
@@ -341,7 +341,7 @@ RULES = (
         ),
         silent="weights that grow from 0 or from small values; a learning rate that is large from the start",
         severity="warning",
-        source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); the factor is ours",
+        source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); factor: this project",
         why="an optimizer step does not do this: other code has written the weights",
         disproof="the script set or rescaled the weights at that step",
         remedy=(

@@ -292,7 +292,7 @@ RULES = (
         title="inf or nan in a tensor",
         subject="tensor",
         needs="nonfinite_num or cur_amax of tensors",
-        collect="LogTensorStats with stats: [nonfinite_num], or no config at all",
+        collect="LogTensorStats with stats: [nonfinite_num], or the default config",
         condition="a tensor has an inf or nan element; the first such tensor in execution order is reported",
         silent="nothing: gradients scaled for FP16 are inf in steps that a GradScaler skips, and are reported too",
         severity="error",
@@ -300,8 +300,9 @@ RULES = (
         why="inf and nan spread to all weights in the next optimizer step, and training does not recover",
         disproof="the optimizer skipped the step, as with a GradScaler",
         remedy=(
-            "Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch"
-            " with the first inf or nan. For a weight, use DebugActivationOverflow(model, parameters=True)"
+            "Resume from an earlier checkpoint and pass debug='activation_overflow' to the callback or session. It"
+            " stops at the module and batch with the first inf or nan. To check weights too, use"
+            " te_precision_callbacks.debug_utils.DebugActivationOverflow(model, parameters=True)"
         ),
         judge=Nonfinite,
         essential=True,
@@ -311,7 +312,7 @@ RULES = (
         title="elements above the range of the format",
         subject="tensor",
         needs="overflows% of quantized tensors",
-        collect="LogFp8TensorStats with stats: [overflows%], or no config at all",
+        collect="LogFp8TensorStats with stats: [overflows%], or the default config",
         condition=(
             f"overflows% is at least {OVERFLOW:g} for activations or {OF_OTHERS:g} for other tensors in"
             f" {OVERFLOW_STEPS} collection steps in a row, each at least {FALLING:g} times the one before"
@@ -321,7 +322,7 @@ RULES = (
             " steps of LoRA; few elements; steps in which the tensor has inf or nan"
         ),
         severity="warning",
-        source="arXiv 2605.26189: a stale amax saturates, invisible in the loss; the threshold is ours",
+        source="arXiv 2605.26189: a stale amax saturates, invisible in the loss; the threshold is this project's",
         why="the largest elements, which matter most to the product, are clipped",
         disproof="a run with current scaling reaches the same loss",
         remedy=(
@@ -340,16 +341,16 @@ RULES = (
         subject="tensor",
         needs="underflows%, scale_inv_max and std of quantized tensors",
         collect=(
-            "LogFp8TensorStats with stats: [underflows%, scale_inv_max] and LogTensorStats with stats: [std], or no"
-            " config at all"
+            "LogFp8TensorStats with stats: [underflows%, scale_inv_max] and LogTensorStats with stats: [std], or the"
+            " default config"
         ),
         condition=(
-            f"in {UNDERFLOW_STEPS} collection steps in a row, the elements that round to 0 may carry at least"
-            f" {100 * LOST_NORM:g} % of the squared norm (estimated as their number times the square of the smallest"
-            " code, or as mse, divided by the square of std). With a scale for each block, or without std,"
-            " underflows% must be at least "
-            + ", ".join(f"{most:g} ({name})" for name, most in UNDERFLOW.items())
-            + ". A note if as many elements carry less of the norm"
+            f"in {UNDERFLOW_STEPS} collection steps in a row, the elements that round to 0 can carry"
+            f" {100 * LOST_NORM:g} % of the squared norm or more. The upper bound of their share is"
+            " min(underflows% / 100 * r^2, mse) / std^2, where r is the largest value that rounds to 0. With a scale"
+            f" per block, or if std is unknown, underflows% must be at least {UNDERFLOW['NVFP4']:g} for NVFP4 and"
+            f" {UNDERFLOW['FP8']:g} for MXFP8 and FP8. If underflows% is that high, but the share is smaller, the"
+            " finding is a note"
         ),
         silent=(
             "the first step of delayed scaling, which has no scale yet; elements that are already 0; steps in which"
@@ -357,8 +358,8 @@ RULES = (
         ),
         severity="warning",
         source=(
-            "no threshold is published; ours, calibrated on healthy runs. In the gradient of a tied head 96 % of the"
-            " elements may round to 0, with only 8e-12 of the squared norm"
+            "no threshold is published; this project, calibrated on healthy runs. In the gradient of a tied head 96 %"
+            " of the elements may round to 0, with only 8e-12 of the squared norm"
         ),
         why="elements that round to 0 do not contribute to the product",
         disproof="a run with these layers in BF16 reaches the same loss",

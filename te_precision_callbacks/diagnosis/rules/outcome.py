@@ -83,7 +83,7 @@ RULES = (
         source="the contract itself",
         why="the run does not have the precision that you required",
         disproof="the contract is meant for another model or recipe",
-        remedy="Fix the reason given for each product in the message and the coverage, or change the contract",
+        remedy="Fix what the message names for each product, or change the contract",
         judge=BrokenContract,
     ),
     Rule(

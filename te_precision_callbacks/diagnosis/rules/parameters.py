@@ -85,7 +85,7 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
     },
     "kept-gradient": {
         "kept": _Kind(
-            "in {number:.0f} sampled steps the gradient of {names} was not cleared after the optimizer's step, so the"
+            "the gradient of {names} was not cleared after the optimizer's step in {number:.0f} sampled steps, so the"
             " next gradient was added to it"
         )
     },
@@ -105,6 +105,9 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
         )
     },
 }
+
+
+RULE_OF: Mapping[str, str] = {what: rule for rule, kinds in _KINDS.items() for what in kinds}
 
 
 class ParameterRule(Judge):
@@ -160,7 +163,7 @@ RULES = (
             " often than others; gradients that are 0, or removed before the optimizer step"
         ),
         severity="warning",
-        source="Megatron-LM issue 4765, TransformerEngine pull requests 3178 and 3234; the numbers of steps are ours",
+        source="Megatron-LM issue 4765, TransformerEngine pull requests 3178 and 3234; this project",
         why="the parameter does not train, although the loss may still fall",
         disproof=(
             "the parameter is unused or fixed on purpose: then set requires_grad=False, and remove it from the"
@@ -181,19 +184,20 @@ RULES = (
         collect=_COLLECT,
         condition=(
             "a weight with gradients is bit-identical after 3 sampled steps within at least 6 steps, although an"
-            " update as large as the learning rate would be at least 4 units in the last place of a sampled element."
-            " Or at least 1 % of its sampled elements differ from the optimizer's float32 master weight by more than"
-            " rounding, in 2 consecutive checks. A warning if optimizers that stepped before do not step, or step"
-            " with a learning rate of 0, for 20 steps; if the sampled gradients of at least 90 % of the matrices are"
-            " 0 in 3 consecutive sampled steps within at least 6 steps, or if at most 5 % of the sampled elements of"
-            " at least 90 % of the float32 matrices change in at least 6 steps"
+            " update as large as the learning rate would change a sampled element by at least 4 units in the last"
+            " place. Or, in 2 consecutive checks, at least 1 % of its sampled elements differ from the optimizer's"
+            " float32 master weight by more than rounding. The finding is a warning in three cases. (1) For 20 steps,"
+            " optimizers that stepped before do not step, or step with a learning rate of 0. (2) The sampled"
+            " gradients of at least 90 % of the matrices are 0 in 3 consecutive sampled steps within at least 6"
+            " steps. (3) In at least 6 steps, at most 5 % of the sampled elements of at least 90 % of the float32"
+            " matrices change"
         ),
         silent=(
             "updates of 16-bit weights lost in rounding (see lost-updates); frozen weights; steps that a GradScaler"
             " skips; master weights that are sharded or not in float32, which are not compared"
         ),
         severity="error",
-        source="Megatron-LM issues 2272, 4800, 5236, 5487, 5707 and 6754; the thresholds are ours",
+        source="Megatron-LM issues 2272, 4800, 5236, 5487, 5707 and 6754; the thresholds are this project's",
         why="the forward uses weights that the training does not change",
         disproof="the weight is fixed on purpose: then set requires_grad=False",
         remedy=(
@@ -219,7 +223,7 @@ RULES = (
             " assigned by the script"
         ),
         severity="warning",
-        source="arithmetic; the number of steps is ours",
+        source="arithmetic; the number of steps is this project's",
         why="each step repeats all gradients since the start",
         disproof="gradients accumulate over several optimizer steps on purpose",
         remedy=(

@@ -120,8 +120,8 @@ class NoLowPrecision(Judge):
         reason = Reason[name] if name in Reason.__members__ else Reason.UNKNOWN
         why = _describe_reason(reason.name, exactly)
         though = f", although {expected}" if expected else ""
-        layers = many(len(of_te), "Transformer Engine layer") if of_te else "no Transformer Engine layer"
-        seen = f"no product runs in low precision{though}; {layers}: {why}"
+        layers = many(len(of_te), "Transformer Engine layer") if of_te else "no Transformer Engine layers"
+        seen = f"no product runs in low precision{though}; {layers}; reason: {why}"
         yield Sighting((), "", "", seen, None, "warning" if expected else "note", remedy=_remedy(reason))
 
 
@@ -195,16 +195,16 @@ RULES = (
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition=(
-            "a layer's forward GEMM runs in high precision, although it ran in low precision in earlier steps, or"
-            f" although most similar layers (same name up to numbers; at least {LEAST_LOW}) run in low precision. A"
-            " note if most of the similar layers run outside of te.autocast"
+            "a layer's forward GEMM runs in high precision, but it ran in low precision in earlier steps, or most"
+            f" similar layers (names that differ only in numbers; at least {LEAST_LOW}) run in low precision. If most"
+            " of the similar layers run outside of te.autocast, the finding is a note"
         ),
         silent=(
             "layers that a section of the config, the recipe or te.autocast(enabled=False) keeps in high precision;"
             " the first and the last of the similar layers"
         ),
         severity="warning",
-        source="ours",
+        source="this project",
         why="the run is slower than planned, and a comparison with BF16 is misleading",
         disproof="the layer is in high precision on purpose, set by code that the session does not see",
         remedy="Fix the reason given: replace the layer with a Transformer Engine layer, or call it inside te.autocast",

@@ -250,8 +250,8 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[
 
 
 _COLLECT = (
-    "LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax], or no config"
-    " at all"
+    "LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax], or the"
+    " default config"
 )
 
 RULES = (
@@ -301,7 +301,7 @@ RULES = (
             " scale-never-updated)"
         ),
         severity="warning",
-        source="arXiv 2605.26189 (a stale amax); the thresholds are ours, calibrated on planted spikes",
+        source="arXiv 2605.26189 (a stale amax); the thresholds are this project's, calibrated on planted spikes",
         why="until a spike leaves the amax history, small elements round to 0",
         disproof="underflows% falls once the spike has left the history",
         remedy=(
@@ -320,8 +320,8 @@ RULES = (
         subject="tensor",
         needs="scale_inv_min and scale_inv_max of delayed scaling, reduced over ranks, with one micro-batch in a step",
         collect=(
-            "LogFp8TensorStats with stats: [scale_inv_min, scale_inv_max], or no config at all; and statistics that are"
-            " reduced over ranks"
+            "LogFp8TensorStats with stats: [scale_inv_min, scale_inv_max], or the default config; and statistics that"
+            " are reduced over ranks"
         ),
         condition=(
             f"the scales of a tensor differ between ranks in {APART_STEPS} collection steps in a row. A warning if by"
@@ -334,7 +334,7 @@ RULES = (
         severity="warning",
         source=(
             "NVIDIA/Megatron-LM#442: with a group that left out tensor parallelism, runs diverged after some 1,000"
-            " steps; the threshold is ours"
+            " steps; the threshold is this project's"
         ),
         why=(
             "ranks round the same weights differently, and FP8 tensors that tensor-parallel ranks gather need one"

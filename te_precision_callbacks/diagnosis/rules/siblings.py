@@ -232,28 +232,29 @@ RULES = (
             f"std or cur_amax of a tensor in at least {LEAST_ALIKE} similar layers, or scale_inv_max, underflows% or"
             " overflows%"
         ),
-        collect="LogTensorStats with stats: [std, cur_amax], or no config at all",
+        collect="LogTensorStats with stats: [std, cur_amax], or the default config",
         condition=(
-            "similar layers have the same class, shape and format, and names that differ only in numbers. Between"
-            f" neighbors in such a group, the tensor's std or amax jumps by 2^{FAR:g} (weights: 2^{OF_WEIGHTS:g}) in"
-            f" {FAR_STEPS} collection steps in a row; or by 2^{NEAR:g} in {NEAR_STEPS}, if at least {LOST:g} % of its"
-            f" elements round to 0 or {OVERFLOW:g} % overflow, four times more than in most layers. A jump is at"
-            f" least {SPREADS:g} median absolute deviations of all differences between neighbors. With {LEAST_ALIKE}"
-            f" to {FEW} similar layers only the larger jumps count, and only from {FEW_SPREADS:g} times the range of"
-            " the others; of two layers, the one farther from all other layers is reported. Or at least"
-            f" {SHARES['underflows%']:g} % of its elements round to 0 (if their part of the norm is unknown), or"
-            f" {SHARES['overflows%']:g} % overflow, and {TIMES:g} times as many as in three quarters of the similar"
-            f" layers, in {FAR_STEPS} steps in a row"
+            "a layer's tensor differs from similar layers (same class, shape and format; names that differ only in"
+            f" numbers) in one of three ways. (1) From one layer to the next, std or amax jumps by 2^{FAR:g} (weights:"
+            f" 2^{OF_WEIGHTS:g}) in {FAR_STEPS} collection steps in a row. (2) It jumps by 2^{NEAR:g} in {NEAR_STEPS}"
+            f" steps in a row, and at least {LOST:g} % of the elements round to 0 or {OVERFLOW:g} % overflow, four"
+            f" times more than in most similar layers. (3) In {FAR_STEPS} steps in a row, at least"
+            f" {SHARES['underflows%']:g} % of the elements round to 0 (if their part of the norm is unknown) or"
+            f" {SHARES['overflows%']:g} % overflow, {TIMES:g} times as many as in three quarters of the similar layers."
+            f" A jump must be at least {SPREADS:g} median absolute deviations of all differences between neighbors."
+            f" With {LEAST_ALIKE} to {FEW} similar layers, (2) does not apply, and a jump must be at least"
+            f" {FEW_SPREADS:g} times the range of the others. Of two layers, the one farther from all other layers is"
+            " reported"
         ),
         silent="trends with depth; fewer similar layers. Deviations only in the amax of activations are a note",
         severity="warning",
-        source="ours, calibrated on healthy and planted runs; massive activations: arXiv 2402.17762",
+        source="this project, calibrated on healthy and planted runs; massive activations: arXiv 2402.17762",
         why="the blocks of a model are similar: a block that differs by orders of magnitude has a bug or no longer"
         " learns",
         disproof="the model scales this layer on purpose, or a BF16 run shows the same and trains well",
         remedy=(
-            "Check how the first layer of the finding differs from similar layers: initialization, scaling factors,"
-            " masks. Compare with a BF16 run: te-precision compare BF16 RUN"
+            "Check how this layer, or the first of these layers, differs from similar layers: initialization, scaling"
+            " factors, masks. Compare with a BF16 run: te-precision compare BF16_RUN THIS_RUN"
         ),
         judge=Sibling,
     ),

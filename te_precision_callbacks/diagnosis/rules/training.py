@@ -162,11 +162,11 @@ RULES = (
         ),
         severity="error",
         source="arithmetic",
-        why="its gradients are inf or nan in all layers, and the optimizer step breaks the weights",
+        why="the gradients become inf or nan in all layers, and the optimizer step breaks the weights",
         disproof="the script skips the batch, for example a batch without labels, and the next losses are finite",
         remedy=(
-            "Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch"
-            " with the first inf or nan"
+            "Resume from an earlier checkpoint and pass debug='activation_overflow' to the callback or session. It"
+            " stops at the module and batch with the first inf or nan"
         ),
         judge=NonfiniteLoss,
         essential=True,
@@ -188,7 +188,7 @@ RULES = (
         ),
         silent="a loss that still falls, norms after clipping, evaluation losses",
         severity="warning",
-        source="arXiv 2506.20752: in MX formats it precedes spikes without recovery; the thresholds are ours",
+        source="arXiv 2506.20752: in MX formats it precedes spikes without recovery; the thresholds are this project's",
         why="with block formats a slowly growing gradient norm came before runs diverged",
         disproof="the learning rate or the data changed at that step, or a BF16 run has the same norm",
         remedy=(

@@ -63,7 +63,7 @@ def _adds_eps(facts: Facts) -> bool | None:
     return None if facts.settings is None else facts.settings.adds_eps
 
 
-_COLLECT = "no config, or a section named default_statistics"
+_COLLECT = "the default config, or a section named default_statistics"
 
 RULES = (
     Rule(
@@ -78,7 +78,7 @@ RULES = (
         ),
         silent="micro-batches 2 to n of a step, frozen weights, learning rates too small to change a code",
         severity="error",
-        source="arithmetic; the threshold is ours",
+        source="arithmetic; the threshold is this project's",
         why="the layer keeps using the weights of an earlier step, so training it has no effect",
         disproof="the weights are fixed on purpose",
         remedy=(
@@ -106,7 +106,7 @@ RULES = (
         ),
         silent="master weights, Kahan summation and stochastic rounding; the end of a decay to 0",
         severity="warning",
-        source="ours: bfloat16 keeps 8 bits, so an update below 1/256 to 1/512 of a weight is lost",
+        source="this project: bfloat16 keeps 8 bits, so an update below 1/256 to 1/512 of a weight is lost",
         why="the loss stops falling, whatever the precision of the GEMMs",
         disproof="the same run with master weights in float32 has the same loss",
         remedy="Use float32 master weights or stochastic rounding, or raise the learning rate",
@@ -134,7 +134,7 @@ RULES = (
         ),
         silent="single weights, such as those of rare tokens",
         severity="warning",
-        source="arithmetic of Adam: with sqrt(v) below eps the update is about lr * g / eps; the share is ours",
+        source="arithmetic of Adam: with sqrt(v) below eps the update is about lr * g / eps; this project: the share",
         why="updates are far smaller than the learning rate, so the model hardly learns",
         disproof="eps is large on purpose",
         remedy=(

@@ -56,7 +56,7 @@ def compare_command(
     if b is None and len(chosen) == 2:
         b = a
     if b is None:
-        raise typer.BadParameter("give a second run to compare with A", param_hint="B")
+        raise typer.BadParameter("give a second run to compare with A, or two --run", param_hint="B")
     paths = [a, b, *(noise or ())]
     if len(chosen) > len(paths):
         raise typer.BadParameter(f"{len(chosen)} runs are chosen, of {len(paths)} folders", param_hint="--run")

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import many, some_of
+from te_precision_callbacks.base.counts import many, some_of, without_exponents
 from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
 from te_precision_callbacks.layers.folding import fold_names, form_of
 from te_precision_callbacks.views.compare.departures import NO_NUMBER, ZERO_BELOW
@@ -27,10 +27,9 @@ MOST_NAMES = 3
 
 def describe_pairing(comparison: Comparison) -> Iterator[str]:
     pairing, floor = comparison.pairing, comparison.floor
-    steps = f"in {many(pairing.steps, 'step')}, from {pairing.first} to {pairing.last}"
-    if pairing.first == pairing.last:
-        steps = f"in step {pairing.first} only"
-    yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} are paired {steps}."
+    several = f"over {many(pairing.steps, 'step')} ({pairing.first} to {pairing.last})"
+    steps = several if pairing.steps > 1 else f"in step {pairing.first} only"
+    yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} were compared {steps}."
     for where, count, statistics, layers in (
         ("A", pairing.only_a, pairing.statistics_only_a, pairing.layers_only_a),
         ("B", pairing.only_b, pairing.statistics_only_b, pairing.layers_only_b),
@@ -50,7 +49,7 @@ def describe_pairing(comparison: Comparison) -> Iterator[str]:
     if floor is None:
         yield (
             "No noise floor: differences count from a factor of 2 (4 for squared errors), 5 percentage points or 3"
-            " dB. To measure it, give --noise a run like A with another seed."
+            " dB. To measure it, pass a repeat of A with another seed as --noise."
         )
     else:
         yield f"Noise floor: the difference between A and {' and '.join(floor.sides)}."
@@ -79,13 +78,18 @@ def describe_first(comparison: Comparison) -> Iterator[str]:
         beyond += " for that long" if comparison.pairing.steps > 1 else ""
         yield f"No difference {beyond}, although not all values are equal."
         return
-    departure = first.strongest
+    plainer = ("std", "cur_amax") if first.strongest.statistic in ("min", "max", "mean") else ()
+    departure = next(
+        (other for other in first.departures if other.statistic in plainer and other.iteration == first.iteration),
+        first.strongest,
+    )
     medians = f" (medians of steps {departure.iteration} to {departure.until})" if departure.steps > 1 else ""
     multiple = times(departure)
-    beyond = f", {multiple} its noise" if multiple and departure.spread is not None else ""
+    beyond = f", {multiple.removesuffix('x')}times its noise" if multiple and departure.spread is not None else ""
     yield (
-        f"First at step {first.iteration}: {first.name}, {origin(first)}. {departure.statistic} is"
-        f" {number(departure.b)} in B, {number(departure.a)} in A{medians}: {difference(departure)}{beyond}."
+        f"First at step {first.iteration}: {', '.join(filter(None, (first.name, origin(first))))}."
+        f" {departure.statistic} is {number(departure.b)} in B, {number(departure.a)} in A{medians}:"
+        f" {difference(departure, in_sentence=True)}{beyond}."
     )
     if any(parting.iteration < first.iteration for parting in comparison.parted):
         between = f"between steps {first.since - 1} and {first.iteration}"
@@ -102,8 +106,7 @@ def first_lines(comparison: Comparison) -> Iterator[str]:
     sides = (("A", loss.lost_a, "B", loss.lost_b), ("B", loss.lost_b, "A", loss.lost_a))
     for side, lost, other, lost_there in sides:
         if lost is not None:
-            only = f"at its last logged step, {lost.since}"
-            when = f"from step {lost.since} on" if lost.since < lost.until else only
+            when = f"from step {lost.since} on" if lost.since < lost.until else f"at its last logged step, {lost.since}"
             alone = f"; in {other} it is finite" if lost_there is None else ""
             yield f"The {loss.name} of {side} is {lost.what} {when}{alone}."
 
@@ -113,12 +116,12 @@ def describe_losses(loss: LossComparison) -> Iterator[str]:
     if not loss.steps:
         yield f"No {loss.name} can be compared: one run has inf or nan from the first common step on."
         return
-    what = "steps before one becomes inf or nan" if is_lost else "steps"
-    off = f": B differs by {_percent(loss.relative)}" if math.isfinite(loss.relative) else ""
-    most = f"; at most {_percent(loss.largest, signed=False)}, at step {loss.largest_at}" if off else ""
+    what = f", {loss.steps} steps before one becomes inf or nan" if is_lost else ""
+    off = f" ({_percent(loss.relative)})" if math.isfinite(loss.relative) else ""
+    most = f" Largest difference: {_percent(loss.largest, signed=False)}, at step {loss.largest_at}." if off else ""
     yield (
-        f"{loss.name} in {loss.steps} {what}, as a running median of {loss.window}: from step {loss.stable_since} on"
-        f" {number(loss.a)} in A, {number(loss.b)} in B{off}{most if math.isfinite(loss.largest) else ''}."
+        f"{loss.name} (running median over {many(loss.window, 'step')}{what}): from step {loss.stable_since} on"
+        f" {number(loss.a)} in A, {number(loss.b)} in B{off}.{most if math.isfinite(loss.largest) else ''}"
     )
     if loss.spike is not None:
         others = "" if loss.spike.steps == 1 else f", the largest of {loss.spike.steps} such steps"
@@ -131,19 +134,19 @@ def describe_losses(loss: LossComparison) -> Iterator[str]:
     yardsticks = [yardstick for yardstick in loss.yardsticks if yardstick.holds is not None]
     a, b = map(str.upper, loss.precisions)
     for yardstick in yardsticks:
-        said = "held" if yardstick.holds else "NOT held"
-        other = "" if f"against {a}" in yardstick.name else f" A is in {a}."
+        where = "Within" if yardstick.holds else "NOT within"
+        other = "" if f"against {a}" in yardstick.name else f" A ran in {a}."
         bound = _percent(yardstick.bound, signed=False)
-        yield f"Below {bound} of {yardstick.name} ({yardstick.source}): {said}.{other}"
+        yield f"{where} {bound}, the bound for {yardstick.name} ({yardstick.source}).{other}"
     if a and b and a != b and not yardsticks:
         yield f"No bound is known for this pair: A is in {a}, B in {b}."
 
 
 def origin(parting: Parting) -> str:
-    return parting.origin if not parting.source else f"inherited from {parting.source}"
+    return f"inherited from {parting.source}" if parting.source else parting.origin if parting.layer else ""
 
 
-def difference(departure: StatisticDeparture) -> str:
+def difference(departure: StatisticDeparture, *, in_sentence: bool = False) -> str:
     value = departure.difference
     if abs(value) > NO_NUMBER:
         return (
@@ -154,7 +157,8 @@ def difference(departure: StatisticDeparture) -> str:
             return "another sign"
         if abs(value) >= ZERO_BELOW and 0 in (departure.a, departure.b):
             return "from 0" if departure.a == 0 else "to 0"
-        return f"x {2.0**value:.3g}"
+        factor = f"{2.0 ** abs(value):.3g} times {'smaller' if value < 0 else 'larger'}"
+        return without_exponents(factor) if in_sentence else f"x {2.0**value:.3g}"
     return f"{value:+.3g} {departure.unit}"
 
 
@@ -183,6 +187,8 @@ _WIDEST_VALUE = 60
 """The width of what differs in a file or pipe, which has no width of its own."""
 
 _INDENT = 2
+
+_FACT_NAMES = {"front_door": "integration", "settings.expects_low": "setting that selects low precision"}
 
 
 def show(comparison: Comparison) -> None:
@@ -231,14 +237,14 @@ def _title(text: str) -> None:
 def _show_facts(facts: Sequence[FactDifference]) -> None:
     _title("Facts that differ")
     if not facts:
-        terminal.show_text("none recorded", _INDENT)
+        terminal.show_text("none", _INDENT)
         return
     table = terminal.table("fact", "A", "B")
     table.columns[0].max_width = _WIDEST_NAME
     if not terminal.is_terminal():
         table.columns[1].max_width = table.columns[2].max_width = _WIDEST_VALUE
     for fact in facts[:_MOST_FACTS]:
-        table.add_row(*map(terminal.cell, (fact.name, fact.a, fact.b)))
+        table.add_row(*map(terminal.cell, (_FACT_NAMES.get(fact.name, fact.name), fact.a, fact.b)))
     terminal.show(table)
     if facts[_MOST_FACTS:]:
         terminal.show_text(f"and {len(facts) - _MOST_FACTS} more, which --json has.", _INDENT)
@@ -267,11 +273,10 @@ def _show_departures(comparison: Comparison) -> None:
             number(departure.b),
             difference(departure),
             times(departure),
-            origin(worst) if len(parted) == 1 else worst.origin,
+            origin(worst) if len(parted) == 1 or not worst.layer else worst.origin,
         )
         table.add_row(*map(terminal.cell, cells))
     terminal.show(table)
     left = list(rows.values())[_MOST_ROWS:]
     if left:
-        tensors = sum(map(len, left))
-        terminal.show_text(f"and {many(tensors, 'tensor')} more, which --json has.", _INDENT)
+        terminal.show_text(f"and {many(sum(map(len, left)), 'tensor')} more, which --json has.", _INDENT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from te_precision_callbacks.base.counts import some_of
 from te_precision_callbacks.base.terminal import paragraph, visible
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
@@ -19,7 +20,7 @@ from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries, short_names
 
 _LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
-_BLOCK, _SHADES = "█", "█▒░▓"
+_SHADES = "█▒░▓"
 _HEADERS = ("last", "worst (step)")
 
 _COLOURS = {"nvfp4": "magenta", "mxfp8": "cyan", "fp8": "green"}
@@ -38,10 +39,10 @@ class Screen:
         for line in view.outcome:
             yield paragraph(line, "bold red")
         yield from _verdict(view)
-        yield paragraph(f"{run.run_id}: {view.status}, {run.path}", "bold")
+        yield paragraph(f"run {run.run_id}, {view.status}, in {run.path}", "bold")
         yield paragraph(_facts(view))
         if view.coverage:
-            yield from _coverage(view.coverage, width, _BLOCK if console.color_system else _SHADES)
+            yield from _coverage(view.coverage, width)
         for line in view.other_steps:
             yield paragraph(visible(f"{line}."))
         if view.speed:
@@ -50,12 +51,11 @@ class Screen:
         names = short_names(run.layers["layer"], run.series["layer"])
         for statistic, worst in view.worst.items():
             if worst:
-                yield Text()
-                yield _statistic(statistic, worst, width, names)
+                shown = [series for series in worst if series.low_is_worse or series.curve.values.any()] or worst
+                yield from (Text(), _statistic(statistic, shown, width, names))
         if view.more_statistics:
             yield Text()
-            shown = ", ".join(fold_names(view.more_statistics, most=8))
-            yield paragraph(f"Not shown: {shown}. Show one with --statistic.", "dim")
+            yield paragraph(f"Not shown: {some_of(view.more_statistics, most=8)}. Show one with --statistic.", "dim")
         if view.events:
             yield Text("\nLast events", style="bold")
             for event in view.events:
@@ -88,7 +88,8 @@ def _verdict(view: RunView) -> Iterator[RenderableType]:
         left = more_findings(len(verdict))
         yield paragraph(f"{f'{left}; ' if left else ''}more: {view.more}")
     if verdict.not_judged:
-        yield paragraph(f"Not checked: {', '.join(rule.rule for rule in verdict.not_judged)}.", "dim")
+        label = "Not checked" if any(rule.essential for rule in verdict.not_judged) else "Not checked (optional)"
+        yield paragraph(f"{label}: {', '.join(rule.rule for rule in verdict.not_judged)}.", "dim")
     yield Text()
 
 
@@ -104,9 +105,9 @@ def _facts(view: RunView) -> str:
     return visible(", ".join(parts))
 
 
-def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[Text]:
+def _coverage(coverage: dict[str, float], width: int) -> Iterator[Text]:
     bar, names = Text(), Text()
-    for (name, share), block in zip(coverage.items(), itertools.cycle(blocks)):
+    for (name, share), block in zip(coverage.items(), itertools.cycle(_SHADES)):
         style = _COLOURS.get(name, "dim")
         bar.append(block * max(1, round(share * min(width, 60))), style)
         names.append(f"{block} ", style)
@@ -122,7 +123,7 @@ def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterat
         alike = [other for other, other_curve in left.items() if curve.equals(other_curve)]
         yield _scalar(name, curve, width, names)
         if len(alike) > 1:
-            yield paragraph(f"  equal to it: {', '.join(alike[1:])}", "dim")
+            yield paragraph(f"  same values: {', '.join(alike[1:])}", "dim")
         left = {other: other_curve for other, other_curve in left.items() if other not in alike}
 
 
@@ -136,8 +137,11 @@ def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
     return Text(f"{name}  {numbers}  {drawn}", no_wrap=True, overflow="crop")
 
 
-def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names: ShortNames) -> Table:
-    numbers = [(f"{series.curve.values[-1]:.3g}", f"{series.worst:.3g} ({series.worst_iteration})") for series in worst]
+def _statistic(statistic: str, worst: Sequence[WorstSeries], width: int, names: ShortNames) -> Table:
+    numbers = [
+        (_number(float(series.curve.values[-1])), f"{_number(series.worst)} ({series.worst_iteration})")
+        for series in worst
+    ]
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
     left = max(width - taken, _LEAST_NAME)
     longest = max(len(statistic), *(sum(map(len, _name(series))) for series in worst))
@@ -158,6 +162,10 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
             Text(drawn if room >= _LEAST_CURVE else ""),
         )
     return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 and value.is_integer() else f"{value:.3g}"
 
 
 def _name(series: WorstSeries) -> tuple[str, str]:

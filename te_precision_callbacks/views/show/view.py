@@ -203,7 +203,10 @@ def _summarize_facts(facts: Any, world: int) -> dict[str, str]:
     for key, name in _SHORT.items():
         value = facts.get(key)
         if value:
-            parts[name] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            texts = (
+                value if isinstance(value, (list, tuple)) else ["session (own loop)" if value == "session" else value]
+            )
+            parts[name] = ", ".join(map(str, texts))
     return {**parts, "ranks": str(world)}
 
 

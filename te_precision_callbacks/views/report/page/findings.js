@@ -23,7 +23,7 @@ function findingLinks(report, finding) {
 }
 
 const findingLine = (report, finding, more = "") => el("li", { class: "found" },
-  el("div", {}, severityBadge(finding.severity), " ", el("strong", {}, finding.subject), `: ${finding.seen_in_words} `,
+  el("div", {}, severityBadge(finding.severity), " ", finding.layers_total ? el("strong", {}, `${finding.subject}: `) : "", `${finding.seen_in_words} `,
     el("span", { class: "quiet" }, `(${finding.rule}${whenFound(report, finding)}${finding.caused_by && `, caused by ${finding.caused_by}`})`)),
   el("p", {}, `${finding.remedy}.${more}`), findingLinks(report, finding));
 
@@ -38,14 +38,14 @@ function verdictPart(report) {
     el("h2", { id: "verdict" }, verdict.summary),
     findings.length > 0 && el("ol", { "aria-label": "Findings, root causes and the most severe first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
     findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all details` : "All details")),
-    notJudged.length > 0 && el("p", { class: "quiet" }, `Not checked: ${notJudged.map(({ rule }) => rule).join(", ")}. `, toFindings("What to add")));
+    notJudged.length > 0 && el("p", { class: "quiet" }, `Not checked${notJudged.some(({ essential }) => essential) ? "" : " (optional)"}: ${notJudged.map(({ rule }) => rule).join(", ")}. `, toFindings("What to add")));
 }
 
 function findingCard(report, finding, number) {
   const { since, until, last_good: lastGood, checkpoint } = finding, unnamed = finding.layers_total - finding.places.length;
   const steps = since === null ? "" : `steps ${stepText(report, since)} to ${stepText(report, until)}${finding.where && ` ${finding.where}`}`
-    + (lastGood === null ? "; no earlier step without the problem is known" : `; last step without the problem: ${stepText(report, lastGood)}; `
-      + (checkpoint === null ? "no earlier checkpoint is known"
+    + (lastGood === null ? "; present since the first step with data" : `; last step without the problem: ${stepText(report, lastGood)}; `
+      + (checkpoint === null ? "no checkpoint from before the problem is known"
         : `last earlier checkpoint: before step ${stepText(report, checkpoint)}`));
   const where = { statistic: finding.statistic, tensor: finding.tensor, step: since ?? "" };
   const layers = finding.places.length > 0 && [

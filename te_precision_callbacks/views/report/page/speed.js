@@ -81,7 +81,7 @@ function adviceCard({ advice, device }) {
   return card("What to do", { about: `Largest saving first, on ${device}. Each saving is estimated separately; savings do not add up.`, extra: [
     csvButton("what to do", ["text", "saves_ms", "saves_ms_low", "saves_ms_high", "note", "patch"], () => advice.map((one) => [one.text, one.saves_ms, ...one.interval, one.note, one.patch]))],
   }, advice.length ? el("ol", { class: "advice" }, advice.map((one) => el("li", { class: "found" },
-    el("div", {}, el("strong", {}, one.text), `; saves ${milliseconds(one.saves_ms)} ms per step (${one.interval.map(milliseconds).join(" to ")})`),
+    el("div", {}, el("strong", {}, one.text), `: saves about ${milliseconds(one.saves_ms)} ms per step (${one.interval.map(milliseconds).join(" to ")})`),
     one.note && el("p", { class: "quiet" }, one.note), one.patch && el("pre", { "aria-label": "Section for the config" }, one.patch))))
     : el("p", { class: "quiet" }, "No advice: no change was found that saves time."));
 }
