@@ -152,7 +152,7 @@ def test_the_scripts_own_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("log_with", "advice"),
-    [(None, "create it with Accelerator(log_with='tensorboard'"), ([Kept()], "call accelerator.init_trackers('my_pr")],
+    [(None, "pass log_with='tensorboard'"), ([Kept()], "call accelerator.init_trackers('my_pr")],
 )
 def test_trackers_that_were_never_initialized(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, log_with: Any, advice: str
