@@ -29,7 +29,7 @@ _NOTHING = object()
 _FURTHEST = 8
 
 
-class _ThreadState(threading.local):
+class _ThreadNodes(threading.local):
     def __init__(self) -> None:
         self.waiting: dict[int, list[Any]] = {}
         self.results: list[torch.Tensor] = []
@@ -38,7 +38,7 @@ class _ThreadState(threading.local):
 
 class NodesOfProducts:
     def __init__(self) -> None:
-        self._here = _ThreadState()
+        self._here = _ThreadNodes()
 
     def enter_outer(self, arguments: Iterable[Any]) -> None:
         """Note the start of an operator on DTensors, which runs operators on the local shards."""

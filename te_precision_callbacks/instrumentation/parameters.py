@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +124,6 @@ class _Parameter:
         zeroed: last consecutive sampled iterations with only gradients of 0.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
-        arrivals: sampled iteration -> per optimizer step, whether each next gradient found the old one uncleared.
     """
 
     name: str
@@ -143,7 +142,6 @@ class _Parameter:
     zeroed: tuple[int, ...] = ()
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
-    arrivals: dict[int, list[list[torch.Tensor | bool]]] = field(default_factory=dict)
 
     def note_expected(self, iteration: int, share: float) -> None:
         if share > 0:
@@ -201,6 +199,8 @@ class ParameterWatch:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
+        # Sampled iteration -> for each optimizer step, whether the old gradient was still there whenever one was added.
+        self._arrivals: dict[_Parameter, dict[int, list[list[torch.Tensor | bool]]]] = {}
         self._clearing: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
         self._batches = BatchedChecks()
         self._pending_read: Callable[[], None] | None = None
@@ -222,7 +222,7 @@ class ParameterWatch:
                 parameter.gap.unhook()
         for optimizer in list(self._clearing):
             self._end_clearing(optimizer)
-        for cache in (self._parameters, self._held, self._masters):
+        for cache in (self._parameters, self._held, self._masters, self._arrivals):
             cache.clear()
 
     # ------------------------------------------------------------------ before a step of an optimizer
@@ -355,7 +355,7 @@ class ParameterWatch:
         weight: Any = parameter.weight
         arrivals: list[torch.Tensor | bool] = []
         old: list[torch.Tensor | bool] = []
-        parameter.arrivals.setdefault(self._iteration, []).append(arrivals)
+        self._arrivals.setdefault(parameter, {}).setdefault(self._iteration, []).append(arrivals)
 
         def before(_: torch.Tensor) -> None:
             gradient = weight.grad
@@ -554,10 +554,10 @@ class ParameterWatch:
 
     def _kept_gradients(self) -> Iterator[Problem]:
         """Find gradients that are not cleared. Arrivals are read 2 steps later, when the device has computed them."""
-        for parameter in self._parameters.values():
+        for parameter, arrivals_of_steps in self._arrivals.items():
             kept = [
                 (iteration, any(arrivals and all(arrivals) for arrivals in steps))
-                for iteration, steps in parameter.arrivals.items()
+                for iteration, steps in arrivals_of_steps.items()
                 if any(steps) and iteration + 2 < self._ended
             ][-UNCHANGED:]
             if len(kept) == UNCHANGED:
