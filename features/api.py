@@ -447,19 +447,11 @@ def _answer(call: _Call, layer: str, arguments: Mapping[str, Any]) -> tuple[bool
     answer = call(layer, arguments)
     if type(answer) is bool:
         return answer, arguments["iteration"] + 1
-    if not _is_answer(answer):
+    is_valid = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool)
+    if not is_valid or not (answer[1] is None or type(answer[1]) is int):
         raise call.error_for(layer, answer, "a bool, or a tuple of a bool and the next iteration (None: never)")
     decided: tuple[bool, int | None] = answer
     return decided
-
-
-def _is_answer(answer: Any) -> bool:
-    return (
-        isinstance(answer, tuple)
-        and len(answer) == 2
-        and isinstance(answer[0], bool)
-        and (answer[1] is None or type(answer[1]) is int)
-    )
 
 
 def _describe(returned: Any) -> str:

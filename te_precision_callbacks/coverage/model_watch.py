@@ -149,7 +149,9 @@ class ModelWatch:
             self._note_forward(module)  # the model's call has begun, so it is watched
             return result
 
-        _compile_in_callers_only(part)
+        # Dynamo compiles it only within a compiled caller, not by itself after a graph break: without it, its module
+        # would not be compiled. Read from torch 2.13: _dynamo/decorators.py, skip, which keeps callers from it too.
+        torch._dynamo.eval_frame.skip_code(part.__code__)
         setattr(part, SURROUNDS, own)
         self._replaced.replace(module, "_compiled_call_impl", part)
 
@@ -303,14 +305,6 @@ class TrainingStepOfOneModule(CallOfOneModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_training_step_of_its_class, self._module)
-
-
-def _compile_in_callers_only(function: Any) -> None:
-    """Keep Dynamo from compiling a wrapper by itself after a graph break: without it, its module would not be compiled.
-
-    Read from torch 2.13: ``_dynamo/decorators.py``, ``skip``, which also keeps callers from compiling it.
-    """
-    torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
 _is_evaluation_forward = outside_of_dynamo(is_evaluation_forward)

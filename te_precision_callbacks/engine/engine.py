@@ -533,7 +533,8 @@ class _Measurement:
         self._contributes = placement is None or placement.contributes(watched.tensor)
         self._shard: int | None = None
         if watched.tensor == _WEIGHT:
-            self._shard = _rank_in(watched.tp_group) if placement is None else placement.shard
+            own_shard = 0 if watched.tp_group is None else dist.get_rank(watched.tp_group)
+            self._shard = own_shard if placement is None else placement.shard
         self._wanted: dict[_SegmentKind, Sequence[Request]] = {}
         self._segments: dict[_SegmentKind, SlotRange] = {}
 
@@ -800,7 +801,3 @@ def _plain(values: torch.Tensor | None) -> torch.Tensor:
         return torch.empty(0)
     # Avoid a torch operation between GEMMs: for a small tensor it costs as much as the rest.
     return values if type(values) is torch.Tensor else values.detach()
-
-
-def _rank_in(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)

@@ -233,7 +233,15 @@ class DebugPathDecisions:
                     self.note_plan(module, quantizers, kind, idle=idle)
                     if not idle:
                         self.check_scales(module, TEDebugState.get_iteration())
-                    if not idle and forward.has_quantized_input and _acts_on_activation(quantizers):
+                    if (
+                        not idle
+                        and forward.has_quantized_input
+                        and any(
+                            quantizer.any_feature_enabled()
+                            for quantizer in quantizers
+                            if quantizer.tensor_name == "activation"
+                        )
+                    ):
                         self.report_quantized_input(module)
                 return idle
             # Evaluation must not change training's schedule.
@@ -351,10 +359,6 @@ def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
             # With an fsdp_group, TE reads attributes that this weight lacks.
             if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:
                 del workspaces[name]
-
-
-def _acts_on_activation(quantizers: Iterable[Any]) -> bool:
-    return any(quantizer.any_feature_enabled() for quantizer in quantizers if quantizer.tensor_name == "activation")
 
 
 _ROUNDING = {"FP8": 2.0**-3, "MXFP8": 2.0**-3, "NVFP4": 2.0**-1}

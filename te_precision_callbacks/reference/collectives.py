@@ -137,7 +137,8 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
 def _memory(value: Any, *, as_bytes: bool) -> Any:
     """Detach tensors, and view float8 as bytes; other values and subclasses are unchanged."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_memory(item, as_bytes=as_bytes) for item in value) if _holds_tensors(value) else value
+        holds_tensors = type(value) in (list, tuple) and any(isinstance(item, torch.Tensor) for item in value)
+        return type(value)(_memory(item, as_bytes=as_bytes) for item in value) if holds_tensors else value
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return value
     plain = value.detach()
@@ -161,10 +162,6 @@ def _flat(values: list[Any]) -> list[Any]:
     if not all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in tensors):
         return values
     return [value.view(-1) if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def _holds_tensors(values: Any) -> bool:
-    return type(values) in (list, tuple) and any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _gather_one_by_one(gather: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:

@@ -111,7 +111,10 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
         # reshape(-1, ...) could not infer the rows of an empty tensor.
         return Operand(tuple(values.shape), values.reshape(matrix_shape(values.shape)))
     part = read_stored(tensor, columnwise=not rowwise)
-    if part is None or not _has_layout_for_gemm(part, rowwise):
+    # With per-tensor FP8, one-layout GPUs read the stored transpose for columnwise usage, and the data for rowwise
+    # usage; others read whichever exists.
+    is_fixed = part is not None and part.mode == layouts.PER_TENSOR and not has_any_layout_gemm()
+    if part is None or (is_fixed and part.transposed == rowwise):
         usage = "row-wise" if rowwise else "column-wise"
         raise ReferenceBackendError(f"GEMM operand {name} is missing {usage} usage.")
     if getattr(tensor, "_row_scaled_nvfp4", False):
@@ -140,12 +143,6 @@ def _decode(part: Stored, dtype: torch.dtype) -> torch.Tensor:
     factors = None if part.mode == layouts.PER_TENSOR else part.block_scales()
     values = decode_blocks(part.codes, part.element_format, factors, part.block, dtype)
     return values.t() if part.transposed else values
-
-
-def _has_layout_for_gemm(part: Stored, rowwise: bool) -> bool:
-    # With per-tensor FP8, one-layout GPUs read the stored transpose for columnwise usage, and the data for rowwise
-    # usage; others read whichever exists.
-    return part.mode != layouts.PER_TENSOR or has_any_layout_gemm() or part.transposed != rowwise
 
 
 def _plain(tensor: Any) -> torch.Tensor:

@@ -166,7 +166,11 @@ def read_view(
         scalars={name: run.metrics[name] for name in loss_first(run.metrics)},
         worst={name: tuple(_worst_series(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),
-        events=tuple(_shown_event(row) for row in run.events_of_ranks() if not _is_routine(row))[-MOST_EVENTS:],
+        events=tuple(
+            _shown_event(row)
+            for row in run.events_of_ranks()
+            if (row["kind"], row["severity"]) != ("parameters", "info")
+        )[-MOST_EVENTS:],
         notes=(*no_step_note(run), *run.notes, *not_measured_notes(run), *_only_first_steps(groups, chosen)),
     )
 
@@ -290,10 +294,6 @@ def _worst_series(run: RecordedRun, groups: dict[str, _Group], name: str, most: 
             continue
         subject = place._replace(statistic=family.statistic)
         yield WorstSeries(subject, worst, worst_iteration, family.worse is Worse.LOW, curve)
-
-
-def _is_routine(row: Mapping[str, Any]) -> bool:
-    return (row["kind"], row["severity"]) == ("parameters", "info")
 
 
 def _shown_event(row: Mapping[str, Any]) -> ShownEvent:
