@@ -161,7 +161,7 @@ def _span(finding: Finding) -> str:
 
 def _format_last_good(finding: Finding) -> str:
     if finding.last_good is None:
-        return "present since the first step with data"
+        return "no earlier step is known to be good"
     no_checkpoint = f"no checkpoint from before step {finding.since} is known"
     return f"last step without the problem: {finding.last_good}; " + (
         no_checkpoint if finding.checkpoint is None else f"last earlier checkpoint: before step {finding.checkpoint}"

@@ -221,7 +221,7 @@ def summarize_error(error: BaseException) -> str:
     """Return class and first line of an error, or the findings or the contract that it is about."""
     if isinstance(error, PrecisionFindingError):
         names = "; ".join(finding.in_short for finding in error.findings)
-        return f"{names or 'a finding of another rank'}, because of on_finding="
+        return f"{names or 'a finding of another rank'}, because of the option on_finding"
     if isinstance(error, PrecisionContractError):
         return f"{type(error).__name__}: {summarize_broken_contract(str(error))}"
     first_line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

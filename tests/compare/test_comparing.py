@@ -486,7 +486,7 @@ def test_a_spike_of_the_loss_is_told_though_its_running_median_is_not(runs: Runs
     result = compare(a, b)
     assert (result.loss.spike.steps, result.loss.spike.iteration, result.loss.spike.a) == (2, 21, LOSS[21])
     assert result.has_findings
-    assert any(text.startswith("A spike: ") for text in describe_losses(result.loss))
+    assert any(text.startswith("There is a spike at step ") for text in describe_losses(result.loss))
     assert compare(a, b, noise=[alike]).loss.spike is None, "the noise has it too"
     higher = runs.record(f"spike {peak} higher", numbers(0), scalars={"loss": 1.5 * LOSS})
     assert compare(a, higher).loss.spike is None

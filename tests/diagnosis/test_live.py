@@ -244,7 +244,7 @@ def test_a_finding_that_stops_is_told_by_the_error_and_at_the_end(
     assert finding.seen in str(caught.value)
     assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"te-precision: stopped: {finding.in_short}, because of on_finding="
+    assert lines[0] == f"te-precision: stopped: {finding.in_short}, because of the option on_finding"
     assert lines[1].startswith("te-precision: Problems found: 1 warning (")
     assert lines[2] == f"  warning: {finding}"
     assert f"The finding {finding.in_short} stops the training." in caplog.text

@@ -78,7 +78,7 @@ def test_a_loss_that_diverges(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0][0].startswith("embed activation 98.4")
     assert [line.split()[:2] for line in rows[0]] == [line.split()[:2] for line in rows[1]], "digits may vary"
     assert fixed.startswith("B has no finding that A does not have.")
-    assert "No difference exceeds the noise floor for that long" in fixed
+    assert "No difference exceeds the noise floor for 5 steps" in fixed
     assert "0.25 %, the bound for FP8 against BF16" in fixed
 
 

@@ -17,6 +17,7 @@ from te_precision_callbacks.views.compare.departures import ComparedValues, Floa
 from te_precision_callbacks.views.compare.loss import loss_curves
 from te_precision_callbacks.views.compare.result import ComparedVerdicts, Comparison, Parting
 from te_precision_callbacks.views.compare.wording import (
+    FACT_NAMES,
     describe_first,
     describe_losses,
     describe_pairing,
@@ -124,7 +125,7 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays)
         "floor": None if result.floor is None else result.floor.sides,
         "lost": list(first_lines(result)),
         "verdicts": None if result.verdicts is None else _verdicts(result.verdicts, layer_of),
-        "facts": [(fact.name, fact.a, fact.b) for fact in result.facts],
+        "facts": [(FACT_NAMES.get(fact.name, fact.name), fact.a, fact.b) for fact in result.facts],
         "what": list(describe_pairing(result)),
         "first": list(describe_first(result)),
         "notes": result.notes,

@@ -75,7 +75,8 @@ def describe_first(comparison: Comparison) -> Iterator[str]:
     first = comparison.first
     if first is None:
         beyond = "exceeds the noise floor" if comparison.floor else "is large enough to count"
-        beyond += " for that long" if comparison.pairing.steps > 1 else ""
+        steps = min(comparison.lasting, comparison.pairing.steps)
+        beyond += f" for {steps} steps" if steps > 1 else ""
         yield f"No difference {beyond}, although not all values are equal."
         return
     plainer = ("std", "cur_amax") if first.strongest.statistic in ("min", "max", "mean") else ()
@@ -126,8 +127,8 @@ def describe_losses(loss: LossComparison) -> Iterator[str]:
     if loss.spike is not None:
         others = "" if loss.spike.steps == 1 else f", the largest of {loss.spike.steps} such steps"
         yield (
-            f"A spike: {number(loss.spike.a)} and {number(loss.spike.b)} at step {loss.spike.iteration}{others}. The"
-            " running median hides this spike."
+            f"There is a spike at step {loss.spike.iteration}: {number(loss.spike.a)} in A, {number(loss.spike.b)} in"
+            f" B{others}. The running median hides it."
         )
     if loss.floor is not None and math.isfinite(loss.floor):
         yield f"The runs of the noise floor differ by {_percent(loss.floor, signed=False)} there."
@@ -188,7 +189,7 @@ _WIDEST_VALUE = 60
 
 _INDENT = 2
 
-_FACT_NAMES = {"front_door": "integration", "settings.expects_low": "setting that selects low precision"}
+FACT_NAMES = {"front_door": "integration", "settings.expects_low": "setting that selects low precision"}
 
 
 def show(comparison: Comparison) -> None:
@@ -244,7 +245,7 @@ def _show_facts(facts: Sequence[FactDifference]) -> None:
     if not terminal.is_terminal():
         table.columns[1].max_width = table.columns[2].max_width = _WIDEST_VALUE
     for fact in facts[:_MOST_FACTS]:
-        table.add_row(*map(terminal.cell, (_FACT_NAMES.get(fact.name, fact.name), fact.a, fact.b)))
+        table.add_row(*map(terminal.cell, (FACT_NAMES.get(fact.name, fact.name), fact.a, fact.b)))
     terminal.show(table)
     if facts[_MOST_FACTS:]:
         terminal.show_text(f"and {len(facts) - _MOST_FACTS} more, which --json has.", _INDENT)
