@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -82,7 +83,7 @@ class Nonfinite(Judge):
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "nonfinite":
-            first_line = event.text.partition("\n")[0].rstrip(". ")
+            first_line = re.sub(r"^> \[\d+\] \S+: ", "", event.text.partition("\n")[0].rstrip(". "))
             self._first = self._first or Sighting(
                 tuple(filter(None, (event.layer,))), "", "", first_line, event.iteration
             )
