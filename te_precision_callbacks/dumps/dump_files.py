@@ -159,8 +159,14 @@ def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
     for count in itertools.count():
         path = folder / f"{stem}{f'.{count}' if count else ''}{SUFFIX}"
         with contextlib.suppress(FileExistsError):
-            path.touch(exist_ok=False)  # a rename would replace an existing file
-            os.replace(source, path)
+            try:
+                os.link(source, path)  # unlike a rename, it does not replace an existing file
+                source.unlink()
+            except FileExistsError:
+                raise
+            except OSError:  # the file system has no hard links
+                path.touch(exist_ok=False)
+                os.replace(source, path)
             return
 
 

@@ -320,8 +320,15 @@ def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_new_file_never_replaces_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_new_file_never_replaces_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
     """Eight threads with one name, as processes of one rank may be; a folder and a dangling link have names too."""
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("the file system has no hard links")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
     (tmp_path / "fc1.a.safetensors").symlink_to("nowhere")
     (tmp_path / "fc1.a.1.safetensors").mkdir()
     (tmp_path / "fc1.a.2.safetensors").write_bytes(b"another program's")
