@@ -39,8 +39,9 @@ def main(rank: int, folder: Path) -> None:
     gemm_errors(rank, folder)
     for case in (stages, losses, contract, stopped, lost, missed):
         case(rank, folder / case.__name__)
-    lost(rank, folder / "lost on one rank", rank_0_too=False)
     torch.distributed.barrier()  # a rank alone waits for the records of rank 0 for ten seconds, which may be behind
+    lost(rank, folder / "lost on one rank", rank_0_too=False)
+    torch.distributed.barrier()
     for reduce in (False, True):
         on_one_rank(rank, folder / f"on one rank {reduce}", reduce=reduce)
     for case in (coverage, uneven, sharded, reduced):

@@ -28,7 +28,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     script = Path(__file__).with_name("distributed_script.py")
     first, second = ranks(script, [[str(rank), str(folder)] for rank in range(2)])
-    assert first.returncode == 0, first.stderr
+    assert first.returncode == 0, f"{first.stderr}\nrank 1:\n{second.stderr}"
     assert second.returncode != 0  # 1, or the abort of a thread of gloo's that did not end with the process
     return folder
 
