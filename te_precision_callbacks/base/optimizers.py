@@ -18,6 +18,11 @@ def held_ids(optimizer: Any) -> Iterator[int]:
     return (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
 
 
+def held_ids_of_process() -> set[int]:
+    """Return the ids of the tensors that any optimizer of this process steps."""
+    return {held for optimizer in optimizers_of_process() for held in held_ids(optimizer)}
+
+
 def after_closure(
     args: tuple[Any, ...], keywords: Mapping[str, Any], act: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -72,7 +72,7 @@ def show(what: RenderableType) -> None:
 
 
 def _least_width(made: Table) -> int:
-    """Return the width at which a table breaks no word, except longer names."""
+    """Return the smallest width of a table without broken words, except in long names."""
     texts = [[str(column.header), *map(str, column.cells)] for column in made.columns]
     return sum(
         3 + min(max(cell_len(word) for text in column for word in text.split() or [""]), _NAME) for column in texts

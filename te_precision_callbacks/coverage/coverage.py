@@ -45,6 +45,9 @@ class Reason(enum.Enum):
     UNKNOWN = "unknown reason"
 
 
+EXCLUDED = "runs inside te.autocast(enabled=False)"
+"""A reason that replaces :attr:`Reason.NO_AUTOCAST` in messages."""
+
 REMEDIES: Mapping[Reason, str] = {
     Reason.SECTION: "remove the GEMM or the layer from that section",
     Reason.NOT_TE: "replace it with a Transformer Engine layer, such as te.Linear, if one exists",

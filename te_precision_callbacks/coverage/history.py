@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
-from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, StateRow
+from te_precision_callbacks.coverage.coverage import EXCLUDED, NOTHING, Coverage, Product, ProductName, Reason, StateRow
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
 from te_precision_callbacks.coverage.micro_batches import Kind, Parts
 from te_precision_callbacks.coverage.other_steps import ProductSpan
@@ -21,8 +21,6 @@ _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 
 MOST_SPANS = 64
 """The most parts of a run with different calls; the steps after them are one part, with their mean."""
-
-_EXCLUDED = "runs inside te.autocast(enabled=False)"
 
 _OF_TE = ("te", "te_ops")
 
@@ -249,7 +247,7 @@ def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Rea
     if facts is not None and facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
         return Reason.RECOMPUTED, Reason.RECOMPUTED.value
     if entry.recipe == HIGH_PRECISION:
-        return Reason.NO_AUTOCAST, _EXCLUDED if entry.excluded else Reason.NO_AUTOCAST.value
+        return Reason.NO_AUTOCAST, EXCLUDED if entry.excluded else Reason.NO_AUTOCAST.value
     kept = () if facts is None else facts.kept.get(entry.gemm, ())
     keeping = next(
         (feature for feature in kept if any(schedule.at(entry.since)[0] for schedule in feature.schedules)), None

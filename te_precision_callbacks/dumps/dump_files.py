@@ -161,12 +161,13 @@ def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
         with contextlib.suppress(FileExistsError):
             try:
                 os.link(source, path)  # unlike a rename, it does not replace an existing file
-                source.unlink()
             except FileExistsError:
                 raise
             except OSError:  # the file system has no hard links
                 path.touch(exist_ok=False)
                 os.replace(source, path)
+            else:
+                source.unlink()
             return
 
 

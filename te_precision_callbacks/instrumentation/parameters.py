@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.numerics.layouts import is_quantized
-from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
+from te_precision_callbacks.base.optimizers import held_ids_of_process
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import (
@@ -199,7 +199,8 @@ class ParameterWatch:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
-        # Sampled iteration -> for each optimizer step, whether the old gradient was still there whenever one was added.
+        # Sampled iteration -> for each optimizer step, whether the old gradient was still there whenever one was added:
+        # nothing or one value, however often that was.
         self._arrivals: dict[_Parameter, dict[int, list[list[torch.Tensor | bool]]]] = {}
         self._clearing: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
         self._batches = BatchedChecks()
@@ -340,7 +341,7 @@ class ParameterWatch:
         gap.ran = False
 
     def _watch_clearing(self, optimizer: Optimizer, held: list[_Held]) -> None:
-        """Check, until the optimizer steps again, whether autograd adds gradients to one that was not cleared.
+        """Check, until the optimizer steps again, whether autograd adds to an uncleared gradient.
 
         Only one parameter is checked, preferably a matrix.
         """
@@ -354,16 +355,20 @@ class ParameterWatch:
         parameter = max(candidates, key=lambda candidate: candidate.weight.dim())
         weight: Any = parameter.weight
         arrivals: list[torch.Tensor | bool] = []
-        old: list[torch.Tensor | bool] = []
+        old: torch.Tensor | bool = False
         self._arrivals.setdefault(parameter, {}).setdefault(self._iteration, []).append(arrivals)
 
         def before(_: torch.Tensor) -> None:
-            gradient = weight.grad
-            can_read = gradient is not None and gradient.layout is torch.strided and not is_capturing()
-            old[:] = [local_part(gradient).any() if can_read else False]
+            nonlocal old
+            old, gradient = False, weight.grad
+            try:
+                if gradient is not None and gradient.layout is torch.strided and not is_capturing():
+                    old = local_part(gradient).any()
+            except Exception as error:  # in a backward of the training
+                self._failures.report("reading the gradient of", parameter.name, error)
 
         def after(_: torch.Tensor) -> None:  # torch.autograd.grad() does not get here
-            arrivals.extend(old)
+            arrivals[:] = [arrivals[0] & old if arrivals else old]
 
         self._clearing[optimizer] = (
             weight.register_hook(outside_of_dynamo(before)),
@@ -556,7 +561,7 @@ class ParameterWatch:
         """Find gradients that are not cleared. Arrivals are read 2 steps later, when the device has computed them."""
         for parameter, arrivals_of_steps in self._arrivals.items():
             kept = [
-                (iteration, any(arrivals and all(arrivals) for arrivals in steps))
+                (iteration, any(map(all, filter(None, steps))))
                 for iteration, steps in arrivals_of_steps.items()
                 if any(steps) and iteration + 2 < self._ended
             ][-UNCHANGED:]
@@ -574,7 +579,7 @@ class ParameterWatch:
         ]
         if not unheld or all(("not_held", parameter.name) in self._reported for parameter in unheld):
             return
-        stepped = {held for optimizer in optimizers_of_process() for held in held_ids(optimizer)}
+        stepped = held_ids_of_process()
         for parameter in unheld:
             master = getattr(parameter.weight, "main_param", None)
             if id(parameter.weight) not in stepped and id(master) not in stepped:

@@ -11,7 +11,7 @@ import torch
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import SessionError
-from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
+from te_precision_callbacks.base.optimizers import held_ids, held_ids_of_process
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_equal
@@ -332,11 +332,11 @@ class ObservedModel:
         unwatched = [
             module
             for module in self.hooks.answers.unwatched
-            if any(parameter.requires_grad for parameter in module.parameters())
+            if any(parameter is not None and parameter.requires_grad for parameter in module._parameters.values())
         ]
         if unwatched and self._notices.first("unwatched"):
             names = fold_for_sentence(*(str(module.name) for module in unwatched))
-            stepped = {held for optimizer in optimizers_of_process() for held in held_ids(optimizer)}
+            stepped = held_ids_of_process()
             if any(id(parameter) in stepped for module in unwatched for parameter in module.parameters()):
                 reason = "trained, but not in the session's model"
                 remedy = (

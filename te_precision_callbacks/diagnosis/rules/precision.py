@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from te_precision_callbacks.base.counts import group_by_key, many
-from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
+from te_precision_callbacks.coverage.coverage import EXCLUDED, REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -68,7 +68,7 @@ class Hole(Judge):
 
 def _describe_reason(reason: str, exactly: str) -> str:
     text = Reason[reason].value if reason in Reason.__members__ else reason
-    return exactly or text if exactly in ("", text, "runs inside te.autocast(enabled=False)") else f"{text} ({exactly})"
+    return exactly or text if exactly in ("", text, EXCLUDED) else f"{text} ({exactly})"
 
 
 def _is_hole(layer: LayerFacts) -> bool:
