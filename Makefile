@@ -1,6 +1,7 @@
 # make demo   train a small FP8 language model under the callback, and show what came out
 # make test   lint, types and all tests
 # make test-quick   the first case of each test that is not marked slow or processes: tests/quick.py
+# make test-processors   all tests with the instructions of other processors, as far as this one has them, and with two threads
 # make test-newest   all tests with the newest versions of all packages, in .venv-newest; WITH="transformers<5" takes an older one
 # make install   only set up the environment for tests and checks
 # make docs   the docs site, in site/; open site/index.html
@@ -26,7 +27,7 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # Processes start sooner where Python may keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick test-newest tests lint style types docs te-suite gpu-check clients proof install install-demo clean
+.PHONY: demo test test-quick test-processors test-newest tests lint style types docs te-suite gpu-check clients proof install install-demo clean
 .DEFAULT_GOAL := test
 
 install-demo:
@@ -51,7 +52,7 @@ lint: style types
 
 # One thread a process, and none that spins: the workers take all processors. No pool of processes compiles beside them, and
 # torch does not try by compiling which of the processor's vector instructions the compiler knows.
-PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 \
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 $(SETTING) \
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 tests: install
@@ -63,6 +64,13 @@ test: style
 
 test-quick: install
 	$(PYTEST) --quick --durations 5
+
+# torch and oneDNN choose their kernels by the processor, and these round differently.
+SETTINGS = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2 \
+	$(shell grep -qw avx2 /proc/cpuinfo && echo ATEN_CPU_CAPABILITY=avx2) \
+	$(shell grep -qw avx512f /proc/cpuinfo && echo ATEN_CPU_CAPABILITY=avx512)
+test-processors: install
+	@for setting in $(SETTINGS); do echo "$$setting"; $(MAKE) --no-print-directory tests SETTING=$$setting || exit 1; done
 
 test-newest: BIN := .venv-newest/bin
 test-newest:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformer_engine.pytorch as te
 import yaml
 from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
 
@@ -15,11 +17,13 @@ from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.check.factory import CHOICES
 from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config
-from te_precision_callbacks.config.loading import DEFAULT_CONFIG
+from te_precision_callbacks.config.loading import DEFAULT_CONFIG, notes_of
 from te_precision_callbacks.config.problems import nearest
 from te_precision_callbacks.config.schemas import FEATURES, schema_of
 from te_precision_callbacks.config.selection import LayerIndex
 from te_precision_callbacks.config.yaml_text import MOST_BYTES
+from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, TENSOR_STATISTICS
 from tests.conftest import feature
 from tests.engine.exact import BLOCK_STATISTICS
@@ -330,6 +334,36 @@ def test_unknown_features_are_refused_with_near_names(body: dict[str, Any], mess
         load_config({"s": {"enabled": True, "layers": {"layer_types": ["all"]}, **body}}).plan(LAYERS, REGISTERED)
 
 
+class WaitingFeature:
+    """Stands for a class of the user's, of which a config needs only the name."""
+
+
+def test_names_of_features_are_checked_where_all_features_are_known() -> None:
+    """Transformer Engine's own tests have configs of a TestDummyFeature."""
+    loaded = load_config({"s": feature("WaitingFeature", ["all"])})
+    assert load_config(loaded, features=[WaitingFeature]) is loaded
+    for unknown in (lambda: load_config(loaded, features=()), lambda: SessionOptions.from_keywords(loaded)):
+        with pytest.raises(ConfigError, match="there is no feature 'WaitingFeature' in 'transformer_engine'"):
+            unknown()
+    assert SessionOptions.from_keywords(loaded, features=[WaitingFeature]).config == loaded
+
+
+def test_a_feature_of_nvidia_dlfw_inspect_beside_transformer_engine_loads_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in stats_collection_test_config.yaml of Transformer Engine's tests; plain nvidia-dlfw-inspect loads it."""
+    own = {"LogTensorStats": {"enabled": True, "stats": ["l2_norm"], "tensors": ["activation"]}}
+    section = feature("LogTensorStats", ["all"], tensors=["activation"], stats=["max"])
+    config = load_config({"s": {**section, **own}}, features=())
+    (note,) = notes_of(config)
+    assert note.startswith("the config mapping (section 's'")
+    assert "nvidia-dlfw-inspect's own feature" in note
+    with InspectSession(config, model=torch.nn.Sequential(te.Linear(32, 32)), log_dir=tmp_path) as session:
+        session.step()
+    (warning,) = [text for text in caplog.messages if "nvidia-dlfw-inspect's own feature" in text]
+    assert warning == note
+
+
 def test_sections_that_meet_in_a_layer_are_merged() -> None:
     def planned(**sections: Any) -> Plan:
         return load_config(sections).plan(LAYERS, REGISTERED)
@@ -526,7 +560,7 @@ def test_a_bare_name_is_handed_over_as_a_list_and_no_default_is_filled_in(tmp_pa
         ("LogTensorStats", "tensors: [wgrad]\nstats: [max]\nstart_step: 5\nend_step: -1\nfreq: 3"),
         ("LogTensorStats", "tensors: [wgrad]\nstats: [max]\nstart_step:\nend_step:\nstart_end_list:"),
         ("LogTensorStats", "tensors: [wgrad]\nstats: [max]\nstart_end_list: [[3, 3], [4, 8], [20, -1]]"),
-        ("LogTensorStats", "tensors: [wgrad]\nstats: [max]\nstart_end_list: [[20, 30], [0, -1], [5, 25]]"),
+        ("LogTensorStats", "tensors: [wgrad]\nstats: [max]\nstart_end_list: [[0, 4], [5, 25], [26, 26]]"),
         ("DisableFP8GEMM", "gemms: fprop\nstart_step: 7\nstart_end_list: [[0, 5]]"),
         ("LogTensorStats", "tensors: [wgrad]\nstats: [max]\nstart_step: 9\nend_step: 1\nstart_end_list: [[0, 2]]"),
         (
@@ -806,6 +840,10 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
                 ("[[0]]", r"has \[0\], which is not a \[start, end\] pair"),
                 ("[[0, 1.5]]", r"has \[0, 1.5\], which is not"),
                 ("[[-1, 5]]", r"has \[-1, 5\], which is not"),
+                ("[[0, 20], [10, 30]]", r"has \[10, 30\] after \[0, 20\].* ascending order that do not overlap"),
+                ("[[0, 20], [20, 30]]", r"has \[20, 30\] after \[0, 20\]"),
+                ("[[0, -1], [30, 40]]", r"has \[30, 40\] after \[0, -1\]"),
+                ("[[20, 30], [0, 10]]", r"has \[0, 10\] after \[20, 30\]"),
                 ("soon", "has 'soon', which is not"),
                 ("[]", r"must be a list of \[start, end\] pairs .*, not \[\]"),
                 ("7", "must be a list of .*, not 7"),
@@ -925,7 +963,7 @@ def test_all_problems_of_a_file_are_reported_with_their_lines(tmp_path: Path) ->
     path = tmp_path / "config.yaml"
     path.write_text(SEVERAL)
     with pytest.raises(ConfigError) as caught:
-        load_config(path)
+        load_config(path, features=())
     assert str(caught.value).startswith(f"The config has {len(PROBLEMS)} problems:\n- {path}, line ")
     results = list(caught.value.problems)
     for line, text in PROBLEMS:

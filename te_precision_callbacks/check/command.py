@@ -214,7 +214,7 @@ def _load(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
         load_config(path)  # raises the error for a missing file
     try:
         with collect_warnings() as warnings:
-            return load_config(path), warnings
+            return load_config(path, features=()), warnings
     except ConfigError as error:
         if as_json:
             terminal.show_json({"config": path, "errors": error.problems, "notes": warnings})

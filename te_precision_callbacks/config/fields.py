@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
@@ -186,6 +187,12 @@ def _intervals(pairs: list[Any]) -> list[Any]:
             )
         if -1 < pair[1] < pair[0]:
             raise ValueError(f"has the pair {shown(list(pair))}, which ends before it starts.")
+    for first, second in pairwise(pairs):
+        if first[1] == -1 or second[0] <= first[1]:
+            raise ValueError(
+                f"has {shown(list(second))} after {shown(list(first))}. Give ranges in ascending order that do not"
+                " overlap."
+            )
     return [list(pair) for pair in pairs]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.checking import read_features
-from te_precision_callbacks.config.effects import NAMESPACE, conflicts
+from te_precision_callbacks.config.effects import BASE, NAMESPACE, conflicts
 from te_precision_callbacks.config.planning import (
     NamespacedFeatures,
     Plan,
@@ -22,7 +22,7 @@ from te_precision_callbacks.config.planning import (
     resolve_features,
 )
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, raise_problems, shown
-from te_precision_callbacks.config.schemas import known_features
+from te_precision_callbacks.config.schemas import UPSTREAM_FEATURE, known_features
 from te_precision_callbacks.config.selection import SELECTOR_KEYS, LayerSelector
 from te_precision_callbacks.config.yaml_text import Places, read_yaml
 
@@ -127,7 +127,7 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 def load_config(
     source: ConfigSource = None,
     *,
-    features: Sequence[type] = (),
+    features: Sequence[type] | None = None,
     feature_dirs: Sequence[str | os.PathLike[str]] = (),
 ) -> Config:
     """Read and check a config.
@@ -135,13 +135,21 @@ def load_config(
     Args:
         source: the path of a YAML file, a mapping, a loaded config (returned unchanged), or None for
             :data:`DEFAULT_CONFIG`.
-        features: custom features, as classes.
-        feature_dirs: folders of custom features; unknown names of features are then checked at the start of a session.
+        features: all custom features, as classes. By default, unknown names of features are allowed here, and checked
+            in the session that gets the config, or by ``te-precision check``.
+        feature_dirs: folders of custom features; unknown names are then checked at the start of a session.
 
     Raises:
         ConfigError: the config cannot be read or is invalid; lists all problems of the sections.
     """
+    known = known_features(feature.__name__ for feature in features or ())
+    others = features is None or bool(feature_dirs)
     if isinstance(source, Config):
+        unknown = Problems()
+        for section in source.enabled_sections:
+            with unknown.collecting():
+                resolve_features(section, known, others=others)
+        unknown.raise_any()
         return source
     problems, path = Problems(), None
     data: Any
@@ -162,7 +170,6 @@ def load_config(
             f"{places.name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers'"
             " and features."
         )
-    known = known_features(feature.__name__ for feature in features)
     sections: list[Section] = []
     layer_names: LayerNames | None = None
     for key, body in data.items():
@@ -176,7 +183,7 @@ def load_config(
                     )
                 layer_names = cast(LayerNames, body)
             else:
-                sections.append(_section(str(key), body, places, known, others=bool(feature_dirs)))
+                sections.append(_section(str(key), body, places, known, others=others))
     problems.raise_any()
     return Config(tuple(sections), path, layer_names, data)
 
@@ -241,5 +248,14 @@ def describe_idle_sections(config: Config, features: Sequence[NamespacedFeatures
     sections = config.enabled_sections
     if not sections:
         return [f"The config ({config.name}) has no enabled section, so it has no effect."]
-    idle = (section for section, own in zip(sections, features, strict=True) if not any(own.values()))
-    return [f"{section.place()}: the section has no enabled feature, so it has no effect." for section in idle]
+    notes: list[str] = []
+    for section, resolved in zip(sections, features, strict=True):
+        if not any(resolved.values()):
+            notes.append(f"{section.place()}: the section has no enabled feature, so it has no effect.")
+        if UPSTREAM_FEATURE in resolved.get(BASE, ()):
+            notes.append(
+                f"{section.place(UPSTREAM_FEATURE)}: here {UPSTREAM_FEATURE!r} is nvidia-dlfw-inspect's own feature,"
+                " which no layer of Transformer Engine calls. For statistics of its layers, indent it below"
+                f" '{NAMESPACE}:'."
+            )
+    return notes

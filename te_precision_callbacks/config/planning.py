@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.counts import group_by_key, some_of
 from te_precision_callbacks.base.vocabulary import LayerNames
-from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect, conflicts
+from te_precision_callbacks.config.effects import BASE, Effect, conflicts
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, raise_problems, shown, suggestion
 from te_precision_callbacks.config.schemas import is_upstream_test
 from te_precision_callbacks.config.selection import (
@@ -186,8 +186,6 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
         for name, options in named.items():
             path = (key,) if key not in registered else (key, name)
             feature = _registered_name(name, registered.get(namespace, ()))
-            if namespace == BASE and _registered_name(name, registered.get(NAMESPACE, ())) is not None:
-                feature = None  # nvidia-dlfw-inspect's own LogTensorStats, which no layer of Transformer Engine calls
             if feature is None:
                 if not others:
                     problems.add(_unknown_feature(name, namespace, registered, section.place(*path)))

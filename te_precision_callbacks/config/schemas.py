@@ -381,15 +381,17 @@ def schema_of(feature: str) -> type[FeatureSchema] | None:
     return next((model for name, model in FEATURES.items() if name.casefold() == feature.casefold()), None)
 
 
+UPSTREAM_FEATURE = "LogTensorStats"
+"""nvidia-dlfw-inspect's own feature (0.2.2, ``debug_features/``). Layers of Transformer Engine do not call it."""
+
+
 def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
     """Map namespaces to the features that a session will find; custom features are in ``transformer_engine``."""
-    known: dict[str, dict[str, None]] = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {}}
+    known = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {UPSTREAM_FEATURE: None}}
     registry = sys.modules.get("nvdlfw_inspect.registry")  # includes features that the script has registered
     for namespace, data in registry.Registry.data.items() if registry is not None else ():
         names = (*data.features, *(waiting.__name__ for waiting in data.deferred_features))
         known.setdefault(namespace, {}).update(dict.fromkeys(names))
-    # nvidia-dlfw-inspect's own LogTensorStats is not called by layers of Transformer Engine.
-    known[BASE] = {feature: None for feature in known[BASE] if feature not in known[NAMESPACE]}
     return {namespace: tuple(features) for namespace, features in known.items()}
 
 
