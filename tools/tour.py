@@ -182,10 +182,11 @@ def cut(shown: Sequence[str], came: Sequence[str]) -> list[str]:
 
 
 def alike(shown: str, came: str) -> bool:
-    """Whether texts are equal but for spaces, and for decimal numbers that differ by at most 30 %.
+    """Whether texts are equal but for spaces, and for decimal numbers that differ by at most half of the larger one.
 
-    Whole numbers are equal. Rounding differs between processors, and grows in a training: the last underflows% of 30
-    steps was 4.1 on one and 5.6 on another.
+    Whole numbers are equal, so a page shows no step that rounding decides. Rounding differs between processors, and
+    grows in a training: with other vector instructions, an underflows% of 8.25 was 11.2, and the worst of 30 steps,
+    which were alike, was step 23 and not step 13.
     """
     lines, others = shown.split("\n"), came.split("\n")
     return len(lines) == len(others) and all(map(_alike, lines, others))
@@ -207,7 +208,7 @@ def _near(number: str, other: str) -> bool:
         return number == other
     decimals = len(number.partition("e")[0].partition(".")[2])
     unit = 10.0**-decimals if "e" not in number else 0.0
-    return math.isclose(float(number), float(other), rel_tol=0.3, abs_tol=1.01 * unit)
+    return math.isclose(float(number), float(other), rel_tol=0.5, abs_tol=1.01 * unit)
 
 
 @dataclass(frozen=True)
