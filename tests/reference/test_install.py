@@ -678,7 +678,9 @@ def test_a_child_without_a_compiled_build_has_the_backend(has_gpu: bool, caplog:
 @pytest.mark.parametrize("text", ["1", "true", "{}", "[", '{"pretend_cuda": true, "capability": [9]}'])
 def test_a_variable_that_this_package_did_not_set_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(inherited.ENVIRONMENT_VARIABLE, text)
-    with pytest.raises(InstallError, match=r"^TE_PRECISION_REFERENCE_INSTALL=.* in the environment is invalid: .*Unset it"):
+    with pytest.raises(
+        InstallError, match=r"^TE_PRECISION_REFERENCE_INSTALL=.* in the environment is invalid: .*Unset it"
+    ):
         inherited.read_inherited()
 
 
