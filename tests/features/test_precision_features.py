@@ -240,6 +240,10 @@ CHOICES = [
 PAIRS = list(itertools.combinations(CHOICES, 2))
 
 
+def test_every_feature_is_paired_with_every_other() -> None:
+    assert {choice.feature for choice in CHOICES} == set(FEATURES)
+
+
 def conflict(one: Choice, other: Choice) -> bool:
     """Whether no order of things can do what both promise."""
     changed = one.scaled | one.rounded
@@ -333,6 +337,29 @@ def test_a_pair_that_is_taken_holds(
             assert hasattr(matrix, "_scale_inv"), (gemm, tensor)
             # Delayed scaling begins with a scale of 1.
             assert (float(matrix._scale_inv) != 1.0) == ((gemm, tensor) in scaled), (gemm, tensor)
+
+
+@pytest.mark.parametrize(
+    ("feature", "options", "gemms"),
+    [
+        ("DisableQuantizationLayer", {}, set(EVERY_GEMM)),
+        ("DisableQuantizationGEMM", {"gemms": ["dgrad"]}, {"dgrad"}),
+    ],
+)
+def test_the_steps_in_which_gemms_run_in_high_precision(
+    tmp_path: Path, multiplied: dict[tuple[str, str], Any], feature: str, options: dict[str, Any], gemms: set[str]
+) -> None:
+    net = te.Linear(32, 32)
+    options = {"enabled": True, "start_step": 1, "end_step": 1, **options}
+    config = {
+        "s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {feature: options}},
+    }
+    with InspectSession(config, model=net, log_dir=tmp_path, strict=True, records="off") as session:
+        for step in range(3):
+            multiplied.clear()
+            train(net, 1, session)
+            high = {gemm for (gemm, _), matrix in multiplied.items() if not hasattr(matrix, "_scale_inv")}
+            assert high == (gemms if step == 1 else set())
 
 
 class Forbids:
