@@ -131,7 +131,8 @@ def test_the_device_of_a_run(gpus: list[str | None], said: str) -> None:
 def test_one_of_several_runs() -> None:
     write(["NVIDIA H200"])
     write(["NVIDIA B300 SXM6 AC"])
-    for run_id, device in zip(sorted(path.name for path in Path("logs/precision_records").iterdir()), ("h200", "b300")):
+    runs = sorted(path.name for path in Path("logs/precision_records").iterdir())
+    for run_id, device in zip(runs, ("h200", "b300"), strict=True):
         assert read("speed", "logs", "--run", run_id)["device"] == device_named(device).title
 
 
