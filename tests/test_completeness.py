@@ -27,6 +27,8 @@ from te_precision_callbacks.debug_options import add_debug_options, debugging
 from te_precision_callbacks.options import SessionKeywords
 from te_precision_callbacks.overflow import DebugActivationOverflow
 
+pytestmark = pytest.mark.slow  # the first one reads all tests
+
 TESTS = Path(__file__).parent
 KEY_OF_YAML = re.compile(r"(?:^|[\s{,\[-])(\w+):(?=\s|$)", re.MULTILINE)
 
