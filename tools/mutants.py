@@ -238,10 +238,19 @@ def verdict(mutant: Mutant) -> str:
     return f"{UNSOUND}: {failed}" if first_failure(tree, again) else failed
 
 
+_FEATURES = """\
+__file__ = {file!r}
+__path__ = [__file__.rpartition("/")[0]]
+exec(compile(open(__file__).read(), __file__, "exec"))
+"""
+"""In a copy, the package that an installation maps to the folder features/; it goes before the installed one."""
+
+
 def _use_copy(root: Path, folder: Path) -> None:
     tree = folder / str(os.getpid()) / "tree"
     shutil.copytree(root, tree, ignore=shutil.ignore_patterns(".*", "site", "build", "dist"))
-    (tree / PACKAGE / "features").symlink_to(tree / "features")  # before the installed one
+    file = str(tree / "features" / "__init__.py")
+    (tree / PACKAGE / "features.py").write_text(_FEATURES.format(file=file))
     os.chdir(tree)
 
 
