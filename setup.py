@@ -12,7 +12,7 @@ from setuptools.command.build_py import build_py
 
 WATCH = (
     "import os; os.environ.get('TE_PRECISION_WATCH', '0') != '0' and "
-    "__import__('te_precision_callbacks.reference.children', fromlist=['children']).install_when_needed()\n"
+    "__import__('te_precision_callbacks.startup', fromlist=['startup']).install_when_needed()\n"
 )
 
 

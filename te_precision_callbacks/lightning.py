@@ -187,7 +187,7 @@ class PrecisionDebugCallback(Callback):
             # For Lightning's callbacks, such as EarlyStopping; the loggers already have it.
             name = overall_name(self._options.prefix, "findings")
             self._numbers.leave_out(name)
-            pl_module.log(name, float(self.session._results.diagnosis.problems.total()), logger=False)
+            pl_module.log(name, float(self.session.problem_count), logger=False)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pause observation during validation and sanity checks."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import logging
 import os
 import runpy
@@ -36,7 +35,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.base.replaced import Replacements
-from te_precision_callbacks.reference.inherited import WATCH_VARIABLE, startup_path, watch_setting
 
 if TYPE_CHECKING:
     from te_precision_callbacks.options import SessionOptions
@@ -417,7 +415,7 @@ def _trainable_ids(module: torch.nn.Module) -> set[int]:
     return {id(parameter) for parameter in (*trained, *masters) if parameter is not None}
 
 
-# ---------------------------------------------------------------------- the ways to begin
+# ---------------------------------------------------------------------- the command line
 
 
 def read_options(config: str | None, log_dir: str | None, settings: Iterable[str]) -> dict[str, Any]:
@@ -440,27 +438,6 @@ def read_options(config: str | None, log_dir: str | None, settings: Iterable[str
     options |= {name: str(Path(path).absolute()) for name, path in paths.items() if path is not None}
     _check_options(options)
     return options
-
-
-def environment(options: Mapping[str, Any]) -> dict[str, str]:
-    return {WATCH_VARIABLE: json.dumps(options) if options else "1", "PYTHONPATH": startup_path()}
-
-
-def begin_from_environment() -> None:
-    """Watch this process's script if TE_PRECISION_WATCH is set."""
-    text = watch_setting()
-    if not text:
-        return
-    options: Any = {}
-    if text != "1":
-        with contextlib.suppress(ValueError):
-            options = json.loads(text)
-        if not isinstance(options, dict) or not options:
-            logger.error(
-                "%s=%r: nothing is watched. Set it to 1, or to the options of a session as JSON.", WATCH_VARIABLE, text
-            )
-            return
-    ScriptWatch(options).begin()
 
 
 if __name__ == "__main__":

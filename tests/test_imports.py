@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -33,7 +33,18 @@ def imports(node: ast.AST) -> Iterator[str]:
         elif isinstance(child, ast.ImportFrom) and child.level == 0:
             yield from (f"{child.module}.{alias.name}" for alias in child.names)
         else:
+            if isinstance(child, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(child.func)):
+                yield from (name.value for name in child.args[:1] if isinstance(name, ast.Constant))
             yield from imports(child)
+
+
+def test_imports_by_a_literal_name_count() -> None:
+    source = """
+def start(name):
+    importlib.import_module("te_precision_callbacks.watch").begin(__import__("torch"))
+    importlib.import_module(name)
+"""
+    assert list(imports(ast.parse(source))) == [f"{PACKAGE}.watch", "torch"]
 
 
 @cache
@@ -49,11 +60,23 @@ def graph() -> Mapping[str, frozenset[str]]:
     return results
 
 
-def reached(module: str) -> set[str]:
+def part(module: str) -> str:
+    return module.removeprefix(f"{PACKAGE}.").partition(".")[0]
+
+
+def graph_of_parts() -> Mapping[str, frozenset[str]]:
+    results: dict[str, frozenset[str]] = {}
+    for module, targets in graph().items():
+        name = part(module)
+        results[name] = results.get(name, frozenset()) | {*map(part, targets)} - {name}
+    return results
+
+
+def reached(module: str, edges: Mapping[str, frozenset[str]]) -> set[str]:
     results: set[str] = set()
     left = [module]
     while left:
-        for target in graph()[left.pop()] - results:
+        for target in edges[left.pop()] - results:
             results.add(target)
             left.append(target)
     return results
@@ -67,8 +90,9 @@ def test_the_graph_is_that_of_the_sources() -> None:
     assert f"{PACKAGE}.session" in graph()[f"{PACKAGE}.debug_options"], "an import in a function counts"
 
 
-def test_there_is_no_circle() -> None:
-    assert [module for module in graph() if module in reached(module)] == []
+@pytest.mark.parametrize("edges", [graph, graph_of_parts])
+def test_there_is_no_circle(edges: Callable[[], Mapping[str, frozenset[str]]]) -> None:
+    assert [name for name in edges() if name in reached(name, edges())] == []
 
 
 def lines_of_the_table() -> list[set[str]]:
@@ -81,17 +105,12 @@ def lines_of_the_table() -> list[set[str]]:
 
 def test_no_part_imports_one_of_a_line_above() -> None:
     line_of = {part: number for number, parts in enumerate(lines_of_the_table()) for part in parts}
-
-    def part(module: str) -> str:
-        return module.removeprefix(f"{PACKAGE}.").partition(".")[0]
-
-    beside = {PACKAGE, "reference"}
-    assert {*map(part, graph())} - beside == set(line_of), "all parts are in the table"
+    assert {*map(part, graph())} - {PACKAGE} == set(line_of), "all parts are in the table"
     upwards = [
         (module, target)
         for module, targets in graph().items()
         for target in targets
-        if not beside & {part(module), part(target)} and line_of[part(target)] < line_of[part(module)]
+        if PACKAGE not in (part(module), part(target)) and line_of[part(target)] < line_of[part(module)]
     ]
     assert upwards == []
 
@@ -100,7 +119,7 @@ def test_doctor_loads_no_session() -> None:
     """The line of ``cli`` may import the session, so the test of the table does not cover this."""
     above = {"session", "lightning", "fabric", "transformers", "debug_options"}
     for module in (f"{PACKAGE}.cli.doctor", f"{PACKAGE}.cli.doctor.command", f"{PACKAGE}.cli.doctor.machine"):
-        assert not {target for target in reached(module) if f"{target}.".split(".")[1] in above}
+        assert not {target for target in reached(module, graph()) if f"{target}.".split(".")[1] in above}
 
 
 # Module -> what changes at its level: the run of now, seams, caches. All else that changes belongs to a run.

@@ -113,9 +113,10 @@ def run(
     plan = plan_launch(backend)
     variables = plan.environment
     if watch:
-        from te_precision_callbacks.watch import environment, read_options
+        from te_precision_callbacks.startup import watch_environment
+        from te_precision_callbacks.watch import read_options
 
-        variables = {**variables, **environment(read_options(config, log_dir, settings or []))}
+        variables = {**variables, **watch_environment(read_options(config, log_dir, settings or []))}
     typer.echo(f"te-precision: {plan.description}", err=True)
     launch(variables, [*command, *(arguments or [])])
 

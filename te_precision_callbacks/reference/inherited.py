@@ -14,10 +14,7 @@ from te_precision_callbacks.reference.errors import InstallError
 ENVIRONMENT_VARIABLE = "TE_PRECISION_REFERENCE_INSTALL"
 """Holds the arguments of ``install`` as JSON, in the environment of child processes."""
 
-WATCH_VARIABLE = "TE_PRECISION_WATCH"
-"""``1``, or the options of a session as JSON: :mod:`te_precision_callbacks.watch` then watches the script."""
-
-_STARTUP_FOLDER = str(Path(__file__).with_name("startup"))
+_STARTUP_FOLDER = str(Path(__file__).parents[1] / "startup")
 
 
 class Inherited(NamedTuple):
@@ -49,11 +46,6 @@ def startup_path() -> str:
     return os.pathsep.join(folders)
 
 
-def watch_setting() -> str:
-    text = os.environ.get(WATCH_VARIABLE, "")
-    return "" if text == "0" else text
-
-
 def read_inherited() -> Inherited | None:
     """Read the settings from this process's environment; None without settings.
 
@@ -69,13 +61,13 @@ def read_inherited() -> Inherited | None:
         return Inherited(bool(settings["pretend_cuda"]), (major, minor), bool(settings.get("always", False)))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise InstallError(
-            f"{ENVIRONMENT_VARIABLE}={text!r} in the environmentis invalid: only a process with the reference backend"
+            f"{ENVIRONMENT_VARIABLE}={text!r} in the environment is invalid: only a process with the reference backend"
             " sets this variable, for its children. Unset it, and call reference.install()."
         ) from None
 
 
 class PendingInstallation(ABC):
-    """An entry of ``sys.meta_path`` that waits for an import to install the backend."""
+    """An entry of ``sys.meta_path`` that waits for an import to install the backend; ``startup/`` adds it."""
 
     @abstractmethod
     def install(self) -> None:

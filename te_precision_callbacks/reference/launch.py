@@ -2,7 +2,7 @@
 
 The script or module runs in a fresh Python process that replaces this one, so ``__main__``, ``sys.argv``,
 ``sys.path[0]``, the exit code, tracebacks, signals, and starting the script again for other ranks work as without this
-launcher. The backend is installed there as in child processes (:mod:`te_precision_callbacks.reference.children`).
+launcher. The backend is installed there as in child processes (:mod:`te_precision_callbacks.startup`).
 """
 
 from __future__ import annotations

@@ -232,6 +232,11 @@ class InspectSession:
         return self.findings.healthy
 
     @property
+    def problem_count(self) -> int:
+        """The number of errors and warnings among the findings so far, cheap enough for every step."""
+        return self._results.diagnosis.problems.total()
+
+    @property
     def last_statistics(self) -> tuple[Row, ...]:
         """The last value of each statistic."""
         return tuple(self._results.statistics.last())

@@ -63,22 +63,27 @@ def judged(
     checkpoints: Sequence[int] = (),
     at: Sequence[int] | None = None,
     unscaled: frozenset[str] = frozenset(),
+    checked_at: int | None = None,
 ) -> Verdict:
-    """The verdict over steps, which are 10 iterations apart unless ``at`` has theirs."""
+    """The verdict over steps, which are 10 iterations apart unless ``at`` has theirs.
+
+    All parameters had a gradient by the iteration ``checked_at``; None for the last one.
+    """
     diagnosis, table = Diagnosis(), SeriesTable()
     splitter = Splitter(table.__getitem__)
     if known is not None:
         diagnosis.set_facts(known, 0)
     for checkpoint in checkpoints:
         diagnosis.note_checkpoint(checkpoint)
-    if steps:
-        checked = {"checked": ["missing-gradient", "frozen-weight"], "problems": []}
-        diagnosis.event(Event("parameters", "Parameters were checked.", 0, data=checked))
-    for iteration, step in zip(range(0, 10 * len(steps), 10) if at is None else at, steps, strict=True):
+    iterations = range(0, 10 * len(steps), 10) if at is None else at
+    checked = {"checked": ["missing-gradient", "frozen-weight"], "problems": []}
+    for iteration, step in zip(iterations, steps, strict=True):
         rows = [Row(layer, tensor, None, statistic, value) for (layer, tensor, statistic), value in step.items()]
         records = records_from_rows(iteration, iteration, rows, table=table)
         diagnosis.step(splitter.step(iteration, records.series, np.frombuffer(records.values), unscaled))
         diagnosis.scalars(iteration, {"loss": 2.0} if step else {})
+        if iteration == (iterations[-1] if checked_at is None else checked_at):
+            diagnosis.event(Event("parameters", "Parameters were checked.", iteration, data=checked))
     return diagnosis.verdict
 
 
@@ -590,6 +595,14 @@ def test_a_layer_that_trains_in_a_rhythm_is_not_dead(trains_in: range, since: in
     steps = [ordinary() if step in trains_in else ABSENT if is_absent else DEAD for step in DUE]
     results = [finding for finding in judged(steps, CURRENT, at=DUE) if finding.rule == "dead-gradient"]
     assert [finding.since for finding in results] == ([] if since is None else [since])
+
+
+@pytest.mark.parametrize("checked_at", [0, 1, None])
+def test_a_layer_that_trained_only_outside_of_collection_steps_is_not_dead(checked_at: int | None) -> None:
+    """By the check of parameters; without it, nothing says that the layer ever trained."""
+    verdict = judged([ABSENT] * 5, CURRENT, at=DUE[:5], checked_at=checked_at)
+    results = [finding for finding in verdict if finding.rule == "dead-gradient"]
+    assert len(results) == (checked_at is None)
 
 
 def test_a_gradient_of_nan_is_no_training() -> None:

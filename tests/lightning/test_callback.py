@@ -454,6 +454,7 @@ def test_a_gradient_norm_that_the_module_logs_is_checked(tmp_path: Path, has_log
     assert [(item.rule, item.severity, item.since, item.until) for item in verdict.wrong] == [
         ("nonfinite-gradient-norm", "error", LOST, 7)
     ]
+    assert callback.session.problem_count == len(verdict.wrong) == 1
     assert diagnose(tmp_path / "debug") == verdict
     rows = open_run(tmp_path / "debug").scalars.to_pylist()
     for name in ("grad_norm", "loss", "train_loss_step"):

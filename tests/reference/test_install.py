@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from te_precision_callbacks.reference import InstallError, children, inherited
+from te_precision_callbacks import startup
+from te_precision_callbacks.reference import InstallError, inherited
 from tests.forked import executable
 from tests.reference.processes import answers, python, run
 from tests.runs.making import write_run
@@ -659,7 +660,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_child_with_a_gpu_and_a_compiled_build_uses_them_unless_told_otherwise(
     always: bool, expected: dict[str, Any] | None, stated: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert children.child_arguments(TOLD._replace(always=always), has_gpu=True) == expected
+    assert startup.child_arguments(TOLD._replace(always=always), has_gpu=True) == expected
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert [part for part in stated if part not in record.message] == []
@@ -669,7 +670,7 @@ def test_a_child_with_a_gpu_and_a_compiled_build_uses_them_unless_told_otherwise
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_a_child_without_a_compiled_build_has_the_backend(has_gpu: bool, caplog: pytest.LogCaptureFixture) -> None:
     """On a real GPU, CUDA is not pretended."""
-    arguments = children.child_arguments(TOLD, has_gpu=has_gpu)
+    arguments = startup.child_arguments(TOLD, has_gpu=has_gpu)
     assert arguments == {"pretend_cuda": not has_gpu, "capability": (10, 0), "always_in_children": False}
     assert len(caplog.records) == has_gpu
 
@@ -677,7 +678,9 @@ def test_a_child_without_a_compiled_build_has_the_backend(has_gpu: bool, caplog:
 @pytest.mark.parametrize("text", ["1", "true", "{}", "[", '{"pretend_cuda": true, "capability": [9]}'])
 def test_a_variable_that_this_package_did_not_set_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(inherited.ENVIRONMENT_VARIABLE, text)
-    with pytest.raises(InstallError, match=r"TE_PRECISION_REFERENCE_INSTALL=.*Unset it"):
+    with pytest.raises(
+        InstallError, match=r"^TE_PRECISION_REFERENCE_INSTALL=.* in the environment is invalid: .*Unset it"
+    ):
         inherited.read_inherited()
 
 

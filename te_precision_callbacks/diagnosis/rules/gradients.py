@@ -46,7 +46,7 @@ class DeadGradient(Judge):
         super().__init__()
         self._rhythms = Rhythms()
         self._lacks_backward = False
-        self._all_trained: int | None = None
+        self._all_trained = math.inf  # the iteration by which all parameters had a gradient
 
     @property
     def why_not(self) -> str:
@@ -56,7 +56,7 @@ class DeadGradient(Judge):
     def event(self, event: Event) -> Iterator[Sighting]:
         checked = event.data.get("checked", ()) if event.kind == "parameters" else ()
         if "missing-gradient" in checked and not event.data["problems"]:
-            self._all_trained = self._all_trained or event.iteration
+            self._all_trained = min(self._all_trained, event.iteration)
         yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
@@ -86,7 +86,7 @@ class DeadGradient(Judge):
     ) -> Iterator[Sighting]:
         self._rhythms.note_idle(column.layers[holds], numbers.iteration)
         reported = ~self._rhythms.explain(column.layers)
-        if key == "absent" and (numbers.iteration < RHYTHM or (self._all_trained or math.inf) < numbers.iteration):
+        if key == "absent" and (numbers.iteration < RHYTHM or self._all_trained < numbers.iteration):
             reported &= self._rhythms.has_trained(column.layers)  # others may train only in other steps
         return self.streaks.sightings(numbers, facts, column, holds, seen, reported=reported, key=key)
 

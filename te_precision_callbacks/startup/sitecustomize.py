@@ -1,4 +1,4 @@
-"""Runs at the start of every Python process with this folder in PYTHONPATH; see ``reference/children.py``.
+"""Runs at the start of every Python process with this folder in PYTHONPATH; see ``__init__.py``.
 
 Python imports only one ``sitecustomize``: this one removes its own folder from the path and imports the next one.
 """
@@ -13,7 +13,7 @@ sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
 
 # The package may be missing, for example in the environment of another Python.
 with contextlib.suppress(ImportError):
-    from te_precision_callbacks.reference.children import install_when_needed
+    from te_precision_callbacks.startup import install_when_needed
 
     install_when_needed()
 

@@ -1,21 +1,22 @@
-"""Installs the reference backend in child processes of a process that has it.
+"""Installs the reference backend, and watches the script, in processes whose environment requires it.
 
 A spawned worker, or the same script started for another rank, does not run this package's code before it imports torch
-and Transformer Engine. Every Python process imports ``sitecustomize``, however, so the parent adds a folder with that
-module to PYTHONPATH, and sets an environment variable with the arguments.
+and Transformer Engine. Every Python process imports ``sitecustomize``, however, so the parent adds this folder to
+PYTHONPATH, and sets a variable for the backend, the watch, or both. They begin at the first import of torch or
+Transformer Engine.
 
 A job scheduler may copy the environment to another machine. A child with a GPU and a compiled Transformer Engine uses
-these, with a warning, unless the parent requested the backend in all children. The backend is installed at the first
-import of torch or Transformer Engine.
+these, with a warning, unless the parent requested the backend in all children.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -28,10 +29,17 @@ from te_precision_callbacks.reference.inherited import (
     PendingInstallation,
     install_if_pending,
     read_inherited,
-    watch_setting,
+    startup_path,
 )
 
 logger = logging.getLogger(__name__)
+
+WATCH_VARIABLE = "TE_PRECISION_WATCH"
+"""``1``, or the options of a session as JSON: :mod:`te_precision_callbacks.watch` then watches the script."""
+
+
+def watch_environment(options: Mapping[str, Any]) -> dict[str, str]:
+    return {WATCH_VARIABLE: json.dumps(options) if options else "1", "PYTHONPATH": startup_path()}
 
 
 def child_arguments(settings: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
@@ -58,10 +66,10 @@ def install_when_needed() -> None:
     """Arrange that the import of torch or Transformer Engine installs the backend, and watches the script, if the
     environment requires it.
 
-    Called at the start of each Python process, possibly twice: by ``startup/sitecustomize.py``, and by the file
+    Called at the start of each Python process, possibly twice: by ``sitecustomize.py`` in this folder, and by the file
     ``te_precision_watch.pth`` of an installed package.
     """
-    is_asked = os.environ.get(ENVIRONMENT_VARIABLE) or watch_setting()
+    is_asked = os.environ.get(ENVIRONMENT_VARIABLE) or _watch_setting()
     if is_asked and not any(isinstance(finder, _Trigger) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Trigger())
 
@@ -94,8 +102,29 @@ class _Trigger(MetaPathFinder, PendingInstallation):
             arguments = child_arguments(settings, has_gpu=torch.cuda.is_available())
             if arguments is not None:
                 install(**arguments)
-        if watch_setting():
-            importlib.import_module("te_precision_callbacks.watch").begin_from_environment()
+        if _watch_setting():
+            _watch()
+
+
+def _watch_setting() -> str:
+    text = os.environ.get(WATCH_VARIABLE, "")
+    return "" if text == "0" else text
+
+
+def _watch() -> None:
+    from te_precision_callbacks.watch import ScriptWatch
+
+    text = _watch_setting()
+    options: Any = {}
+    if text != "1":
+        with contextlib.suppress(ValueError):
+            options = json.loads(text)
+        if not isinstance(options, dict) or not options:
+            logger.error(
+                "%s=%r: nothing is watched. Set it to 1, or to the options of a session as JSON.", WATCH_VARIABLE, text
+            )
+            return
+    ScriptWatch(options).begin()
 
 
 class _InstallingLoader(Loader):

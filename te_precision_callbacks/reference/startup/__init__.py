@@ -1,1 +1,0 @@
-"""A folder for PYTHONPATH; see ``te_precision_callbacks/reference/children.py``."""
