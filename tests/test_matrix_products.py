@@ -1,6 +1,7 @@
 """The sizes of the matrix products that torch's operators compute, against torch's own counter and by hand."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import varlen  # noqa: F401  # registers operators
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage.matrix_products import (
@@ -86,6 +87,39 @@ def test_a_convolution_in_groups() -> None:
 def test_a_frozen_weight_has_no_wgrad() -> None:
     products, _ = run(lambda: functional.conv2d(ones(2, 4, 9, 9), torch.ones(6, 4, 3, 3)))
     assert [product.role for product in products] == ["fprop", "dgrad"]
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_convolution_over_time(padding: int) -> None:
+    """The forward has as many multiply-adds as conv1d, the gradients only those inside of the padding."""
+    times, batch, inputs, outputs, kernel = 9, 2, 4, 6, 3
+    weight = ones(kernel, inputs, outputs)
+    products, _ = run(lambda: torch.conv_tbc(ones(times, batch, inputs), weight, ones(outputs), padding))
+    with FlopCounterMode(display=False) as counter:
+        functional.conv1d(torch.ones(batch, inputs, times), torch.ones(outputs, inputs, kernel), padding=padding)
+    assert macs_of(products[0]) == counter.get_total_flops() // 2
+    results = times + 2 * padding - kernel + 1
+    inside = sum(0 <= result + place - padding < times for result in range(results) for place in range(kernel))
+    assert sum(map(macs_of, products[1:])) == 2 * inside * batch * inputs * outputs
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_outer_product(in_place: bool) -> None:
+    """One multiplication for each element, and for each of the gradients a matrix times a vector."""
+
+    def compute() -> torch.Tensor:
+        to = ones(5, 3).clone()
+        return to.addr_(ones(5), ones(3)) if in_place else torch.addr(to, ones(5), ones(3))
+
+    products, _ = run(compute)
+    assert [product[2:6] for product in products] == [(5, 3, 1, 1), (5, 1, 3, 1), (3, 1, 5, 1)]
+
+
+def test_the_convolution_of_a_traced_model() -> None:
+    rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, False, False, False, True)
+    products, counted = run(lambda: torch.ops.aten._convolution(ones(2, 4, 9, 9), ones(6, 4, 3, 3), *rest))
+    assert [product.role for product in products] == ["fprop", "dgrad", "wgrad"]
+    assert sum(map(macs_of, products)) == counted
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -172,16 +206,78 @@ def test_the_operators_that_are_counted_have_these_names() -> None:
     assert {f"aten::{name}" for name in NOT_COUNTED} <= names
 
 
+LIKE_PRODUCTS = re.compile(
+    r"mm(?!a|i)|matmul|linear|conv(?!ert)|atten|attn|dot|rnn|lstm|gru|addr|outer|ger$|dist|mv|linalg|cslt|einsum|chain"
+    r"|embedding|solve|cholesky|svd|qr$|^lu_|flash|gemm|kron|inner|encoder|sdp|det$|eig(?!h)|inv|sparse_sparse"
+)
+"""In the names of operators that multiply matrices."""
+
+MULTIPLY_NOTHING = {
+    "adds up rows": {"_embedding_bag_backward", "_embedding_bag_dense_backward", "embedding_dense_backward"},
+    "works element by element": {
+        *("_thnn_fused_gru_cell", "_thnn_fused_gru_cell_backward", "_thnn_fused_lstm_cell"),
+        *("_thnn_fused_lstm_cell_backward_impl", "_embedding_bag_per_sample_weights_backward", "embedding_renorm"),
+        *("dist", "linalg_cross"),
+    },
+    "moves or inspects tensors": {
+        *("_cslt_sparse_mm_search", "_cudnn_rnn_flatten_weight", "_fused_sdp_choice", "lu_unpack", "slice_inverse"),
+    },
+    "is a fast path of inference, without gradients": {"_transformer_encoder_layer_fwd"},
+}
+"""Why an operator of torch is neither counted nor named as not counted -> operators named like products."""
+
+
+def named_like_products() -> set[str]:
+    """Torch's operators of several tensors, except those that it takes apart before a dispatch mode sees them."""
+    names = set()
+    for schema in torch._C._jit_get_all_schemas():
+        types = [str(argument.type) for argument in schema.arguments if not argument.is_out]
+        tensors = [name for name in types if "Tensor" in name]
+        has_several = len(tensors) > 1 or "List" in "".join(tensors)
+        namespace, _, name = schema.name.partition("::")
+        if not has_several or not LIKE_PRODUCTS.search(name) or namespace == "tex":  # Transformer Engine's, for ONNX
+            continue
+        overload = f"{schema.name}.{schema.overload_name}".rstrip(".")
+        try:
+            is_taken_apart = torch._C._dispatch_has_kernel_for_dispatch_key(overload, "CompositeImplicitAutograd")
+        except RuntimeError:  # an operator of TorchScript alone
+            is_taken_apart = True
+        if not is_taken_apart:
+            names.add(schema.name)
+    return names
+
+
+def test_every_operator_that_may_multiply_is_counted_or_has_a_reason() -> None:
+    """By their names, and all of torch's own counter. An operator that vanishes would raise the shares of others."""
+    counted_by_torch = {str(operator).replace(".", "::") for operator in flop_registry}
+    candidates = named_like_products() | {
+        name if "::" in name else f"higher_order::{name}" for name in counted_by_torch
+    }
+    assert len(candidates) > 150
+    unknown = {name for name in candidates if not is_product(name) and not why_not_counted(name, (SQUARE, SQUARE))}
+    excepted = {f"aten::{name}" for names in MULTIPLY_NOTHING.values() for name in names}
+    assert {name.removesuffix("_") for name in unknown} <= excepted
+    assert not {name for name in excepted if is_product(name) or why_not_counted(name, (SQUARE, SQUARE))}
+
+
 @pytest.mark.parametrize(
     ("operator", "arguments", "words"),
     [
         ("vendor::mm", (SQUARE, SQUARE), "may multiply them"),
         ("vendor::mm", (SQUARE, torch.ones(4)), ""),  # one matrix alone
-        ("vendor::mm", (SQUARE, SQUARE.long()), ""),
+        ("vendor::mm", (SQUARE, SQUARE.long()), ""),  # indices
+        ("vendor::mm", (SQUARE.char(), SQUARE.char()), "may multiply them"),  # quantized
         ("vendor::grouped", ([SQUARE, SQUARE], 3), "may multiply them"),
         ("c10d::allreduce_", ([SQUARE, SQUARE],), ""),
         ("aten::mm", (SQUARE, SQUARE), ""),
         ("aten::add", (SQUARE, SQUARE), ""),
+        ("aten::_next_mm", (SQUARE, SQUARE), "may multiply matrices"),  # of a later torch
+        ("aten::_weight_int8pack_mm", (SQUARE, SQUARE.char()), "may multiply matrices"),
+        ("aten::_sparse_addmm", (SQUARE, SQUARE), "may multiply matrices"),
+        ("aten::upsample_bilinear2d_backward", (SQUARE, SQUARE), ""),
+        ("aten::upsample_linear1d", (SQUARE,), ""),
+        ("aten::linalg_vector_norm", (SQUARE,), ""),
+        ("aten::lgamma", (SQUARE,), ""),
         ("aten::_cdist_forward", (SQUARE, SQUARE), "depends on its method"),
         ("aten::_cudnn_rnn", (SQUARE, SQUARE), "without an equivalent"),
     ],
@@ -206,6 +302,9 @@ SIZES: dict[str, Callable[[], tuple[str, tuple[Any, ...], Any, int]]] = {
     ),
     "flash-attn 3": lambda: (
         "flash_attn_3::_flash_attn_forward", (*[torch.zeros(2, 5, 3, 8)] * 3, None), None, 2 * 2 * 3 * 5 * 5 * 8
+    ),
+    "a sum of two products, of torch.compile": lambda: (
+        "inductor::_mm_plus_mm", (*[torch.zeros(5, 7), torch.zeros(7, 3)] * 2,), None, 2 * 5 * 7 * 3
     ),
     "torch's varlen": lambda: (
         "torch_attn::_varlen_attn",

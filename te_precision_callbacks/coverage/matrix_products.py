@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -74,17 +75,34 @@ def products_of(operator: str, arguments: Sequence[Any], result: Any) -> list[Ma
 def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
     """The reason if an operator may multiply matrices and is not counted; else empty.
 
-    An unknown operator outside of torch may multiply if it receives two floating-point matrices.
+    An unknown operator of torch may multiply by its name, another one if it receives two matrices of numbers.
+
+    Args:
+        operator: as in :func:`products_of`.
+        arguments: its arguments, including keyword arguments.
     """
     if operator in _OPERATORS:
         return ""
     namespace, _, name = operator.partition("::")
     if namespace == "aten":
-        return NOT_COUNTED.get(name, "")
+        is_named_so = _NAME_OF_PRODUCT.search(name) and not _NAME_WITHOUT_PRODUCT.search(name)
+        return NOT_COUNTED.get(name, "may multiply matrices" if is_named_so else "")
     if namespace in _NO_PRODUCTS:
         return ""
-    matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1 and tensor.is_floating_point()]
-    return "takes several floating-point matrices and may multiply them" if len(matrices) > 1 else ""
+    matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1 and _has_numbers(tensor)]
+    return "takes several matrices and may multiply them" if len(matrices) > 1 else ""
+
+
+_NAME_OF_PRODUCT = re.compile(
+    r"mm(_|$)|mv_?$|matmul|(^|_)linear|conv(?!ert)|attention|rnn|lstm|gru|addr|linalg|solve|cholesky|ormqr|pdist"
+)
+
+_NAME_WITHOUT_PRODUCT = re.compile(r"fused_\w+_cell|linear\dd|reorder|flatten|search|cross|vector_norm|powsum|check")
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether the elements are numbers or quantized numbers, rather than indices or a mask."""
+    return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)
 
 
 _N, _M, _K = range(3)
@@ -111,6 +129,23 @@ def _grouped(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     left, right = arguments[:2]
     groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
     yield MatrixProduct(left, right, left.shape[-2], right.shape[-1], left.shape[-1], groups)
+
+
+def _sum_of_two(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+    yield from _matrices(0, 1)(arguments, result)
+    yield from _matrices(2, 3)(arguments, result)
+
+
+def _outer(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+    _, column, row = arguments[:3]
+    yield MatrixProduct(column, row, column.numel(), row.numel(), 1)
+
+
+def _conv_tbc(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+    """Weight: [positions, inputs, outputs]; result: [time, batch, outputs]. Its backward runs other operators."""
+    activation, weight = arguments[:2]
+    positions, inputs, outputs = weight.shape
+    yield MatrixProduct(activation, weight, result.numel() // outputs, outputs, positions * inputs, role="fprop")
 
 
 def _convolution(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
@@ -272,7 +307,9 @@ _OF_ATEN: Mapping[str, _Find] = {
     **dict.fromkeys(("addmm_", "baddbmm_", "addbmm_", "addmv_"), _matrices(1, 2)),
     **dict.fromkeys(("_scaled_addmm", "_scaled_addmm_"), _matrices(1, 2)),  # torch 2.15
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
-    "convolution": _convolution,
+    **dict.fromkeys(("addr", "addr_"), _outer),
+    "conv_tbc": _conv_tbc,
+    **dict.fromkeys(("convolution", "_convolution"), _convolution),  # the second in a model of torch.jit.trace
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _lookup),
     **{name: _attention(backward=False, heads_first=True, causal=causal, mask=mask)
@@ -288,6 +325,7 @@ _OF_ATEN: Mapping[str, _Find] = {
 
 _OPERATORS: Mapping[str, _Find] = {
     **{f"aten::{name}": find for name, find in _OF_ATEN.items()},
+    "inductor::_mm_plus_mm": _sum_of_two,
     "torch_attn::_varlen_attn": _attention(backward=False, heads_first=False, bounds=3, causal=7),
     "torch_attn::_varlen_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
     "higher_order::flex_attention": _attention(backward=False, heads_first=True),

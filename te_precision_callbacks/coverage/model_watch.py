@@ -275,9 +275,9 @@ class ModelWatch:
         if sharded:
             self.operators.nodes.enter_outer(arguments)
 
-    def after_operator(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+    def after_operator(self, operator: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
         if not self._is_muted and not self._in_gemm_layer():
-            self.operators.look(operator, arguments, result)
+            self.operators.look(operator, arguments, keywords, result)
 
 
 class CallOfOneModule:
@@ -345,15 +345,16 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self._enter(operator, types, arguments)
         if name is NotImplemented:
             return NotImplemented  # DTensor then runs the operator on its shards, which are reported
-        result = operator(*arguments, **(keywords or {}))
+        keywords = keywords or {}
+        result = operator(*arguments, **keywords)
         if name is not None:
-            self._leave(name, arguments, result)
+            self._leave(name, arguments, keywords, result)
         return result
 
     @outside_of_dynamo
-    def _leave(self, name: str, arguments: Sequence[Any], result: Any) -> None:
+    def _leave(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
         try:
-            self.watcher.after_operator(name, arguments, result)
+            self.watcher.after_operator(name, arguments, keywords, result)
         except Exception as error:
             self.watcher.fail(error)
 

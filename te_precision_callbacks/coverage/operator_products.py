@@ -91,25 +91,26 @@ class OperatorProducts:
         at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
         return at_node[0].call if at_node else None
 
-    def look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+    def look(self, operator: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
         is_backward = is_in_backward()
         if operator in REDUCING:
             if is_backward:
                 self._state.note_reduced(operator, arguments)
             return
-        uncounted = why_not_counted(operator, arguments)
+        given = (*arguments, *keywords.values())
+        uncounted = why_not_counted(operator, given)
         if not uncounted and not is_product(operator):
             if not is_backward or torch.is_grad_enabled():  # in a recomputed forward gradients are enabled
-                self._follow(operator, arguments, result)
+                self._follow(operator, given, result)
             return
         products = products_of(operator, arguments, result)
         if any(product.sequences is not None for product in products):
             self.note_data_dependent_sizes()
         if not is_backward:
             if not is_evaluation_forward():
-                self._note_forward(operator, products, arguments, result, uncounted=uncounted)
+                self._note_forward(operator, products, given, result, uncounted=uncounted)
         elif is_recomputing():
-            self._note_forward(operator, products, arguments, result, uncounted=uncounted, recomputed=True)
+            self._note_forward(operator, products, given, result, uncounted=uncounted, recomputed=True)
         else:
             self._note_backward(operator, products, uncounted=uncounted)
 

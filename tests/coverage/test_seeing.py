@@ -140,7 +140,7 @@ def theirs() -> Net:
     return Net(lambda net, x: vendor_mm(x, net.weight), weight=torch.nn.Parameter(torch.ones(WIDTH, WIDTH)))
 
 
-UNKNOWN = "vendor::mm takes several floating-point matrices and may multiply them"
+UNKNOWN = "vendor::mm takes several matrices and may multiply them"
 
 
 def test_an_operator_that_nobody_knows_is_named_and_not_taken_for_one_of_its_name(tmp_path: Path) -> None:
@@ -154,6 +154,50 @@ def test_an_operator_that_nobody_knows_is_named_and_not_taken_for_one_of_its_nam
     assert {product.backward for product in coverage if product.runs == "uncounted"} == {False, True}
     assert str(coverage).endswith(f"not counted: {UNKNOWN} (theirs)")
     assert len(RAN) == 2 * 3
+
+
+VENDOR = torch.library.Library("vendor", "FRAGMENT")
+VENDOR.define("mm_by_keyword(Tensor a, *, Tensor b) -> Tensor")
+VENDOR.impl("mm_by_keyword", lambda a, *, b: torch.from_numpy(a.numpy() @ b.numpy()), "CPU")
+by_keyword: Any = torch.ops.vendor.mm_by_keyword
+
+
+class MultiplyByKeyword(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        result: torch.Tensor = by_keyword(a.detach(), b=b.detach())
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        return by_keyword(gradient, b=b.t().contiguous()), by_keyword(a.t().contiguous(), b=gradient)
+
+
+UNKNOWN_OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
+    "a custom one, with a tensor by keyword": (
+        MultiplyByKeyword.apply,
+        "vendor::mm_by_keyword takes several matrices and may multiply them",
+    ),
+    "one of torch, of which the table knows nothing": (torch.mm, "aten::mm may multiply matrices"),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN_OPERATORS)
+def test_the_shares_are_an_estimate_where_an_unknown_operator_may_multiply(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply, why = UNKNOWN_OPERATORS[kind]
+    if why.startswith("aten"):
+        monkeypatch.delitem(matrix_products._OPERATORS, "aten::mm")  # type: ignore[arg-type]
+    weight = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
+    unknown = Net(lambda net, x: multiply(x.view(ROWS, WIDTH), net.weight), weight=weight)
+    coverage = trained(torch.nn.Sequential(te.Linear(WIDTH, WIDTH), unknown), tmp_path)
+    assert found(coverage) == linear("0", WIDTH, WIDTH, rows=ROWS)
+    assert coverage.not_counted == {why: ["1"]}
+    assert {product.backward for product in coverage if product.runs == "uncounted"} == {False, True}
+    assert coverage.is_estimate
 
 
 # ---------------------------------------------------------------------- layers of Transformer Engine

@@ -21,6 +21,8 @@ from te_precision_callbacks.statistics.names import (
 )
 from te_precision_callbacks.statistics.table import (
     BLOCKWISE,
+    GEMM_STATISTICS,
+    QUANTIZED_STATISTICS,
     STATISTICS,
     TENSOR_STATISTICS,
 )
@@ -108,6 +110,13 @@ def test_the_largest_range_of_blocks() -> None:
     assert statistics_of(batches, [request]) == {label: 3.0}
     with_orientations = statistics_of(batches[:1] * 2, [request], tensor="activation")
     assert with_orientations == {f"{label}_max_over_orientations": 3.0}
+
+
+def test_every_statistic_has_an_oracle() -> None:
+    """Those of tensors here, those of quantized tensors in test_quantization.py, the range of blocks in
+    test_kernels.py, those of GEMMs in tests/instrumentation/test_gemm_errors.py. Each of these tests compares all
+    statistics of its kind."""
+    assert {*TENSOR_STATISTICS, *QUANTIZED_STATISTICS, BLOCKWISE, *GEMM_STATISTICS} == set(STATISTICS)
 
 
 EMPTY = dict.fromkeys(TENSOR_STATISTICS, 0.0) | {"exponent_histogram": (0.0,) * 256}

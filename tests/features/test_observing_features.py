@@ -141,6 +141,19 @@ def test_options_are_read_once_for_an_entry_of_the_config(tmp_path: Path) -> Non
     assert logged.iterations("linear_2_weight_min") == [0, 1, 2]
 
 
+@pytest.mark.parametrize("only_quantized", [False, True])
+def test_a_statistic_without_a_recipe_of_a_tensor_that_is_not_quantized(
+    tmp_path: Path, keeper: Keeper, only_quantized: bool
+) -> None:
+    options = {"tensors": ["activation"], "stats": ["mse", "mxfp8_mse"], "only_quantized": only_quantized}
+    config = config_of({"LogFp8TensorStats": {"enabled": True, **options}})
+    stepped(linear(), tmp_path, (None, Float8CurrentScaling()), config, sinks=[keeper])
+    high, low = ({row.statistic for row in step} for step in keeper.steps)
+    assert low == {"mse", "mxfp8_mse"}
+    assert len(high) == (1 if only_quantized else 2)
+    assert "mxfp8_mse" in high
+
+
 @pytest.fixture
 def weights_minimum() -> Iterator[type]:
     """Importing a feature of this project registers it in nvidia-dlfw-inspect."""
@@ -252,6 +265,25 @@ def test_both_operands(tmp_path: Path, case: str) -> None:
         assert torch.equal(dump.tensors["quantized"], fake)
     else:
         assert torch.equal(dumps.dequantize(dump), expected)
+
+
+@pytest.mark.parametrize("internals", [False, True])
+def test_decoded_internals_are_written_where_the_config_says_so(tmp_path: Path, internals: bool) -> None:
+    x = random(0)
+    whole = quantizer("nvfp4")(x)
+    with plain({"DumpTensors": {**BOTH, "dump_quantized_internals": internals}}, tmp_path):
+        debug_api.transformer_engine.inspect_tensor(
+            layer_name="linear",
+            tensor_name="activation",
+            iteration=0,
+            tp_group=None,
+            tensor=x,
+            quantizer=None,
+            rowwise_quantized_tensor=whole,
+            columnwise_quantized_tensor=whole,
+        )
+        debug_api.step()
+    assert ("rowwise_data_unpacked_values" in the_dump(tmp_path).tensors) == internals
 
 
 def test_a_weight_that_exists_only_quantized(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
+from te_precision_callbacks import dumps
 from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.schemas import FEATURES
@@ -240,6 +241,10 @@ CHOICES = [
 PAIRS = list(itertools.combinations(CHOICES, 2))
 
 
+def test_every_feature_is_paired_with_every_other() -> None:
+    assert {choice.feature for choice in CHOICES} == set(FEATURES)
+
+
 def conflict(one: Choice, other: Choice) -> bool:
     """Whether no order of things can do what both promise."""
     changed = one.scaled | one.rounded
@@ -309,6 +314,17 @@ def test_a_pair_that_cannot_hold_is_refused_with_both_places(
     assert repr(other.feature) in str(refused.value)
 
 
+def one_step(config: Any, folder: Path) -> InspectSession:
+    torch.manual_seed(0)
+    net = te.Linear(32, 32)
+    with InspectSession(config, model=net, log_dir=folder, strict=True, records="off") as session:
+        with te.autocast(enabled=True, recipe=DelayedScaling()):
+            output = net(torch.randn(16, 32, requires_grad=True))
+        output.backward(torch.randn(16, 32))
+        session.step()
+    return session
+
+
 @pytest.mark.parametrize(("one", "other", "apart"), HOLDING, ids=named(HOLDING))
 def test_a_pair_that_is_taken_holds(
     tmp_path: Path, multiplied: dict[tuple[str, str], Any], one: Choice, other: Choice, apart: bool
@@ -316,13 +332,7 @@ def test_a_pair_that_is_taken_holds(
     together = load_config(written(tmp_path, one, other, apart=False)).plan(LAYERS, REGISTERED).layers
     in_two = load_config(sections(one, other, apart=True)).plan(LAYERS, REGISTERED).layers
     assert [entry.features for entry in together] == [entry.features for entry in in_two]
-    torch.manual_seed(0)
-    net = te.Linear(32, 32)
-    with InspectSession(tmp_path / "config.yaml", model=net, log_dir=tmp_path, strict=True, records="off") as session:
-        with te.autocast(enabled=True, recipe=DelayedScaling()):
-            output = net(torch.randn(16, 32, requires_grad=True))
-        output.backward(torch.randn(16, 32))
-        session.step()
+    one_step(tmp_path / "config.yaml", tmp_path)
     high, scaled, rounded = (*one.high, *other.high), one.scaled | other.scaled, one.rounded | other.rounded
     assert set(multiplied) == {(gemm, tensor) for gemm in EVERY_GEMM for tensor in OPERANDS[gemm]}
     for (gemm, tensor), matrix in multiplied.items():
@@ -333,6 +343,51 @@ def test_a_pair_that_is_taken_holds(
             assert hasattr(matrix, "_scale_inv"), (gemm, tensor)
             # Delayed scaling begins with a scale of 1.
             assert (float(matrix._scale_inv) != 1.0) == ((gemm, tensor) in scaled), (gemm, tensor)
+
+
+@pytest.mark.slow
+def test_what_two_features_observe_is_what_each_observes_alone(tmp_path: Path) -> None:
+    def observed(number: int, *choices: Choice) -> set[tuple[Any, ...]]:
+        folder = tmp_path / str(number)
+        bodies = {name: options for choice in choices for name, options in choice.body.items()}
+        section = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": bodies}
+        session = one_step({"s": section}, folder)
+        results = {(row.tensor, row.statistic, row.value) for row in session.last_statistics}
+        for path in folder.rglob("*.safetensors"):
+            tensors = dumps.load(path).tensors
+            results |= {(path.name, name, *tensor.flatten().tolist()) for name, tensor in tensors.items()}
+        return results
+
+    observing = [choice for choice in CHOICES if not choice.high and not choice.scaled]
+    alone = [observed(number, choice) for number, choice in enumerate(observing)]
+    assert all(alone)
+    pairs = itertools.combinations(range(len(observing)), 2)
+    for number, (first, other) in enumerate(pairs, start=len(observing)):
+        together = observed(number, observing[first], observing[other])
+        assert together == alone[first] | alone[other], (str(observing[first]), str(observing[other]))
+
+
+@pytest.mark.parametrize(
+    ("feature", "options", "gemms"),
+    [
+        ("DisableQuantizationLayer", {}, set(EVERY_GEMM)),
+        ("DisableQuantizationGEMM", {"gemms": ["dgrad"]}, {"dgrad"}),
+    ],
+)
+def test_the_steps_in_which_gemms_run_in_high_precision(
+    tmp_path: Path, multiplied: dict[tuple[str, str], Any], feature: str, options: dict[str, Any], gemms: set[str]
+) -> None:
+    net = te.Linear(32, 32)
+    options = {"enabled": True, "start_step": 1, "end_step": 1, **options}
+    config = {
+        "s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {feature: options}},
+    }
+    with InspectSession(config, model=net, log_dir=tmp_path, strict=True, records="off") as session:
+        for step in range(3):
+            multiplied.clear()
+            train(net, 1, session)
+            high = {gemm for (gemm, _), matrix in multiplied.items() if not hasattr(matrix, "_scale_inv")}
+            assert high == (gemms if step == 1 else set())
 
 
 class Forbids:

@@ -156,6 +156,13 @@ def test_json_has_what_is_shown(tmp_path: Path) -> None:
     assert (worst["last"], worst["last_iteration"]) == (values()[layer, "activation", "sqnr_db"][-1], STEPS - 1)
 
 
+@pytest.mark.parametrize("most", [1, 4])
+def test_the_number_of_layers_of_a_statistic(tmp_path: Path, most: int) -> None:
+    record(tmp_path, values())
+    result = json.loads(show(tmp_path, "--most", most, "--json").output)
+    assert [row["layer"] for row in result["worst"]["sqnr_db"]] == layers(6)[: -most - 1 : -1]
+
+
 def test_equal_numbers_of_the_trainer_are_one_curve(tmp_path: Path) -> None:
     loss = np.array([3.0, np.nan, 1.0])
     scalars = {"loss": loss, "train_loss": loss, "train_loss_step": loss, "eval_loss": loss + 1}

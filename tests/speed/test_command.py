@@ -128,6 +128,14 @@ def test_the_device_of_a_run(gpus: list[str | None], said: str) -> None:
     assert read("speed", "logs", "--device", "h200")["device"] == "NVIDIA H200 SXM"
 
 
+def test_one_of_several_runs() -> None:
+    write(["NVIDIA H200"])
+    write(["NVIDIA B300 SXM6 AC"])
+    runs = sorted(path.name for path in Path("logs/precision_records").iterdir())
+    for run_id, device in zip(runs, ("h200", "b300"), strict=True):
+        assert read("speed", "logs", "--run", run_id)["device"] == device_named(device).title
+
+
 def test_a_run_without_products() -> None:
     write(["NVIDIA H200"], macs=0)
     assert "has no matrix products with sizes" in refusal("speed", "logs")
