@@ -51,6 +51,7 @@ class ModelWatch:
     Attributes:
         failure: the reason why counting stopped; empty without a failure.
         ran: id of a module of Transformer Engine -> its forwards in training mode since the last :meth:`take_ran`.
+        unobserved: id of a module of Transformer Engine -> why a forward was none of a training.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ModelWatch:
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
         self.ran: dict[int, set[TrainingForward]] = {}
+        self.unobserved: dict[int, str] = {}
         self._modules: Mapping[int, tuple[str, torch.nn.Module]] = {}
         self._report = report
         self._is_paused = is_paused
@@ -105,6 +107,7 @@ class ModelWatch:
 
     def close(self) -> None:
         self.active = self.counting = False
+        self.unobserved = {}
         self.state.close()
         self._replaced.restore()
         self.failure = ""
@@ -173,6 +176,11 @@ class ModelWatch:
         with_gradients = torch.is_grad_enabled()
         if module.training and (with_gradients or not _is_evaluation_forward()):
             self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
+        elif with_gradients:
+            self.unobserved[id(module)] = "evaluation mode"
+        else:
+            why = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+            self.unobserved.setdefault(id(module), why)
 
     def _wrap_root(self, root: Any) -> None:
         own = root._compiled_call_impl
