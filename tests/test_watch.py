@@ -511,7 +511,7 @@ def in_evaluation(model: torch.nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make", [Plain, Convolutional, Model])
 @pytest.mark.parametrize(
     ("wrong", "rules"),
-    [(stale, ["missing-gradient"]), (frozen, ["missing-gradient"]), (in_evaluation, ["evaluation-mode"])],
+    [(stale, ["frozen-weight"]), (frozen, ["missing-gradient"]), (in_evaluation, ["evaluation-mode"])],
 )
 def test_a_model_without_an_optimizer_is_a_run_with_its_finding(
     tmp_path: Path,
@@ -523,7 +523,7 @@ def test_a_model_without_an_optimizer_is_a_run_with_its_finding(
     optimizer = wrong(model)
     with watched(tmp_path):
         for step in range(10):
-            model(batch(step)).square().mean().backward()
+            loss_of(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
     has_te = make is not Plain

@@ -18,6 +18,7 @@ from te_precision_callbacks.check.findings import (
     find_refused_options,
     find_shape_problems,
     join_names,
+    region_note,
     unsized_finding,
     unsized_shares,
 )
@@ -231,7 +232,9 @@ class _Check:
         self._findings += find_refused_options({**recipes, **({} if ran is None else ran.recipes)}, self._modules)
         with_regions = modules_with_regions(self._model) if ran is None and self._is_wanted else []
         if with_regions:
-            self._notes.append(f"The plan assumes one region of te.autocast around the model: {region_note(with_regions)}.")
+            self._notes.append(
+                f"The plan assumes one region of te.autocast around the model: {region_note(with_regions)}."
+            )
         elif ran is not None and ran.enters_region:
             self._notes.append("The model enters te.autocast itself, so the plan assumes no region around it.")
         self._findings += find_shape_problems(

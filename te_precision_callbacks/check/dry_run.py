@@ -62,9 +62,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     return ran
 
 
-def _dry_run(
-    model: Model, modules: Sequence[NamedModule], batch: Any, recipe: Any, regions: AutocastRegions
-) -> Ran:
+def _dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: Any, regions: AutocastRegions) -> Ran:
     import transformer_engine.pytorch as te
 
     if not isinstance(model, torch.nn.Module):

@@ -489,8 +489,7 @@ class ParameterWatch:
         self._reported.update((problem.what, problem.name) for problem in problems)
         without = [parameter for parameter, _ in self._without_gradient()]
         if self._trains and all(
-            parameter.has_gradient
-            or any((what, parameter.name) in self._reported for what in _NEVER_REACHED)
+            parameter.has_gradient or any((what, parameter.name) in self._reported for what in _NEVER_REACHED)
             for parameter in without
         ):
             self.checked.add("missing-gradient")

@@ -444,7 +444,9 @@ def test_without_a_model_the_config_alone_is_judged(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what Transformer Engine refuses
 
 
-@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()])
+@pytest.mark.parametrize(
+    "recipe", [recipes.DelayedScaling(), recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()]
+)
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_save_original_input_is_refused_where_the_run_raises(
