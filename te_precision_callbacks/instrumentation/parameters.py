@@ -77,9 +77,9 @@ class Problem(NamedTuple):
     """A problem of a parameter.
 
     Attributes:
-        what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``, ``unstepped``,
-            ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``, ``all_kept`` or ``nonfinite``; from :mod:`replicas`,
-            ``differs``, ``differs_from_start`` or ``no_reduction``.
+        what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
+            ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``, ``all_kept`` or
+            ``nonfinite``; from :mod:`replicas`, ``differs``, ``differs_from_start`` or ``no_reduction``.
         name: the parameter; empty for a problem of the model.
         number: number of steps, or percentage of elements.
     """
@@ -379,7 +379,7 @@ class ParameterWatch:
         for parameter, tensor, *_ in held:
             weight: Any = parameter.weight
             if tensor is weight and weight.grad is not None:
-                arrivals = _Arrivals(parameter, self._failures)
+                arrivals: Any = _Arrivals(parameter, self._failures)
                 self._arrivals.setdefault(parameter, {}).setdefault(self._iteration, []).append(arrivals)
                 handles.append(weight.register_hook(arrivals.before))
                 handles.append(weight.register_post_accumulate_grad_hook(arrivals.after))

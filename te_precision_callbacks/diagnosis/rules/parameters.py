@@ -13,15 +13,14 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.sinks.step_records import Event
 
-
 _MOST_NAMES = 8
 
 
 class _Kind(NamedTuple):
     """A kind of :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
 
-    ``seen`` is the description, with places for ``names``, ``all_names``, ``number`` and ``since``; remedy and severity are by default
-    the rule's.
+    ``seen`` is the description, with places for ``names``, ``all_names``, ``number`` and ``since``; remedy and
+    severity are by default the rule's.
     """
 
     seen: str

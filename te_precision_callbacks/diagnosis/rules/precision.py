@@ -86,7 +86,8 @@ class NoLowPrecision(Judge):
         self._facts = facts
         self._has_low |= any(layer.low for layer in facts.layers.values())
         self.judged |= self._has_low
-        self.applies = self._has_low or not any(layer.is_unobserved for layer in facts.layers.values())
+        has_unobserved = any(layer.is_unobserved for layer in facts.layers.values())
+        self.applies = self._has_low or not has_unobserved
         yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
@@ -99,7 +100,7 @@ class NoLowPrecision(Judge):
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "segment_ended":
-            self.judged |= self._facts.has_run and self.applies
+            self.judged |= self._facts.has_run and bool(self.applies)
             yield from self._sighting(self._facts)
             yield from self._ended(self._facts)
 
