@@ -183,7 +183,7 @@ def test_the_operators_that_are_counted_have_these_names() -> None:
         ("aten::mm", (SQUARE, SQUARE), ""),
         ("aten::add", (SQUARE, SQUARE), ""),
         ("aten::_cdist_forward", (SQUARE, SQUARE), "depends on its method"),
-        ("aten::_cudnn_rnn", (SQUARE, SQUARE), "without an equivalent"),
+        ("aten::_trilinear", (SQUARE, SQUARE), "without an equivalent"),
     ],
 )
 def test_why_an_operator_is_not_counted(operator: str, arguments: tuple[Any, ...], words: str) -> None:
@@ -206,6 +206,24 @@ SIZES: dict[str, Callable[[], tuple[str, tuple[Any, ...], Any, int]]] = {
     ),
     "flash-attn 3": lambda: (
         "flash_attn_3::_flash_attn_forward", (*[torch.zeros(2, 5, 3, 8)] * 3, None), None, 2 * 2 * 3 * 5 * 5 * 8
+    ),
+    "cuDNN's LSTM": lambda: (
+        "aten::_cudnn_rnn",
+        (torch.zeros(5, 3, 8), [torch.zeros(16, 8), torch.zeros(16, 4), torch.zeros(16)], 4, None, []),
+        None,
+        15 * 16 * (8 + 4),
+    ),
+    "cuDNN's LSTM, backward": lambda: (
+        "aten::_cudnn_rnn_backward",
+        (torch.zeros(5, 3, 8), [torch.zeros(16, 8), torch.zeros(16, 4)], 2, [True, True, True, True]),
+        None,
+        2 * 15 * 16 * (8 + 4),
+    ),
+    "cuDNN's LSTM, backward, frozen": lambda: (
+        "aten::_cudnn_rnn_backward",
+        (torch.zeros(5, 3, 8), [torch.zeros(16, 8), torch.zeros(16, 4)], 2, [True, True, True, False]),
+        None,
+        15 * 16 * (8 + 4),
     ),
     "torch's varlen": lambda: (
         "torch_attn::_varlen_attn",

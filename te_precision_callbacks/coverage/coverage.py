@@ -80,7 +80,7 @@ class Product:
         n, m, k: the result has n rows of m elements, each a sum of k products; of the largest call in the step.
         batch: the number of products of a call.
         calls: the calls in a step, over its micro-batches, without recomputation by activation checkpoints.
-        macs: the multiply-adds of a step; of attention, the ones that its mask keeps.
+        macs: the multiply-adds of a step.
         operands: tensor -> its format.
         runs: ``seen`` if it ran, ``planned`` if nothing ran, ``never`` if the step skipped it, ``uncounted`` if
             something ran that may multiply matrices and is not counted.
@@ -88,7 +88,7 @@ class Product:
         reason: the reason for high precision; None in low precision, and if it does not run.
         reason_ref: the details: the section with its file and line, the dimension, the variable.
         mask_share: for attention, the share of the multiply-adds that its mask keeps, such as (S + 1) / (2 S) of a
-            causal mask over S tokens; 1 without a mask, None if unknown: then ``macs`` is of the whole product.
+            causal mask over S tokens; 1 without a mask, None if unknown. ``macs`` ignores the mask.
     """
 
     layer: str

@@ -1,6 +1,6 @@
 """The matrix products that an operator of torch computes, and their sizes.
 
-Sizes are whole: the share that a causal mask keeps is apart (``mask_share``). Products that a fused backward of
+Multiply-adds are counted at full size: a causal mask does not reduce them, and products that a fused backward of
 attention recomputes are not counted again. Operators of torch 2.13 (``aten/src/ATen/native/native_functions.yaml``,
 ``torch/nn/attention``, ``torch/_higher_order_ops/flex_attention.py``), flash-attn 2.8, and flash-attn 3 for Hopper
 (``flash_attn_interface.py``).

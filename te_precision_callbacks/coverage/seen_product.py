@@ -131,7 +131,7 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]
             k,
             batch,
             round(sum(times for _, times in calls)),
-            round(sum(times * _macs(call) for call, times in calls)),
+            round(sum(times * math.prod(call.sizes) for call, times in calls)),
             dict(zip(names, formats, strict=True)),
             reason=first.reason,
             reason_ref=first.kind,
@@ -144,12 +144,6 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]
             yield Product.left_out(layer, first.family, "dgrad", NO_INPUT_GRADIENT)
         if not weight.trains:
             yield Product.left_out(layer, first.family, "wgrad", FROZEN)
-
-
-def _macs(call: SeenProduct) -> float:
-    """The multiply-adds of a call that its mask keeps; all if the mask is unknown."""
-    share = call.origin.mask_share
-    return math.prod(call.sizes) * (1 if share is None else share)
 
 
 def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:

@@ -212,7 +212,8 @@ def _time_of(
     )
     if product.family == "attention":
         # Fused kernels keep the scores on the chip, so only operations take time.
-        model_ms = shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH])
+        share = 1 if product.mask_share is None else product.mask_share
+        model_ms = shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH]) * share
     else:
         model_ms = gemm_ms(shape, "", device)
     high = (model_ms if measured_high is None else measured_high.ms) * count
@@ -233,7 +234,7 @@ def _time_of(
 
 
 def _calls_of(product: Product) -> float:
-    """Return the calls in a step, in units of the largest call without a mask, since other calls may be smaller."""
+    """Return the calls in a step, in units of the largest call, since other calls may be smaller."""
     return product.macs / (product.n * product.m * product.k * product.batch)
 
 

@@ -331,8 +331,7 @@ def test_a_causal_mask_of_attention_is_known(mask: str, tmp_path: Path) -> None:
         assert len(attention) == 4
         for product in attention:
             assert product.mask_share == pytest.approx(left)
-            whole = (2 if product.backward else 1) * BATCH * length * length * WIDTH
-            assert product.macs == pytest.approx(left * whole)
+            assert product.macs == (2 if product.backward else 1) * BATCH * length * length * WIDTH, "in full"
     assert {p.why for p in checked.coverage if p.family == "attention"} == {"attention without FP8"}
 
 
