@@ -188,9 +188,11 @@ class ContractKeeper:
 
 
 def left_out(contract: Contract, coverage: Coverage) -> str:
-    """The reason if the shares of a contract cannot be checked; empty if they can."""
+    """The reason if the shares or layers of a contract cannot be checked; empty if they can."""
     texts = list_uncounted(coverage)
-    if not contract.share or not texts:
+    uncounted = [product.layer for product in coverage if product.runs == "uncounted"]
+    is_required = any(re.search(pattern, layer) for pattern in contract.layers for layer in uncounted)
+    if not texts or not (contract.share or is_required):
         return ""
     return (
         "The precision contract (require=) cannot be checked, because these products are not counted:"

@@ -349,6 +349,13 @@ def test_a_contract_over_uncounted_products_is_not_checked(tmp_path: Path, raise
     assert not verdict.healthy
 
 
+def test_a_contract_over_layers_that_were_not_observed_is_not_checked(tmp_path: Path) -> None:
+    require = {"layers": {"base": "fp8"}, "on_broken": "warn"}
+    session = train(tmp_path, Model(Mlp()).eval(), require=require)
+    unchecked = {rule.rule: rule.why for rule in session.findings.not_judged}
+    assert "not observed: evaluation mode" in unchecked["contract"]
+
+
 # ---------------------------------------------------------------------- gradients that are kept
 
 
