@@ -45,7 +45,10 @@ _REMEDY = "Call session.step() after each optimizer step."
 
 
 def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
-    return bool(modules) and not any(named.module.training for named in modules)
+    """Return whether all modules are in evaluation mode, and one of them trains; a frozen base does not."""
+    if any(named.module.training for named in modules):
+        return False
+    return any(parameter.requires_grad for named in modules for parameter in named.module.parameters(recurse=False))
 
 
 def has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:

@@ -235,6 +235,12 @@ def test_a_frozen_base_is_green(tmp_path: Path, base: type[torch.nn.Module]) -> 
     assert diagnose(tmp_path) == session.findings
 
 
+def test_a_frozen_base_in_evaluation_mode_is_no_finding(tmp_path: Path) -> None:
+    session = train(tmp_path, Model(Mlp().requires_grad_(False).eval()))
+    assert not session.findings.wrong
+    assert "no layer was observed: evaluation mode" in {rule.why for rule in session.findings.not_judged}
+
+
 def test_a_log_is_not_told_to_train(tmp_path: Path) -> None:
     train(tmp_path, Model(Mlp()))
     (log,) = (tmp_path / "nvdlfw_inspect_statistics_logs").iterdir()
