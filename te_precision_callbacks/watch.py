@@ -7,6 +7,8 @@ Usage::
     TE_PRECISION_WATCH=1 ./launch.sh
 
 A model is an outermost module that is called in training mode, with gradients, and that has parameters in an optimizer.
+If an optimizer steps and there is no such module, the model is a called one whose parameters have gradients: it is in
+evaluation mode, or the optimizer has other parameters.
 A debug iteration ends when every optimizer of the model has stepped. The loss is the scalar that ``backward()`` is
 called on. A session that the script starts, with any integration, replaces this one.
 """
@@ -70,6 +72,8 @@ class ScriptWatch:
         self._options = options
         self._models: dict[str, torch.nn.Module] = {}
         self._called: set[str] = set()
+        self._candidates: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._is_in_candidate = False
         self._in_evaluation = False
         self._waiting: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -197,8 +201,14 @@ class ScriptWatch:
                 return original(module, *args, **keywords)
             self._has_called = True
             if not module.training or not torch.is_grad_enabled():
-                self._in_evaluation |= torch.is_grad_enabled()
-                return original(module, *args, **keywords)
+                if not torch.is_grad_enabled() or self._is_in_candidate:
+                    return original(module, *args, **keywords)
+                self._in_evaluation = self._is_in_candidate = True
+                self._candidates.add(module)
+                try:
+                    return original(module, *args, **keywords)
+                finally:
+                    self._is_in_candidate = False
             self._guard(self._consider)(module)
             try:
                 return original(module, *args, **keywords)
@@ -221,6 +231,8 @@ class ScriptWatch:
             ]
             if optimizers:
                 self._attach(module, optimizers, name)
+            else:
+                self._candidates.add(module)
         self._search.restore()
 
     def _is_replaced(self) -> bool:
@@ -258,6 +270,12 @@ class ScriptWatch:
         if any(not _trainable_ids(model).isdisjoint(held_ids(optimizer)) for model in self._models.values()):
             self._waiting[optimizer] = True
             return
+        if self.session is None and not self._is_replaced():
+            for candidate in list(self._candidates):
+                if any(parameter.grad is not None for parameter in candidate.parameters()):
+                    self._candidates.discard(candidate)
+                    self._attach(candidate, [optimizer], "")
+                    return
         self._others.add(optimizer)
         self._search_again()
 

@@ -1,11 +1,12 @@
 """Scripts that are watched without a change: their models, steps and losses are found, and their numbers stay."""
 
+import copy
 import json
 import logging
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -473,3 +474,74 @@ def test_options_without_watch(tmp_path: Path) -> None:
     result = call(tmp_path, [*RUN, "--log-dir", "logs", "train.py", "ends"])
     assert result.returncode == 2
     assert "--watch" in result.stderr
+
+
+# ---------------------------------------------------------------------- optimizers without the model's parameters
+
+
+class Plain(torch.nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 16))
+
+
+class Convolutional(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv1d(1, 4, 3, padding=1)
+        self.linear = te.Linear(64, 16)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.convolution(tensor.unsqueeze(1)).flatten(1))
+
+
+def stale(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return sgd(copy.deepcopy(model))
+
+
+def frozen(model: torch.nn.Module) -> torch.optim.Optimizer:
+    last = list(model.children())[-1]
+    return sgd(last.requires_grad_(False))
+
+
+def in_evaluation(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return sgd(model.eval())
+
+
+@pytest.mark.parametrize("make", [Plain, Convolutional, Model])
+@pytest.mark.parametrize(
+    ("wrong", "rules"),
+    [(stale, ["frozen-weight"]), (frozen, ["missing-gradient"]), (in_evaluation, ["evaluation-mode"])],
+)
+def test_a_model_without_an_optimizer_is_a_run_with_its_finding(
+    tmp_path: Path,
+    make: Callable[[], torch.nn.Module],
+    wrong: Callable[[torch.nn.Module], torch.optim.Optimizer],
+    rules: list[str],
+) -> None:
+    model = make()
+    optimizer = wrong(model)
+    with watched(tmp_path):
+        for step in range(10):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    has_te = make is not Plain
+    verdict = diagnose(open_run(tmp_path))
+    assert [finding.rule for finding in verdict.wrong] == rules * (has_te or wrong is not in_evaluation)
+    assert "no-low-precision" not in [finding.rule for finding in verdict]
+    run = open_run(tmp_path)
+    assert run.segments[-1].status == "ended"
+    assert len(run.metrics["loss"].values) >= 9
+
+
+def test_a_teacher_in_evaluation_mode_is_not_the_model(tmp_path: Path) -> None:
+    model, teacher = Model(), Model().eval()
+    optimizer = sgd(model)
+    with watched(tmp_path) as watch:
+        for step in range(4):
+            (model(batch(step)) - teacher(batch(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert watch.session.iteration == 4
+    assert len(open_run(tmp_path).ordered_layers) == 2

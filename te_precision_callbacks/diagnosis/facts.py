@@ -76,6 +76,15 @@ class LayerFacts:
         return self.never.get("wgrad", NO_BACKWARD) != NO_BACKWARD
 
     @property
+    def is_unobserved(self) -> bool:
+        return bool(self.refused) and not (self.low or self.reasons)
+
+    @property
+    def has_no_gradient(self) -> bool:
+        """True if neither its input nor its weight needs a gradient."""
+        return self.is_frozen and self.never.get("dgrad", NO_BACKWARD) != NO_BACKWARD
+
+    @property
     def lacks_backward(self) -> bool:
         return self.never.get("wgrad") == NO_BACKWARD
 

@@ -34,7 +34,7 @@ from te_precision_callbacks.instrumentation.weight_samples import (
     sampled_view,
 )
 from te_precision_callbacks.layers.folding import form_of
-from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.layers.forwards import is_checkpoint_without_backward, outside_of_dynamo
 
 WITHOUT_GRADIENT = 6
 """Optimizer steps after which a parameter without a gradient is reported."""
@@ -67,6 +67,8 @@ must find it.
 """
 
 
+_NEVER_REACHED = ("no_gradient", "checkpointed", "frozen_held")
+
 _RANGES = "_get_model_param_range_map"
 """Identifies a distributed optimizer of Megatron."""
 
@@ -75,9 +77,9 @@ class Problem(NamedTuple):
     """A problem of a parameter.
 
     Attributes:
-        what: ``no_gradient``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``, ``unstepped``,
-            ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept`` or ``nonfinite``; from :mod:`replicas`,
-            ``differs``, ``differs_from_start`` or ``no_reduction``.
+        what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
+            ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``, ``all_kept`` or
+            ``nonfinite``; from :mod:`replicas`, ``differs``, ``differs_from_start`` or ``no_reduction``.
         name: the parameter; empty for a problem of the model.
         number: number of steps, or percentage of elements.
     """
@@ -95,6 +97,7 @@ class _Gap:
     Attributes:
         called: number of steps with a training forward of the module.
         reached, ran: whether a backward reached the parameter, and the module ran in training, since the last step.
+        checkpointed: number of forwards in a reentrant checkpoint of which no input needs a gradient.
     """
 
     since: int
@@ -102,6 +105,7 @@ class _Gap:
     called: int = 0
     reached: bool = False
     ran: bool = False
+    checkpointed: int = 0
     hooks: tuple[RemovableHandle, ...] = ()
 
     def unhook(self) -> None:
@@ -165,6 +169,37 @@ class _Parameter:
         self.checks = (*self.checks, (what, iteration, 100 * share))[-APART_CHECKS:]
 
 
+class _Arrivals:
+    """Hooks of a parameter between two steps of its optimizer, called whenever autograd adds to its gradient.
+
+    Attributes:
+        was_kept: whether the old gradient, not 0, was there each time; None before the first time.
+    """
+
+    def __init__(self, parameter: _Parameter, failures: ObservationFailures) -> None:
+        self.was_kept: torch.Tensor | bool | None = None
+        self._parameter = parameter
+        self._failures = failures
+        self._old: torch.Tensor | bool = False
+
+    @outside_of_dynamo
+    def before(self, _: torch.Tensor) -> None:
+        self._old = False
+        gradient = self._parameter.weight.grad
+        try:
+            if gradient is None or self.was_kept is False:
+                return
+            if gradient.layout is torch.strided and not is_capturing():
+                self._old = local_part(gradient).any()
+        except Exception as error:  # in a backward of the training
+            self._failures.report("reading the gradient of", self._parameter.name, error)
+
+    @outside_of_dynamo
+    def after(self, _: torch.Tensor) -> None:  # torch.autograd.grad() does not get here
+        was_kept = self._old if self.was_kept is None else self.was_kept & self._old
+        self.was_kept = was_kept
+
+
 class _Held(NamedTuple):
     """A parameter in an optimizer.
 
@@ -199,9 +234,7 @@ class ParameterWatch:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
-        # Sampled iteration -> for each optimizer step, whether the old gradient was still there whenever one was added:
-        # nothing or one value, however often that was.
-        self._arrivals: dict[_Parameter, dict[int, list[list[torch.Tensor | bool]]]] = {}
+        self._arrivals: dict[_Parameter, dict[int, list[_Arrivals]]] = {}  # sampled iteration -> optimizer steps
         self._clearing: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
         self._batches = BatchedChecks()
         self._pending_read: Callable[[], None] | None = None
@@ -341,39 +374,17 @@ class ParameterWatch:
         gap.ran = False
 
     def _watch_clearing(self, optimizer: Optimizer, held: list[_Held]) -> None:
-        """Check, until the optimizer steps again, whether autograd adds to an uncleared gradient.
-
-        Only one parameter is checked, preferably a matrix.
-        """
-        candidates = [
-            entry.parameter
-            for entry in held
-            if entry.tensor is entry.parameter.weight and entry.tensor.grad is not None
-        ]
-        if not candidates:
-            return
-        parameter = max(candidates, key=lambda candidate: candidate.weight.dim())
-        weight: Any = parameter.weight
-        arrivals: list[torch.Tensor | bool] = []
-        old: torch.Tensor | bool = False
-        self._arrivals.setdefault(parameter, {}).setdefault(self._iteration, []).append(arrivals)
-
-        def before(_: torch.Tensor) -> None:
-            nonlocal old
-            old, gradient = False, weight.grad
-            try:
-                if gradient is not None and gradient.layout is torch.strided and not is_capturing():
-                    old = local_part(gradient).any()
-            except Exception as error:  # in a backward of the training
-                self._failures.report("reading the gradient of", parameter.name, error)
-
-        def after(_: torch.Tensor) -> None:  # torch.autograd.grad() does not get here
-            arrivals[:] = [arrivals[0] & old if arrivals else old]
-
-        self._clearing[optimizer] = (
-            weight.register_hook(outside_of_dynamo(before)),
-            weight.register_post_accumulate_grad_hook(outside_of_dynamo(after)),
-        )
+        """Check, until the optimizer steps again, whether autograd adds to uncleared gradients."""
+        handles: list[RemovableHandle] = []
+        for parameter, tensor, *_ in held:
+            weight: Any = parameter.weight
+            if tensor is weight and weight.grad is not None:
+                arrivals: Any = _Arrivals(parameter, self._failures)
+                self._arrivals.setdefault(parameter, {}).setdefault(self._iteration, []).append(arrivals)
+                handles.append(weight.register_hook(arrivals.before))
+                handles.append(weight.register_post_accumulate_grad_hook(arrivals.after))
+        if handles:
+            self._clearing[optimizer] = tuple(handles)
 
     def _end_clearing(self, optimizer: Optimizer) -> None:
         for handle in self._clearing.pop(optimizer, ()):
@@ -478,8 +489,7 @@ class ParameterWatch:
         self._reported.update((problem.what, problem.name) for problem in problems)
         without = [parameter for parameter, _ in self._without_gradient()]
         if self._trains and all(
-            parameter.has_gradient
-            or any((what, parameter.name) in self._reported for what in ("no_gradient", "frozen_held"))
+            parameter.has_gradient or any((what, parameter.name) in self._reported for what in _NEVER_REACHED)
             for parameter in without
         ):
             self.checked.add("missing-gradient")
@@ -513,7 +523,9 @@ class ParameterWatch:
                 elif not gap.called and gap.steps >= max(MAX_IDLE, 4 * parameter.longest):
                     yield Problem("left_out", parameter.name, gap.since, gap.steps)
             elif gap.steps >= (MAX_IDLE if may_idle else WITHOUT_GRADIENT):
-                what = "no_gradient" if trains else "frozen_held"
+                what = "frozen_held"
+                if trains:
+                    what = "checkpointed" if gap.checkpointed else "no_gradient"
                 yield Problem(what, parameter.name, gap.since, gap.steps)
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:
@@ -558,17 +570,47 @@ class ParameterWatch:
                 )
 
     def _kept_gradients(self) -> Iterator[Problem]:
-        """Find gradients that are not cleared. Arrivals are read 2 steps later, when the device has computed them."""
+        """Find gradients that are not cleared."""
+        self._read_arrivals()
+        kept: dict[str, int] = {}
+        decided = 0
         for parameter, arrivals_of_steps in self._arrivals.items():
-            kept = [
-                (iteration, any(map(all, filter(None, steps))))
-                for iteration, steps in arrivals_of_steps.items()
-                if any(steps) and iteration + 2 < self._ended
+            steps = [
+                (iteration, any(arrivals.was_kept is True for arrivals in all_arrivals))
+                for iteration, all_arrivals in arrivals_of_steps.items()
+                if any(arrivals.was_kept is not None for arrivals in all_arrivals) and self._is_read(iteration)
             ][-UNCHANGED:]
-            if len(kept) == UNCHANGED:
-                self.checked.add("kept-gradient")
-                if all(is_kept for _, is_kept in kept):
-                    yield Problem("kept", parameter.name, kept[0][0], UNCHANGED)
+            if len(steps) == UNCHANGED:
+                decided += 1
+                if all(is_kept for _, is_kept in steps):
+                    kept[parameter.name] = steps[0][0]
+        if not decided:
+            return
+        self.checked.add("kept-gradient")
+        if len(kept) == sum(parameter.has_gradient for parameter in self._parameters.values()) > 1:
+            yield Problem("all_kept", "", min(kept.values()), UNCHANGED)
+        elif ("all_kept", "") not in self._reported:
+            for name, since in kept.items():
+                yield Problem("kept", name, since, UNCHANGED)
+
+    def _is_read(self, iteration: int) -> bool:
+        return iteration + 2 < self._ended
+
+    def _read_arrivals(self) -> None:
+        """Read which gradients were there, in one copy per device, 2 steps later, when the device has computed it."""
+        unread: dict[torch.device, list[tuple[_Arrivals, torch.Tensor]]] = {}
+        for arrivals_of_steps in self._arrivals.values():
+            for iteration in [*arrivals_of_steps][: -2 * UNCHANGED]:
+                if self._is_read(iteration):
+                    del arrivals_of_steps[iteration]
+            for iteration, all_arrivals in arrivals_of_steps.items():
+                for arrivals in all_arrivals if self._is_read(iteration) else ():
+                    if isinstance(arrivals.was_kept, torch.Tensor):
+                        unread.setdefault(arrivals.was_kept.device, []).append((arrivals, arrivals.was_kept))
+        for of_device in unread.values():
+            values = torch.stack([flag for _, flag in of_device]).tolist()
+            for (arrivals, _), was_kept in zip(of_device, values, strict=True):
+                arrivals.was_kept = was_kept
 
     def _unheld_parameters(self) -> Iterator[Problem]:
         held = self._held_parameters()
@@ -610,6 +652,12 @@ def _note_forward(gap: _Gap) -> Callable[..., None]:
     def note(module: torch.nn.Module, *_: Any) -> None:
         if module.training:  # a reentrant checkpoint runs it without gradients
             gap.ran = True
+        if not torch.is_grad_enabled():
+            note_checkpoint()
+
+    @outside_of_dynamo
+    def note_checkpoint() -> None:
+        gap.checkpointed += is_checkpoint_without_backward()
 
     return note
 

@@ -58,6 +58,16 @@ def precision_shares(run: RecordedRun) -> dict[str, float]:
     return {name: macs[name] / whole for name in sorted(macs, key=lambda name: -macs[name])}
 
 
+def not_counted_notes(run: RecordedRun) -> list[str]:
+    """Return a note on products that the shares leave out."""
+    layers: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in facts_at_end(run.gemms).select(["layer", "runs", "not_run"]).to_pylist():
+        if row["runs"] == "uncounted":
+            layers[row["not_run"] or ""][row["layer"]] = None
+    texts = [f"{why} ({', '.join(list(names)[:_MOST_NAMED])})" for why, names in layers.items()]
+    return [f"The shares of the multiply-adds leave out: {'; '.join(texts)}."] if texts else []
+
+
 def not_measured_notes(run: RecordedRun) -> list[str]:
     reasons = run.segments[-1].facts.get("not_measured") if run.segments else None
     lines = []

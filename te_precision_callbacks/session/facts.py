@@ -138,9 +138,15 @@ class RunFacts:
             "amaxes": amax_reductions(computed),
             "unmeasured": self._unmeasured,
             "loss_is_filtered": self._results.filters_loss,
-            "expects_low": self._results.expects_low
-            or ("the script enters te.autocast(enabled=True)" if self._model.hooks.regions.has_enabled else ""),
+            "expects_low": self._results.expects_low or self._expects_by_region,
         }
+
+    @property
+    def _expects_by_region(self) -> str:
+        hooks = self._model.hooks
+        if not hooks.regions.has_enabled or (hooks.answers.ran_elsewhere and not hooks.order.forward):
+            return ""
+        return "the script enters te.autocast(enabled=True)"
 
     @property
     def _unmeasured(self) -> str:

@@ -510,6 +510,7 @@ class Run:
     def _note_unended(self) -> None:
         results, before = self.context.results, self.context.results.coverage.changes
         self.model.note_order()
+        self.model.note_unobserved()
         self.model.note_products()
         if results.coverage.changes != before:
             results.audit.leave(self.context.iteration)

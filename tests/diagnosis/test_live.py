@@ -153,10 +153,11 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
 
 def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
     net = te.Linear(32, 32).eval()
-    summary = trained(tmp_path, net, sgd(net), around=outside, logs=False).summary
-    assert "all observed layers are in evaluation mode, so nothing is observed: call model.train()" in summary
-    assert "no Transformer Engine layers" not in summary
-    assert "config" not in summary
+    verdict = trained(tmp_path, net, sgd(net), around=outside, logs=False)
+    assert [finding.rule for finding in verdict] == ["evaluation-mode"]
+    assert "not observed: 1 of 1 layer (evaluation mode)" in verdict.summary
+    assert "no Transformer Engine layers" not in str(verdict)
+    assert "config" not in verdict.summary
 
 
 def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path)
     verdict = trained(
         tmp_path, net, sgd(net), steps=20, loss=lambda step: net.train(step < 12)(torch.randn(16, 32)).square().mean()
     )
-    assert "observation: in step 12, the optimizer stepped, but all observed layers are in" in verdict.summary
+    assert [(finding.rule, finding.since) for finding in verdict.wrong] == [("evaluation-mode", 12)]
 
 
 @pytest.mark.parametrize("explicit", [False, True])

@@ -53,6 +53,11 @@ class DeadGradient(Judge):
         lacks = "no layer with statistics had a backward in a collection step" if self._lacks_backward else ""
         return super().why_not or lacks
 
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        ran = [layer for layer in facts.layers.values() if layer.is_of_te and (layer.low or layer.reasons)]
+        self.applies = not ran or not all(layer.has_no_gradient for layer in ran)
+        yield from ()
+
     def event(self, event: Event) -> Iterator[Sighting]:
         checked = event.data.get("checked", ()) if event.kind == "parameters" else ()
         if "missing-gradient" in checked and not event.data["problems"]:

@@ -1,4 +1,4 @@
-"""Rules on the outcome of a run: an exception that ended it, a broken contract, a failed observation."""
+"""Rules on the outcome of a run: an exception that ended it, a broken contract, a run that was not observed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,25 @@ class FailedRun(Judge):
 
 class BrokenContract(Judge):
     applies = False
+    why_not = ""
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "contract_judged":
-            self.applies = self.judged = True
-            if event.severity != "info":
+            self.applies = True
+            self.judged = event.data.get("checked", True)
+            if not self.judged:
+                self.why_not = event.text.rstrip(".").replace("The precision contract (require=)", "it")
+            elif event.severity != "info":
                 yield Sighting((), "", "", summarize_broken_contract(event.text).rstrip("."), event.iteration)
+
+
+class EvaluationMode(Judge):
+    applies = False
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        if event.kind == "evaluation_mode":
+            self.applies = self.judged = True
+            yield Sighting((), "", "", event.text, event.iteration)
 
 
 class FailedObservation(Judge):
@@ -85,6 +98,22 @@ RULES = (
         disproof="the contract is meant for another model or recipe",
         remedy="Fix what the message names for each product, or change the contract",
         judge=BrokenContract,
+        essential=True,
+    ),
+    Rule(
+        id="evaluation-mode",
+        title="the model trains in evaluation mode",
+        subject="model",
+        needs="layers of Transformer Engine",
+        collect="a run recorded by a session",
+        condition="an optimizer of the model steps while all Transformer Engine layers are in evaluation mode",
+        silent="models with a layer of Transformer Engine in training mode, or without such layers",
+        severity="warning",
+        source="PyTorch's documentation of Module.eval(); this project",
+        why="dropout is off, statistics of batch norm are fixed, and a session does not observe the layers",
+        disproof="the model trains in evaluation mode on purpose",
+        remedy="Call model.train() before the training, and again after each evaluation",
+        judge=EvaluationMode,
     ),
     Rule(
         id=FAILED_OBSERVATION,

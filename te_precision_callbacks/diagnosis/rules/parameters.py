@@ -10,14 +10,17 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.sinks.step_records import Event
+
+_MOST_NAMES = 8
 
 
 class _Kind(NamedTuple):
     """A kind of :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
 
-    ``seen`` is the description, with places for ``names``, ``number`` and ``since``; remedy and severity are by default
-    the rule's.
+    ``seen`` is the description, with places for ``names``, ``all_names``, ``number`` and ``since``; remedy and
+    severity are by default the rule's.
     """
 
     seen: str
@@ -28,6 +31,13 @@ class _Kind(NamedTuple):
 _KINDS: Mapping[str, Mapping[str, _Kind]] = {
     "missing-gradient": {
         "no_gradient": _Kind("{names} received no gradient in {number:.0f} optimizer steps"),
+        "checkpointed": _Kind(
+            "{names} received no gradient in {number:.0f} optimizer steps, because a reentrant checkpoint ran the"
+            " forward and none of its inputs needs a gradient",
+            "Checkpoint with use_reentrant=False, or let the input of the checkpoints need a gradient:"
+            " model.enable_input_require_grads() in transformers and PEFT, or x.requires_grad_() on the output of a"
+            " frozen embedding",
+        ),
         "lost_gradient": _Kind(
             "{names} had gradients, and received none since step {since}, although the module still runs"
         ),
@@ -85,9 +95,13 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
     },
     "kept-gradient": {
         "kept": _Kind(
-            "the gradient of {names} was not cleared after the optimizer's step in {number:.0f} sampled steps, so the"
-            " next gradient was added to it"
-        )
+            "the gradients of {all_names} were not cleared after the optimizer's step in {number:.0f} sampled steps,"
+            " so the next gradients were added to them"
+        ),
+        "all_kept": _Kind(
+            "the gradients of all parameters were not cleared after the optimizer's step in {number:.0f} sampled"
+            " steps, so the next gradients were added to them"
+        ),
     },
     "replicas-differ": {
         "differs": _Kind("{names}: ranks that had the same values now have different ones"),
@@ -134,7 +148,9 @@ class ParameterRule(Judge):
             if kind is not None:
                 first, *others = row["names"]
                 names = f"{first} and {many(len(others), 'more parameter')}" if others else first
-                seen = kind.seen.format(names=names, number=row["number"], since=row["since"])
+                all_names = fold_for_sentence(*row["names"], most=_MOST_NAMES)
+                places = {"names": names, "all_names": all_names, "number": row["number"], "since": row["since"]}
+                seen = kind.seen.format(**places)
                 layers, key = layers_of(row["names"]), row["what"]
                 yield Sighting(layers, "", "", seen, row["since"], kind.severity, key=key, remedy=kind.remedy)
 
@@ -211,12 +227,12 @@ RULES = (
     Rule(
         id="kept-gradient",
         title="gradients are not cleared between optimizer steps",
-        subject="model",
+        subject="layer",
         needs="3 sampled steps of a torch.optim optimizer, each followed by a backward that adds to .grad",
         collect=_COLLECT,
         condition=(
-            "whenever autograd adds to the gradient of a parameter (one for each optimizer) between two steps of the"
-            " optimizer, that gradient is not 0, in 3 consecutive sampled steps"
+            "whenever autograd adds to the gradient of a parameter between two steps of its optimizer, that gradient"
+            " is not 0, in 3 consecutive sampled steps"
         ),
         silent=(
             "gradients that autograd does not add to .grad: those of FSDP's shards and Megatron's main_grad, or"

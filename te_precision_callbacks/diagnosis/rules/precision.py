@@ -86,10 +86,12 @@ class NoLowPrecision(Judge):
         self._facts = facts
         self._has_low |= any(layer.low for layer in facts.layers.values())
         self.judged |= self._has_low
+        has_unobserved = any(layer.is_unobserved for layer in facts.layers.values())
+        self.applies = self._has_low or not has_unobserved
         yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        if self._has_low:
+        if self._has_low or not self.applies:
             return
         self._steps += any(layer.low or layer.reasons for layer in facts.layers.values())
         if self._steps >= LEAST_STEPS:
@@ -98,7 +100,7 @@ class NoLowPrecision(Judge):
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "segment_ended":
-            self.judged |= self._facts.has_run
+            self.judged |= self._facts.has_run and bool(self.applies)
             yield from self._sighting(self._facts)
             yield from self._ended(self._facts)
 
@@ -113,7 +115,7 @@ class NoLowPrecision(Judge):
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         of_te = [layer for layer in ran if layer.is_of_te]
         expected = "" if facts.settings is None else facts.settings.expects_low
-        if self._has_low or not (of_te or (ran and expected)):
+        if self._has_low or not self.applies or not (of_te or (ran and expected)):
             return
         reasons = Counter(reason for layer in of_te or ran for reason in layer.reasons.values())
         name, exactly = reasons.most_common(1)[0][0]
@@ -221,7 +223,10 @@ RULES = (
             " if the trainer's settings, or a te.autocast(enabled=True) without layers in it, show that low"
             " precision is expected; else a note"
         ),
-        silent="models without Transformer Engine layers, unless the trainer was asked to convert them",
+        silent=(
+            "models without Transformer Engine layers, unless the trainer was asked to convert them; runs in which"
+            " layers were not observed"
+        ),
         severity="warning",
         source="accelerate#2597, LLaMA-Factory#9500, axolotl#3323: runs in BF16 that were meant to be FP8",
         why="the run has the speed and the numerics of high precision",

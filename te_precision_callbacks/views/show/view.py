@@ -21,6 +21,7 @@ from te_precision_callbacks.runs.answers import (
     format_status,
     loss_first,
     no_step_note,
+    not_counted_notes,
     not_measured_notes,
     outcome_notes,
     precision_shares,
@@ -171,7 +172,13 @@ def read_view(
             for row in run.events_of_ranks()
             if (row["kind"], row["severity"]) != ("parameters", "info")
         )[-MOST_EVENTS:],
-        notes=(*no_step_note(run), *run.notes, *not_measured_notes(run), *_only_first_steps(groups, chosen)),
+        notes=(
+            *no_step_note(run),
+            *run.notes,
+            *not_counted_notes(run),
+            *not_measured_notes(run),
+            *_only_first_steps(groups, chosen),
+        ),
     )
 
 
