@@ -32,8 +32,8 @@ vary; the sum of its absolute values.
 """
 
 _HEADER = 4
-"""Values before them: whether there is news, the iteration and its negative, and whether a rank lacks a parameter or has
-a shard.
+"""Values before them: whether there is news, the iteration and its negative, and whether a rank lacks a parameter or
+has a shard.
 """
 
 Sums = dict[str, tuple[float, float, float]]

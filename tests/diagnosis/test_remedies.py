@@ -1,4 +1,4 @@
-"""Remedies, each applied to its planted defect in three families of models: the loss recovers, and the finding is gone."""
+"""Remedies, each applied to its planted defect in three families of models: the loss recovers; the finding is gone."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -161,12 +161,12 @@ CASES: Mapping[str, Case] = {
         seen="times the limit of clipping (1)",
     ),
     "a schedule of half the steps": Case(
-        "learning-rate", "warning", Training(schedule=STEPS // 2), Training(schedule=STEPS), "make the schedule as long",
+        "learning-rate", "warning", Training(schedule=STEPS // 2), Training(schedule=STEPS), "make the schedule as",
         seen="the learning rate fell to 0 in step 12",
         recovers=False,
     ),
     "nan in one element of a gradient": Case(
-        "nonfinite", "error", Training(poisoned=13, clips=True), Training(clips=True), "look for code that writes .grad",
+        "nonfinite", "error", Training(poisoned=13, clips=True), Training(clips=True), "code that writes .grad",
     ),
 }  # fmt: skip
 

@@ -35,8 +35,8 @@ activations of healthy models, :data:`FAR_GROWN_ELSE`."""
 FAR_GROWN_ELSE = 12.0
 
 _FROM_LOSS = (
-    "Look at the loss first: is it multiplied by 0, masked or clamped everywhere, or computed from detached values? Then"
-    " at what follows the last layer"
+    "Look at the loss first: is it multiplied by 0, masked or clamped everywhere, or computed from detached values?"
+    " Then at what follows the last layer"
 )
 
 STOP_GROWTH = (

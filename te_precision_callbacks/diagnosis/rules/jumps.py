@@ -318,8 +318,8 @@ RULES = (
             " since the start, or of the level if there is no progress. Or, for a loss that was 0 or negative, the"
             f" last {SIGNED} are {TIMES_SIGNED:g} times as large in magnitude as all of the 20 before. Or the last"
             f" {LASTS} are all {OF_FIRST:g} times as large as the first loss, and {FIRST_SPREADS:g} standard deviations"
-            " of the logarithm above it. An error if the loss is twice its first value; else a warning. At the end of the run a note, if the last losses are near the level before the"
-            f" rise again, with at most {100 * FALLEN:g} % of it left"
+            " of the logarithm above it. An error if the loss is twice its first value; else a warning. At the end of"
+            f" the run a note, if the loss has fallen again, so that {100 * FALLEN:g} % of the rise or less are left"
         ),
         silent=(
             "evaluation losses, parts of the loss, generator and critic losses; single spikes; losses below"

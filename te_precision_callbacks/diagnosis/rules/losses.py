@@ -48,8 +48,8 @@ _REMEDY_OF_WEIGHT = (
 
 
 _REMEDY_OF_GRADIENT = (
-    "Resume from an earlier checkpoint. If debug='activation_overflow' finds no inf or nan in the backward of this layer,"
-    " look for code that writes .grad after it: hooks, collectives, unscaling, clipping"
+    "Resume from an earlier checkpoint. If debug='activation_overflow' finds no inf or nan in the backward of this"
+    " layer, look for code that writes .grad after it: hooks, collectives, unscaling, clipping"
 )
 
 _REMEDY_OF_ALL_GRADIENTS = (

@@ -43,9 +43,9 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
         ),
         "converted": _Kind(
             "{names} received gradients, but no optimizer updates them: Accelerate's FP8 conversion has replaced them",
-            "The conversion unfreezes frozen parameters, and unties tied ones. After accelerator.prepare(), freeze again"
-            " what should not train, with requires_grad_(False), and tie again, such as with model.tie_weights(). Or"
-            " call accelerate.utils.convert_model(model) first, then freeze and tie, then create the optimizer",
+            "The conversion unfreezes frozen parameters and unties tied ones. After accelerator.prepare(), freeze again"
+            " what should not train (requires_grad_(False)), and tie again (such as model.tie_weights()). Or first call"
+            " accelerate.utils.convert_model(model), then freeze and tie, then create the optimizer",
         ),
         "frozen_held": _Kind(
             "an optimizer contains {names}, with requires_grad=False",
@@ -123,9 +123,9 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
         "no_sum": _Kind(
             "{names}: ranks had the same values before the first step and now have different ones, while other"
             " parameters are sharded or differ by rank",
-            "Ranks that hold parts of a layer, such as tensor or expert parallel ones, compute partial gradients of what"
-            " they share: all-reduce their sum over these ranks before the optimizer step. DistributedDataParallel would"
-            " average them; use it only over ranks with other data",
+            "Ranks that hold parts of a layer, as in tensor or expert parallelism, compute parts of the gradients of"
+            " what they share: all-reduce their sum over these ranks before the optimizer step."
+            " DistributedDataParallel would average them; use it only over ranks with other data",
         ),
     },
 }
@@ -253,8 +253,8 @@ RULES = (
         why="each step replaces what was learned before",
         disproof="the weights are tiny on purpose, or the schedule is cyclic on purpose",
         remedy=(
-            "Lower the learning rate, so that a step changes weights by about 1 % of their size, or warm it up. For SGD,"
-            " also check the size of the gradients"
+            "Lower the learning rate, so that a step changes weights by about 1 % of their size, or warm it up. For"
+            " SGD, also check the size of the gradients"
         ),
         judge=functools.partial(ParameterRule, "learning-rate"),
     ),
@@ -327,7 +327,7 @@ RULES = (
         disproof="the ranks average weights only every few steps, as local SGD does",
         remedy=(
             "If each rank trains the whole model on its own data, wrap the model in DistributedDataParallel or FSDP, or"
-            " call accelerator.prepare(). If the ranks compute parts of one batch, all-reduce the sum of their gradients"
+            " call accelerator.prepare(). If ranks compute parts of one batch, all-reduce the sum of their gradients"
         ),
         judge=functools.partial(ParameterRule, "no-reduction", on_several_ranks=True),
     ),

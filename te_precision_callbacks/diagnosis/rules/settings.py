@@ -8,7 +8,6 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
-
 NEEDS_SCALER = (
     "Gradients in float16 below 6e-8 are 0: scale the loss with torch.amp.GradScaler, which needs weights in float32"
     " under torch.autocast(dtype=torch.float16). Or train in bfloat16"

@@ -267,9 +267,9 @@ RULES = (
         needs=f"at least {CLIPPED_STEPS} steps with torch.nn.utils.clip_grad_norm_",
         collect="clipping by torch.nn.utils.clip_grad_norm_, which a session observes",
         condition=(
-            f"before clipping, the gradient norm is at least {CLIPPED:g} times the limit in {100 * NEARLY_ALL_CLIPPED:g}"
-            f" % of {CLIPPED_STEPS} steps. Or the first loss is, within {100 * NEAR_GUESS:g} %, N times ln(outputs of"
-            " the model's last layer), and each step has N micro-batches"
+            f"before clipping, the gradient norm is at least {CLIPPED:g} times the limit in"
+            f" {100 * NEARLY_ALL_CLIPPED:g} % of {CLIPPED_STEPS} steps. Or the first loss is, within"
+            f" {100 * NEAR_GUESS:g} %, N times ln(outputs of the model's last layer), and a step has N micro-batches"
         ),
         silent="clipping by a limit of inf, which only measures the norm; clipping by DeepSpeed, Megatron or FSDP",
         severity="note",
@@ -280,8 +280,8 @@ RULES = (
         ),
         disproof="the limit is small on purpose, to normalize all gradients",
         remedy=(
-            "Look for a loss, or an auxiliary loss, that is a sum instead of a mean over tokens or micro-batches. With a"
-            " GradScaler, call scaler.unscale_(optimizer) before clipping"
+            "Look for a loss, or an auxiliary loss, that is a sum instead of a mean over tokens or micro-batches. With"
+            " a GradScaler, call scaler.unscale_(optimizer) before clipping"
         ),
         judge=GradientSize,
     ),
