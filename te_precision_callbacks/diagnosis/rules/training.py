@@ -38,9 +38,12 @@ _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
 
 def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
-    """The gradient norm among the trainer's metrics, with its name; an empty name and nan without one."""
+    """The gradient norm among the trainer's metrics, with its name; an empty name and nan without one.
+
+    The norm that clipping was seen to use comes first: some scripts log the norm after clipping.
+    """
     norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
-    name = min(norms, key=lambda name: (name != "grad_norm", len(name), name), default="")
+    name = min(norms, key=lambda name: (name != CLIPPED_NORM, name != "grad_norm", len(name), name), default="")
     return name, values.get(name, math.nan)
 
 
@@ -159,6 +162,7 @@ class GradientSize(Judge):
     """Checks the gradient norm against the limit of clipping, and the first loss against that of a uniform guess."""
 
     needed, _kind_of_step = CLIPPED_STEPS, "step with clipping"
+    applies = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,6 +183,7 @@ class GradientSize(Judge):
         norm, limit = values.get(CLIPPED_NORM, math.nan), values.get(CLIPPING_LIMIT, math.nan)
         if not (math.isfinite(norm) and math.isfinite(limit) and limit > 0):
             return
+        self.applies = True
         self.note_data(iteration)
         self._ratios.append((iteration, norm / limit, limit))
         clipped = sorted(ratio for _, ratio, _ in self._ratios)
