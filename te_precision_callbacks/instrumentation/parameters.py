@@ -63,9 +63,9 @@ have gradients of 0, for a problem of the model.
 LIKELY = 4.0
 """An update of this many units in the last place must change a weight."""
 
-OVERSHOT, OVERSHOT_STEPS = 0.5, 2
-"""Share of a matrix's sampled elements that an optimizer step changes by more than their size, in sampled steps in a
-row, for a learning rate that is too large.
+OVERSHOT, OF_WEIGHT, OVERSHOT_STEPS = 0.55, 0.75, 2
+"""Share of a matrix's sampled elements that an optimizer step changes by so much of their size, in sampled steps in a
+row, for a learning rate that is too large. After the first step, weights are as large as the learning rate.
 """
 
 AT_ZERO, RISEN, RISING_STEPS = 0.005, 0.05, 5
@@ -133,7 +133,7 @@ class _Parameter:
         still_since, still_until: iterations of the first sample, and of the last with few differences, or -1.
         moves: iterations with an optimizer step that should have changed it.
         zeroed: last consecutive sampled iterations with only gradients of 0.
-        overshot: the same with an update that is larger than the weight, in most elements; and the last share.
+        overshot: the same with an update about as large as the weight in most elements; and the share of these.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
     """
@@ -806,7 +806,7 @@ def _exceeds_weight(
     group: Mapping[str, Any], values: torch.Tensor, gradient: torch.Tensor, *squares: torch.Tensor
 ) -> torch.Tensor:
     update = _update_size(group, gradient, squares)
-    exceeds: torch.Tensor = torch.isfinite(update) & (update > values.float().abs())
+    exceeds: torch.Tensor = torch.isfinite(update) & (update > OF_WEIGHT * values.float().abs())
     return exceeds
 
 

@@ -146,7 +146,7 @@ CASES: Mapping[str, Case] = {
     ),
     "a learning rate 100 times too large": Case(
         "learning-rate", "warning", Training(rate=0.3), Training(rate=0.003), "Lower the learning rate",
-        seen="an optimizer step is larger than the weight itself",
+        seen="an optimizer step is as large as the weight itself",
     ),
     "a loss times 0": Case(
         "dead-gradient", "warning", Training(factor=0.0), Training(), "Look at the loss first",

@@ -91,7 +91,7 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
     },
     "learning-rate": {
         "overshoots": _Kind(
-            "an optimizer step is larger than the weight itself in {number:.0f} % of the sampled elements of {names},"
+            "an optimizer step is as large as the weight itself in {number:.0f} % of the sampled elements of {names},"
             " and of nearly all other weights"
         ),
         "rises_again": _Kind(
@@ -239,8 +239,8 @@ RULES = (
         needs="some sampled steps of a torch.optim optimizer",
         collect=_COLLECT,
         condition=(
-            "in 2 sampled steps in a row, the update of half of the sampled elements is larger than the element itself,"
-            " in 90 % of the matrices. Or the learning rate falls to 0.5 % of its largest value, and then rises in 5"
+            "in 2 sampled steps in a row, the update of 55 % of the sampled elements is at least 3/4 of the element, in"
+            " 90 % of the matrices. Or the learning rate falls to 0.5 % of its largest value, and then rises in 5"
             " steps to 5 % of it again"
         ),
         silent=(
