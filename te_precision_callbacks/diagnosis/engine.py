@@ -248,6 +248,8 @@ class Diagnosis:
                 ),
                 True,
             )
+        if sighting.replaces:
+            return dataclasses.replace(known, severity=severity, seen=sighting.seen, seen_at=None), False
         more = tuple(layer for layer in sighting.layers if layer not in known.layers)
         worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
         seen, seen_at = (without_exponents(sighting.seen), until) if worse else (known.seen, known.seen_at)

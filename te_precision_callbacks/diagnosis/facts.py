@@ -44,6 +44,7 @@ class LayerFacts:
         low: the GEMMs in low precision.
         never: GEMM -> why it did not run.
         rows: n of its forward product, the rows of its input in a call; 0 if unknown.
+        calls: how often its forward product runs in a step; 0 if unknown.
         since: the first iteration with the present precision of its forward product.
         refused: why it, or some of its forwards, are not observed; empty if they are.
         is_quantized_only: whether its weights exist in quantized form only (``te.quantized_model_init``).
@@ -61,6 +62,7 @@ class LayerFacts:
     low: frozenset[str] = frozenset()
     never: Mapping[str, str] = field(default_factory=dict)
     rows: int = 0
+    calls: int = 0
     since: int = 0
     is_of_te: bool = False
     refused: str = ""
@@ -169,6 +171,7 @@ class Facts:
             known, gemm = of(row["layer"]), row["gemm"]
             if gemm == "fprop":
                 known |= {"shape": (row["m"], row["k"]), "rows": row.get("n") or 0, "since": row.get("since") or 0}
+                known["calls"] = row.get("calls") or 0
             known["recipe"] = row["recipe"] or known.get("recipe", "")
             known["module_class"] = known.get("module_class") or row["family"] or ""
             known["is_of_te"] = row["family"] in ("te", "te_ops")
@@ -266,6 +269,14 @@ class Facts:
     @property
     def has_delayed_scaling(self) -> bool:
         return any(layer.recipe == "fp8_delayed_scaling" for layer in self.layers.values())
+
+    @property
+    def heads(self) -> list[LayerFacts]:
+        """The layers that may be the model's head: the last of Transformer Engine, and the last of torch."""
+        known = [layer for layer in self.layers.values() if layer.shape and layer.calls]
+        executed = [layer for layer in known if layer.forward is not None]
+        last = [max(executed, key=lambda layer: layer.forward or 0)] if executed else []
+        return last + [layer for layer in known if layer.forward is None and not layer.is_of_te][-1:]
 
     @functools.cached_property
     def _places(self) -> Mapping[str, int]:

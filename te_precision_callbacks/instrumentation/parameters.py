@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.optimizers import held_ids_of_process
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.finite_gradients import FiniteGradients
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import (
     BatchedChecks,
@@ -61,6 +63,14 @@ have gradients of 0, for a problem of the model.
 LIKELY = 4.0
 """An update of this many units in the last place must change a weight."""
 
+OVERSHOT, OF_WEIGHT, OVERSHOT_STEPS = 0.55, 0.75, 2
+"""Share of a matrix's sampled elements that an optimizer step changes by so much of their size, in sampled steps in a
+row, for a learning rate that is too large. After the first step, weights are as large as the learning rate.
+"""
+
+AT_ZERO, RISEN, RISING_STEPS = 0.005, 0.05, 5
+"""Share of the largest learning rate that counts as 0, the share it rises to, and the steps in which it rises."""
+
 APART, APART_CHECKS = 0.01, 2
 """Share of sampled elements that differ from the master weight by more than rounding, and the consecutive checks that
 must find it.
@@ -78,8 +88,9 @@ class Problem(NamedTuple):
 
     Attributes:
         what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
-            ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``, ``all_kept`` or
-            ``nonfinite``; from :mod:`replicas`, ``differs``, ``differs_from_start`` or ``no_reduction``.
+            ``converted``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``,
+            ``all_kept``, ``overshoots``, ``rises_again``, ``nonfinite`` or ``nonfinite_gradient``; from
+            :mod:`replicas`, ``differs``, ``differs_from_start``, ``no_reduction`` or ``no_sum``.
         name: the parameter; empty for a problem of the model.
         number: number of steps, or percentage of elements.
     """
@@ -126,6 +137,7 @@ class _Parameter:
         still_since, still_until: iterations of the first sample, and of the last with few differences, or -1.
         moves: iterations with an optimizer step that should have changed it.
         zeroed: last consecutive sampled iterations with only gradients of 0.
+        overshot: the same with an update about as large as the weight in most elements; and the share of these.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
     """
@@ -144,6 +156,7 @@ class _Parameter:
     still_until: int = -1
     moves: tuple[int, ...] = ()
     zeroed: tuple[int, ...] = ()
+    overshot: tuple[tuple[int, float], ...] = ()
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
 
@@ -153,6 +166,9 @@ class _Parameter:
 
     def note_gradient(self, iteration: int, share: float) -> None:
         self.zeroed = (*self.zeroed, iteration) if share == 0 else ()
+
+    def note_overshot(self, iteration: int, share: float) -> None:
+        self.overshot = (*self.overshot, (iteration, share)) if share >= OVERSHOT else ()
 
     def note_changed(self, iteration: int, share: float) -> None:
         self.has_moved |= share > 0
@@ -218,6 +234,34 @@ class _Held(NamedTuple):
         return None if self.start is None else range(self.start, self.start + self.tensor.numel())
 
 
+@dataclass(eq=False)
+class _Schedule:
+    """The learning rate of an optimizer: its largest value, and its rise after it has fallen to 0.
+
+    A rise in one step to most of the largest value is a restart, as of CosineAnnealingWarmRestarts.
+    """
+
+    largest: float = 0.0
+    last: float = 0.0
+    zero_at: int | None = None
+    rises: int = 0
+
+    def note(self, rate: float, iteration: int) -> None:
+        self.largest = max(self.largest, rate)
+        if rate <= AT_ZERO * self.largest:
+            self.zero_at = iteration
+            self.rises = 0
+        elif rate < self.last or rate - self.last > self.largest / 2:
+            self.zero_at = None
+        elif rate > self.last:
+            self.rises += 1
+        self.last = rate
+
+    @property
+    def rises_again(self) -> bool:
+        return self.zero_at is not None and self.rises >= RISING_STEPS and self.last >= RISEN * self.largest
+
+
 class ParameterWatch:
     """Checks the parameters of a model from :meth:`begin` to :meth:`remove`.
 
@@ -242,6 +286,8 @@ class ParameterWatch:
         self._stepped = 0
         self._first = self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._schedules: weakref.WeakKeyDictionary[Optimizer, _Schedule] = weakref.WeakKeyDictionary()
+        self._finite = FiniteGradients()
         self._is_due = True
         self._has_sampled = self._has_begun = False
 
@@ -270,8 +316,14 @@ class ParameterWatch:
             if not held:
                 return
             self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
-            if any(isinstance(rate := entry.group.get("lr", 1.0), torch.Tensor) or rate for entry in held):
+            groups = {id(entry.group): entry.group for entry in held}
+            rates = [group.get("lr", 1.0) for group in groups.values()]
+            if any(isinstance(rate, torch.Tensor) or rate for rate in rates):
                 self._stepped = iteration
+            known = [float(rate) for rate in rates if isinstance(rate, (int, float))]
+            self._schedules.setdefault(optimizer, _Schedule()).note(max(known, default=0.0), iteration)
+            gradients = ((entry.parameter.name, _gradient(entry)) for entry in held)
+            self._finite.before_step(optimizer, [(name, given) for name, given in gradients if given is not None])
             for entry in held:
                 entry.parameter.held_until = iteration
             self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
@@ -286,6 +338,14 @@ class ParameterWatch:
             self._batches.launch()
         except Exception as error:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
+
+    def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
+        if not self._parameters:
+            self._refresh()
+        named = ((self._parameters.get(id(parameter)), parameter.grad) for parameter in parameters)
+        self._finite.before_clipping(
+            [(known.name, gradient) for known, gradient in named if known is not None and gradient is not None]
+        )
 
     def _refresh(self) -> None:
         known, self._parameters = self._parameters, {}
@@ -408,6 +468,7 @@ class ParameterWatch:
                 gradient = sampled_view(local_part(gradient))
                 if weight.dim() > 1:
                     batches.add("zero", is_nonzero, (gradient,), functools.partial(parameter.note_gradient, iteration))
+                    self._compare_update(optimizer, held, gradient)
             if parameter.has_moved and parameter.reference is None:
                 continue
             elements, reference = sampled_view(raw_codes(weight)), parameter.reference
@@ -427,6 +488,14 @@ class ParameterWatch:
                 batches.add((id(held.group), now.relative, len(squares)), should_move, tensors, note)
         for (parameter, _), copy in zip(first, copy_all([elements for _, elements in first]), strict=True):
             parameter.reference, parameter.still_since = copy, iteration
+
+    def _compare_update(self, optimizer: Optimizer, held: _Held, gradient: torch.Tensor) -> None:
+        now = sample(held.parameter.weight)
+        if now is not None:
+            squares = _mean_squares(optimizer, held)
+            exceeds = functools.partial(_exceeds_weight, held.group)
+            note = functools.partial(held.parameter.note_overshot, self._iteration)
+            self._batches.add(("overshot", id(held.group)), exceeds, (now.values, gradient, *squares), note)
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
         """Compare the weights of the last forward with the master weights, now and before the last step."""
@@ -448,6 +517,7 @@ class ParameterWatch:
                 self._check_without_optimizer()
             is_complete = self._pending_read is not None or self._has_sampled or self.is_due
             self._read()
+            broken = self._finite.end_step(iteration)
             if self._has_sampled:
                 self._pending_read = self._batches.start_copy()
                 self._is_due = self._has_sampled = False
@@ -455,9 +525,15 @@ class ParameterWatch:
                 self._refresh()
             if is_complete or any([state.gap is not None for state in self._parameters.values()]):  # noqa: C419  # no call each
                 problems = self._new_problems()
+            problems += self._nonfinite_gradients(broken)
         except Exception as error:
             self._failures.report("checking", "the parameters", error)
         return problems
+
+    def _nonfinite_gradients(self, broken: list[tuple[int, str]]) -> list[Problem]:
+        trained = sum(parameter.at_step for parameter in self._parameters.values())
+        share = 100 * len({name for _, name in broken}) / max(1, trained)
+        return [Problem("nonfinite_gradient", name, since, share) for since, name in broken]
 
     def begin_step(self, iteration: int) -> None:
         self._iteration = iteration
@@ -481,6 +557,8 @@ class ParameterWatch:
         self._pending_read = None
         if any(parameter.has_moved or parameter.moves for parameter in self._parameters.values()):
             self.checked.add("frozen-weight")
+        if self._schedules:
+            self.checked.add("learning-rate")
 
     # ------------------------------------------------------------------ problems
 
@@ -532,6 +610,9 @@ class ParameterWatch:
                 yield from _weight_problems(parameter)
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
+        for schedule in self._schedules.values():
+            if schedule.rises_again and schedule.zero_at is not None:
+                yield Problem("rises_again", "", schedule.zero_at, 100 * schedule.last / schedule.largest)
         yield from self._model_problems()
         yield from self._kept_gradients()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
@@ -554,6 +635,10 @@ class ParameterWatch:
         if zeroed and len(zeroed) >= NEARLY_ALL * len(trained):
             for parameter in zeroed:
                 yield Problem("zeroed", parameter.name, parameter.zeroed[0], len(parameter.zeroed))
+        overshot = [parameter for parameter in trained if len(parameter.overshot) >= OVERSHOT_STEPS]
+        if overshot and len(overshot) >= NEARLY_ALL * len(trained):
+            for parameter in overshot:
+                yield Problem("overshoots", parameter.name, parameter.overshot[0][0], 100 * parameter.overshot[-1][1])
         sampled = [parameter for parameter in trained if parameter.still_since >= 0]
         still = [
             parameter
@@ -619,13 +704,15 @@ class ParameterWatch:
             for parameter in self._parameters.values()
             if parameter.weight.requires_grad and parameter.has_gradient and id(parameter) not in held
         ]
-        if not unheld or all(("not_held", parameter.name) in self._reported for parameter in unheld):
+        reported = {name for what, name in self._reported if what in ("not_held", "converted")}
+        if all(parameter.name in reported for parameter in unheld):
             return
         stepped = held_ids_of_process()
         for parameter in unheld:
             master = getattr(parameter.weight, "main_param", None)
             if id(parameter.weight) not in stepped and id(master) not in stepped:
-                yield Problem("not_held", parameter.name, parameter.held_until + 1, len(unheld))
+                what = "converted" if _is_converted(parameter.module) else "not_held"
+                yield Problem(what, parameter.name, parameter.held_until + 1, len(unheld))
 
     @torch.no_grad()
     def end(self, iteration: int) -> list[Problem]:
@@ -633,6 +720,7 @@ class ParameterWatch:
         self._pending_read = self._batches.start_copy()
         self._read()
         problems = self._new_problems()
+        problems += self._nonfinite_gradients(self._finite.end_step(iteration, at_last=True))
         broken = _find_nonfinite([(name, local_part(weight)) for name, weight, _ in self._model.named_parameters()])
         return problems + [Problem("nonfinite", name, iteration, 1) for name in broken]
 
@@ -673,6 +761,16 @@ def _weight_problems(parameter: _Parameter) -> Iterator[Problem]:
     moves = () if parameter.has_moved or any(shown) else parameter.moves
     if len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN:
         yield Problem("unchanged", parameter.name, moves[0], len(moves))
+
+
+def _is_converted(module: torch.nn.Module) -> bool:
+    """Return whether Accelerate's FP8 conversion can have made a module; it passes trained parameters to the optimizer.
+
+    Read from Accelerate 1.10 to 1.15, ``state.py`` and ``accelerator.py`` (``_prepare_te``).
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    precision = getattr(state, "_shared_state", {}).get("_mixed_precision")
+    return precision == "fp8" and type(module).__module__.startswith("transformer_engine.")
 
 
 def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -743,19 +841,39 @@ def _should_move(
         values, gradient: the samples.
         *others: the mean squares, if any; for a quantized weight, the rounding error near 0.
     """
-    size = gradient.float().abs()
+    update = _update_size(group, gradient, others[:has_squares])
     absolute = others[-1] if len(others) > has_squares else None
-    if "betas" in group:  # Adam and its variants: at most the learning rate, and less after larger gradients
-        usual = size
-        if has_squares:
-            decay = float(group["betas"][1])
-            usual = torch.maximum(size, (decay * others[0].float() + (1 - decay) * size.square()).sqrt())
-        size = size / (usual + float(group.get("eps") or 0.0))
     unit = torch.finfo(values.dtype).eps if absolute is None else 2 * relative
     floor = LIKELY * unit * values.float().abs()
     floor = floor if absolute is None else floor + 4 * LIKELY * absolute
-    moves: torch.Tensor = torch.isfinite(size) & (size * group.get("lr", 0.0) > floor)
+    moves: torch.Tensor = torch.isfinite(update) & (update > floor)
     return moves
+
+
+def _exceeds_weight(
+    group: Mapping[str, Any], values: torch.Tensor, gradient: torch.Tensor, *squares: torch.Tensor
+) -> torch.Tensor:
+    update = _update_size(group, gradient, squares)
+    exceeds: torch.Tensor = torch.isfinite(update) & (update > OF_WEIGHT * values.float().abs())
+    return exceeds
+
+
+def _update_size(group: Mapping[str, Any], gradient: torch.Tensor, squares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Estimate an optimizer's update of each element, without momentum.
+
+    Args:
+        group: the options of the optimizer.
+        squares: the mean squares of gradients before this step, if any.
+    """
+    size = gradient.float().abs()
+    if "betas" in group:  # Adam and its variants: at most the learning rate, and less after larger gradients
+        usual = size
+        if squares:
+            decay = float(group["betas"][1])
+            usual = torch.maximum(size, (decay * squares[0].float() + (1 - decay) * size.square()).sqrt())
+        size = size / (usual + float(group.get("eps") or 0.0))
+    rate = group.get("lr")
+    return size * (0.0 if rate is None else rate)
 
 
 def _compare_with_master(

@@ -239,6 +239,7 @@ class ParameterChecks:
         self._watch = ParameterWatch(model, context.failures)
         self._checked: set[str] = set()
         self.begin, self.remove = self._watch.begin, self._watch.remove
+        self.before_clipping = self._watch.before_clipping
 
     @torch.no_grad()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:

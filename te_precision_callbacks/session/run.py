@@ -27,6 +27,7 @@ from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_f
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.instrumentation.clipping import ClippingWatch
 from te_precision_callbacks.instrumentation.failures import RAISED_IN_TRAINING, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
@@ -118,6 +119,7 @@ class Run:
         self._rules = RuleChecks(context)
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model)
+        self._clipping = ClippingWatch(self._parameters.before_clipping, failures)
         self.overflow = OverflowCheck(context)
         self._files = RunFiles(context, model.layers.given)
         self._facts = RunFacts(context, model)
@@ -155,6 +157,7 @@ class Run:
             if not self._optimizer_hooks:
                 self._optimizer_hooks = hook_optimizers(self._before_optimizer_step, self._after_optimizer_step)
             self._scaled.begin()
+            self._clipping.begin()
             self.overflow.attach(model)
         ranks.settle()
         self._profiling.begin(context.iteration)
@@ -233,6 +236,7 @@ class Run:
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
         self._profiling.end(iteration)
+        self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
         self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
         self.model.end_step()
@@ -557,6 +561,7 @@ class Run:
             then.callback(self._updates.clear)
             then.callback(self._parameters.remove)
             then.callback(self._scaled.remove)
+            then.callback(self._clipping.remove)
             then.callback(self.resume_audit.end)
             self.context.results.iteration = self.context.iteration
             self.live = False

@@ -162,6 +162,11 @@ def _sqnr(columns: Columns) -> Values:
         return np.where(error == 0, np.inf, 10 * np.log10(signal / error))
 
 
+def _underflow_norm(columns: Columns) -> Values:
+    with np.errstate(invalid="ignore"):  # squares of float64 elements may overflow
+        return 100 * np.sqrt(_ratio(columns["underflow_square_sum"], columns["signal_square_sum"]))
+
+
 def _if_any(largest: str, negated_least: str = "") -> Callable[[Columns], Values]:
     """Return a function for the largest or the smallest value of a column; 0 without a value."""
     return lambda c: _or_zero(np.isfinite(c[largest]), -c[negated_least] if negated_least else c[largest])
@@ -226,6 +231,12 @@ def _statistics() -> Iterable[Statistic]:
         _PERCENT,
         _share("overflows", total="compared"),
         upstream=True,
+    )
+    yield quantized(
+        "underflow_norm%",
+        "100 * sqrt((sum of x^2 over x with y = 0) / sum(x^2))",
+        _PERCENT,
+        _underflow_norm,
     )
     yield quantized(
         "mse",

@@ -648,6 +648,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ("case", "rule", "severity", "layers", "seen"),
     [
         ("alone", "no-reduction", "warning", ["0", "1"], _ALONE),
+        (
+            "experts alone",
+            "no-reduction",
+            "warning",
+            ["router"],
+            "while other parameters are sharded or differ by rank",
+        ),
         ("one forgotten", "replicas-differ", "error", ["1"], "1.bias and 1 more parameter: ranks that had the same"),
         ("ddp drifting", "replicas-differ", "error", ["0"], "0.layer_norm_weight: ranks that had the same values"),
         ("norms forgotten", "replicas-differ", "error", ["layernorm_linear"], "layer_norm_bias: ranks that had"),

@@ -12,6 +12,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, loses_too_much, underflow_threshold
+from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_scaler
 from te_precision_callbacks.sinks.step_records import Event
 
 DEAD_STEPS = 3
@@ -32,6 +33,11 @@ FAR_GROWN: Mapping[str, float] = {"weight": 8.0, "gradient": 11.0}
 activations of healthy models, :data:`FAR_GROWN_ELSE`."""
 
 FAR_GROWN_ELSE = 12.0
+
+_FROM_LOSS = (
+    "Look at the loss first: is it multiplied by 0, masked or clamped everywhere, or computed from detached values?"
+    " Then at what follows the last layer"
+)
 
 STOP_GROWTH = (
     "Find the cause of the growth: learning rate, weight decay, missing gradient clipping, or a factor in the"
@@ -84,7 +90,12 @@ class DeadGradient(Judge):
             absent = ~np.isin(activation.layers, gradient.layers) & (activation.values != 0) & learns
             for sighting in self._dead(numbers, facts, activation, absent, "the layer has no backward", "absent"):
                 yield sighting._replace(tensor="gradient")
-        yield from self._dead(numbers, facts, gradient, zero, "all elements are 0", "zero")
+        for sighting in self._dead(numbers, facts, gradient, zero, "all elements are 0", "zero"):
+            remedy = NEEDS_SCALER if needs_scaler(facts) else ""
+            if len(sighting.layers) == len(gradient.layers) > 1:
+                seen = f"all gradients are 0, in all {len(sighting.layers)} layers: from the loss or the last layers on"
+                sighting = sighting._replace(layers=(), seen=seen, remedy=remedy or _FROM_LOSS)
+            yield sighting._replace(remedy=remedy or sighting.remedy)
 
     def _dead(
         self, numbers: StepNumbers, facts: Facts, column: Column, holds: npt.NDArray[np.bool_], seen: str, key: str
@@ -285,6 +296,6 @@ RULES = (
         ),
         cost="the layer runs at the speed of BF16",
         judge=Growth,
-        consequence_of=("diverging-loss",),
+        consequence_of=("diverging-loss", "learning-rate"),
     ),
 )

@@ -34,6 +34,16 @@ SPREADS, LOST = 4.0, 0.8
 """A rise above the best level, in spreads (95th percentile above the median); the share of the progress that is lost,
 or of the best level where there is no progress."""
 
+OF_FIRST, FIRST_SPREADS = 2.5, 3.0
+"""How many times as large as the first loss the last ones are, where the loss rises before it has a level; the same in
+standard deviations of the logarithm, since the first batch may be an easy one."""
+
+NEGLIGIBLE = 0.01
+"""The share of the first loss below which no loss has diverged."""
+
+FALLEN = 0.25
+"""The share of a rise that is left when the loss has fallen again."""
+
 FACTOR, SIGMAS, LEAST_NORMS, NORMS = 3.0, 7.0, 20, 128
 """Powers of two and standard deviations of the logarithm above the median of the norms before; how many of them."""
 
@@ -56,7 +66,10 @@ class DivergingLoss(Judge):
         losses = event.data.get("losses") if event.kind == "losses_restored" else None
         if isinstance(losses, list) and all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
             self._restored = [(event.iteration, loss) for loss in losses]
-        yield from ()
+        if event.kind in ("segment_ended", "stopped"):
+            risen = [curve for curve in self._curves.values() if curve.since is not None]
+            if risen and all(curve.has_fallen for curve in risen):
+                yield risen[0].fallen()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         losses = [name for name in loss_first(values) if is_training_loss(name) and math.isfinite(values[name])]
@@ -78,6 +91,7 @@ class _Curve:
     """
 
     def __init__(self, name: str) -> None:
+        self.since: int | None = None
         self._name = name
         self._start: list[float] = []
         self._recent: deque[tuple[int, float]] = deque(maxlen=BLOCK + LASTS)
@@ -86,29 +100,64 @@ class _Curve:
         self._spreads: deque[float] = deque(maxlen=3)
         self._least = math.inf
         self._limit: tuple[float, float] | None = None
+        self._level = 0.0  # before the first rise
+        self._peak = -math.inf  # since then
 
     def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
         self._least = min(self._least, loss)
         if len(self._start) < 3:
             self._start.append(loss)
         self._recent.append((iteration, loss))
-        risen = self._rise() or self._lost_level()
-        if risen is not None:
+        risen = self._rise() or self._lost_level() or self._risen_from_first()
+        if risen is not None and not self._is_negligible(risen[0]):
             count, level = risen
             last = [value for _, value in self._recent][-count:]
             self._limit = min(last), level
             since = self._recent[-count][0]
+            if self.since is None:
+                self.since = since
+                self._level = level
+                self._peak = max(last)
             yield self._sighting(since, f"{self._name} has risen from {level:.3g} to {statistics.median(last):.3g}")
         elif self._limit is not None and loss >= self._limit[0]:
             yield self._sighting(iteration, f"{self._name} is {loss:.3g}, after {self._limit[1]:.3g}")
+        self._peak = max(self._peak, loss)
         if len(self._recent) > LASTS:
             self._add_level([value for _, value in self._recent][-LASTS - 1])
+
+    @property
+    def has_fallen(self) -> bool:
+        """Whether the last losses are near the level before the rise again."""
+        last = [value for _, value in self._recent][-LASTS:]
+        is_usual = max(last) <= max(self._start[0], RISES[-1][2] * self._level)
+        return is_usual and max(last) <= self._level + FALLEN * (self._peak - self._level)
+
+    def fallen(self) -> Sighting:
+        last = statistics.median([value for _, value in self._recent][-LASTS:])
+        seen = f"{self._name} rose from {self._level:.3g} to {self._peak:.3g}, and has fallen to {last:.3g} again"
+        return Sighting((), "", "", seen, self.since, "note", replaces=True)
 
     def _sighting(self, since: int, seen: str) -> Sighting:
         start = statistics.median(self._start[:1] if len(self._recent) <= BLOCK else self._start)
         last = min(value for _, value in list(self._recent)[-2:])
         severity: Severity = "error" if self._least > 0 and last >= 2 * start else "warning"
         return Sighting((), "", "", seen, since, severity)
+
+    def _is_negligible(self, count: int) -> bool:
+        """Return whether the last losses are a small part of the first one, as a loss that has become nearly 0."""
+        last = [value for _, value in self._recent][-count:]
+        return self._least > 0 and max(last) < NEGLIGIBLE * self._start[0]
+
+    def _risen_from_first(self) -> tuple[int, float] | None:
+        """The number of last losses that are all far above the first loss of the run, and that loss; or None."""
+        last = [value for _, value in self._recent][-LASTS:]
+        first = self._start[0]
+        if self._least <= 0 or len(self._recent) <= LASTS or min(last) < OF_FIRST * first:
+            return None
+        others = [math.log(value) for _, value in self._recent][-BLOCK:]
+        others = others[1:] if len(self._recent) <= BLOCK else others
+        distance = statistics.mean(others[-LASTS:]) - math.log(first)
+        return (LASTS, first) if distance >= FIRST_SPREADS * statistics.stdev(others) else None
 
     def _rise(self) -> tuple[int, float] | None:
         """The number of last losses that are far above all losses before, and the median of these; or None."""
@@ -267,11 +316,14 @@ RULES = (
             f" losses before. Or the last {LASTS} are above the best level (the median of {BLOCK} losses) by"
             f" {SPREADS:g} times its spread (95th percentile minus median) and by {100 * LOST:g} % of the progress"
             " since the start, or of the level if there is no progress. Or, for a loss that was 0 or negative, the"
-            f" last {SIGNED} are {TIMES_SIGNED:g} times as large in magnitude as all of the 20 before. An error if"
-            " the loss is twice its first value; else a warning"
+            f" last {SIGNED} are {TIMES_SIGNED:g} times as large in magnitude as all of the 20 before. Or the last"
+            f" {LASTS} are all {OF_FIRST:g} times as large as the first loss, and {FIRST_SPREADS:g} standard deviations"
+            " of the logarithm above it. An error if the loss is twice its first value; else a warning. At the end of"
+            f" the run a note, if the loss has fallen again, so that {100 * FALLEN:g} % of the rise or less are left"
         ),
         silent=(
-            "evaluation losses, parts of the loss, generator and critic losses; single spikes. For losses that were"
+            "evaluation losses, parts of the loss, generator and critic losses; single spikes; losses below"
+            f" {100 * NEGLIGIBLE:g} % of the first one. For losses that were"
             " 0 or negative, as in reinforcement learning, only magnitudes are compared"
         ),
         severity="error",
@@ -279,12 +331,13 @@ RULES = (
         why="a run whose loss has left its level seldom recovers, and its other statistics grow too",
         disproof="the data or the loss function changed at that step, and the loss falls again",
         remedy=(
-            "Resume from an earlier checkpoint with a lower learning rate or a longer warmup. If the loss jumped in"
-            " one step, check that step for a restored checkpoint, overwritten weights, or a bad batch"
+            "Lower the learning rate, or use a longer warmup or gradient clipping, and resume from an earlier"
+            " checkpoint. If the loss jumped in one step, check that step for a restored checkpoint, overwritten"
+            " weights, or a bad batch"
         ),
         judge=DivergingLoss,
         essential=True,
-        consequence_of=("weight-jump",),
+        consequence_of=("weight-jump", "learning-rate"),
     ),
     Rule(
         id="gradient-jump",
@@ -326,7 +379,7 @@ RULES = (
             " with the first inf or nan"
         ),
         judge=NonfiniteGradientNorm,
-        consequence_of=("nonfinite-loss",),
+        consequence_of=("nonfinite-loss", "nonfinite"),
     ),
     Rule(
         id="weight-jump",

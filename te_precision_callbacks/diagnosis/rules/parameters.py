@@ -51,6 +51,12 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "Pass all trainable parameters to the optimizer, including parameters that were added or replaced after the"
             " optimizer was created",
         ),
+        "converted": _Kind(
+            "{names} received gradients, but no optimizer updates them: Accelerate's FP8 conversion has replaced them",
+            "The conversion unfreezes frozen parameters and unties tied ones. After accelerator.prepare(), freeze again"
+            " what should not train (requires_grad_(False)), and tie again (such as model.tie_weights()). Or first call"
+            " accelerate.utils.convert_model(model), then freeze and tie, then create the optimizer",
+        ),
         "frozen_held": _Kind(
             "an optimizer contains {names}, with requires_grad=False",
             "If the parameter should train, set requires_grad=True; otherwise remove it from the optimizer",
@@ -93,6 +99,17 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "Copy the master weights into the weights after the optimizer step and before the next forward",
         ),
     },
+    "learning-rate": {
+        "overshoots": _Kind(
+            "an optimizer step is as large as the weight itself in {number:.0f} % of the sampled elements of {names},"
+            " and of nearly all other weights"
+        ),
+        "rises_again": _Kind(
+            "the learning rate fell to 0 in step {since} and has risen to {number:.2g} % of its largest value again",
+            "End the training where the schedule ends, or make the schedule as long as the training: check its number"
+            " of steps, and whether the scheduler steps more than once per optimizer step",
+        ),
+    },
     "kept-gradient": {
         "kept": _Kind(
             "the gradients of {all_names} were not cleared after the optimizer's step in {number:.0f} sampled steps,"
@@ -116,7 +133,14 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
         "no_reduction": _Kind(
             "{names}: ranks had the same values before the first step and now have different ones, as do most"
             " parameters; no wrapper that averages gradients was found"
-        )
+        ),
+        "no_sum": _Kind(
+            "{names}: ranks had the same values before the first step and now have different ones, while other"
+            " parameters are sharded or differ by rank",
+            "Ranks that hold parts of a layer, as in tensor or expert parallelism, compute parts of the gradients of"
+            " what they share: all-reduce their sum over these ranks before the optimizer step."
+            " DistributedDataParallel would average them; use it only over ranks with other data",
+        ),
     },
 }
 
@@ -225,6 +249,32 @@ RULES = (
         consequence_of=("missing-gradient", "dead-gradient"),
     ),
     Rule(
+        id="learning-rate",
+        title="the learning rate does not fit the training",
+        subject="model",
+        needs="some sampled steps of a torch.optim optimizer",
+        collect=_COLLECT,
+        condition=(
+            "in 2 sampled steps in a row, the update of 55 % of the sampled elements is at least 3/4 of the element, in"
+            " 90 % of the matrices. Or the learning rate falls to 0.5 % of its largest value, and then rises in 5"
+            " steps to 5 % of it again"
+        ),
+        silent=(
+            "weights that begin at 0; momentum of SGD, which is not counted; warm restarts, which rise in one step;"
+            " learning rates in tensors on a device"
+        ),
+        severity="warning",
+        source="arithmetic of Adam, whose first updates are as large as the learning rate; the thresholds are this"
+        " project's",
+        why="each step replaces what was learned before",
+        disproof="the weights are tiny on purpose, or the schedule is cyclic on purpose",
+        remedy=(
+            "Lower the learning rate, so that a step changes weights by about 1 % of their size, or warm it up. For"
+            " SGD, also check the size of the gradients"
+        ),
+        judge=functools.partial(ParameterRule, "learning-rate"),
+    ),
+    Rule(
         id="kept-gradient",
         title="gradients are not cleared between optimizer steps",
         subject="layer",
@@ -291,7 +341,10 @@ RULES = (
         source="arithmetic",
         why="each rank trains a separate model on its part of the data",
         disproof="the ranks average weights only every few steps, as local SGD does",
-        remedy=("Wrap the model in torch.nn.parallel.DistributedDataParallel or FSDP, or call accelerator.prepare()"),
+        remedy=(
+            "If each rank trains the whole model on its own data, wrap the model in DistributedDataParallel or FSDP, or"
+            " call accelerator.prepare(). If ranks compute parts of one batch, all-reduce the sum of their gradients"
+        ),
         judge=functools.partial(ParameterRule, "no-reduction", on_several_ranks=True),
     ),
 )

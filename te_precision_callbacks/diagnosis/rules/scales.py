@@ -305,14 +305,14 @@ RULES = (
         why="until a spike leaves the amax history, small elements round to 0",
         disproof="underflows% falls once the spike has left the history",
         remedy=(
-            "Use amax_compute_algo='most_recent', a shorter amax_history_len, or Float8CurrentScaling. If amax keeps"
-            " rising, look for the cause of the growth"
+            "If amax keeps rising, first lower the learning rate, or find another cause of the growth. Otherwise use"
+            " amax_compute_algo='most_recent', a shorter amax_history_len, or Float8CurrentScaling"
         ),
         cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
         judge=StaleScale,
         essential=True,
-        consequence_of=("diverging-loss", "growth"),
+        consequence_of=("diverging-loss", "growth", "learning-rate"),
     ),
     Rule(
         id="scales-differ",

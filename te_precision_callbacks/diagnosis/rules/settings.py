@@ -8,6 +8,11 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
+NEEDS_SCALER = (
+    "Gradients in float16 below 6e-8 are 0: scale the loss with torch.amp.GradScaler, which needs weights in float32"
+    " under torch.autocast(dtype=torch.float16). Or train in bfloat16"
+)
+
 
 class LossScaling(Judge):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
@@ -17,6 +22,11 @@ class LossScaling(Judge):
         self.judged = True
         if settings.loss_is_scaled and not settings.float16 and not _has_float16(facts):
             yield Sighting((), "", "", "a GradScaler scales the loss, but nothing runs in float16", None)
+
+
+def needs_scaler(facts: Facts) -> bool:
+    """Whether something runs in float16, and no GradScaler scales the loss."""
+    return facts.settings is not None and not facts.settings.loss_is_scaled and _has_float16(facts)
 
 
 def _has_float16(facts: Facts) -> bool:

@@ -90,7 +90,7 @@ class Sibling(Judge):
         if statistic == "underflows%":
             what = "round to 0"
             if odd.any():
-                light = lost_norm(numbers, facts, column)[0] < LOST_NORM
+                light = lost_norm(numbers, facts, column) < LOST_NORM
                 odd &= shares < underflow_threshold(numbers, facts, column)
         else:
             what = "are above the range of the format"
