@@ -86,7 +86,6 @@ class ScriptWatch:
         self._handles: list[Any] = []
         self._has_called = self._has_attached = self._has_ended = False
         self._process = os.getpid()
-        self._exit: SystemExit | None = None
 
     # ------------------------------------------------------------------ begin and end
 
@@ -104,20 +103,18 @@ class ScriptWatch:
         if torch.distributed.is_available():
             self._replace(torch.distributed, "destroy_process_group", self._before_group_ends)
         self._replace(os, "_exit", lambda status: self.stop(SystemExit(status) if status else None))
-        self._replace(sys, "exit", self._before_exit)
-        # Runs before the session's finalizer, which would report an error.
-        self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=101)
-
-    def _stop_at_exit(self) -> None:
-        from te_precision_callbacks.session.endings import uncaught_exception
-
-        self.stop(uncaught_exception() or self._exit)
-
-    def _before_exit(self, status: Any = None) -> None:
-        self._exit = None if status in (None, 0) else SystemExit(status)
+        # Runs before the session's finalizer, which stops the session.
+        self._at_exit = Finalize(None, self._finish, exitpriority=101)
 
     def stop(self, error: BaseException | None = None) -> None:
         """Stop the session and remove the hooks; warns if a model was called but not observed."""
+        self._finish()
+        for handle in self._handles:
+            handle.remove()
+        self._end(error)
+
+    def _finish(self) -> None:
+        """Warn if a model was called but not observed."""
         if self._has_called and not self._has_ended and os.getpid() == self._process:
             if not (self._backwards or self._has_attached):
                 logger.warning("The script ended without a backward pass, so no training was observed.")
@@ -128,9 +125,6 @@ class ScriptWatch:
                     f"no optimizer of the model stepped after the last {self._backwards} backward passes, so they are"
                     " not observed"
                 )
-        for handle in self._handles:
-            handle.remove()
-        self._end(error)
 
     def _end(self, error: BaseException | None = None) -> None:
         """Stop the session, if it runs. Hooks of optimizers stay, without effect, since one may be running."""
@@ -141,17 +135,17 @@ class ScriptWatch:
         if session is not None:
             session.stop(error)
 
-    def _end_training(self) -> None:
+    def _end_training(self, error: BaseException | None = None) -> None:
         session, self.session = self.session, None
         self._models, self._iterations = {}, 0
         self._waiting.clear()
         if session is not None:
-            session.stop()
+            session.stop(error)
 
     def _before_group_ends(self, group: Any = None, *_: Any) -> None:
         """Stop before the process group is destroyed; later, every rank would act as rank 0 and print the verdict."""
         if group is None or group is torch.distributed.group.WORLD:
-            self._end_training()
+            self._end_training(sys.exc_info()[1])  # of a try block whose finally destroys the group
 
     def _guard(self, function: Any) -> Any:
         """Wrap a function to report failures of the watch; the session's errors, such as ConfigError, still raise."""
@@ -334,7 +328,6 @@ class ScriptWatch:
     def _before_backward(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputation within a backward
             return
-        self._exit = None  # the script has caught it
         loss, gradient = tensors[0], gradients[0]
         if len(tensors) == 1 and loss.numel() == 1 and (gradient is None or gradient.numel() == 1):
             value = self._values.get(loss, loss)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import shlex
 import shutil
 import textwrap
 from collections.abc import Iterable
@@ -155,6 +157,17 @@ def visible(text: str) -> str:
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
+
+
+def shell_command(*words: str) -> str:
+    """Return a command to paste into a shell, with quoted words; characters that cannot be printed as in ``$'\\n'``."""
+    return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+
+
+def _escaped(word: str) -> str:
+    plain_bytes = (set(range(32, 127)) - set(b"'\\")).__contains__
+    codes = (chr(byte) if plain_bytes(byte) else f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return f"$'{''.join(codes)}'"
 
 
 def cell(what: object) -> Text:
