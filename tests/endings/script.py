@@ -1,10 +1,12 @@
-"""A healthy training of 22 steps, and then code that ends it: script.py session|with|watch|plain FOLDER CODE.
+"""A healthy training of 22 steps, and then code that ends it: script.py MODE FOLDER CODE.
 
-``session``: started, not stopped. ``with``: in a block. ``plain``: CODE does all.
+``session``: started, not stopped. ``with``: in a block. ``watch``: no session. ``plain`` and ``watched plain``: CODE
+does all. ``resume``: a run whose state is in the folder, in a block.
 """
 
 import ctypes  # noqa: F401  # for CODE
 import json
+import math  # noqa: F401
 import os
 import signal
 import sys
@@ -28,9 +30,12 @@ STEPS = 22
 mode, folder, code = sys.argv[1:]
 os.environ["TE_PRECISION_QUIET"] = "0"
 signal.signal(signal.SIGINT, signal.default_int_handler)
+rank = int(os.environ.get("RANK", "0"))
+if "WORLD_SIZE" in os.environ:
+    torch.distributed.init_process_group("gloo")
 sessions: list[InspectSession] = []
 # Written after the session's own end.
-Finalize(None, lambda: Path(folder, "healthy").write_text(str(sessions[0].healthy)), exitpriority=0)
+Finalize(None, lambda: sessions and Path(folder, "healthy").write_text(str(sessions[-1].healthy)), exitpriority=0)
 
 
 def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -46,15 +51,23 @@ def backward(model: torch.nn.Module, factor: float = 1.0) -> torch.Tensor:
     return loss
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, session: Any = None, steps: int = STEPS) -> None:
+def train(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    session: Any = None,
+    *,
+    steps: int = STEPS,
+    factor: float = 1.0,
+) -> None:
     for _ in range(steps):
-        loss = backward(model)
+        loss = backward(model, factor)
         optimizer.step()
         optimizer.zero_grad()
         if session is not None:
             session.log({"loss": loss})
             session.step()
-    sessions.append(session or running_session())
+    if rank == 0:
+        sessions.append(session or running_session())
 
 
 def kill(number: int) -> None:
@@ -65,11 +78,16 @@ def f(status: object) -> None:
     raise SystemExit(status)
 
 
-if mode == "watch":
+if mode in ("watch", "watched plain"):
     os.environ["TE_PRECISION_WATCH"] = json.dumps({"log_dir": folder})
     begin_from_environment()
-if mode == "plain":
+if mode in ("plain", "watched plain"):
     exec(code)
+elif mode == "resume":
+    model, optimizer = build()
+    with InspectSession(model=model, log_dir=folder) as session:
+        session.load_state_dict(torch.load(Path(folder, "state"), weights_only=False))
+        train(model, optimizer, session)
 else:
     model, optimizer = build()
     if mode == "watch":
