@@ -123,18 +123,19 @@ class ScriptWatch:
 
     def _finish(self) -> None:
         """Warn if a model was called but not observed."""
-        if self._has_called and not self._has_ended and os.getpid() == self._process:
-            if not (self._backwards or self._has_attached):
-                logger.warning("The script ended without a backward pass, so no training was observed.")
-            elif self._backwards and not self._iterations:
-                self._warn(self._backwards)
-            elif self._of_others:
-                self._warn(self._of_others, of_others=True)
-            if self.session is not None and self._backwards >= (self._limit if self._iterations else 1):
+        if not self._has_called or self._has_ended or os.getpid() != self._process:
+            return
+        if not (self._backwards or self._has_attached):
+            logger.warning("The script ended without a backward pass, so no training was observed.")
+        if self._backwards >= (self._limit if self._iterations else 1):
+            self._warn(self._backwards)
+            if self.session is not None:
                 self.session.note_unobserved(
                     f"no optimizer of the model stepped after the last {self._backwards} backward passes, so they are"
                     " not observed"
                 )
+        elif self._of_others:
+            self._warn(self._of_others, of_others=True)
 
     def _end(self, error: BaseException | None = None) -> None:
         """Stop the session, if it runs. Hooks of optimizers stay, without effect, since one may be running."""

@@ -22,7 +22,7 @@ from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.watch import BACKWARDS, MOST_IN_A_STEP, ScriptWatch, name_of_stage, read_options
+from te_precision_callbacks.watch import BACKWARDS, ScriptWatch, name_of_stage, read_options
 from tests.forked import executable
 from tests.reference.processes import run
 
@@ -364,12 +364,18 @@ def test_an_optimizer_that_does_not_step_any_more(
         (2, False, "After 2 backward passes no model with parameters"),
         (2 * BACKWARDS, False, f"After {BACKWARDS} backward passes no model with parameters"),
         (2 * BACKWARDS, True, f"After {2 * BACKWARDS} backward passes no optimizer of the model stepped"),
-        (MOST_IN_A_STEP + 1, True, f"After {MOST_IN_A_STEP} backward passes no optimizer of the model stepped"),
+        (3 * BACKWARDS, True, f"After {3 * BACKWARDS - 1} backward passes no optimizer of the model stepped"),
     ],
 )
 def test_a_warning_without_a_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, backwards: int, has_optimizer: bool, words: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    backwards: int,
+    has_optimizer: bool,
+    words: str,
 ) -> None:
+    monkeypatch.setattr("te_precision_callbacks.watch.MOST_IN_A_STEP", 3 * BACKWARDS - 1)
     model = Model()
     optimizers = [sgd(model)] * has_optimizer
     with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):

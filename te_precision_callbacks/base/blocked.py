@@ -59,10 +59,10 @@ class BlockedMainThread:
         threading.Thread(target=self._run, args=(reading,), name="te-precision SIGTERM", daemon=True).start()
 
     def end(self) -> None:
-        if self._pipe == -1:
+        """End the thread; in another thread than the main thread, which ends the process, a no-op."""
+        if self._pipe == -1 or threading.current_thread() is not threading.main_thread():
             return
-        if threading.current_thread() is threading.main_thread():
-            self._leave_pipe()
+        self._leave_pipe()
         os.write(self._pipe, _QUIT)
         os.close(self._pipe)
         self._pipe = -1

@@ -24,7 +24,7 @@ def exit_status(error: SystemExit) -> int:
 
 def error_text(error: BaseException) -> str:
     """Return class and message of an error; of a SystemExit, its exit status if that is not 0, and its text."""
-    text = str(error)
+    text = str(error).strip()
     if isinstance(error, SystemExit):
         status = exit_status(error)
         message = f": {text}" if isinstance(_CODE.__get__(error), str) else ""

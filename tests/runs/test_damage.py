@@ -31,7 +31,7 @@ COMMANDS = (
     ("compare", "run", "good"),
     ("speed", "run", "--device", "h100"),
 )
-DRAWS = 3  # of each kind of damage, with other places and values
+DRAWS = int(os.environ.get("DAMAGE_DRAWS", "1"))  # of each kind of damage, with other places and values
 
 
 @pytest.fixture(scope="module")
@@ -199,18 +199,14 @@ def test_each_command_reads_a_run_with_a_damaged_file(tmp_path: Path, good: Path
     shutil.copytree(good / "good", tmp_path / "good")
     with chdir(tmp_path):
         for file in run_files(good):
-            for _ in range(DRAWS if kind in ("truncated", "flipped", "strange values") else 1):
+            for _ in range(DRAWS):
                 shutil.rmtree("run", ignore_errors=True)
                 shutil.copytree("good", "run", symlinks=True)
                 KINDS[kind](Path("run", *file.parts[1:]), draw)
-                state = draw.getstate()
                 for command in (COMMANDS[0], draw.choice(COMMANDS[1:])):
-                    try:
-                        result = invoke(*command)
-                    except AssertionError as error:
-                        raise AssertionError(f"{file.name}, {kind}, draw {hash(state)}: {error}") from error
+                    result = invoke(*command)
                     if command[0] == "diagnose" and result.exit_code == 1 and result.exception is None:
-                        assert json.loads(result.stdout)["state"] == "problems found"
+                        assert json.loads(result.stdout)["state"] == "problems found", file
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "strange values"])
