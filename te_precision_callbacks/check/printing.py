@@ -95,7 +95,7 @@ def show(
     table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "reason, features")
     for row in planned[:_MOST_ROWS]:
         table.add_row(*_cells(row, checked.coverage.macs()))
-    terminal.show(table)
+    terminal.show(table, optional=("multiply-adds",))
     if planned[_MOST_ROWS:]:
         layers = sum(len(row.layers) for row in planned[_MOST_ROWS:])
         terminal.show_text(f"and {len(planned) - _MOST_ROWS} more rows with {layers} layers; --json lists all.")

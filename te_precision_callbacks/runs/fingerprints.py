@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.base.numerics.layouts import (
     PER_TENSOR,
     gemm_operand,
@@ -194,8 +195,8 @@ def read(folder: Path, rank: int) -> Fingerprint | None:
     for path in (folder / file_name(rank), folder / FILE_NAME):
         if path.exists():
             try:
-                return Fingerprint.from_text(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
+                return Fingerprint.from_text(regular_file(path).read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
                 raise FingerprintError(f"{path}: {error}") from error
     return None
 

@@ -555,7 +555,7 @@ class Run:
             then.callback(self.context.inspector.stop)
             then.callback(self.hooks.remove)
             if self._ends is not None:
-                then.callback(self._ends.at_exit.cancel)
+                then.callback(self._ends.cancel)
             for handle in self._optimizer_hooks:
                 then.callback(handle.remove)
             then.callback(self._updates.clear)

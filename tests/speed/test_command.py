@@ -296,6 +296,14 @@ def test_a_patch_can_be_copied() -> None:
     assert LONG in yaml.safe_load("\n".join(patch))["keep_in_high_precision"]["layers"]["layer_name_regex_pattern"]
 
 
+def test_a_table_on_a_narrow_terminal_leaves_out_columns() -> None:
+    write_planted(H100, inside=LONG)
+    assert "without casts, tokens x in x out, recipe: see --json" in run("speed", "logs", columns=80).output
+    wide = run("speed", "logs", columns=200).output
+    assert "without" not in wide
+    assert "tokens x in x out" in wide
+
+
 # -------------------------------------------------------------------------------------------------------- docs/speed.md
 
 

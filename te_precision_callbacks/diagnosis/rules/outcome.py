@@ -10,6 +10,8 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.runs.answers import ended_by, summarize_broken_contract
 from te_precision_callbacks.sinks.step_records import Event
 
+_BEFORE_ITS_END = ("Ctrl-C", "SIGTERM")
+
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
 
 
@@ -24,8 +26,14 @@ class FailedRun(Judge):
         first_line = event.text.partition("\n")[0].rstrip(":. ")
         if event.kind == "stopped":
             self.why_not, self.judged = first_line, False
-        is_end = event.kind == "segment_ended" and event.severity == "error"
-        if is_end and not ended_by(first_line) and not first_line.startswith(_EXPLAINED):
+        if event.kind == "earlier_start":
+            yield Sighting((), "", "", first_line, event.iteration, severity="note", key=first_line)
+        if event.kind != "segment_ended" or event.severity != "error":
+            return
+        cause = ended_by(first_line)
+        if cause in _BEFORE_ITS_END:
+            self.why_not, self.judged = f"{cause} ended the run after step {event.iteration}", False
+        elif not cause and not first_line.startswith(_EXPLAINED):
             yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
 
 
@@ -70,10 +78,14 @@ RULES = (
         subject="model",
         needs="the recorded end of a session",
         collect="a run recorded by a session",
-        condition="the last process of the run ended with an exception",
+        condition=(
+            "the last process of the run ended with an exception, or with an exit status other than 0. Not checked"
+            " after Ctrl-C or SIGTERM, since the run did not reach its end. A failure of an earlier start of a resumed"
+            " run is a note"
+        ),
         silent=(
-            "Ctrl-C, SIGTERM and sys.exit(), which the summary reports; exceptions that te-precision-callbacks"
-            " raises because of another finding"
+            "sys.exit() with status 0; exceptions that te-precision-callbacks raises because of another finding;"
+            " SIGTERM before the run was resumed"
         ),
         severity="error",
         source="arithmetic",

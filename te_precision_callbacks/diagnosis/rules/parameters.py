@@ -183,7 +183,7 @@ def layers_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names if name))
 
 
-_COLLECT = "at least 6 steps of the optimizer, each followed by the session's step()"
+_COLLECT = "at least 6 steps of the optimizer"
 
 RULES = (
     Rule(

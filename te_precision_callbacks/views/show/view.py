@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.base.terminal import shell_command, visible
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
@@ -191,7 +190,7 @@ def _speed(run: RecordedRun) -> str:
 
 def _command(run: RecordedRun, name: str) -> str:
     several = len(list_runs(run.path)) > 1
-    return shlex.join(["te-precision", name, str(run.path), *(["--run", run.run_id] if several else [])])
+    return shell_command("te-precision", name, str(run.path), *(["--run", run.run_id] if several else []))
 
 
 def short_names(*columns: pa.ChunkedArray) -> ShortNames:
