@@ -236,7 +236,11 @@ class ParameterChecks:
         self._replicas = Replicas(model, context.ranks)
         self._watch = ParameterWatch(model, context.failures)
         self._checked: set[str] = set()
-        self.begin, self.remove = self._watch.begin, self._watch.remove
+        self.begin, self.remove, self.after_optimizer_step = (
+            self._watch.begin,
+            self._watch.remove,
+            self._watch.after_step,
+        )
 
     @torch.no_grad()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -15,6 +16,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.runs.answers import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
@@ -209,18 +211,32 @@ class NonfiniteGradientNorm(Judge):
             yield from () if self._is_scaled else waiting
 
 
-class WeightJump(Judge):
+class WeightJump(ParameterRule):
     needed = 3
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("weight-jump")
         self._last: dict[Family, tuple[int, Column, Column]] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for statistic in ("cur_amax", "std", "l2_norm"):
             for column in numbers.columns(statistic, ("weight",)):
                 self.note_data(numbers.iteration)
-                yield from self._jump(numbers, facts, numbers.mask_nonfinite(column))
+                last = self._last.get(column.family)
+                column = numbers.mask_nonfinite(column)
+                if last is not None and statistic != "std":
+                    yield from self._vanished(numbers, facts, column, last[1])
+                yield from self._jump(numbers, facts, column)
+
+    @staticmethod
+    def _vanished(numbers: StepNumbers, facts: Facts, column: Column, before: Column) -> Iterator[Sighting]:
+        """Find weights that are 0; ``before``: logarithms of the last collection step."""
+        vanished = (column.values == 0) & np.isfinite(before.at(column.layers, np.nan))
+        if vanished.any():
+            names = itertools.compress(numbers.names_of(column), vanished)
+            layers = tuple(facts.sort_by_execution(names, "weight"))
+            seen = f"all elements are 0, and were not in an earlier step; {many(len(layers), 'layer')}"
+            yield Sighting(layers, "weight", column.family.statistic, seen, numbers.iteration, key="0")
 
     def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -330,16 +346,22 @@ RULES = (
     ),
     Rule(
         id="weight-jump",
-        title="the weights of many layers change at once",
+        title="weights are changed by other code than the optimizer",
         subject="layer",
-        needs="cur_amax, std or l2_norm of weights in at least 3 collection steps",
+        needs="steps of a torch optimizer; cur_amax, std or l2_norm of weights in at least 3 collection steps",
         collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or the default config; and a longer run",
         condition=(
             "amax, std or norm of the weights of at least 2 layers, and of half of all, changes by"
             f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
-            f" 2^{STEADY:g} before"
+            f" 2^{STEADY:g} before. Or a weight is 0 in a collection step, and was not before. Or code has written a"
+            " weight in place between two optimizer steps, more often than ever, and the sampled elements are 0, are the"
+            " first ones again, or differ from the last sample by half their norm and 8 times the ordinary change"
         ),
-        silent="weights that grow from 0 or from small values; a learning rate that is large from the start",
+        silent=(
+            "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"
+            " writes, such as clamping; averaged weights that are swapped in for an evaluation, and out again."
+            " Writes through .data and flat buffers do not raise the version: see diverging-loss"
+        ),
         severity="warning",
         source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); factor: this project",
         why="an optimizer step does not do this: other code has written the weights",
