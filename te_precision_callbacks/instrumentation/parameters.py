@@ -2,8 +2,8 @@
 differ from their master weights, and weights that other code than the optimizer overwrites.
 
 Gradients are checked on the host in every step. Weights are sampled in few steps, and no longer once they have changed,
-unless the optimizer holds master weights. The versions of weights, which writes in place raise, are read on the host in each step; a
-weight is compared with its last sample if code has written it more often than ever between two optimizer steps.
+unless the optimizer holds master weights. The versions of weights, which writes in place raise, are read in each step,
+on the host; a weight is compared with its last sample if code has written it more often than ever between two steps.
 """
 
 from __future__ import annotations

@@ -117,6 +117,11 @@ def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
     return list({tuple(row.values()): row for row in rows}.values())
 
 
+def margins(recipes: Iterable[Any]) -> list[float]:
+    """Return the margins of delayed scaling, without duplicates."""
+    return sorted({float(recipe.margin) for recipe in recipes if "DelayedScaling" in class_names(recipe)})
+
+
 # ---------------------------------------------------------------------- the state of modules
 
 

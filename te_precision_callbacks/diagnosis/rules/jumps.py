@@ -36,6 +36,10 @@ SPREADS, LOST = 4.0, 0.8
 """A rise above the best level, in spreads (95th percentile above the median); the share of the progress that is lost,
 or of the best level where there is no progress."""
 
+TIMES_CHANGE, OF_LOSS, STAYS, LEAST_CHANGES = 10.0, 0.1, 4, 8
+"""A jump of the loss: how many times as large as the largest change before, as a share of the loss, the losses in which
+half of it stays, and the least number of changes before."""
+
 FACTOR, SIGMAS, LEAST_NORMS, NORMS = 3.0, 7.0, 20, 128
 """Powers of two and standard deviations of the logarithm above the median of the norms before; how many of them."""
 
@@ -52,6 +56,7 @@ class DivergingLoss(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._curves: dict[str, _Curve] = {}
+        self._steps: dict[str, _Steps] = {}
         self._restored: list[tuple[int, float]] = []
 
     def event(self, event: Event) -> Iterator[Sighting]:
@@ -66,10 +71,12 @@ class DivergingLoss(Judge):
             self.note_data(iteration)
         for name in losses:
             if name not in self._curves:
-                self._curves[name] = _Curve(name)
+                self._curves[name], self._steps[name] = _Curve(name), _Steps(name)
                 for earlier in self._restored:
                     deque(self._curves[name].add(*earlier), maxlen=0)
+                    deque(self._steps[name].add(*earlier), maxlen=0)
             yield from self._curves[name].add(iteration, values[name])
+            yield from self._steps[name].add(iteration, values[name])
 
 
 class _Curve:
@@ -148,6 +155,34 @@ class _Curve:
         self._spreads.append(spread)
         if self._best is None or level < self._best[0]:
             self._best = level, spread
+
+
+class _Steps:
+    """The changes of one loss from step to step, for a jump that stays: other code may have written the weights."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: deque[tuple[int, float]] = deque(maxlen=STAYS + 2)
+        self._changes = 0
+        self._largest = 0.0
+
+    def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
+        if len(self._last) == STAYS + 2:
+            self._changes += 1
+            self._largest = max(self._largest, abs(self._last[1][1] - self._last[0][1]))
+        self._last.append((iteration, loss))
+        if self._changes < LEAST_CHANGES:
+            return
+        (_, before), (since, first), *_ = list(self._last)[-STAYS - 1 :]
+        jump = first - before
+        stays = min(value for _, value in list(self._last)[-STAYS:]) >= before + jump / 2
+        if stays and jump >= max(TIMES_CHANGE * self._largest, OF_LOSS * abs(before)) > 0:
+            times = jump / self._largest if self._largest else math.inf
+            seen = (
+                f"{self._name} has jumped from {before:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
+                " change before, and stays there"
+            )
+            yield Sighting((), "", "", seen, since, "warning")
 
 
 class GradientJump(Judge):
@@ -283,7 +318,9 @@ RULES = (
             f" losses before. Or the last {LASTS} are above the best level (the median of {BLOCK} losses) by"
             f" {SPREADS:g} times its spread (95th percentile minus median) and by {100 * LOST:g} % of the progress"
             " since the start, or of the level if there is no progress. Or, for a loss that was 0 or negative, the"
-            f" last {SIGNED} are {TIMES_SIGNED:g} times as large in magnitude as all of the 20 before. An error if"
+            f" last {SIGNED} are {TIMES_SIGNED:g} times as large in magnitude as all of the 20 before. Or it rises"
+            f" in one step by {TIMES_CHANGE:g} times its largest change before (of at least {LEAST_CHANGES}) and by"
+            f" {100 * OF_LOSS:g} %, and half of that stays for {STAYS} steps. An error if"
             " the loss is twice its first value; else a warning"
         ),
         silent=(
@@ -354,8 +391,8 @@ RULES = (
             "amax, std or norm of the weights of at least 2 layers, and of half of all, changes by"
             f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
             f" 2^{STEADY:g} before. Or a weight is 0 in a collection step, and was not before. Or code has written a"
-            " weight in place between two optimizer steps, more often than ever, and the sampled elements are 0, are the"
-            " first ones again, or differ from the last sample by half their norm and 8 times the ordinary change"
+            " weight in place between two optimizer steps, more often than ever, and the sampled elements are 0, are"
+            " the first ones again, or differ from the last sample by half their norm and 8 times the ordinary change"
         ),
         silent=(
             "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"
