@@ -158,20 +158,22 @@ class _Curve:
 
 
 class _Steps:
-    """The changes of one loss from step to step, for a jump that stays: other code may have written the weights."""
+    """The changes of one positive loss from step to step, for a jump that stays: code may have written the weights."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._last: deque[tuple[int, float]] = deque(maxlen=STAYS + 2)
         self._changes = 0
         self._largest = 0.0
+        self._least = math.inf
 
     def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
+        self._least = min(self._least, loss)
         if len(self._last) == STAYS + 2:
             self._changes += 1
             self._largest = max(self._largest, abs(self._last[1][1] - self._last[0][1]))
         self._last.append((iteration, loss))
-        if self._changes < LEAST_CHANGES:
+        if self._changes < LEAST_CHANGES or self._least <= 0:
             return
         (_, before), (since, first), *_ = list(self._last)[-STAYS - 1 :]
         jump = first - before
