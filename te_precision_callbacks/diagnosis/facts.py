@@ -92,7 +92,7 @@ class Settings:
         alike: whether these ranks have the same layers.
         ignored: arguments of recipes without effect, rows of
             :func:`~te_precision_callbacks.instrumentation.recipe_arguments.ignored_arguments`.
-        margins: margins of the recipes of delayed scaling.
+        margins: margins of delayed scaling that are not 0.
         amaxes: the ranks over which amaxes are reduced, rows of
             :func:`~te_precision_callbacks.instrumentation.recipe_arguments.amax_reductions`.
         unmeasured: why LogGemmError has measured nothing; empty otherwise.

@@ -171,7 +171,7 @@ RULES = (
         id="margin",
         title="delayed scaling has an unusual margin",
         subject="config",
-        needs="the recipes that layers used",
+        needs="a recipe with a margin",
         collect=_COLLECT,
         condition=(
             f"the margin of a DelayedScaling recipe is below 0, or at least {LARGE_MARGIN}; a note from"
