@@ -35,7 +35,7 @@ def is_found(family: str, power: int, seed: int, folder: Path) -> bool:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     shape = cast(Shape, "plain" if family in MODELS else family)
-    model = cast(ModelName, family if family in MODELS else "bytes")
+    model: ModelName = family if family in MODELS else "bytes"
     built = shaped(Healthy(shape, model, RECIPES[seed % len(RECIPES)], "float32", STEPS, seed, 1, BLOCKS))
     scale_gradient(built, BLOCK, 2.0**power)
     config = with_statistics_every(1)

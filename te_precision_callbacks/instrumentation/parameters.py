@@ -744,8 +744,9 @@ def _is_replaced(span: float, now: torch.Tensor, before: torch.Tensor, last: tor
     """
     norms = [part.float().flatten(1).norm(dim=1) for part in (now - last, last - before, now, last)]
     changed, ordinary, size, last_size = norms
-    replaced = (changed > OTHERWISE * span * ordinary) & (changed > REPLACED * torch.maximum(size, last_size))
-    return (replaced & (ordinary > 0) & (size > 0))[:, None, None].expand_as(now)
+    is_far = (changed > OTHERWISE * span * ordinary) & (changed > REPLACED * torch.maximum(size, last_size))
+    replaced: torch.Tensor = is_far & (ordinary > 0) & (size > 0)
+    return replaced[:, None, None].expand_as(now)
 
 
 def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:

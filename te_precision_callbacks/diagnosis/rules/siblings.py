@@ -249,7 +249,7 @@ def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool, least: float =
         before, behind = bits[:cut], bits[cut:]
         jump = np.median(behind) - np.median(before)
         if np.abs(jump) >= FEW_SPREADS * max(np.ptp(before), np.ptp(behind)):
-            result[cut] = jump
+            result[cut] = bits[cut] - np.median(before)
     return result
 
 
