@@ -103,6 +103,7 @@ class Settings:
         alike: whether these ranks have the same layers.
         ignored: arguments of recipes without effect, rows of
             :func:`~te_precision_callbacks.instrumentation.recipe_arguments.ignored_arguments`.
+        margins: margins of delayed scaling that are not 0.
         amaxes: the ranks over which amaxes are reduced, rows of
             :func:`~te_precision_callbacks.instrumentation.recipe_arguments.amax_reductions`.
         unmeasured: why LogGemmError has measured nothing; empty otherwise.
@@ -116,6 +117,7 @@ class Settings:
     ranks: int = 1
     alike: bool = True
     ignored: Sequence[Row] = ()
+    margins: Sequence[float] = ()
     amaxes: Sequence[Row] = ()
     unmeasured: str = ""
     expects_low: str = ""

@@ -1,8 +1,9 @@
-"""Finds parameters that do not train: missing gradients, weights that never change, and low-precision weights that
-differ from their master weights.
+"""Finds parameters that do not train: missing gradients, weights that never change, low-precision weights that
+differ from their master weights, and weights that other code than the optimizer overwrites.
 
 Gradients are checked on the host in every step. Weights are sampled in few steps, and no longer once they have changed,
-unless the optimizer holds master weights.
+unless the optimizer holds master weights. The versions of weights, which writes in place raise, are read in each step,
+on the host; a weight is compared with its last sample if code has written it more often than ever between two steps.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from te_precision_callbacks.instrumentation.finite_gradients import FiniteGradie
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import (
     BatchedChecks,
+    Compare,
     copy_all,
     local_part,
     raw_codes,
@@ -71,6 +73,19 @@ row, for a learning rate that is too large. After the first step, weights are as
 AT_ZERO, RISEN, RISING_STEPS = 0.005, 0.05, 5
 """Share of the largest learning rate that counts as 0, the share it rises to, and the steps in which it rises."""
 
+IDLE = 60
+"""Steps between the first and the last sampled gradient of 0 of a parameter whose similar parameters have gradients."""
+
+OTHERWISE, REPLACED = 8.0, 0.5
+"""An overwritten weight differs from its last sample by so many times the ordinary change, and by this share of its
+norm."""
+
+THIN = 4
+"""Every how many columns of a sample are kept for comparisons with overwritten weights."""
+
+LATE = 8
+"""Optimizer steps after which a weight that is equal to its first sample again was restored."""
+
 APART, APART_CHECKS = 0.01, 2
 """Share of sampled elements that differ from the master weight by more than rounding, and the consecutive checks that
 must find it.
@@ -89,8 +104,9 @@ class Problem(NamedTuple):
     Attributes:
         what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
             ``converted``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``,
-            ``all_kept``, ``overshoots``, ``rises_again``, ``nonfinite`` or ``nonfinite_gradient``; from
-            :mod:`replicas`, ``differs``, ``differs_from_start``, ``no_reduction`` or ``no_sum``.
+            ``all_kept``, ``overshoots``, ``rises_again``, ``idle``, ``emptied``, ``restored``, ``replaced``,
+            ``nonfinite`` or ``nonfinite_gradient``; from :mod:`replicas`, ``differs``, ``differs_from_start``,
+            ``no_reduction`` or ``no_sum``.
         name: the parameter; empty for a problem of the model.
         number: number of steps, or percentage of elements.
     """
@@ -138,6 +154,10 @@ class _Parameter:
         moves: iterations with an optimizer step that should have changed it.
         zeroed: last consecutive sampled iterations with only gradients of 0.
         overshot: the same with an update about as large as the weight in most elements; and the share of these.
+        version: version of the weight after its last optimizer step, or -1.
+        writes: maximum number of writes between two optimizer steps.
+        samples: first sample of the values, and the last two, with their iterations.
+        written: what other code than the optimizer did to the weight, and the iteration; or None.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
     """
@@ -157,6 +177,10 @@ class _Parameter:
     moves: tuple[int, ...] = ()
     zeroed: tuple[int, ...] = ()
     overshot: tuple[tuple[int, float], ...] = ()
+    version: int = -1
+    writes: int = 0
+    samples: tuple[tuple[int, torch.Tensor], ...] = ()
+    written: tuple[str, int] | None = None
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
 
@@ -176,6 +200,10 @@ class _Parameter:
             self.reference = None
         else:
             self.still_until = iteration
+
+    def note_written(self, what: str, iteration: int, share: float) -> None:
+        if share == 1 and self.written is None:
+            self.written = what, iteration
 
     def note_before(self, share: float) -> None:
         self.apart_before = share
@@ -327,6 +355,7 @@ class ParameterWatch:
             for entry in held:
                 entry.parameter.held_until = iteration
             self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
+            self._check_writes(held)
             self._compare_masters(optimizer)
             self._end_clearing(optimizer)
             if self._is_due:
@@ -346,6 +375,42 @@ class ParameterWatch:
         self._finite.before_clipping(
             [(known.name, gradient) for known, gradient in named if known is not None and gradient is not None]
         )
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        known = self._held.get(optimizer)
+        for entry in () if known is None else known[1]:
+            entry.parameter.version = entry.parameter.weight._version
+
+    def _check_writes(self, held: list[_Held]) -> None:
+        """Compare weights that were written more often since the last step than ever between two steps.
+
+        Regular writes, such as clamping or the copy of master weights, are thus compared once.
+        """
+        for entry in held:
+            parameter = entry.parameter
+            writes = parameter.weight._version - parameter.version
+            if writes > parameter.writes and parameter.version >= 0:
+                parameter.writes = writes
+                self._compare_with_samples(parameter)
+
+    def _compare_with_samples(self, parameter: _Parameter) -> None:
+        weight = local_part(parameter.weight)
+        if weight.dim() < 2 or is_quantized(weight) or not parameter.samples:
+            return
+        now, iteration = _thin_sample(weight), self._iteration
+        first, at_first = parameter.samples[0]
+        last, at_last = parameter.samples[-1]
+        self._has_sampled = True
+        checks: list[tuple[str, Compare, tuple[torch.Tensor, ...]]] = [("emptied", _is_emptied, (now, at_last))]
+        if last - first >= LATE:
+            checks.append(("restored", _is_restored, (now, at_first, at_last)))
+        if len(parameter.samples) > 1:
+            before, at_before = parameter.samples[-2]
+            span = max(1.0, (iteration - last) / (last - before))
+            checks.append(("replaced", functools.partial(_is_replaced, span), (now, at_before, at_last)))
+        for what, compare, tensors in checks:
+            note = functools.partial(parameter.note_written, what, iteration)
+            self._batches.add((what, iteration, last), compare, tensors, note)
 
     def _refresh(self) -> None:
         known, self._parameters = self._parameters, {}
@@ -458,11 +523,14 @@ class ParameterWatch:
         before = copy_all([master for _, master in masters])
         self._masters[optimizer] = [(held, iteration, copy) for (held, _), copy in zip(masters, before, strict=True)]
         first: list[tuple[_Parameter, torch.Tensor]] = []
+        values: list[tuple[_Parameter, torch.Tensor]] = []
         is_nonzero = functools.partial(torch.ne, other=0)
         for held in all_held:
             parameter, weight = held.parameter, held.parameter.weight
             if not weight.requires_grad:
                 continue
+            if weight.dim() > 1 and not is_quantized(local_part(weight)):
+                values.append((parameter, _thin_sample(local_part(weight))))
             gradient = _gradient(held)
             if gradient is not None:
                 gradient = sampled_view(local_part(gradient))
@@ -488,6 +556,8 @@ class ParameterWatch:
                 batches.add((id(held.group), now.relative, len(squares)), should_move, tensors, note)
         for (parameter, _), copy in zip(first, copy_all([elements for _, elements in first]), strict=True):
             parameter.reference, parameter.still_since = copy, iteration
+        for (parameter, _), copy in zip(values, copy_all([elements for _, elements in values]), strict=True):
+            parameter.samples = (*parameter.samples[:1], *parameter.samples[1:][-1:], (iteration, copy))
 
     def _compare_update(self, optimizer: Optimizer, held: _Held, gradient: torch.Tensor) -> None:
         now = sample(held.parameter.weight)
@@ -608,12 +678,15 @@ class ParameterWatch:
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:
                 yield from _weight_problems(parameter)
+            if parameter.written is not None:
+                yield Problem(parameter.written[0], parameter.name, parameter.written[1], 1)
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
         for schedule in self._schedules.values():
             if schedule.rises_again and schedule.zero_at is not None:
                 yield Problem("rises_again", "", schedule.zero_at, 100 * schedule.last / schedule.largest)
         yield from self._model_problems()
+        yield from self._idle_experts()
         yield from self._kept_gradients()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
             yield from self._unheld_parameters()
@@ -653,6 +726,27 @@ class ParameterWatch:
                 yield Problem(
                     "still", parameter.name, parameter.still_since, parameter.still_until - parameter.still_since
                 )
+
+    def _idle_experts(self) -> Iterator[Problem]:
+        """Find matrices with gradients of 0 for many steps, while similar ones have others, as experts without tokens.
+
+        The number is the percentage of similar matrices.
+        """
+        idle = [
+            parameter
+            for parameter in self._parameters.values()
+            if len(parameter.zeroed) >= UNCHANGED and parameter.zeroed[-1] - parameter.zeroed[0] >= IDLE
+        ]
+        if not idle:
+            return
+        matrices = [parameter for parameter in self._parameters.values() if parameter.weight.dim() > 1]
+        similar = Counter(form_of(parameter.name) for parameter in matrices)
+        zeroed = Counter(form_of(parameter.name) for parameter in matrices if parameter.zeroed)
+        for parameter in idle:
+            form = form_of(parameter.name)
+            if zeroed[form] < similar[form]:
+                share = 100 * zeroed[form] / similar[form]
+                yield Problem("idle", parameter.name, parameter.zeroed[0], share)
 
     def _kept_gradients(self) -> Iterator[Problem]:
         """Find gradients that are not cleared."""
@@ -771,6 +865,34 @@ def _is_converted(module: torch.nn.Module) -> bool:
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     precision = getattr(state, "_shared_state", {}).get("_mixed_precision")
     return precision == "fp8" and type(module).__module__.startswith("transformer_engine.")
+
+
+def _thin_sample(weight: torch.Tensor) -> torch.Tensor:
+    """Return few elements of a weight, since three samples of each weight are kept, as a view: [rows, columns]."""
+    return sampled_view(weight)[:, ::THIN]
+
+
+def _is_emptied(now: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    emptied = (now == 0).flatten(1).all(1) & (last != 0).flatten(1).any(1)
+    return emptied[:, None, None].expand_as(now)
+
+
+def _is_restored(now: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    restored = (now == first).flatten(1).all(1) & (last != first).flatten(1).any(1)
+    return restored[:, None, None].expand_as(now)
+
+
+def _is_replaced(span: float, now: torch.Tensor, before: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return a bool tensor, true for weights that differ far more from the last sample than samples from each other.
+
+    Args:
+        span: steps since the last sample, in steps between the two samples; at least 1.
+    """
+    norms = [part.float().flatten(1).norm(dim=1) for part in (now - last, last - before, now, last)]
+    changed, ordinary, size, last_size = norms
+    is_far = (changed > OTHERWISE * span * ordinary) & (changed > REPLACED * torch.maximum(size, last_size))
+    replaced: torch.Tensor = is_far & (ordinary > 0) & (size > 0)
+    return replaced[:, None, None].expand_as(now)
 
 
 def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -67,7 +67,7 @@ STEPS = pa.schema(
         ("iteration", _ITERATION),
         ("logging_step", pa.int64()),
         ("wall_time", pa.timestamp("us", tz="UTC")),
-        ("step_seconds", pa.float64()),  # since the previous records; null in the first row
+        ("step_seconds", pa.float64()),  # of all steps since the previous row; null in the first row
         ("observe_seconds", pa.float64()),  # spent by the session in session.step
         ("local", pa.bool_()),
         ("ranks", pa.int32()),

@@ -240,6 +240,7 @@ class ParameterChecks:
         self._checked: set[str] = set()
         self.begin, self.remove = self._watch.begin, self._watch.remove
         self.before_clipping = self._watch.before_clipping
+        self.after_optimizer_step = self._watch.after_step
 
     @torch.no_grad()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:

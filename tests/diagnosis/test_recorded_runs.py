@@ -81,6 +81,41 @@ def test_a_run_without_numbers_and_a_plain_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("least", "largest", "ordinary", "expected"),
+    [
+        (0.0039, 64.0, 4.0, 0),
+        (0.0039, 2048.0, 4.0, 0),
+        (64.0, 64.0, 64.0, 0),
+        (300.0, 300.0, 4.0, 0),
+        (119.0, 121.0, 120.0, 0),
+        (119.0, 121.0, 100.0, 1),
+    ],
+    ids=["power of two", "above all codes", "one scale", "no code", "codes", "codes far apart"],
+)
+def test_integers_in_a_plain_log_are_codes_only_if_min_and_max_can_be(
+    tmp_path: Path, least: float, largest: float, ordinary: float, expected: int
+) -> None:
+    """Real scales of block scaling are powers of two too; a code of E8M0 is at most 254."""
+    log = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
+    log.parent.mkdir()
+    line = (
+        "2026-11-22 13:01:44,718 - INFO - layers.{}.fc2_activation_{} \t\t\t\t iteration={:06d} \t\t\t\t value={:.4f}\n"
+    )
+    scales = ((layer, (least, largest) if layer == 5 else (min(least, ordinary), ordinary)) for layer in range(6))
+    rows = [
+        line.format(layer, statistic, 10 * step, value)
+        for layer, ends in scales
+        for step in range(5)
+        for statistic, value in zip(("scale_inv_min", "scale_inv_max"), ends, strict=True)
+    ]
+    log.write_text("".join(rows))
+    verdict = diagnose(tmp_path)
+    assert len(verdict) == expected, str(verdict)
+    if expected:
+        assert "2,100,000 times larger" in str(verdict), "2^21 between the codes 100 and 121"
+
+
+@pytest.mark.parametrize(
     ("line", "code"),
     [("sibling", 0), ("sibling 4.*", 0), ("sibling 5.*", 1), ("# sibling", 1), ("overflow", 1)],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -15,6 +16,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.runs.answers import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
@@ -44,6 +46,10 @@ NEGLIGIBLE = 0.01
 FALLEN = 0.25
 """The share of a rise that is left when the loss has fallen again."""
 
+TIMES_CHANGE, OF_LOSS, STAYS, LEAST_CHANGES = 10.0, 0.1, 4, 8
+"""A jump of the loss: how many times as large as the largest change before, as a share of the loss, the losses in which
+half of it stays, and the least number of changes before."""
+
 FACTOR, SIGMAS, LEAST_NORMS, NORMS = 3.0, 7.0, 20, 128
 """Powers of two and standard deviations of the logarithm above the median of the norms before; how many of them."""
 
@@ -60,6 +66,7 @@ class DivergingLoss(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._curves: dict[str, _Curve] = {}
+        self._steps: dict[str, _Steps] = {}
         self._restored: list[tuple[int, float]] = []
 
     def event(self, event: Event) -> Iterator[Sighting]:
@@ -77,10 +84,12 @@ class DivergingLoss(Judge):
             self.note_data(iteration)
         for name in losses:
             if name not in self._curves:
-                self._curves[name] = _Curve(name)
+                self._curves[name], self._steps[name] = _Curve(name), _Steps(name)
                 for earlier in self._restored:
                     deque(self._curves[name].add(*earlier), maxlen=0)
+                    deque(self._steps[name].add(*earlier), maxlen=0)
             yield from self._curves[name].add(iteration, values[name])
+            yield from self._steps[name].add(iteration, values[name])
 
 
 class _Curve:
@@ -197,6 +206,36 @@ class _Curve:
             self._best = level, spread
 
 
+class _Steps:
+    """The changes of one positive loss from step to step, for a jump that stays: code may have written the weights."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: deque[tuple[int, float]] = deque(maxlen=STAYS + 2)
+        self._changes = 0
+        self._largest = 0.0
+        self._least = math.inf
+
+    def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
+        self._least = min(self._least, loss)
+        if len(self._last) == STAYS + 2:
+            self._changes += 1
+            self._largest = max(self._largest, abs(self._last[1][1] - self._last[0][1]))
+        self._last.append((iteration, loss))
+        if self._changes < LEAST_CHANGES or self._least <= 0:
+            return
+        (_, before), (since, first), *_ = list(self._last)[-STAYS - 1 :]
+        jump = first - before
+        stays = min(value for _, value in list(self._last)[-STAYS:]) >= before + jump / 2
+        if stays and jump >= max(TIMES_CHANGE * self._largest, OF_LOSS * abs(before)) > 0:
+            times = jump / self._largest if self._largest else math.inf
+            seen = (
+                f"{self._name} has jumped from {before:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
+                " change before, and stays there"
+            )
+            yield Sighting((), "", "", seen, since, "warning")
+
+
 class GradientJump(Judge):
     needed, _kind_of_step = LEAST_NORMS, "logged gradient norm"
 
@@ -258,18 +297,32 @@ class NonfiniteGradientNorm(Judge):
             yield from () if self._is_scaled else waiting
 
 
-class WeightJump(Judge):
+class WeightJump(ParameterRule):
     needed = 3
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("weight-jump")
         self._last: dict[Family, tuple[int, Column, Column]] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for statistic in ("cur_amax", "std", "l2_norm"):
             for column in numbers.columns(statistic, ("weight",)):
                 self.note_data(numbers.iteration)
-                yield from self._jump(numbers, facts, numbers.mask_nonfinite(column))
+                last = self._last.get(column.family)
+                column = numbers.mask_nonfinite(column)
+                if last is not None and statistic != "std":
+                    yield from self._vanished(numbers, facts, column, last[1])
+                yield from self._jump(numbers, facts, column)
+
+    @staticmethod
+    def _vanished(numbers: StepNumbers, facts: Facts, column: Column, before: Column) -> Iterator[Sighting]:
+        """Find weights that are 0; ``before``: logarithms of the last collection step."""
+        vanished = (column.values == 0) & np.isfinite(before.at(column.layers, np.nan))
+        if vanished.any():
+            names = itertools.compress(numbers.names_of(column), vanished)
+            layers = tuple(facts.sort_by_execution(names, "weight"))
+            seen = f"all elements are 0, and were not in an earlier step; {many(len(layers), 'layer')}"
+            yield Sighting(layers, "weight", column.family.statistic, seen, numbers.iteration, key="0")
 
     def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -318,7 +371,10 @@ RULES = (
             " since the start, or of the level if there is no progress. Or, for a loss that was 0 or negative, the"
             f" last {SIGNED} are {TIMES_SIGNED:g} times as large in magnitude as all of the 20 before. Or the last"
             f" {LASTS} are all {OF_FIRST:g} times as large as the first loss, and {FIRST_SPREADS:g} standard deviations"
-            " of the logarithm above it. An error if the loss is twice its first value; else a warning. At the end of"
+            " of the logarithm above it. Or it rises in one step by"
+            f" {TIMES_CHANGE:g} times its largest change before (of at least {LEAST_CHANGES}) and by"
+            f" {100 * OF_LOSS:g} %, and half of that stays for {STAYS} steps. An error if the loss is twice its first"
+            " value; else a warning. At the end of"
             f" the run a note, if the loss has fallen again, so that {100 * FALLEN:g} % of the rise or less are left"
         ),
         silent=(
@@ -383,16 +439,22 @@ RULES = (
     ),
     Rule(
         id="weight-jump",
-        title="the weights of many layers change at once",
+        title="weights are changed by other code than the optimizer",
         subject="layer",
-        needs="cur_amax, std or l2_norm of weights in at least 3 collection steps",
+        needs="steps of a torch optimizer; cur_amax, std or l2_norm of weights in at least 3 collection steps",
         collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or the default config; and a longer run",
         condition=(
             "amax, std or norm of the weights of at least 2 layers, and of half of all, changes by"
             f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
-            f" 2^{STEADY:g} before"
+            f" 2^{STEADY:g} before. Or a weight is 0 in a collection step, and was not before. Or code has written a"
+            " weight in place between two optimizer steps, more often than ever, and the sampled elements are 0, are"
+            " the first ones again, or differ from the last sample by half their norm and 8 times the ordinary change"
         ),
-        silent="weights that grow from 0 or from small values; a learning rate that is large from the start",
+        silent=(
+            "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"
+            " writes, such as clamping; averaged weights that are swapped in for an evaluation, and out again."
+            " Writes through .data and flat buffers do not raise the version: see diverging-loss"
+        ),
         severity="warning",
         source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); factor: this project",
         why="an optimizer step does not do this: other code has written the weights",

@@ -28,6 +28,8 @@ class _Kind(NamedTuple):
     severity: Severity | None = None
 
 
+_WRITTEN = "{names}: other code than the optimizer"
+
 _KINDS: Mapping[str, Mapping[str, _Kind]] = {
     "missing-gradient": {
         "no_gradient": _Kind("{names} received no gradient in {number:.0f} optimizer steps"),
@@ -44,6 +46,12 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
         "left_out": _Kind(
             "{names}: not used in any forward in {number:.0f} steps, since step {since}",
             "If the module should train, check why forward() no longer calls it",
+            "note",
+        ),
+        "idle": _Kind(
+            "{names}: all sampled gradients have been 0 since step {since}, for example because experts get no tokens;"
+            " {number:.0f} % of similar weights",
+            "Check the load of the experts, and whether the router's auxiliary loss is part of the loss",
             "note",
         ),
         "not_held": _Kind(
@@ -109,6 +117,11 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "End the training where the schedule ends, or make the schedule as long as the training: check its number"
             " of steps, and whether the scheduler steps more than once per optimizer step",
         ),
+    },
+    "weight-jump": {
+        "emptied": _Kind(f"{_WRITTEN} set them to 0 before step {{since}}"),
+        "restored": _Kind(f"{_WRITTEN} restored their first values before step {{since}}"),
+        "replaced": _Kind(f"{_WRITTEN} replaced their values before step {{since}}"),
     },
     "kept-gradient": {
         "kept": _Kind(
@@ -196,7 +209,9 @@ RULES = (
             "a parameter receives no gradient in 6 steps of its optimizer, or in 64 steps if its module does not run"
             " while a similar parameter has a gradient. Or a parameter that had gradients receives none in 8 steps"
             " in which its module runs, twice its longest gap so far. Or a parameter has gradients, and no optimizer"
-            " of the process contains it. A parameter with requires_grad=False in an optimizer is a note"
+            " of the process contains it. A parameter with requires_grad=False in an optimizer is a note, and so is a"
+            " matrix with sampled gradients of 0 for 60 steps while similar matrices have others, as an expert without"
+            " tokens"
         ),
         silent=(
             "frozen parameters, and copies such as an EMA, that are not in an optimizer; optimizers that step less"
