@@ -216,7 +216,7 @@ def _from_rank(row: Row) -> _FromRank | None:
     try:
         data = _data(row)
         rule, (rank, *_), severity = data["rule"], data["ranks"], data["severity"]
-        texts = {name: str(data[name]) for name in ("tensor", "statistic", "seen", "patch", "remedy")}
+        texts: dict[str, Any] = {name: str(data[name]) for name in ("tensor", "statistic", "seen", "patch", "remedy")}
         sighting = Sighting(tuple(map(str, data["layers"])), since=data["since"], severity=severity, **texts)
     except (ValueError, TypeError, KeyError):
         return None

@@ -506,8 +506,9 @@ class ParameterWatch:
             if tensor is weight and weight.grad is not None:
                 arrivals: Any = _Arrivals(parameter, self._failures)
                 self._arrivals.setdefault(parameter, {}).setdefault(self._iteration, []).append(arrivals)
-                handles.append(weight.register_hook(arrivals.before))
-                handles.append(weight.register_post_accumulate_grad_hook(arrivals.after))
+                handles.append(weight.register_hook(arrivals.before))  # type: ignore[no-untyped-call]
+                handle = weight.register_post_accumulate_grad_hook(arrivals.after)  # type: ignore[no-untyped-call]
+                handles.append(handle)
         if handles:
             self._clearing[optimizer] = tuple(handles)
 
