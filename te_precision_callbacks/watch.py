@@ -393,7 +393,7 @@ class ScriptWatch:
             self._before[name] = weakref.ref(parameter), _first_elements(parameter)
 
     def _updated_by_hand(self) -> str:
-        """The models whose parameters have changed; copies from the device, and so only for a warning."""
+        """The models with changed parameters; copies from the device, and so only for a warning."""
         changed = []
         for name, (reference, before) in self._before.items():
             parameter = reference()

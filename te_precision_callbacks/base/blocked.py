@@ -24,7 +24,7 @@ _QUIT = b"\0"
 
 
 class BlockedMainThread:
-    """A thread that receives SIGTERM through a pipe, into which Python writes the number of each signal.
+    """A thread that receives SIGTERM through a pipe: Python writes the number of each signal into it.
 
     Does nothing if other code, such as asyncio, has set a wakeup descriptor.
 

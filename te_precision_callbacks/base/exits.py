@@ -15,7 +15,7 @@ _CODE: Any = vars(SystemExit)["code"]
 
 
 def exit_status(error: SystemExit) -> int:
-    """Return the status with which the exception ends a process, from 0 to 255."""
+    """Return the exit status of a process that the exception ends, from 0 to 255."""
     code = _CODE.__get__(error)
     if not isinstance(code, int):
         return int(code is not None)  # Python prints any other object, and ends with 1

@@ -121,7 +121,7 @@ def _watched(regions: AutocastRegions) -> Iterator[None]:
 
 
 def modules_with_regions(model: Model) -> list[str]:
-    """Return the paths of modules whose ``forward`` names Transformer Engine and ``autocast``."""
+    """Return the paths of modules with a ``forward`` that names Transformer Engine and ``autocast``."""
     names = module_names(model)
     modules = (module for _, root in named_roots(model) or () for module in root.modules())
     return [names[id(module)] for module in modules if id(module) in names and _enters_autocast(type(module).forward)]

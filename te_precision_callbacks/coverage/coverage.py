@@ -257,7 +257,7 @@ class Coverage(tuple[Product, ...]):
 
     @property
     def has_unknown(self) -> bool:
-        """Return whether products ran whose multiply-adds are neither counted nor estimated."""
+        """Return whether products ran that are neither counted nor estimated."""
         return any(product.runs == "uncounted" and not product.not_run.startswith(ESTIMATED) for product in self)
 
     @property

@@ -101,7 +101,7 @@ _NAME_WITHOUT_PRODUCT = re.compile(r"fused_\w+_cell|linear\dd|reorder|flatten|se
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether the elements are numbers or quantized numbers, rather than indices or a mask."""
+    """Return whether the elements are numbers or quantized numbers, rather than indices or a mask."""
     return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)
 
 

@@ -123,7 +123,7 @@ def is_evaluation_forward() -> bool:
 
 
 def is_checkpoint_without_backward() -> bool:
-    """Return whether a forward runs in a reentrant checkpoint of which no input needs a gradient.
+    """Return whether a forward runs in a reentrant checkpoint without an input that needs a gradient.
 
     Such a checkpoint has no backward, so the parameters inside it get no gradient.
     """

@@ -377,7 +377,7 @@ class ResumeReport:
 
     @property
     def without_scales(self) -> tuple[str, ...]:
-        """The layers whose scales were lost, so that their first step used scales of 1."""
+        """The layers with lost scales, so that their first step used scales of 1."""
         lost = [finding for finding in self.findings if finding.what.startswith((_MISSING, _UNSAVED, _ONES))]
         return tuple(dict.fromkeys(layer for finding in lost for layer in finding.layers))
 

@@ -136,7 +136,7 @@ class _Curve:
 
     @property
     def has_fallen(self) -> bool:
-        """Whether the last losses are near the level before the rise again."""
+        """Return whether the last losses are near the level before the rise again."""
         last = [value for _, value in self._recent][-LASTS:]
         is_usual = max(last) <= max(self._start[0], RISES[-1][2] * self._level)
         return is_usual and max(last) <= self._level + FALLEN * (self._peak - self._level)

@@ -29,7 +29,7 @@ class LossScaling(Judge):
 
 
 def needs_scaler(facts: Facts) -> bool:
-    """Whether something runs in float16, and no GradScaler scales the loss."""
+    """Return whether something runs in float16 although no GradScaler scales the loss."""
     return facts.settings is not None and not facts.settings.loss_is_scaled and _has_float16(facts)
 
 

@@ -115,7 +115,7 @@ class Sibling(Judge):
         )
 
     def _judge_zero(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
-        """Find weights of 0 whose similar layers have other weights; weights may be initialized to 0."""
+        """Find weights of 0 in layers with similar layers that have other weights; weights may be initialized to 0."""
         if not numbers.iteration:
             return
         is_zero = column.values == 0

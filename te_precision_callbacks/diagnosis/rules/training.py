@@ -159,7 +159,7 @@ class GradientNorm(Judge):
 
 
 class GradientSize(Judge):
-    """Checks the gradient norm against the limit of clipping, and the first loss against that of a uniform guess."""
+    """Checks the gradient norm against the limit of clipping, and the first loss against a uniform guess."""
 
     needed, _kind_of_step = CLIPPED_STEPS, "step with clipping"
     applies = False
