@@ -597,7 +597,7 @@ def test_few_alike_layers_need_stronger_evidence(count: int) -> None:
 def test_a_gradient_that_is_damped_on_its_way_to_the_first_layers() -> None:
     """Most of it passes by the earlier blocks on their residual connections."""
     few, known = of_blocks(6, ordinary()), facts(LAYERS[:12])
-    powers = {"h.2.fc1": 8, "h.1.fc1": 6, "h.0.fc1": 6}
+    powers = {"h.2.fc1": 8, "h.1.fc1": 7, "h.0.fc1": 7}
     finding = only(judged([scaled(few, "gradient", lambda layer: 2.0 ** powers.get(layer, 0))] * 3, known), "sibling")
     assert finding.layers == ("h.2.fc1",)
 
