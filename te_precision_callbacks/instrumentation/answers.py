@@ -32,6 +32,7 @@ from te_precision_callbacks.coverage.precision_audit import (
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.refusals import (
+    COMPILED,
     CUDA_GRAPH,
     DebugForward,
     DebugRefusal,
@@ -43,8 +44,14 @@ from te_precision_callbacks.instrumentation.refusals import (
 )
 from te_precision_callbacks.instrumentation.running import CurrentForward
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
-from te_precision_callbacks.instrumentation.watched import WatchedModules
-from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
+from te_precision_callbacks.instrumentation.watched import LEAVES_GRAPHS, WatchedModules
+from te_precision_callbacks.layers.forwards import (
+    ForwardClassifier,
+    ForwardKind,
+    compiled_in_callers_only,
+    outside_of_dynamo,
+    running_forward,
+)
 from te_precision_callbacks.layers.fp8_state import delayed_state, delayed_states
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.names import STALE
@@ -198,6 +205,19 @@ class DebugPathDecisions:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
         return bool(self._upstream_is_debug_iter(module))
 
+    def enter_compiled(self, module: Any, kind: ForwardKind, arguments: Any) -> None:
+        """Note a forward in a compiled graph, which only its fused path has; the tap sees all of its formats."""
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        self.current.kind, self.current.module, self.current.has_quantized_input = kind, module, False
+        self.current.input_needs_gradient = arguments.input_requires_grad
+        if kind is ForwardKind.OBSERVED:
+            self.ran.add(id(module))
+        self.note_plan(module, (), kind, idle=True, graph_in_fp8=arguments.fp8)
+        if not self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
+            module.__dict__["next_iter_when_debug_should_be_run"] = None
+            self._note_refusal(module, COMPILED)
+
     def _check_cached(self, module: Any, frame: FrameType | None) -> None:
         """Check once per iteration whether the weights that a forward reads from the cache are stale."""
         if not module.__dict__.get("_fp8_workspaces") or id(module) in self._checked_cache:
@@ -211,16 +231,23 @@ class DebugPathDecisions:
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
         self._upstream_is_debug_iter = upstream
-        unwatched, classify = self.unwatched, self._classify
+        unwatched, classify, watched = self.unwatched, self._classify, self.watched
 
         @outside_of_dynamo
-        def is_debug_iter(module: Any) -> bool:
+        def note_unwatched(module: Any) -> bool:
             self.ran_elsewhere = True
             if module.training and torch.is_grad_enabled() and not classify.paused:
                 unwatched.add(module)
             return False
 
-        return is_debug_iter
+        def is_debug_iter(module: Any) -> bool:
+            if torch.compiler.is_dynamo_compiling():
+                return hasattr(module, LEAVES_GRAPHS)  # True makes Transformer Engine leave the graph for the call
+            if id(module) in watched.modules:  # one that may be in a graph; others answer by themselves
+                return id(module) in watched.armed and self.is_debug_iter(module)
+            return note_unwatched(module)
+
+        return compiled_in_callers_only(is_debug_iter)
 
     def make_no_debug_features_active(self, upstream: Any) -> Any:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
@@ -255,17 +282,26 @@ class DebugPathDecisions:
 
         return no_debug_features_active
 
-    def note_plan(self, module: Any, quantizers: Iterable[Any], kind: ForwardKind, *, idle: bool) -> None:
-        """Record the GEMMs that a forward and its backward will run, with their precision if no feature acts."""
+    def note_plan(
+        self, module: Any, quantizers: Iterable[Any], kind: ForwardKind, *, idle: bool, graph_in_fp8: bool | None = None
+    ) -> None:
+        """Record the GEMMs that a forward and its backward will run, with their precision if no feature acts.
+
+        ``graph_in_fp8``: whether a compiled graph, in which the tap sees each GEMM, runs the module in FP8. The module
+        does not have its state of this forward yet.
+        """
         fprop_only = kind is ForwardKind.SILENT
         try:
-            self.watched.resting.note_training(module, idle=idle)
+            fp8 = bool(module.fp8) if graph_in_fp8 is None else graph_in_fp8
+            self.watched.resting.note_training(module, idle=idle, fp8=fp8)
             layers, left_out = self.watched.layers[id(module)], dict[LayerGemm, str]()
             if not fprop_only:
                 left_out = gemms_left_out(module, layers, input_needs_gradient=self.current.input_needs_gradient)
                 self._audit.leave_out(left_out)
             gemms = [LayerGemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
             self._audit.expect(gemm for gemm in gemms if gemm not in left_out)
+            if graph_in_fp8 is not None:
+                return
             if idle:
                 formats = formats_of_fused_path(module, layers, fp8=module.fp8)
                 formats = select_fprop(formats) if fprop_only else formats

@@ -155,6 +155,13 @@ CUDA_GRAPH = DebugRefusal(
     applies_to_forward=lambda forward: is_captured(),
     lasts=True,
 )
+COMPILED = DebugRefusal(
+    "torch.compile",
+    "te.Linear is one operator of the compiled graph (torch 2.14 and newer), so features that change precision cannot"
+    " act on it; train without torch.compile",
+    "pytorch.module.linear:Linear._compile_eager_fallback_reason",
+    'return "debug instrumentation (nvidia-dlfw-inspect)"',
+)
 REFUSALS = (
     DebugRefusal(
         "delay_wgrad_compute",
@@ -226,6 +233,7 @@ class RefusedLayers:
     Attributes:
         modules: modules that must never take the debug path, by id.
         in_graphs: modules in CUDA graphs that cannot be bypassed, by id.
+        acting: id of a module -> its layers with features.
     """
 
     def __init__(self, *, strict: bool) -> None:
@@ -233,7 +241,7 @@ class RefusedLayers:
         self.in_graphs: dict[int, torch.nn.Module] = {}
         self.strict = strict
         self._refused: dict[str, dict[DebugRefusal, None]] = {}
-        self._acting: dict[int, list[str]] = {}
+        self.acting: dict[int, list[str]] = {}
         self._notices = Notices()
 
     def leave(
@@ -280,7 +288,7 @@ class RefusedLayers:
         self.modules = refusals_by_module
         for layer_name, refusal in before.items():
             self._refused.setdefault(layer_name, {})[refusal] = None
-        self._acting = {
+        self.acting = {
             id(named.module): [
                 layer.name
                 for layer in named.layers
@@ -292,7 +300,7 @@ class RefusedLayers:
 
     def note(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         self._note_graph(module, refusal)
-        refused = dict.fromkeys(self._acting.get(id(module), ()), refusal)
+        refused = dict.fromkeys(self.acting.get(id(module), ()), refusal)
         if self.strict and refused:
             raise _error(refused)
         for layer in refused:
