@@ -35,6 +35,8 @@ def error_text(error: BaseException) -> str:
 class ExitWatch:
     """The SystemExit that ends the process, from :meth:`begin` to :meth:`end`.
 
+    Where the class cannot be changed, as in another Python than CPython, none is seen.
+
     Attributes:
         error: the exception; None before the end of the process, and if another way ends it.
     """
@@ -62,6 +64,9 @@ class ExitWatch:
 
 
 def _set_code(descriptor: Any) -> None:
-    (attributes,) = gc.get_referents(vars(SystemExit))  # the dictionary of a built-in class, behind a read-only proxy
-    attributes["code"] = descriptor
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    for attributes in gc.get_referents(
+        vars(SystemExit)
+    ):  # the dictionary of a built-in class, behind a read-only proxy
+        if isinstance(attributes, dict) and "code" in attributes and sys.implementation.name == "cpython":
+            attributes["code"] = descriptor
+            ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
