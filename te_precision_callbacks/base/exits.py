@@ -64,9 +64,7 @@ class ExitWatch:
 
 
 def _set_code(descriptor: Any) -> None:
-    for attributes in gc.get_referents(
-        vars(SystemExit)
-    ):  # the dictionary of a built-in class, behind a read-only proxy
+    for attributes in gc.get_referents(vars(SystemExit)):  # the dictionary behind a read-only proxy
         if isinstance(attributes, dict) and "code" in attributes and sys.implementation.name == "cpython":
             attributes["code"] = descriptor
             ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
