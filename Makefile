@@ -3,6 +3,8 @@
 # make test-quick   the first case of each test that is not marked slow or processes: tests/quick.py
 # make test-processors   all tests with the instructions of other processors, as far as this one has them, and with two threads
 # make test-newest   all tests with the newest versions of all packages, in .venv-newest; WITH="transformers<5" takes an older one
+# make mutants   changes one line of code at a time, and lists the changes that no test near the code notices; minutes.
+#                ARGS="--count 60 --seed 7 --jobs 2 te_precision_callbacks/speed" takes other changes
 # make install   only set up the environment for tests and checks
 # make docs   the docs site, in site/; open site/index.html
 # make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own tests on the reference backend
@@ -27,7 +29,8 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # Processes start sooner where Python may keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick test-processors test-newest tests lint style types docs te-suite gpu-check clients proof install install-demo clean
+.PHONY: demo test test-quick test-processors test-newest tests mutants lint style types docs te-suite gpu-check clients \
+	proof install install-demo clean
 .DEFAULT_GOAL := test
 
 install-demo:
@@ -52,8 +55,8 @@ lint: style types
 
 # One thread a process, and none that spins: the workers take all processors. No pool of processes compiles beside them, and
 # torch does not try by compiling which of the processor's vector instructions the compiler knows.
-PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 $(SETTING) \
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+ONE_THREAD = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1
+PYTEST = $(ONE_THREAD) $(SETTING) $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 tests: install
 	$(PYTEST)
@@ -76,6 +79,9 @@ test-newest: BIN := .venv-newest/bin
 test-newest:
 	@$(PYTHON) tools/environment.py .venv-newest newest $(if $(WITH),"$(WITH)")
 	$(PYTEST) $(ARGS)
+
+mutants: install
+	$(ONE_THREAD) $(BIN)/python -m tools.mutants $(ARGS)
 
 $(DOCS_INSTALLED): requirements-docs.lock
 	@echo "Setting up $(DOCS_VENV): this takes half a minute the first time."

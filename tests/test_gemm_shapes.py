@@ -1,9 +1,12 @@
 """The table of shapes that GEMMs take; that the reference backend follows it is in tests/reference."""
 
-from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, refusals
+import pytest
+
+from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, refusals, takes_any_layout
 from te_precision_callbacks.base.vocabulary import RECIPES
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
+CONSUMER_BLACKWELL = (12, 0)
 
 
 def test_every_recipe_has_its_rules() -> None:
@@ -19,6 +22,26 @@ def test_a_refusal_names_gemm_dimension_and_next_size() -> None:
     assert (refusal.gemm, refusal.dimension, refusal.size, refusal.next_size) == ("wgrad", "tokens", 24, 32)
     assert str(refusal).startswith("wgrad: tokens is 24, but must be a multiple of 16 (next: 32) for ")
     assert refusals("fp8_delayed_scaling", BLACKWELL, tokens=24, in_features=64, out_features=64) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "takes"),
+    [
+        ((8, 9), False),
+        (HOPPER, False),
+        (BLACKWELL, True),
+        ((10, 3), True),
+        ((11, 0), True),
+        (CONSUMER_BLACKWELL, False),
+        ((12, 1), False),
+        ((13, 0), True),
+    ],
+)
+def test_the_capabilities_whose_fp8_gemms_take_any_layout(capability: tuple[int, int], takes: bool) -> None:
+    """From ``nvte_is_non_tn_fp8_gemm_supported`` of TE 2.20.2: from 10.0 on, except 12.x."""
+    assert takes_any_layout(capability) == takes
+    refused = refusals("fp8_delayed_scaling", capability, tokens=24, in_features=64, out_features=64)
+    assert [(refusal.gemm, refusal.next_size) for refusal in refused] == [("wgrad", 32)] * (not takes)
 
 
 def test_modules_assert_what_a_gemm_alone_would_take() -> None:

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,21 @@ def of_steps(
             optimizer.zero_grad(set_to_none=False)
             session.step()
     return {str(session.coverage(at=step)) for step in range(steps)}
+
+
+@pytest.mark.parametrize(("since", "spans"), [(0, [0]), (1, [0]), (2, [0, 2])])
+def test_a_precision_that_becomes_known_one_step_late_holds_before(
+    tmp_path: Path, since: int, spans: list[int]
+) -> None:
+    """Of earlier steps than that, nothing is known."""
+    session = InspectSession(CONFIG, log_dir=tmp_path)
+    of_steps(session)
+    results = session._results
+    seen = [replace(entry, since=since) for entry in results.audit.history.spans() if entry.gemm == "fprop"]
+    by_span = results.coverage.by_span(seen, {})
+    fprop = [span for span in by_span if (span.product.layer, span.product.gemm) == ("fc", "fprop")]
+    assert [span.since for span in fprop] == spans
+    assert [bool(span.product.operands) for span in fprop] == [False, True][-len(spans) :]
 
 
 @pytest.mark.parametrize(("sections", "skipped"), [(None, (0, 1, 2)), (None, (2, 3)), (CONFIG, (0,)), (CONFIG, (4,))])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.session import InspectSession
@@ -138,6 +139,32 @@ def test_a_layer_that_is_recomputed_in_the_backward(tmp_path: Path, use_reentran
             out = te.checkpoint(net["layer"], x, use_reentrant=use_reentrant)
         out.sum().backward()
     assert "the layer 'layer' cannot run the GEMM wgrad" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "tokens"),
+    [
+        (lambda **keywords: te.Linear(32, 64, parallel_mode="column", **keywords), 20),
+        (lambda **keywords: te.Linear(64, 32, parallel_mode="row", **keywords), 10),
+        (lambda **keywords: te.LayerNormMLP(32, 128, set_parallel_mode=True, **keywords), 20),
+    ],
+    ids=["column", "row", "LayerNormMLP"],
+)
+def test_with_sequence_parallelism_a_gemm_has_the_tokens_of_all_ranks(
+    make: Callable[..., torch.nn.Module], tokens: int, tmp_path: Path
+) -> None:
+    """Where the operand is split over tokens: each of two ranks has ten of them."""
+    stand_for(HOPPER)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        group = torch.distributed.new_group([0, 1])
+        net = torch.nn.ModuleDict({"layer": make(tp_group=group, tp_size=2, sequence_parallel=True)})
+        with pytest.raises(ValueError) as raised, InspectSession(statistics(), model=net, log_dir=tmp_path):  # noqa: PT011
+            with te.autocast(recipe=recipes.Float8CurrentScaling()):
+                net["layer"](torch.randn(10, 32))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert f"is {tokens}, but must be a multiple of 8 for" in raised.value.__notes__[0]
 
 
 OTHERS = {

@@ -670,6 +670,23 @@ def test_masters_of_fused_adam(tmp_path: Path, restores: bool) -> None:
     assert [(item.rule, item.layers) for item in result] == [("frozen-weight", ("1",))] * restores
 
 
+def test_a_quantized_weight_whose_updates_are_far_below_its_smallest_number(tmp_path: Path) -> None:
+    """All but one of its elements are 0 in FP8, whose smallest number is 4.4e-6 here; the masters take the updates."""
+    with te.quantized_model_init(enabled=True, recipe=Float8CurrentScaling()):
+        model = torch.nn.Sequential(te.Linear(128, 128, bias=False))
+    masters = Masters(model, "at once", lr=1e-9)
+    with torch.no_grad():
+        masters.masters[0].copy_(torch.linspace(1e-7, 2e-7, 128 * 128).view(128, 128))
+        masters.masters[0][0, 0] = 1.0
+    masters.copy()
+    codes = model[0].weight._data.clone()
+    assert codes.count_nonzero() == 1
+    verdict = trained(tmp_path, model, masters.optimizer, loss=lambda _: model(torch.randn(128, 128)).square().mean())
+    assert not of_parameters(verdict)
+    assert "frozen-weight" not in verdict.judged, "no update had to show"
+    assert torch.equal(model[0].weight._data, codes)
+
+
 # ---------------------------------------------------------------------- the end of a run
 
 

@@ -10,8 +10,10 @@ import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.common.recipe import CustomRecipe, Float8CurrentScaling
 from transformer_engine.debug.features.api import TEConfigAPIMapper
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.config import ConfigError
@@ -295,6 +297,48 @@ def test_a_weight_that_exists_only_quantized(tmp_path: Path) -> None:
     dump = the_dump(tmp_path)
     assert "high_precision" not in dump.tensors
     assert torch.equal(dumps.dequantize(dump), expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "collected"),
+    [
+        (Float8CurrentScaling(), ["mse", "mxfp8_mse"]),
+        (CustomRecipe(qfactory=lambda role: IdentityQuantizer()), ["mxfp8_mse"]),
+        (None, ["mxfp8_mse"]),
+    ],
+    ids=["FP8", "identity", "none"],
+)
+def test_of_a_tensor_in_high_precision_only_what_names_a_recipe(
+    tmp_path: Path, recipe: Any, collected: list[str]
+) -> None:
+    struct = [{"tensor": "activation", "stats": ["mse", "mxfp8_mse"], "only_quantized": True}]
+    with plain({"LogFp8TensorStats": {"enabled": True, "tensors_struct": struct}}, tmp_path) as logged:
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            linear()(torch.randn(32, 32)).sum().backward()
+        debug_api.step()
+    assert sorted(logged.rows) == [f"linear_activation_{name}" for name in collected]
+
+
+def test_a_hybrid_tensor_without_a_columnwise_part(tmp_path: Path) -> None:
+    """As where the input needs no gradient: what fprop reads is measured."""
+    x = random(0)
+    e5m2 = quantizer("fp8_current_scaling", e5m2=True)
+    hybrid = HybridQuantizer(rowwise_quantizer=e5m2, columnwise_quantizer=IdentityQuantizer())
+    features = {"LogFp8TensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["scale_inv_max"]}}
+    with plain(features, tmp_path) as logged:
+        debug_api.transformer_engine.inspect_tensor(
+            layer_name="linear",
+            tensor_name="activation",
+            iteration=0,
+            tp_group=None,
+            tensor=x,
+            quantizer=hybrid,
+            rowwise_quantized_tensor=hybrid(x),
+            columnwise_quantized_tensor=None,
+        )
+        debug_api.step()
+    expected = x.abs().max().item() / torch.finfo(torch.float8_e5m2).max
+    assert logged.rows["linear_activation_scale_inv_max"][0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_conditions_without_a_session(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -312,6 +312,12 @@ def test_a_pair_that_cannot_hold_is_refused_with_both_places(
     assert len({line for line, _ in places}) == 2
     assert repr(one.feature) in str(refused.value)
     assert repr(other.feature) in str(refused.value)
+    disputed = re.search(r"'(\w+)' (quantizes tensors of|runs in high precision) the GEMM", str(refused.value))
+    by_both = (one.scaled | one.rounded) & (other.scaled | other.rounded)
+    assert bool(disputed) == (one.feature != other.feature and not by_both)
+    if disputed:
+        (named,) = [choice for choice in (one, other) if choice.feature == disputed[1]]
+        assert bool(named.scaled) == (disputed[2] == "quantizes tensors of")
 
 
 def one_step(config: Any, folder: Path) -> InspectSession:

@@ -486,20 +486,26 @@ def test_adam_of_fp8_parameters() -> None:
         assert inverses[index].item() == 1 / 16
 
 
+@pytest.mark.parametrize("decays_after", [False, True])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_sgd(momentum: float, nesterov: bool) -> None:
+def test_sgd(momentum: float, nesterov: bool, decays_after: bool) -> None:
+    """Weight decay after the momentum is not in what the momentum sums up."""
     params, velocity = _tensors(0), _zeros()
     copies = _zeros(torch.float16)
     expected = [torch.nn.Parameter(param.clone()) for param in params]
-    optimizer = torch.optim.SGD(expected, LR, momentum, weight_decay=DECAY, nesterov=nesterov)
+    decay = 0.0 if decays_after else DECAY
+    optimizer = torch.optim.SGD(expected, LR, momentum, weight_decay=decay, nesterov=nesterov)
     for step in range(4):
         grads = _tensors(step + 1)
         for parameter, grad in zip(expected, grads, strict=True):
             parameter.grad = grad.clone()
+        before = [parameter.detach().clone() for parameter in expected]
         optimizer.step()
+        if decays_after:
+            torch._foreach_add_([parameter.data for parameter in expected], before, alpha=-LR * DECAY)
         tex.multi_tensor_sgd(
             CHUNK, FLAG, [[g * 8 for g in grads], params, velocity, copies], DECAY, momentum, 0.0, LR, nesterov,
-            step == 0, False, 0.125,
+            step == 0, decays_after, 0.125,
         )  # fmt: skip
         torch.testing.assert_close(params, [parameter.detach() for parameter in expected], rtol=1e-6, atol=1e-6)
         assert all(map(torch.equal, copies, [parameter.half() for parameter in params]))

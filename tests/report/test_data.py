@@ -55,6 +55,14 @@ def test_a_cell_is_the_worst_of_its_steps(most: int) -> None:
         assert overview.worst[REDUCED].tolist() == [max(values, key=family.badness) for values in grid.values]
 
 
+def test_a_family_has_the_gemm_of_its_series() -> None:
+    assert {series.family.gemm for series in Subjects(RUN).families} == {None}
+    column = RUN.series.schema.get_field_index("gemm")
+    gemms = pa.array(["fprop"] * len(RUN.series), RUN.series.schema.field(column).type)
+    run = replace(RUN, series=RUN.series.set_column(column, "gemm", gemms))
+    assert {series.family.gemm for series in Subjects(run).families} == {"fprop"}
+
+
 def test_families_that_are_read_in_pieces_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     subjects, columns = Subjects(RUN), Columns.of(RUN, 9)
     whole = list(overviews(RUN, subjects.families, columns))

@@ -5,7 +5,7 @@ import itertools
 import json
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Planted:
         recompute: whether the blocks are run again in the backward.
         again: how many micro-batches there are.
         late: microseconds that the host takes for each launch; kernels take some 100.
+        casts_behind: whether a node of autograd runs within the range of its layer, and the engine casts behind that.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Planted:
         recompute: bool = False,
         again: int = 1,
         late: float = 10.0,
+        casts_behind: bool = False,
     ) -> None:
         self.events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {}}]
         self.truth: list[Kernel] = []
         self._ranges, self._recompute, self._late = ranges, recompute, late
+        self._casts_behind = casts_behind
         self._now = self._free = 1000.0
         self._numbers = itertools.count(1)
         self._thread = 1
@@ -159,12 +162,16 @@ class Planted:
     def _backward_of(self, name: str, key: str, node: str, ranged: str = "") -> Iterator[None]:
         thread, begin, sequence = self._forwards[f"{name} {key}"].pop()
         facts = {"cat": "fwdbwd", "name": "fwdbwd", "pid": 1, "id": next(self._numbers)}
+        named = layer_range(ranged, backward=True) if ranged else "(none)"
         with self._operator(f"autograd::engine::evaluate_function: {node}", sequence):
             self.events.append({"ph": "s", "tid": thread, "ts": begin, **facts})
-            self.events.append({"ph": "f", "bp": "e", "tid": self._thread, "ts": self._now, **facts})
-            with self._operator(node, sequence):
-                with self._range(layer_range(ranged, backward=True) if ranged else "(none)"):
-                    yield
+            with self._range(named) if self._casts_behind else nullcontext():
+                self.events.append({"ph": "f", "bp": "e", "tid": self._thread, "ts": self._now, **facts})
+                with self._operator(node, sequence):
+                    with nullcontext() if self._casts_behind else self._range(named):
+                        yield
+            if self._casts_behind and ranged:
+                self._kernel(CAST, 20, ranged, "", "cast")
 
     @contextmanager
     def _operator(self, name: str, sequence: int = -1) -> Iterator[None]:

@@ -40,7 +40,7 @@ def summed(rows: Iterable[tuple[Any, float, int]]) -> tuple[Counter[Any], Counte
     return times, counts
 
 
-@pytest.mark.parametrize("facts", [{}, {"again": 2, "recompute": True}], ids=str)
+@pytest.mark.parametrize("facts", [{}, {"again": 2, "recompute": True}, {"casts_behind": True}], ids=str)
 def test_each_kernel_of_a_planted_trace_has_its_layer_gemm_pass_and_kind(facts: dict[str, Any], tmp_path: Path) -> None:
     planted = Planted(**facts)
     step = measure(read_trace(planted.write(tmp_path / "trace.json.gz")))
