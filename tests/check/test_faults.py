@@ -64,7 +64,7 @@ def error_of(folder: Path, text: str) -> ConfigError:
     path = folder / "config.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load_config(path)
+        load_config(path, features=())
     return caught.value
 
 
@@ -246,7 +246,7 @@ def garbled(draw: st.DrawFn, texts: tuple[str, ...]) -> str:
 
 def reads(source: Any) -> None:
     with contextlib.suppress(ConfigError):
-        assert isinstance(load_config(source), Config)
+        assert isinstance(load_config(source, features=()), Config)
     with contextlib.suppress(ConfigError):
         assert isinstance(read_contract(source), Contract | None)
 

@@ -278,8 +278,7 @@ def test_the_rules_with_equivalents_are_checked(recipe: str, tmp_path: Path) -> 
     result = verdict_on_log(tmp_path, RECIPES[recipe])
     assert not result.findings, str(result)
     assert {"nonfinite", "sibling", "dead-gradient", "growth"} <= set(result.judged)
-    (underflow,) = [rule for rule in result.not_judged if rule.rule == "underflow"]
-    assert underflow.why.startswith("underflow_norm% is not recorded"), "Transformer Engine has no such statistic"
+    assert "underflow" in result.judged, "also without underflow_norm%, which Transformer Engine does not have"
     assert ({"stale-scale", "scale-never-updated"} <= set(result.judged)) == (recipe == "delayed")
 
 

@@ -18,7 +18,7 @@ from te_precision_callbacks.config.effects import BASE, NAMESPACE
 from te_precision_callbacks.config.fields import names, words
 from te_precision_callbacks.config.levels import FeatureSchema, levels
 from te_precision_callbacks.config.problems import suggestion
-from te_precision_callbacks.config.schemas import is_upstream_test, known_features, schema_of
+from te_precision_callbacks.config.schemas import UPSTREAM_FEATURE, is_upstream_test, known_features, schema_of
 
 
 class UnknownFeatureError(PrecisionDebugError, LookupError):
@@ -68,12 +68,12 @@ class FeatureEntry:
 
 
 def features() -> tuple[FeatureEntry, ...]:
-    """All features, this project's first; without custom features and upstream's test features."""
+    """All features, this project's first; without custom features, and those of upstream that no layer calls."""
     return tuple(
         _feature(name, namespace)
         for namespace, registered in known_features().items()
         for name in registered
-        if not is_upstream_test(name)
+        if not is_upstream_test(name) and (namespace, name) != (BASE, UPSTREAM_FEATURE)
     )
 
 

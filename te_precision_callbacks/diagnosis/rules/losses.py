@@ -201,31 +201,25 @@ class Underflow(_LowPrecisionJudge):
     """Elements that round to 0: a warning if much of the norm is lost with them, otherwise a note."""
 
     needed = UNDERFLOW_STEPS
-    _lacks_norm = False
-
-    @property
-    def why_not(self) -> str:
-        lacks = "underflow_norm% is not recorded, as by earlier versions and by Transformer Engine's own features"
-        return super().why_not or (lacks if self._lacks_norm else "")
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for column in numbers.columns("underflows%", facts=facts):
             lost = lost_norm(numbers, facts, column)
-            if np.isnan(lost).all():
-                self._lacks_norm = True
-                continue
             self.note_data(numbers.iteration)
             values = numbers.mask_nonfinite(column).values
             with np.errstate(invalid="ignore"):
-                heavy = (lost >= LOST_NORM) & (values > 0)
-                are_many = (lost < LOST_NORM) & (values >= underflow_threshold(numbers, facts, column))
+                heavy = ((lost >= LOST_NORM) & (values > 0)) | (values >= 100)
+                are_many = ~heavy & (values >= underflow_threshold(numbers, facts, column))
+            part = "with {:.2g} % of the tensor's norm"
+            if np.isnan(lost).any():
+                part = "and their part of the tensor's norm (underflow_norm%) is not recorded"
             for sighting in self.streaks.sightings_by_severity(
                 numbers,
                 facts,
                 column,
                 heavy,
                 are_many,
-                "{:.3g} % of the elements round to 0, with {:.2g} % of the tensor's norm",
+                f"{{:.3g}} % of the elements round to 0, {part}",
                 values,
                 lost,
             ):
@@ -339,12 +333,12 @@ RULES = (
         id="underflow",
         title="elements that round to 0 carry a relevant part of the tensor's norm",
         subject="tensor",
-        needs="underflows% and underflow_norm% of quantized tensors",
+        needs="underflows% of quantized tensors",
         collect="LogFp8TensorStats with stats: [underflows%, underflow_norm%], or the default config",
         condition=(
             f"in {UNDERFLOW_STEPS} collection steps in a row, the elements that round to 0 carry {LOST_NORM:g} % of the"
-            f" tensor's norm or more. If they carry less, but underflows% is at least {UNDERFLOW['NVFP4']:g} for NVFP4,"
-            f" or {UNDERFLOW['FP8']:g} for MXFP8 and FP8, the finding is a note"
+            f" tensor's norm or more. If they carry less, or if underflow_norm% is not recorded, but underflows% is at"
+            f" least {UNDERFLOW['NVFP4']:g} for NVFP4, or {UNDERFLOW['FP8']:g} for MXFP8 and FP8, the finding is a note"
         ),
         silent=(
             "the first step of delayed scaling, which has no scale yet; elements that are already 0; steps in which"

@@ -40,10 +40,15 @@ _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
     """The gradient norm among the trainer's metrics, with its name; an empty name and nan without one.
 
-    The norm that clipping was seen to use comes first: some scripts log the norm after clipping.
+    A norm that is inf or nan comes first, then the norm that clipping was seen to use: some scripts log the norm after
+    clipping.
     """
     norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
-    name = min(norms, key=lambda name: (name != CLIPPED_NORM, name != "grad_norm", len(name), name), default="")
+
+    def order(name: str) -> tuple[bool, bool, bool, int, str]:
+        return math.isfinite(values[name]), name != CLIPPED_NORM, name != "grad_norm", len(name), name
+
+    name = min(norms, key=order, default="")
     return name, values.get(name, math.nan)
 
 
