@@ -65,11 +65,6 @@ have gradients of 0, for a problem of the model.
 LIKELY = 4.0
 """An update of this many units in the last place must change a weight."""
 
-OVERSHOT, OF_WEIGHT, OVERSHOT_STEPS = 0.55, 0.75, 2
-"""Share of a matrix's sampled elements that an optimizer step changes by so much of their size, in sampled steps in a
-row, for a learning rate that is too large. After the first step, weights are as large as the learning rate.
-"""
-
 AT_ZERO, RISEN, RISING_STEPS = 0.005, 0.05, 5
 """Share of the largest learning rate that counts as 0, the share it rises to, and the steps in which it rises."""
 
@@ -104,7 +99,7 @@ class Problem(NamedTuple):
     Attributes:
         what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
             ``converted``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``,
-            ``all_kept``, ``overshoots``, ``rises_again``, ``idle``, ``emptied``, ``restored``, ``replaced``,
+            ``all_kept``, ``rises_again``, ``idle``, ``emptied``, ``restored``, ``replaced``,
             ``nonfinite`` or ``nonfinite_gradient``; from :mod:`replicas`, ``differs``, ``differs_from_start``,
             ``no_reduction`` or ``no_sum``.
         name: the parameter; empty for a problem of the model.
@@ -153,7 +148,6 @@ class _Parameter:
         still_since, still_until: iterations of the first sample, and of the last with few differences, or -1.
         moves: iterations with an optimizer step that should have changed it.
         zeroed: last consecutive sampled iterations with only gradients of 0.
-        overshot: the same with an update about as large as the weight in most elements; and the share of these.
         version: version of the weight after its last optimizer step, or -1.
         writes: maximum number of writes between two optimizer steps.
         samples: first sample of the values, and the last two, with their iterations.
@@ -176,7 +170,6 @@ class _Parameter:
     still_until: int = -1
     moves: tuple[int, ...] = ()
     zeroed: tuple[int, ...] = ()
-    overshot: tuple[tuple[int, float], ...] = ()
     version: int = -1
     writes: int = 0
     samples: tuple[tuple[int, torch.Tensor], ...] = ()
@@ -190,9 +183,6 @@ class _Parameter:
 
     def note_gradient(self, iteration: int, share: float) -> None:
         self.zeroed = (*self.zeroed, iteration) if share == 0 else ()
-
-    def note_overshot(self, iteration: int, share: float) -> None:
-        self.overshot = (*self.overshot, (iteration, share)) if share >= OVERSHOT else ()
 
     def note_changed(self, iteration: int, share: float) -> None:
         self.has_moved |= share > 0
@@ -537,7 +527,6 @@ class ParameterWatch:
                 gradient = sampled_view(local_part(gradient))
                 if weight.dim() > 1:
                     batches.add("zero", is_nonzero, (gradient,), functools.partial(parameter.note_gradient, iteration))
-                    self._compare_update(optimizer, held, gradient)
             if parameter.has_moved and parameter.reference is None:
                 continue
             elements, reference = sampled_view(raw_codes(weight)), parameter.reference
@@ -559,14 +548,6 @@ class ParameterWatch:
             parameter.reference, parameter.still_since = copy, iteration
         for (parameter, _), copy in zip(values, copy_all([elements for _, elements in values]), strict=True):
             parameter.samples = (*parameter.samples[:1], *parameter.samples[1:][-1:], (iteration, copy))
-
-    def _compare_update(self, optimizer: Optimizer, held: _Held, gradient: torch.Tensor) -> None:
-        now = sample(held.parameter.weight)
-        if now is not None:
-            squares = _mean_squares(optimizer, held)
-            exceeds = functools.partial(_exceeds_weight, held.group)
-            note = functools.partial(held.parameter.note_overshot, self._iteration)
-            self._batches.add(("overshot", id(held.group)), exceeds, (now.values, gradient, *squares), note)
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
         """Compare the weights of the last forward with the master weights, now and before the last step."""
@@ -709,10 +690,6 @@ class ParameterWatch:
         if zeroed and len(zeroed) >= NEARLY_ALL * len(trained):
             for parameter in zeroed:
                 yield Problem("zeroed", parameter.name, parameter.zeroed[0], len(parameter.zeroed))
-        overshot = [parameter for parameter in trained if len(parameter.overshot) >= OVERSHOT_STEPS]
-        if overshot and len(overshot) >= NEARLY_ALL * len(trained):
-            for parameter in overshot:
-                yield Problem("overshoots", parameter.name, parameter.overshot[0][0], 100 * parameter.overshot[-1][1])
         sampled = [parameter for parameter in trained if parameter.still_since >= 0]
         still = [
             parameter
@@ -971,14 +948,6 @@ def _should_move(
     floor = floor if absolute is None else floor + 4 * LIKELY * absolute
     moves: torch.Tensor = torch.isfinite(update) & (update > floor)
     return moves
-
-
-def _exceeds_weight(
-    group: Mapping[str, Any], values: torch.Tensor, gradient: torch.Tensor, *squares: torch.Tensor
-) -> torch.Tensor:
-    update = _update_size(group, gradient, squares)
-    exceeds: torch.Tensor = torch.isfinite(update) & (update > OF_WEIGHT * values.float().abs())
-    return exceeds
 
 
 def _update_size(group: Mapping[str, Any], gradient: torch.Tensor, squares: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -511,7 +511,9 @@ def test_a_tensor_by_keyword_through_te_checkpoint(tmp_path: Path, by_keyword: b
         return model["head"](te.checkpoint(run, *positional, use_reentrant=True, **keywords)).square().mean()
 
     result = of_parameters(trained(tmp_path, model, adamw(model), loss=loss))
-    assert [(item.rule, item.layers) for item in result] == [("missing-gradient", ("encoder", "layer"))] * by_keyword
+    expected = [("missing-gradient", ("encoder",)), ("missing-gradient", ("layer",))]
+    assert [(item.rule, item.layers) for item in result] == expected * by_keyword
+    assert ["reentrant checkpoint" in item.seen for item in result] == [False, True] * by_keyword
 
 
 def test_an_optimizer_that_lacks_parameters(tmp_path: Path) -> None:

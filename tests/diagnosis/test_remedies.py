@@ -144,10 +144,6 @@ CASES: Mapping[str, Case] = {
         "scale the loss with torch.amp.GradScaler",
         seen="from the loss or the last layers on",
     ),
-    "a learning rate 100 times too large": Case(
-        "learning-rate", "warning", Training(rate=0.3), Training(rate=0.003), "Lower the learning rate",
-        seen="an optimizer step is as large as the weight itself",
-    ),
     "a loss times 0": Case(
         "dead-gradient", "warning", Training(factor=0.0), Training(), "Look at the loss first",
         seen="from the loss or the last layers on",

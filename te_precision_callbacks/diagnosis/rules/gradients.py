@@ -296,6 +296,6 @@ RULES = (
         ),
         cost="the layer runs at the speed of BF16",
         judge=Growth,
-        consequence_of=("diverging-loss", "learning-rate"),
+        consequence_of=("diverging-loss",),
     ),
 )

@@ -327,7 +327,7 @@ RULES = (
         recipes=("fp8_delayed_scaling",),
         judge=Overflow,
         essential=True,
-        consequence_of=("diverging-loss", "learning-rate"),
+        consequence_of=("diverging-loss",),
     ),
     Rule(
         id="underflow",

@@ -108,14 +108,8 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
         ),
     },
     "learning-rate": {
-        "overshoots": _Kind(
-            "an optimizer step is as large as the weight itself in {number:.0f} % of the sampled elements of {names},"
-            " and of nearly all other weights"
-        ),
         "rises_again": _Kind(
-            "the learning rate fell to 0 in step {since} and has risen to {number:.2g} % of its largest value again",
-            "End the training where the schedule ends, or make the schedule as long as the training: check its number"
-            " of steps, and whether the scheduler steps more than once per optimizer step",
+            "the learning rate fell to 0 in step {since} and has risen to {number:.2g} % of its largest value again"
         ),
     },
     "weight-jump": {
@@ -265,27 +259,21 @@ RULES = (
     ),
     Rule(
         id="learning-rate",
-        title="the learning rate does not fit the training",
+        title="the learning rate rises again after its schedule has ended",
         subject="model",
-        needs="some sampled steps of a torch.optim optimizer",
+        needs="a torch.optim optimizer",
         collect=_COLLECT,
         condition=(
-            "in 2 sampled steps in a row, the update of 55 % of the sampled elements is at least 3/4 of the element, in"
-            " 90 % of the matrices. Or the learning rate falls to 0.5 % of its largest value, and then rises in 5"
-            " steps to 5 % of it again"
+            "the learning rate falls to 0.5 % of its largest value, and then rises in 5 steps to 5 % of it again"
         ),
-        silent=(
-            "weights that begin at 0; momentum of SGD, which is not counted; warm restarts, which rise in one step;"
-            " learning rates in tensors on a device"
-        ),
+        silent="warm restarts, which rise in one step; learning rates in tensors on a device",
         severity="warning",
-        source="arithmetic of Adam, whose first updates are as large as the learning rate; the thresholds are this"
-        " project's",
-        why="each step replaces what was learned before",
-        disproof="the weights are tiny on purpose, or the schedule is cyclic on purpose",
+        source="torch's CosineAnnealingLR, which rises again after T_max steps; this project",
+        why="the weights leave the minimum that the schedule has reached",
+        disproof="the schedule is cyclic on purpose",
         remedy=(
-            "Lower the learning rate, so that a step changes weights by about 1 % of their size, or warm it up. For"
-            " SGD, also check the size of the gradients"
+            "End the training where the schedule ends, or make the schedule as long as the training: check its number"
+            " of steps, and whether the scheduler steps more than once per optimizer step"
         ),
         judge=functools.partial(ParameterRule, "learning-rate"),
     ),

@@ -351,7 +351,7 @@ RULES = (
         recipes=("fp8_delayed_scaling",),
         judge=StaleScale,
         essential=True,
-        consequence_of=("diverging-loss", "growth", "learning-rate"),
+        consequence_of=("diverging-loss", "growth"),
     ),
     Rule(
         id="scales-differ",
