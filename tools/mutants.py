@@ -235,7 +235,8 @@ def verdict(mutant: Mutant) -> str:
         return failed
     is_test = (tree / failed.partition("::")[0]).is_file()
     again = [failed] if is_test else ["--quick", *tests]
-    return f"{UNSOUND}: {failed}" if first_failure(tree, again) else failed
+    without = first_failure(tree, again)
+    return f"{UNSOUND} ({without}): {failed}" if without else failed
 
 
 _FEATURES = """\
