@@ -66,6 +66,7 @@ class BlockedMainThread:
         os.write(self._pipe, _QUIT)
         os.close(self._pipe)
         self._pipe = -1
+        BlockedMainThread._running = None
 
     def _leave_pipe(self) -> None:
         current = signal.set_wakeup_fd(-1)

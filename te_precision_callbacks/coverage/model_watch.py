@@ -193,7 +193,7 @@ class ModelWatch:
             self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
         elif with_gradients:
             self.unobserved[id(module)] = "evaluation mode"
-        elif any(parameter.requires_grad for parameter in module.parameters(recurse=False)):  # else a teacher
+        else:
             why = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
             unobserved = self._evaluated if self.calls.current is None else self.unobserved
             unobserved.setdefault(id(module), why)

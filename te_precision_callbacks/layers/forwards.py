@@ -103,6 +103,7 @@ class ForwardClassifier:
 
     def end(self) -> None:
         self.abandoned = lambda: True
+        self.in_training_call = bool
 
     @property
     def paused(self) -> bool:

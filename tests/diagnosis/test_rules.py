@@ -550,9 +550,9 @@ def test_underflow_by_format(text: str, recipe: str, most: float) -> None:
     assert only_of(judged([heavy, heavy], known), "underflow").severity == "warning"
 
 
-@pytest.mark.parametrize(("underflows", "severity"), [(10.0, ""), (99.0, "note"), (100.0, "warning")])
+@pytest.mark.parametrize(("underflows", "severity"), [(10.0, ""), (85.0, "note"), (95.0, "warning")])
 def test_a_part_of_the_norm_that_is_not_recorded(underflows: float, severity: str) -> None:
-    """As in logs of Transformer Engine's own features: a warning only if all elements round to 0."""
+    """As in logs of Transformer Engine's own features: a warning only if nearly all elements round to 0."""
     verdict = judged([{**WITHOUT_NORM, ("h.3.fc1", "activation", "underflows%"): underflows}] * 4)
     assert "underflow" in verdict.judged
     findings = [finding for finding in verdict if finding.rule == "underflow"]

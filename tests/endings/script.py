@@ -5,7 +5,6 @@ does all. ``resume``: a run whose state is in the folder, in a block.
 """
 
 import ctypes  # noqa: F401  # for CODE
-import json
 import math  # noqa: F401
 import os
 import signal
@@ -22,7 +21,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.session.session import running_session
-from te_precision_callbacks.watch import begin_from_environment
+from te_precision_callbacks.watch import ScriptWatch
 from tests.full_disk import files_up_to  # noqa: F401
 
 STEPS = 22
@@ -79,8 +78,7 @@ def f(status: object) -> None:
 
 
 if mode in ("watch", "watched plain"):
-    os.environ["TE_PRECISION_WATCH"] = json.dumps({"log_dir": folder})
-    begin_from_environment()
+    ScriptWatch({"log_dir": folder}).begin()
 if mode in ("plain", "watched plain"):
     exec(code)
 elif mode == "resume":

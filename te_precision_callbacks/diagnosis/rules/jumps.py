@@ -326,7 +326,7 @@ class WeightJump(ParameterRule):
 
     def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
         with np.errstate(divide="ignore", invalid="ignore"):
-            bits: npt.NDArray[np.float64] = np.log2(column.values)
+            bits: npt.NDArray[np.float64] = np.log2(np.where(column.values == 0, np.nan, column.values))
         last = self._last.get(column.family)
         change = np.full(len(bits), np.nan)
         steady = np.zeros(len(bits), bool)

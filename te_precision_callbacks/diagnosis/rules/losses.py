@@ -29,6 +29,9 @@ OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 3
 FALLING = 0.75
 """A share that is below so much of the last one is going away."""
 
+MOST_OF_ACTIVATION = 90.0
+"""Percent of an activation's elements that round to 0: only outliers, which carry the norm, are left."""
+
 UNDERFLOW = {"NVFP4": 40.0, "MXFP8": 20.0, "FP8": 20.0}
 """Percent of the elements, by the first word of the format."""
 
@@ -209,6 +212,8 @@ class Underflow(_LowPrecisionJudge):
             values = numbers.mask_nonfinite(column).values
             with np.errstate(invalid="ignore"):
                 heavy = ((lost >= LOST_NORM) & (values > 0)) | (values >= 100)
+                if column.family.tensor == "activation":
+                    heavy |= values >= MOST_OF_ACTIVATION
                 are_many = ~heavy & (values >= underflow_threshold(numbers, facts, column))
             part = "with {:.2g} % of the tensor's norm"
             if np.isnan(lost).any():
@@ -337,7 +342,8 @@ RULES = (
         collect="LogFp8TensorStats with stats: [underflows%, underflow_norm%], or the default config",
         condition=(
             f"in {UNDERFLOW_STEPS} collection steps in a row, the elements that round to 0 carry {LOST_NORM:g} % of the"
-            f" tensor's norm or more. If they carry less, or if underflow_norm% is not recorded, but underflows% is at"
+            f" tensor's norm or more, or {MOST_OF_ACTIVATION:g} % of an activation's elements round to 0. If they carry"
+            " less, or if underflow_norm% is not recorded, but underflows% is at"
             f" least {UNDERFLOW['NVFP4']:g} for NVFP4, or {UNDERFLOW['FP8']:g} for MXFP8 and FP8, the finding is a note"
         ),
         silent=(
