@@ -85,8 +85,7 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
         return ""
     namespace, _, name = operator.partition("::")
     if namespace == "aten":
-        is_named_so = _NAME_OF_PRODUCT.search(name) and not _NAME_WITHOUT_PRODUCT.search(name)
-        return NOT_COUNTED.get(name, "may multiply matrices" if is_named_so else "")
+        return _why_not_counted_of_torch(name)
     if namespace in _NO_PRODUCTS:
         return ""
     matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1 and _has_numbers(tensor)]
@@ -100,8 +99,16 @@ _NAME_OF_PRODUCT = re.compile(
 _NAME_WITHOUT_PRODUCT = re.compile(r"fused_\w+_cell|linear\dd|reorder|flatten|search|cross|vector_norm|powsum|check")
 
 
+@functools.cache
+def _why_not_counted_of_torch(name: str) -> str:
+    if name in NOT_COUNTED:
+        return NOT_COUNTED[name]
+    is_named_so = _NAME_OF_PRODUCT.search(name) and not _NAME_WITHOUT_PRODUCT.search(name)
+    return "may multiply matrices" if is_named_so else ""
+
+
 def _has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether the elements are numbers or quantized numbers, rather than indices or a mask."""
+    """Return whether the elements are numbers or quantized numbers, rather than indices or a mask."""
     return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)
 
 

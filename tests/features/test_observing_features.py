@@ -229,6 +229,20 @@ def test_the_tensors_are_those_of_transformer_engines_feature(tmp_path: Path, fo
     assert torch.equal(dumps.dequantize(ours), theirs["quantized"].dequantize())
 
 
+def inspect_tensor(x: torch.Tensor, rowwise: Any, columnwise: Any, quantizer: Any = None) -> None:
+    """As Transformer Engine's modules call it."""
+    debug_api.transformer_engine.inspect_tensor(
+        layer_name="linear",
+        tensor_name="activation",
+        iteration=0,
+        tp_group=None,
+        tensor=x,
+        quantizer=quantizer,
+        rowwise_quantized_tensor=rowwise,
+        columnwise_quantized_tensor=columnwise,
+    )
+
+
 @pytest.mark.parametrize(
     "case", ["one object", "two objects", "rowwise plain", "columnwise plain", "rowwise only", "fake", "high precision"]
 )
@@ -246,17 +260,7 @@ def test_both_operands(tmp_path: Path, case: str) -> None:
         "high precision": (x, x),
     }
     with plain({"DumpTensors": BOTH}, tmp_path):
-        rowwise, columnwise = operands[case]
-        debug_api.transformer_engine.inspect_tensor(  # as Transformer Engine's modules call it
-            layer_name="linear",
-            tensor_name="activation",
-            iteration=0,
-            tp_group=None,
-            tensor=x,
-            quantizer=None,
-            rowwise_quantized_tensor=rowwise,
-            columnwise_quantized_tensor=columnwise,
-        )
+        inspect_tensor(x, *operands[case])
         debug_api.step()
     dump = the_dump(tmp_path)
     assert torch.equal(dump.tensors["high_precision"], x)
@@ -274,16 +278,7 @@ def test_decoded_internals_are_written_where_the_config_says_so(tmp_path: Path, 
     x = random(0)
     whole = quantizer("nvfp4")(x)
     with plain({"DumpTensors": {**BOTH, "dump_quantized_internals": internals}}, tmp_path):
-        debug_api.transformer_engine.inspect_tensor(
-            layer_name="linear",
-            tensor_name="activation",
-            iteration=0,
-            tp_group=None,
-            tensor=x,
-            quantizer=None,
-            rowwise_quantized_tensor=whole,
-            columnwise_quantized_tensor=whole,
-        )
+        inspect_tensor(x, whole, whole)
         debug_api.step()
     assert ("rowwise_data_unpacked_values" in the_dump(tmp_path).tensors) == internals
 
@@ -326,16 +321,7 @@ def test_a_hybrid_tensor_without_a_columnwise_part(tmp_path: Path) -> None:
     hybrid = HybridQuantizer(rowwise_quantizer=e5m2, columnwise_quantizer=IdentityQuantizer())
     features = {"LogFp8TensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["scale_inv_max"]}}
     with plain(features, tmp_path) as logged:
-        debug_api.transformer_engine.inspect_tensor(
-            layer_name="linear",
-            tensor_name="activation",
-            iteration=0,
-            tp_group=None,
-            tensor=x,
-            quantizer=hybrid,
-            rowwise_quantized_tensor=hybrid(x),
-            columnwise_quantized_tensor=None,
-        )
+        inspect_tensor(x, hybrid(x), None, quantizer=hybrid)
         debug_api.step()
     expected = x.abs().max().item() / torch.finfo(torch.float8_e5m2).max
     assert logged.rows["linear_activation_scale_inv_max"][0] == pytest.approx(expected, rel=1e-6)

@@ -68,7 +68,7 @@ class FeatureEntry:
 
 
 def features() -> tuple[FeatureEntry, ...]:
-    """All features, this project's first; without custom features, and those of upstream that no layer calls."""
+    """All features, this project's first; without custom features and upstream features that no layer calls."""
     return tuple(
         _feature(name, namespace)
         for namespace, registered in known_features().items()
