@@ -224,3 +224,9 @@ def format_of_class(kind: type) -> str | None:
 def name_of_recipe(recipe: Any) -> str | None:
     """Return the name of a Transformer Engine recipe in :data:`RECIPES`; None for a custom recipe."""
     return next((row.name for row in _ROWS if getattr(recipe, row.question)()), None)
+
+
+def recipe_of_quantizer(quantizer: Any) -> str:
+    """Return the name in :data:`RECIPES` of the recipe with a quantizer's class; else the class's name."""
+    name = type(quantizer).__name__
+    return next((row.name for row in _ROWS if row.quantizer == name), name)

@@ -367,7 +367,7 @@ _NO_PRODUCTS = frozenset(
     {
         *("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "_dtensor", "profiler", "prims", "rngprims"),
         *("debugprims", "debug_mode_ops", "inductor", "inductor_prims", "export", "_test", "streams"),
-        *("te_kv_cache", "te_attention", "te_softmax", "tex", "transformer_engine"),
+        *("te_kv_cache", "te_attention", "te_softmax", "tex", "transformer_engine", "transformer_engine_compile"),
     }
 )
 """Namespaces without products, and Transformer Engine's own, which the tap sees."""

@@ -29,6 +29,7 @@ from te_precision_callbacks.base.vocabulary import (
     class_names,
     format_of_class,
     name_of_recipe,
+    recipe_of_quantizer,
 )
 from te_precision_callbacks.coverage.gemm_precision import (
     FROZEN,
@@ -339,6 +340,16 @@ def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
 
 def recipe_in_force(module: Any, *, fp8: bool) -> str:
     return recipe_text(module.fp8_meta["recipe"] if fp8 else None)
+
+
+def recipe_of_operator(module: Any, arguments: Any) -> str:
+    """The recipe of a compiled ``te.Linear``, given its operator's arguments.
+
+    In the first run of a graph the module does not have its recipe yet: Dynamo sets attributes after the graph.
+    """
+    if not arguments.fp8 or (module.fp8 and "recipe" in module.fp8_meta):
+        return recipe_in_force(module, fp8=arguments.fp8)
+    return recipe_of_quantizer(arguments.weight_quantizer or arguments.input_quantizer)
 
 
 def backward_override(module: Any) -> str | None:

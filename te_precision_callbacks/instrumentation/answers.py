@@ -32,6 +32,7 @@ from te_precision_callbacks.coverage.precision_audit import (
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.refusals import (
+    COMPILED,
     CUDA_GRAPH,
     DebugForward,
     DebugRefusal,
@@ -44,7 +45,13 @@ from te_precision_callbacks.instrumentation.refusals import (
 from te_precision_callbacks.instrumentation.running import CurrentForward
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.watched import WatchedModules
-from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
+from te_precision_callbacks.layers.forwards import (
+    ForwardClassifier,
+    ForwardKind,
+    absent_from_graphs,
+    outside_of_dynamo,
+    running_forward,
+)
 from te_precision_callbacks.layers.fp8_state import delayed_state, delayed_states
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.names import STALE
@@ -123,6 +130,10 @@ def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[
                     yield f"{layer}_{tensor}_cur_amax", history[-1, position]
 
 
+def _never(module: Any) -> bool:
+    return False
+
+
 class DebugPathDecisions:
     """The replacements of ``is_debug_iter`` and ``no_debug_features_active``.
 
@@ -196,6 +207,19 @@ class DebugPathDecisions:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
         return bool(self._upstream_is_debug_iter(module))
 
+    def enter_compiled(self, module: Any, kind: ForwardKind, arguments: Any) -> None:
+        """Note a forward in a compiled graph, which only its fused path has; the tap sees all of its formats."""
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        self.current.kind, self.current.module, self.current.has_quantized_input = kind, module, False
+        self.current.input_needs_gradient = arguments.input_requires_grad
+        if kind is ForwardKind.OBSERVED:
+            self.ran.add(id(module))
+        self.note_plan(module, (), kind, idle=True, seen=True)
+        if not self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
+            module.__dict__["next_iter_when_debug_should_be_run"] = None
+            self._note_refusal(module, COMPILED)
+
     def _check_cached(self, module: Any, frame: FrameType | None) -> None:
         """Check once per iteration whether the weights that a forward reads from the cache are stale."""
         if not module.__dict__.get("_fp8_workspaces") or id(module) in self._checked_cache:
@@ -209,15 +233,16 @@ class DebugPathDecisions:
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
         self._upstream_is_debug_iter = upstream
-        unwatched, classify = self.unwatched, self._classify
+        unwatched, classify, watched = self.unwatched, self._classify, self.watched
 
-        @outside_of_dynamo
         def is_debug_iter(module: Any) -> bool:
+            if id(module) in watched.modules:  # only of modules that torch.compile takes into its graph
+                return id(module) in watched.armed and self.is_debug_iter(module)
             if module.training and torch.is_grad_enabled() and not classify.paused:
                 unwatched.add(module)
             return False
 
-        return is_debug_iter
+        return absent_from_graphs(is_debug_iter, _never)
 
     def make_no_debug_features_active(self, upstream: Any) -> Any:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
@@ -252,8 +277,13 @@ class DebugPathDecisions:
 
         return no_debug_features_active
 
-    def note_plan(self, module: Any, quantizers: Iterable[Any], kind: ForwardKind, *, idle: bool) -> None:
-        """Record the GEMMs that a forward and its backward will run, with their precision if no feature acts."""
+    def note_plan(
+        self, module: Any, quantizers: Iterable[Any], kind: ForwardKind, *, idle: bool, seen: bool = False
+    ) -> None:
+        """Record the GEMMs that a forward and its backward will run, with their precision if no feature acts.
+
+        ``seen``: the tap will see the precision of each.
+        """
         fprop_only = kind is ForwardKind.SILENT
         try:
             self.watched.resting.note_training(module, idle=idle)
@@ -263,6 +293,8 @@ class DebugPathDecisions:
                 self._audit.leave_out(left_out)
             gemms = [LayerGemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
             self._audit.expect(gemm for gemm in gemms if gemm not in left_out)
+            if seen:
+                return
             if idle:
                 formats = formats_of_fused_path(module, layers, fp8=module.fp8)
                 formats = select_fprop(formats) if fprop_only else formats

@@ -150,7 +150,7 @@ class ForwardHooks:
         self._release()
         self.answers.forget_modules()
         self._watched.watch(modules, refused, fused)
-        self._tap.watch(self._watched.layers, operations)
+        self._tap.watch(self._watched.modules, self._watched.layers, operations)
         self.gemm_errors.watch(modules)
         self._gemm_records.watch(modules)
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
@@ -216,18 +216,24 @@ class ForwardHooks:
         self._gemm_records.before_sum(layer, gemm, out, kept)
         return self.gemm_errors.before_sum(layer, gemm, out, kept)
 
-    def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> Collection[tuple[int, str]]:
-        """Query a module's features on its fused path; return the tensors they need as (layer index, tensor name)."""
+    def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind, compiled: Any) -> Collection[tuple[int, str]]:
+        """Query a module's features on its fused path; return the tensors they need as (layer index, tensor name).
+
+        ``compiled``: the arguments of the module's operator in a compiled graph, which skips ``is_debug_iter``.
+        """
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         if kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return ()
         iteration = TEDebugState.get_iteration()
         layers = self._watched.layers[id(module)]
+        if compiled is not None and id(module) in self._watched.armed:
+            self.answers.enter_compiled(module, kind, compiled)
         if not self._watched.is_on_fused_path(module, iteration):
             self._fused_observation.leave(layers)
             return ()
-        self.answers.note_plan(module, (), kind, idle=True)
+        if compiled is None:
+            self.answers.note_plan(module, (), kind, idle=True)
         if kind is ForwardKind.SILENT:
             return ()
         upcoming = self._fused_observation.query(layers, iteration), self._watched.next_change(module, iteration)

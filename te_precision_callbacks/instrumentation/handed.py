@@ -106,7 +106,7 @@ def autograd_functions() -> tuple[tuple[Any, Sources], ...]:
 
     def of(**parameters: tuple[int, str]) -> Sources:
         return Sources(
-            tuple(parameters), lambda given: _plain({tensor: given[name] for name, tensor in parameters.items()})
+            tuple(parameters), lambda given: plain_tensors({tensor: given[name] for name, tensor in parameters.items()})
         )
 
     return (
@@ -126,7 +126,7 @@ def _sources_of_experts(given: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
     activation, splits, weights = given["inp"], _rows(given["m_splits"]), given["weights_and_biases"]
     rows = torch.split(activation.reshape(-1, activation.shape[-1]), splits)
     activations = {(expert, "activation"): part for expert, part in enumerate(rows)}
-    return _plain(activations | {(expert, "weight"): weights[expert] for expert in range(len(splits))})
+    return plain_tensors(activations | {(expert, "weight"): weights[expert] for expert in range(len(splits))})
 
 
 def _rows(splits: Any) -> list[int]:
@@ -139,11 +139,11 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any
     matrix = gradient.reshape(-1, gradient.shape[-1])
     splits = getattr(ctx, "m_splits", None)
     if splits is None:
-        return _plain({(layers - 1, "gradient"): matrix})
-    return _plain({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
+        return plain_tensors({(layers - 1, "gradient"): matrix})
+    return plain_tensors({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
 
 
-def _plain(tensors: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+def plain_tensors(tensors: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
     return {
         key: tensor for key, tensor in tensors.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
     }

@@ -155,6 +155,13 @@ CUDA_GRAPH = DebugRefusal(
     applies_to_forward=lambda forward: is_captured(),
     lasts=True,
 )
+COMPILED = DebugRefusal(
+    "torch.compile",
+    "te.Linear is one operator of the compiled graph (torch 2.14 and newer), so features that change precision cannot"
+    " act on it; train without torch.compile",
+    "pytorch.module.linear:Linear._compile_eager_fallback_reason",
+    'return "debug instrumentation (nvidia-dlfw-inspect)"',
+)
 REFUSALS = (
     DebugRefusal(
         "delay_wgrad_compute",

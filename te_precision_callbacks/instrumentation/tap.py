@@ -34,9 +34,10 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.replaced import Replacements
-from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, class_names
-from te_precision_callbacks.coverage.precision_audit import recipe_in_force
+from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName, class_names
+from te_precision_callbacks.coverage.precision_audit import recipe_in_force, recipe_of_operator
 from te_precision_callbacks.coverage.seen_products import ModelProducts
+from te_precision_callbacks.instrumentation.compiled import CompiledLinears
 from te_precision_callbacks.instrumentation.handed import (
     GEMM,
     GROUPED_GEMM,
@@ -56,7 +57,13 @@ from te_precision_callbacks.instrumentation.handed import (
 )
 from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved_forward
 from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
-from te_precision_callbacks.layers.forwards import Classify, ForwardKind, outside_of_dynamo
+from te_precision_callbacks.layers.forwards import (
+    Classify,
+    ForwardKind,
+    absent_from_graphs,
+    is_compiled_operator,
+    outside_of_dynamo,
+)
 from te_precision_callbacks.layers.gemm_events import (
     OUTSIDE,
     BeforeSum,
@@ -72,8 +79,9 @@ class GemmTap:
     """Calls listeners after each GEMM.
 
     Args:
-        enter: called in each forward with events, after ``prepare_forward``, with the module and the kind; returns the
-            tensors that listeners need before quantization, as (layer index, tensor name).
+        enter: called in each forward with events, after ``prepare_forward``, with the module, the kind, and the
+            arguments of its operator in a compiled graph, or None; returns the tensors that listeners need before
+            quantization, as (layer index, tensor name).
         silent: called after a training forward or backward without events, for example of an operation with its own
             GEMM kernel, with the layers, the operation, and whether it was the backward.
     """
@@ -84,7 +92,7 @@ class GemmTap:
         report: Callable[[str, str, Exception], None],
         running: Running | None = None,
         *,
-        enter: Callable[[torch.nn.Module, ForwardKind], Collection[tuple[int, str]]] | None = None,
+        enter: Callable[[torch.nn.Module, ForwardKind, Any], Collection[tuple[int, str]]] | None = None,
         silent: Callable[[Sequence[str], str, bool], None] | None = None,
         attention: ModelProducts | None = None,
     ) -> None:
@@ -101,6 +109,7 @@ class GemmTap:
         self._layers: Mapping[int, Sequence[str]] = {}
         self._observed: Mapping[int, Any] = {}
         self._callers = Callers()
+        self._compiled = CompiledLinears(self._begin_compiled)
         self._seams = Replacements(keeps_later=True)
         self._warned_captured = False
 
@@ -115,16 +124,19 @@ class GemmTap:
 
     def watch(
         self,
+        modules: Mapping[int, Any],
         layers: Mapping[int, Sequence[str]],
         operations: Iterable[NamedOperation],
     ) -> None:
-        """Set the modules' layers by id, and the ``te.ops`` operations; their GEMMs are always reported."""
+        """Set the modules and their layers by id, and the ``te.ops`` operations; their GEMMs are always reported."""
         self._layers = layers
+        self._compiled.modules = [module for module in modules.values() if is_compiled_operator(module)]
         self.operations.watch(operations)
 
     def begin_iteration(self, *, all_operations: bool = True) -> None:
         """Reset the count of GEMMs, and check whether the next few (or all) operations ran in another recipe."""
         self._running.begin_iteration()
+        self._compiled.begin_iteration()
         self.operations.check_recipes(check_all=all_operations)
 
     def listen(self, *listeners: Listener, before: BeforeSum | None = None, ranges: bool = False) -> None:
@@ -177,7 +189,8 @@ class GemmTap:
         module_class = base.TransformerEngineBaseModule
         for name, wrap in (("prepare_forward", self._wrap_prepare), ("end_forward", self._wrap_end)):
             self._seams.replace(module_class, name, wrap(getattr(module_class, name)))
-        self._seams.replace(linear.Linear, "forward", outside_of_dynamo(linear.Linear.forward))
+        if linear._linear_op is None:
+            self._seams.replace(linear.Linear, "forward", outside_of_dynamo(linear.Linear.forward))
         for function, sources in (*autograd_functions(), (backends.FusedAttnFunc, Sources((), lambda given: {}))):
             self._seams.replace(function, "forward", staticmethod(self._wrap_forward(function.forward, sources)))
             self._seams.replace(function, "backward", staticmethod(self._wrap_backward(function.backward)))
@@ -201,7 +214,6 @@ class GemmTap:
 
     def _wrap_prepare(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
-        @outside_of_dynamo
         def prepare_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
             result = upstream(module, *arguments, **keywords)
             if id(module) in self._attention.names:
@@ -212,7 +224,7 @@ class GemmTap:
                 self._running.thread_state.entered = self._forward_for_ranges(module)
             return result
 
-        return prepare_forward
+        return absent_from_graphs(prepare_forward, upstream)
 
     def _forward_for_ranges(self, module: Any) -> Forward:
         layers = self._layers.get(id(module)) if self._running.has_ranges else None
@@ -222,12 +234,18 @@ class GemmTap:
             layers, ForwardKind.UNTOUCHED, "", halves="LayerNormMLP" in class_names(module), has_events=False
         )
 
-    def _make_forward(self, module: Any) -> Forward:
+    def _make_forward(self, module: Any, compiled: Any = None) -> Forward:
+        """Make the forward of a module; ``compiled``: the arguments of its operator in a graph."""
         try:
             halves = "LayerNormMLP" in class_names(module)
-            recipe = recipe_in_force(module, fp8=module.fp8)
-            entered = Forward(self._layers[id(module)], self._classify(module), recipe, halves=halves)
-            entered.wanted = () if self._enter is None else self._enter(module, entered.kind)
+            if compiled is None:
+                kind, recipe = self._classify(module), recipe_in_force(module, fp8=module.fp8)
+            else:
+                with torch.set_grad_enabled(compiled.is_grad_enabled):
+                    kind = self._classify(module)
+                recipe = recipe_of_operator(module, compiled)
+            entered = Forward(self._layers[id(module)], kind, recipe, halves=halves)
+            entered.wanted = () if self._enter is None else self._enter(module, kind, compiled)
             if entered.wanted:
                 entered.high = {}
         except ObservationError:
@@ -236,6 +254,11 @@ class GemmTap:
             self._report("observing the forward of", str(getattr(module, "name", "a module")), error)
             return unobserved_forward()
         return entered
+
+    def _begin_compiled(self, module: Any, arguments: Any) -> Forward:
+        return (
+            self._make_forward(module, arguments) if id(module) in self._observed else self._forward_for_ranges(module)
+        )
 
     def _find_tensors(
         self, forward: Forward, find: Callable[[], dict[tuple[int, str], Any]]
@@ -248,14 +271,13 @@ class GemmTap:
 
     def _wrap_end(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
-        @outside_of_dynamo
         def end_forward(module: Any) -> Any:
             entered, self._running.thread_state.entered = self._running.thread_state.entered, None
             if id(module) in self._attention.names and entered is not None and entered.layers:
                 self._attention.leave(module, entered)
             return upstream(module)
 
-        return end_forward
+        return absent_from_graphs(end_forward, upstream)
 
     def _argument_namer(self, function: Callable[..., Any], known: Sequence[str]) -> ArgumentNamer | None:
         """Return a function that names arguments; report a missing parameter, and return None."""
@@ -367,9 +389,13 @@ class GemmTap:
         @functools.wraps(upstream)
         def tapped(*operands: Any, **keywords: Any) -> Any:
             current = self._running.thread_state
-            forward = current.running or current.entered
             if current.in_gemm:
                 return upstream(*operands, **keywords)
+            forward = current.running or current.entered
+            is_compiled = forward is None and not grouped and bool(self._compiled.modules)
+            if is_compiled:
+                layout = {"layout": "TN", **name_arguments(operands), **keywords}["layout"]
+                forward = self._find_compiled(GEMM_OF_LAYOUT[layout])
             call = (
                 self._call_in_range(forward, upstream, name_arguments, grouped=grouped)
                 if self._running.has_ranges
@@ -388,9 +414,20 @@ class GemmTap:
                 self._warn_captured(forward)
                 return result
             self._emit(forward, arguments, result, gemms, before, grouped=grouped)
+            if is_compiled and forward is not None and forward.high:
+                forward.high = {}
             return result
 
         return tapped
+
+    def _find_compiled(self, gemm: GemmName) -> Forward | None:
+        try:
+            return self._compiled.find(gemm)
+        except ObservationError:  # reported already; must be raised
+            raise
+        except Exception as error:
+            self._report("finding the layer of", "a GEMM in a compiled graph", error)
+            return unobserved_forward()
 
     def _before_sums(self, forward: Forward | None, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
         """Call ``before`` with each tensor that a GEMM of this call accumulates into, and return the results."""

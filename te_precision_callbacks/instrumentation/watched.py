@@ -19,7 +19,7 @@ from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.resting import RestingLayers
 from te_precision_callbacks.instrumentation.upstream import reset_schedule
-from te_precision_callbacks.layers.forwards import ForwardClassifier
+from te_precision_callbacks.layers.forwards import ForwardClassifier, is_compiled_operator
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -135,16 +135,22 @@ class WatchedModules:
         self.refused.add(id(module))
         self.fused.pop(id(module), None)
         self.armed.pop(id(module), None)
-        module.__dict__["is_debug_iter"] = _always_false(module)
+        self._answer(module, _always_false(module))
 
     def _arm(self, module: torch.nn.Module) -> None:
         self.armed[id(module)] = module
-        module.__dict__["is_debug_iter"] = _ModuleIsDebugIter(self._is_debug_iter, module)
+        self._answer(module, _ModuleIsDebugIter(self._is_debug_iter, module))
 
     def _rest(self, module: torch.nn.Module) -> None:
         del self.armed[id(module)]
         self.resting.add(module)
-        module.__dict__["is_debug_iter"] = _always_false(module)
+        self._answer(module, _always_false(module))
+
+    @staticmethod
+    def _answer(module: torch.nn.Module, is_debug_iter: functools.partial[bool]) -> None:
+        """Set a module's ``is_debug_iter``, except where ``torch.compile`` would compile again for each."""
+        if not is_compiled_operator(module):
+            module.__dict__["is_debug_iter"] = is_debug_iter
 
 
 class _ModuleIsDebugIter(functools.partial):  # type: ignore[type-arg]

@@ -32,6 +32,34 @@ def outside_of_dynamo(function: FunctionT) -> FunctionT:
     return cast(FunctionT, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
+def absent_from_graphs(function: FunctionT, in_graph: Callable[..., Any]) -> FunctionT:
+    """Return a function that runs ``function`` uncompiled, and is ``in_graph`` where Dynamo compiles its caller.
+
+    Compiled callers get the graph that they have without a session, and so the same rounding. By itself, after a graph
+    break, the result is not compiled: it would be taken for part of a graph.
+    """
+    not_compiled = outside_of_dynamo(function)
+
+    @functools.wraps(function)
+    def either(*arguments: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return in_graph(*arguments, **keywords)
+        return not_compiled(*arguments, **keywords)
+
+    # Read from torch 2.13: _dynamo/decorators.py, skip, which also keeps compiled callers from calling it.
+    torch._dynamo.eval_frame.skip_code(either.__code__)
+    return cast(FunctionT, either)
+
+
+def is_compiled_operator(module: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile`` takes a module's forward into its graph, as one operator (torch 2.14).
+
+    Read from Transformer Engine 2.20.2: ``register_custom_op`` in ``pytorch/module/linear.py``.
+    """
+    linear = sys.modules.get("transformer_engine.pytorch.module.linear")
+    return linear is not None and linear._linear_op is not None and isinstance(module, linear.Linear)
+
+
 class ForwardKind(enum.Enum):
     OBSERVED = "features act, tensors are observed in it and in its backward"
     SILENT = "as observed, bit for bit, but nothing is recorded: the other half of a recomputed forward is"

@@ -564,7 +564,7 @@ def run(attention: te.DotProductAttention, told: Told, reported: list[str]) -> t
         lambda doing, what, error: reported.append(f"{what}: {error}"),
         attention=told,
     )
-    tap.watch({}, ())
+    tap.watch({}, {}, ())
     tap.observe({}, {id(attention): "attention"})
     tap.listen(lambda event: None)
     query, key, value = (

@@ -329,8 +329,9 @@ def tapped(
     events: list[GemmEvent] = []
 
     tap = GemmTap(lambda module: ForwardKind.OBSERVED, report)
+    modules = {id(named.module): named.module for named in named_te_modules(model)}
     layers = {id(named.module): [layer.name for layer in named.layers] for named in named_te_modules(model)}
-    tap.watch(layers, named_operations(model))
+    tap.watch(modules, layers, named_operations(model))
     tap.observe(layers)
     tap.listen(lambda event: event.sizes, events.append, *more)
     try:

@@ -1,0 +1,98 @@
+"""Finds the forward of a GEMM of ``te.Linear`` in a graph of ``torch.compile``.
+
+Read from Transformer Engine 2.20.2 (``pytorch/module/linear.py`` and ``pytorch/dynamo/custom_op.py``): with torch 2.14,
+a compiled ``te.Linear`` is one operator of the graph. When the graph runs, the operator calls ``_linear_forward_impl``
+or ``_linear_backward_impl``, without the module and its autograd Function. The module is recognized by its weight.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from types import FrameType
+from typing import Any
+
+from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.base.vocabulary import GemmName
+from te_precision_callbacks.instrumentation.handed import gradients, plain_tensors
+from te_precision_callbacks.instrumentation.running import Forward, unobserved_forward
+
+_FRAMES = 6  # wgrad is called by a function of the backward
+
+
+class CompiledLinears:
+    """The forwards of compiled ``te.Linear`` in an iteration.
+
+    Args:
+        begin: makes the forward of a module, given the operator's arguments.
+
+    Attributes:
+        modules: the modules to recognize.
+    """
+
+    def __init__(self, begin: Callable[[Any, Any], Forward]) -> None:
+        self.modules: Collection[Any] = ()
+        self._begin = begin
+        self._by_weight: dict[int, list[Any]] = {}
+        self._forwards: dict[int, list[tuple[Forward, set[GemmName]]]] = {}
+
+    def begin_iteration(self) -> None:
+        self._by_weight.clear()
+        self._forwards.clear()
+
+    def find(self, gemm: GemmName) -> Forward | None:
+        """Return the forward of the GEMM that an operator is about to run; None outside of operators.
+
+        Backwards take the forwards in their order; each forward has at most one dgrad and one wgrad.
+        """
+        arguments = _arguments_of_operator()
+        if arguments is None:
+            return None
+        module = self._module_of(arguments.weight if gemm == "fprop" else arguments.saved_weight)
+        if module is None:
+            raise LookupError("its weight is no parameter of one module alone")
+        forwards = self._forwards.setdefault(id(module), [])
+        if gemm == "fprop":
+            forward = self._begin(module, arguments)
+            if forward.high is not None:
+                forward.high = plain_tensors({(0, "activation"): arguments.inp, (0, "weight"): arguments.weight})
+            if arguments.is_grad_enabled:
+                forwards.append((forward, set()))
+            return forward
+        for forward, gemms in forwards:
+            if gemm not in gemms:
+                if forward.high is not None and not gemms:
+                    forward.high = gradients(arguments, arguments.grad_output, 1)
+                gemms.add(gemm)
+                return forward
+        return unobserved_forward()
+
+    def _module_of(self, weight: Any) -> Any:
+        key = _address(weight)
+        if key not in self._by_weight:  # the first of the iteration, or gathered since
+            self._by_weight = {}
+            for module in self.modules:
+                first = getattr(module, module.weight_names[0], None)
+                self._by_weight.setdefault(_address(first), []).append(module)
+        modules = self._by_weight.get(key, ())
+        return modules[0] if key and len(modules) == 1 else None
+
+
+def _address(weight: Any) -> int:
+    """Return the address of a weight's data, which views and the concatenation of adjacent parameters share."""
+    if is_quantized(weight):
+        parts = [part for part in weight.get_metadata().values() if hasattr(part, "data_ptr")]
+        return int(parts[0].data_ptr()) if parts else 0
+    return int(weight.data_ptr()) if hasattr(weight, "data_ptr") else 0
+
+
+def _arguments_of_operator() -> Any:
+    from transformer_engine.pytorch.module import linear
+
+    codes = linear._linear_forward_impl.__code__, linear._linear_backward_impl.__code__
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_code in codes:
+            break
+        frame = frame.f_back
+    return frame.f_locals["args"] if frame is not None and frame.f_code in codes else None
