@@ -30,7 +30,12 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import REDUCING, KeptState, OperatorProducts
-from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, outside_of_dynamo
+from te_precision_callbacks.layers.forwards import (
+    compiled_in_callers_only,
+    is_evaluation_forward,
+    is_in_backward,
+    outside_of_dynamo,
+)
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
@@ -149,9 +154,7 @@ class ModelWatch:
             self._note_forward(module)  # the model's call has begun, so it is watched
             return result
 
-        # Dynamo compiles it only within a compiled caller, not by itself after a graph break: without it, its module
-        # would not be compiled. Read from torch 2.13: _dynamo/decorators.py, skip, which keeps callers from it too.
-        torch._dynamo.eval_frame.skip_code(part.__code__)
+        compiled_in_callers_only(part)  # after a graph break its module is compiled, without it
         setattr(part, SURROUNDS, own)
         self._replaced.replace(module, "_compiled_call_impl", part)
 

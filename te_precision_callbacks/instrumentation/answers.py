@@ -44,11 +44,11 @@ from te_precision_callbacks.instrumentation.refusals import (
 )
 from te_precision_callbacks.instrumentation.running import CurrentForward
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
-from te_precision_callbacks.instrumentation.watched import WatchedModules
+from te_precision_callbacks.instrumentation.watched import LEAVES_GRAPHS, WatchedModules
 from te_precision_callbacks.layers.forwards import (
     ForwardClassifier,
     ForwardKind,
-    absent_from_graphs,
+    compiled_in_callers_only,
     outside_of_dynamo,
     running_forward,
 )
@@ -128,10 +128,6 @@ def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[
                 yield f"{layer}_{tensor}_scale_inv_max", 1 / scale[position]
                 if len(history) > 1:
                     yield f"{layer}_{tensor}_cur_amax", history[-1, position]
-
-
-def _never(module: Any) -> bool:
-    return False
 
 
 class DebugPathDecisions:
@@ -215,7 +211,7 @@ class DebugPathDecisions:
         self.current.input_needs_gradient = arguments.input_requires_grad
         if kind is ForwardKind.OBSERVED:
             self.ran.add(id(module))
-        self.note_plan(module, (), kind, idle=True, seen=True)
+        self.note_plan(module, (), kind, idle=True, graph_in_fp8=arguments.fp8)
         if not self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
             module.__dict__["next_iter_when_debug_should_be_run"] = None
             self._note_refusal(module, COMPILED)
@@ -235,14 +231,20 @@ class DebugPathDecisions:
         self._upstream_is_debug_iter = upstream
         unwatched, classify, watched = self.unwatched, self._classify, self.watched
 
-        def is_debug_iter(module: Any) -> bool:
-            if id(module) in watched.modules:  # only of modules that torch.compile takes into its graph
-                return id(module) in watched.armed and self.is_debug_iter(module)
+        @outside_of_dynamo
+        def note_unwatched(module: Any) -> bool:
             if module.training and torch.is_grad_enabled() and not classify.paused:
                 unwatched.add(module)
             return False
 
-        return absent_from_graphs(is_debug_iter, _never)
+        def is_debug_iter(module: Any) -> bool:
+            if torch.compiler.is_dynamo_compiling():
+                return hasattr(module, LEAVES_GRAPHS)  # True makes Transformer Engine leave the graph for the call
+            if id(module) in watched.modules:  # one that may be in a graph; others answer by themselves
+                return id(module) in watched.armed and self.is_debug_iter(module)
+            return note_unwatched(module)
+
+        return compiled_in_callers_only(is_debug_iter)
 
     def make_no_debug_features_active(self, upstream: Any) -> Any:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
@@ -278,22 +280,24 @@ class DebugPathDecisions:
         return no_debug_features_active
 
     def note_plan(
-        self, module: Any, quantizers: Iterable[Any], kind: ForwardKind, *, idle: bool, seen: bool = False
+        self, module: Any, quantizers: Iterable[Any], kind: ForwardKind, *, idle: bool, graph_in_fp8: bool | None = None
     ) -> None:
         """Record the GEMMs that a forward and its backward will run, with their precision if no feature acts.
 
-        ``seen``: the tap will see the precision of each.
+        ``graph_in_fp8``: whether a compiled graph, in which the tap sees each GEMM, runs the module in FP8. The module
+        does not have its state of this forward yet.
         """
         fprop_only = kind is ForwardKind.SILENT
         try:
-            self.watched.resting.note_training(module, idle=idle)
+            fp8 = bool(module.fp8) if graph_in_fp8 is None else graph_in_fp8
+            self.watched.resting.note_training(module, idle=idle, fp8=fp8)
             layers, left_out = self.watched.layers[id(module)], dict[LayerGemm, str]()
             if not fprop_only:
                 left_out = gemms_left_out(module, layers, input_needs_gradient=self.current.input_needs_gradient)
                 self._audit.leave_out(left_out)
             gemms = [LayerGemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
             self._audit.expect(gemm for gemm in gemms if gemm not in left_out)
-            if seen:
+            if graph_in_fp8 is not None:
                 return
             if idle:
                 formats = formats_of_fused_path(module, layers, fp8=module.fp8)

@@ -48,7 +48,7 @@ class CompiledLinears:
         arguments = _arguments_of_operator()
         if arguments is None:
             return None
-        module = self._module_of(arguments.weight if gemm == "fprop" else arguments.saved_weight)
+        module = self.module_of(arguments.weight if gemm == "fprop" else arguments.saved_weight)
         if module is None:
             raise LookupError("its weight is no parameter of one module alone")
         forwards = self._forwards.setdefault(id(module), [])
@@ -67,7 +67,8 @@ class CompiledLinears:
                 return forward
         return unobserved_forward()
 
-    def _module_of(self, weight: Any) -> Any:
+    def module_of(self, weight: Any) -> Any:
+        """Return the module with a weight; None if no module or several have it."""
         key = _address(weight)
         if key not in self._by_weight:  # the first of the iteration, or gathered since
             self._by_weight = {}

@@ -150,6 +150,7 @@ class ForwardHooks:
         self._release()
         self.answers.forget_modules()
         self._watched.watch(modules, refused, fused)
+        self._watched.leave_graphs(self.answers.refused.acting)
         self._tap.watch(self._watched.modules, self._watched.layers, operations)
         self.gemm_errors.watch(modules)
         self._gemm_records.watch(modules)

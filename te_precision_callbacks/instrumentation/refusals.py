@@ -233,6 +233,7 @@ class RefusedLayers:
     Attributes:
         modules: modules that must never take the debug path, by id.
         in_graphs: modules in CUDA graphs that cannot be bypassed, by id.
+        acting: id of a module -> its layers with features.
     """
 
     def __init__(self, *, strict: bool) -> None:
@@ -240,7 +241,7 @@ class RefusedLayers:
         self.in_graphs: dict[int, torch.nn.Module] = {}
         self.strict = strict
         self._refused: dict[str, dict[DebugRefusal, None]] = {}
-        self._acting: dict[int, list[str]] = {}
+        self.acting: dict[int, list[str]] = {}
         self._notices = Notices()
 
     def leave(
@@ -287,7 +288,7 @@ class RefusedLayers:
         self.modules = refusals_by_module
         for layer_name, refusal in before.items():
             self._refused.setdefault(layer_name, {})[refusal] = None
-        self._acting = {
+        self.acting = {
             id(named.module): [
                 layer.name
                 for layer in named.layers
@@ -299,7 +300,7 @@ class RefusedLayers:
 
     def note(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         self._note_graph(module, refusal)
-        refused = dict.fromkeys(self._acting.get(id(module), ()), refusal)
+        refused = dict.fromkeys(self.acting.get(id(module), ()), refusal)
         if self.strict and refused:
             raise _error(refused)
         for layer in refused:

@@ -48,13 +48,14 @@ class RestingLayers:
         self._round_robin = RoundRobin(list(modules.values()))
         self._queried: dict[int, list[list[dict[LayerOperand, Format]]]] = {}
 
-    def note_training(self, module: torch.nn.Module, *, idle: bool) -> None:
+    def note_training(self, module: torch.nn.Module, *, idle: bool, fp8: bool) -> None:
         """Record a training forward of an armed module.
 
         Args:
             idle: whether no feature acts in it, so that it runs like a resting module.
+            fp8: whether it runs in FP8.
         """
-        self._trained_in_fp8[id(module)] = bool(module.fp8)
+        self._trained_in_fp8[id(module)] = fp8
         state = _state_of(module) if idle else None
         if state is None:
             self._seen_in.pop(id(module), None)

@@ -12,8 +12,8 @@ Read from Transformer Engine 2.20.2. While installed, the tap replaces:
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``tap_parts.py``).
 - The modules' ``materialize_weight_for_forward``, which gathers distributed weights.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
-- ``te.Linear.forward``, since ``torch.compile`` (torch 2.15) makes it one operator, without Python calls. The
-  replacement runs outside the graph, like all other modules' forwards.
+- ``te.Linear.forward`` where it is no operator of ``torch.compile`` (``compiled.py``). The replacement runs outside of
+  graphs, like all other modules' forwards.
 - ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` with GEMMs.
 
 With ``fuse_wgrad_accumulation=True`` the wgrad GEMM adds to ``main_grad``, so the wgrad of a micro-batch never exists,
@@ -260,6 +260,12 @@ class GemmTap:
             self._make_forward(module, arguments) if id(module) in self._observed else self._forward_for_ranges(module)
         )
 
+    def _forward_in_graph(self, arguments: Sequence[Any]) -> Forward | None:
+        """Make the forward of a ``te.Linear`` whose graph ends before its autograd Function, as in delayed scaling."""
+        operator = arguments[-1] if self._compiled.modules else None
+        module = self._compiled.module_of(arguments[0]) if type(operator).__name__ == "LinearFwdArgs" else None
+        return None if module is None else self._begin_compiled(module, operator)
+
     def _find_tensors(
         self, forward: Forward, find: Callable[[], dict[tuple[int, str], Any]]
     ) -> dict[tuple[int, str], Any]:
@@ -292,7 +298,7 @@ class GemmTap:
 
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
-            entered = self._running.thread_state.entered or unobserved_forward()
+            entered = self._running.thread_state.entered or self._forward_in_graph(arguments) or unobserved_forward()
             entered.half = -1
             if ctx is not None:
                 ctx.te_precision_forward = entered

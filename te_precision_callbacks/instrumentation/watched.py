@@ -23,6 +23,9 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier, is_compile
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.schedule import Schedule
 
+LEAVES_GRAPHS = "te_precision_leaves_graphs"
+"""Set in compiled ``te.Linear`` modules with features that need the debug path, which graphs do not have."""
+
 
 class WatchedModules:
     """Arms modules, and lets them rest.
@@ -63,6 +66,13 @@ class WatchedModules:
         for key in self.refused:
             self.exclude(self.modules[key])
 
+    def leave_graphs(self, acting: Mapping[int, Sequence[str]]) -> None:
+        """Set :data:`LEAVES_GRAPHS`; ``acting``: id of a module -> its layers with features."""
+        for key, layers in acting.items():
+            on_fused_path = key in self.fused and not self.fused[key]
+            if layers and not on_fused_path and key not in self.refused and is_compiled_operator(self.modules[key]):
+                self.modules[key].__dict__[LEAVES_GRAPHS] = True
+
     def is_on_fused_path(self, module: torch.nn.Module, iteration: int) -> bool:
         changed = self.fused.get(id(module))
         return changed is not None and not any(schedule.at(iteration)[0] for schedule in changed)
@@ -75,6 +85,7 @@ class WatchedModules:
     def release(self) -> None:
         for module in self.modules.values():
             module.__dict__.pop("is_debug_iter", None)
+            module.__dict__.pop(LEAVES_GRAPHS, None)
         self.armed.clear()
         self._to_arm.clear()
         self.modules = {}
@@ -135,6 +146,7 @@ class WatchedModules:
         self.refused.add(id(module))
         self.fused.pop(id(module), None)
         self.armed.pop(id(module), None)
+        module.__dict__.pop(LEAVES_GRAPHS, None)
         self._answer(module, _always_false(module))
 
     def _arm(self, module: torch.nn.Module) -> None:

@@ -46,9 +46,16 @@ def absent_from_graphs(function: FunctionT, in_graph: Callable[..., Any]) -> Fun
             return in_graph(*arguments, **keywords)
         return not_compiled(*arguments, **keywords)
 
-    # Read from torch 2.13: _dynamo/decorators.py, skip, which also keeps compiled callers from calling it.
-    torch._dynamo.eval_frame.skip_code(either.__code__)
-    return cast(FunctionT, either)
+    return compiled_in_callers_only(either)
+
+
+def compiled_in_callers_only(function: FunctionT) -> FunctionT:
+    """Keep Dynamo from compiling a function by itself, as after a graph break, but not within a compiled caller.
+
+    Read from torch 2.13: _dynamo/decorators.py, skip, which also keeps compiled callers from calling it.
+    """
+    torch._dynamo.eval_frame.skip_code(function.__code__)  # type: ignore[attr-defined]
+    return function
 
 
 def is_compiled_operator(module: torch.nn.Module) -> bool:

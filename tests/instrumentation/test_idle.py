@@ -58,7 +58,7 @@ def run(net: torch.nn.Module, *, fp8: bool = True) -> None:
 
 
 def test_steps_in_which_nothing_is_due(tmp_path: Path, keeper: Keeper) -> None:
-    net = te.Linear(32, 32)
+    net = te.LayerNormLinear(32, 32)
     with InspectSession(statistics(freq=3), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         counts = []
         for _ in range(7):
@@ -101,7 +101,7 @@ def test_a_precision_feature_acts_in_every_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_copy_of_a_watched_module_is_not_watched(tmp_path: Path, keeper: Keeper, steps: int) -> None:
     """As an exponential moving average of the weights takes one."""
-    net = te.Linear(32, 32)
+    net = te.LayerNormLinear(32, 32)
     with InspectSession(statistics(freq=2), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         for _ in range(steps):
             run(net)
