@@ -77,6 +77,7 @@ def trained(
     module: str = "Linear",
     compiles: bool = True,
     observed: bool = True,
+    quantized_weights: bool = False,
     unobserved_steps: int = 0,
     **options: Any,
 ) -> Trained:
@@ -88,7 +89,8 @@ def trained(
         graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    net = torch.nn.Sequential(Block(MODULES[module]()), torch.nn.Linear(WIDTH, 8))
+    with te.quantized_model_init(enabled=quantized_weights, recipe=recipe):
+        net = torch.nn.Sequential(Block(MODULES[module]()), torch.nn.Linear(WIDTH, 8))
     called: Any = torch.compile(net, backend=compiler) if compiles else net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     keeper, losses = Keeper(), list[float]()
@@ -141,6 +143,14 @@ def test_a_session_changes_no_graph_and_sees_what_it_sees_without_compiling(tmp_
     operators = [name for graph in alone.graphs for name in graph if "transformer_engine_compile" in name]
     assert bool(operators) == (recipe != "delayed scaling"), "this tests te.Linear in a graph"
     assert_sees_the_same(compiled, trained(tmp_path / "eager", RECIPES[recipe], compiles=False))
+
+
+@pytest.mark.parametrize("recipe", ["current scaling", "MXFP8"])
+def test_quantized_weights(tmp_path: Path, recipe: str) -> None:
+    compiled = trained(tmp_path / "compiled", RECIPES[recipe], quantized_weights=True)
+    assert_same_training(compiled, trained(tmp_path, RECIPES[recipe], quantized_weights=True, observed=False))
+    eager = trained(tmp_path / "eager", RECIPES[recipe], quantized_weights=True, compiles=False)
+    assert_sees_the_same(compiled, eager)
 
 
 @pytest.mark.parametrize("module", ["LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
