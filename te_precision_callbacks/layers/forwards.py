@@ -46,7 +46,7 @@ def absent_from_graphs(function: FunctionT, in_graph: Callable[..., Any]) -> Fun
             return in_graph(*arguments, **keywords)
         return not_compiled(*arguments, **keywords)
 
-    return compiled_in_callers_only(either)
+    return cast(FunctionT, compiled_in_callers_only(either))
 
 
 def compiled_in_callers_only(function: FunctionT) -> FunctionT:
@@ -54,7 +54,7 @@ def compiled_in_callers_only(function: FunctionT) -> FunctionT:
 
     Read from torch 2.13: _dynamo/decorators.py, skip, which also keeps compiled callers from calling it.
     """
-    torch._dynamo.eval_frame.skip_code(function.__code__)  # type: ignore[attr-defined]
+    torch._dynamo.eval_frame.skip_code(function.__code__)
     return function
 
 
