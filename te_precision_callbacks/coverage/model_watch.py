@@ -56,6 +56,8 @@ class ModelWatch:
     Attributes:
         failure: the reason why counting stopped; empty without a failure.
         ran: id of a module of Transformer Engine -> its forwards in training mode since the last :meth:`take_ran`.
+        unobserved: id of a module of Transformer Engine -> why forwards in the training were not observed: a forward
+            with gradients in evaluation mode, or a forward without gradients in a call of the model or in each step.
     """
 
     def __init__(
@@ -71,6 +73,9 @@ class ModelWatch:
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
         self.ran: dict[int, set[TrainingForward]] = {}
+        self.unobserved: dict[int, str] = {}
+        self._evaluated: dict[int, str] = {}
+        self._always_evaluated: dict[int, str] | None = None
         self._modules: Mapping[int, tuple[str, torch.nn.Module]] = {}
         self._report = report
         self._is_paused = is_paused
@@ -105,11 +110,21 @@ class ModelWatch:
         self.calls.begin_step(counts_outside=self.counting)
 
     def take_ran(self) -> dict[int, set[TrainingForward]] | None:
+        always = self._always_evaluated
+        if always is None:
+            self._always_evaluated = self._evaluated
+        else:
+            self._always_evaluated = {key: why for key, why in always.items() if key in self._evaluated}
+            self.unobserved = {**self._always_evaluated, **self.unobserved}
+        self._evaluated = {}
         ran, self.ran = self.ran, {}
         return ran if self.active and not self.failure else None
 
     def close(self) -> None:
         self.active = self.counting = False
+        self.unobserved = {}
+        self._evaluated = {}
+        self._always_evaluated = None
         self.state.close()
         self._replaced.restore()
         self.failure = ""
@@ -176,6 +191,12 @@ class ModelWatch:
         with_gradients = torch.is_grad_enabled()
         if module.training and (with_gradients or not _is_evaluation_forward()):
             self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
+        elif with_gradients:
+            self.unobserved[id(module)] = "evaluation mode"
+        else:
+            why = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+            unobserved = self._evaluated if self.calls.current is None else self.unobserved
+            unobserved.setdefault(id(module), why)
 
     def _wrap_root(self, root: Any) -> None:
         own = root._compiled_call_impl

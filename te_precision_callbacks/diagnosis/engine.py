@@ -135,10 +135,8 @@ class Diagnosis:
         if layers and not any(layer.rows or layer.forward is not None for layer in layers):
             if refused := next((layer.refused for layer in layers if layer.refused), ""):
                 return f"no layer was observed: {refused}"
-            return (
-                "no layer was observed in training: call model.train(), and start the session before capturing CUDA"
-                " graphs"
-            )
+            if self._facts.settings is not None:  # else a log, which does not show what ran
+                return "no layer of Transformer Engine ran in the session's model"
         # The first collection step lacks the statistics of scales and of FP8.
         return "only one collection step has run" if self._collected == 1 else ""
 
@@ -250,6 +248,8 @@ class Diagnosis:
                 ),
                 True,
             )
+        if sighting.replaces:
+            return dataclasses.replace(known, severity=severity, seen=sighting.seen, seen_at=None), False
         more = tuple(layer for layer in sighting.layers if layer not in known.layers)
         worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
         seen, seen_at = (without_exponents(sighting.seen), until) if worse else (known.seen, known.seen_at)

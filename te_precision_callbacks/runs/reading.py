@@ -128,6 +128,34 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     )
 
 
+def runs_of_last_launch(path: StrPath) -> tuple[str, ...]:
+    """Return the runs of a log folder that the launch of its latest run has recorded, oldest first.
+
+    A launch is a process, or all processes of one ``te-precision run``.
+    """
+    runs = list_runs(path)
+    if len(runs) < 2:
+        return runs
+    folder = _records_of(Path(path))
+    latest = _choose(Path(path), runs, "latest")
+    launch = _launch_of(folder / latest)
+    return tuple(name for name in runs if name == latest or (launch and _launch_of(folder / name) == launch))
+
+
+_PROCESS = ("host", "pid_namespace", "pid", "pid_started")
+
+
+def _launch_of(run: Path) -> tuple[object, ...]:
+    """Return what identifies the launch of a run's last segment; empty if it is unknown."""
+    last = next(reversed(segments_of(run).values()))
+    try:
+        facts = read_json(last / RUN_FILE)
+    except (OSError, ValueError):
+        return ()
+    launch = facts.get("launch")
+    return (launch,) if launch else tuple(facts.get(name) for name in _PROCESS)
+
+
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
     """Read a run for a command, by default the latest one. Also return a note on other runs in the folder."""
     recorded = open_run(path, run=run or "latest")
@@ -213,6 +241,7 @@ class _Reader:
     given: Path
     folders: Mapping[int, Path]
     said: dict[str, bool] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
     index: SeriesIndex = field(default_factory=SeriesIndex)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -251,11 +280,16 @@ class _Reader:
             read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
             read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
             said=self.said,
+            damaged=self.damaged,
             thinned=tuple(self.thinned),
         )
 
     def _note(self, text: str, *, unread: bool = False) -> None:
         self.said.setdefault(text, unread)
+
+    def _note_damage(self, text: str) -> None:
+        self._note(text, unread=True)
+        self.damaged.append(text)
 
     # ------------------------------------------------------------------ segments
 
@@ -268,8 +302,7 @@ class _Reader:
             if is_silent(folder) or any(folder.glob(f"{rank_name(0)}/*")):  # rank 0 makes the folder first
                 self._note(f"{path} is missing: the facts of segment {number} are unknown.", unread=True)
         except (OSError, ValueError) as error:
-            why = f"{path} is damaged ({error}): the facts of segment {number} are unknown."
-            self._note(why, unread=True)
+            self._note_damage(f"{path} is damaged ({error}): the facts of segment {number} are unknown.")
         schema, versions = facts.get("schema", SCHEMA_VERSION), facts.get("versions")
         if schema != SCHEMA_VERSION:
             version = versions.get("te-precision-callbacks") if isinstance(versions, dict) else None
@@ -333,7 +366,7 @@ class _Reader:
 
     def _note_lost(self, path: Path, error: BaseException) -> None:
         lines = str(error).splitlines() or [type(error).__name__]
-        self._note(f"{path} cannot be read, and its rows are missing: {lines[0]}", unread=True)
+        self._note_damage(f"{path} cannot be read, and its rows are missing: {lines[0]}")
 
     def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
         return _sorted(schema, [self._drop_replaced(number, table) for number, table in tables], "iteration")

@@ -177,6 +177,7 @@ class RecordedRun:
         series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` is the index of the row.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
         said: text of a note -> whether it is about an unreadable part.
+        damaged: the notes on damaged files; as ``said``, complete only after the data were read.
         thinned: downsampled spans of iterations.
         read_values: reads ``segment, iteration, series, value, flags`` of some or all series, sorted by series and
             iteration.
@@ -199,6 +200,7 @@ class RecordedRun:
     read_values: Callable[[list[int] | None], pa.Table] = field(repr=False)
     read_vectors: Callable[[list[int] | None], pa.Table] = field(repr=False)
     said: Mapping[str, bool] = field(default_factory=dict, repr=False)
+    damaged: Sequence[str] = field(default=(), repr=False)
     thinned: tuple[Thinned, ...] = ()
 
     @property
@@ -209,6 +211,12 @@ class RecordedRun:
     @property
     def unread(self) -> tuple[str, ...]:
         return tuple(text for text, is_unread in self.said.items() if is_unread)
+
+    def require_undamaged(self) -> None:
+        """Raise a RunError, after the rest of the run was used, if a file is damaged."""
+        if self.damaged:
+            more = f" {len(self.damaged) - 1} more of its files are damaged." if len(self.damaged) > 1 else ""
+            raise RunError(f"{self.path} is damaged, and only the rest was read. {self.damaged[0]}{more}")
 
     @property
     def missing_contents(self) -> str:

@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import ResumeAuditError
 from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
+from te_precision_callbacks.instrumentation.weight_samples import to_host
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.layers.fp8_state import delayed_states
 from te_precision_callbacks.layers.naming import Layer, NamedModule
 from te_precision_callbacks.runs.answers import is_training_loss
 from te_precision_callbacks.runs.fingerprints import (
@@ -214,7 +217,8 @@ class ResumeAudit:
             return
         self._results.resume = report
         severity: Severity = "warning" if report.findings else "info"
-        event = Event("resume_audited", str(report), self._context.iteration, severity, phase="checkpoint")
+        data = {"without_scales": list(report.without_scales)}
+        event = Event("resume_audited", str(report), self._context.iteration, severity, phase="checkpoint", data=data)
         self._context.events.append(event)
         if not report.findings:
             logger.debug("The resume restored the FP8 state of the checkpoint of iteration %d.", report.iteration)
@@ -229,6 +233,67 @@ class ResumeAudit:
         self._saved, self._restored = None, None
         while self._handles:
             self._handles.pop().remove()
+
+
+class LostScales:
+    """Finds scales that a resume without a fingerprint has lost.
+
+    At the first step of an optimizer that has stepped before, a restored amax history has a row for each earlier step,
+    up to its length. A new history has a row for each forward of this step.
+    """
+
+    def __init__(self, context: RunContext, model: ObservedModel) -> None:
+        self._context = context
+        self._model = model
+        self._has_stepped = False
+        self._layers: tuple[str, ...] = ()
+        self._lengths: list[int] = []
+        self._read: Callable[[], list[float]] | None = None
+
+    @torch.no_grad()
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._has_stepped or not self._model.is_trained_by(optimizer):
+            return
+        self._has_stepped = True
+        try:
+            steps = list(_steps_before(optimizer))
+            modules = [named for named in self._model.layers.modules if steps and any(delayed_states(named.module))]
+            histories = [state.amax_history for named in modules for state in delayed_states(named.module)]
+            if histories:
+                device = histories[0].device
+                rows = [history.any(1).sum().to(device) for history in histories]
+                counts = [*rows, *(torch.as_tensor(count).to(device).reshape(()) for count in steps)]
+                self._layers = tuple(layer.name for named in modules for layer in named.layers)
+                self._lengths = [len(history) for history in histories]
+                self._read = to_host(torch.stack([count.float() for count in counts]))
+        except Exception as error:
+            self._context.failures.report("looking for", "the scales of a resume", error)
+
+    def end_step(self) -> None:
+        if self._read is None:
+            return
+        counts, self._read = self._read(), None
+        rows, steps = counts[: len(self._lengths)], max(counts[len(self._lengths) :])
+        is_lost = all(row < min(length, steps + 1) for row, length in zip(rows, self._lengths, strict=True))
+        if is_lost and steps >= 1 and self._context.results.resume is None:
+            text = (
+                f"The optimizer has stepped {many(round(steps), 'time')} before, but the scales and amax histories of"
+                f" delayed scaling are new, in all {many(len(self._layers), 'layer')}."
+            )
+            data = {"without_scales": list(self._layers)}
+            event = Event("resume_audited", text, self._context.iteration, "warning", phase="checkpoint", data=data)
+            self._context.events.append(event)
+            logger.warning("%s\n%s", text, _REMEDY)
+
+
+def _steps_before(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Yield counts of earlier steps of an optimizer's parameters: of torch's, and of TE's FusedAdam; not of SGD."""
+    for group in optimizer.param_groups:
+        if group.get("step"):
+            yield group["step"]
+        for tensor in group["params"][:1]:
+            if "step" in (state := optimizer.state.get(tensor, {})):
+                yield state["step"]
 
 
 NAMES = ("loss", "train_loss", "train/loss", "training_loss", "train_loss_step")

@@ -116,7 +116,7 @@ def test_neither_quantized_weights_nor_an_evaluation_give_it_a_scale(
 
 
 PLAIN = {"min", "max", "mean", "std", "cur_amax", "nonfinite_num"}
-QUANTIZED = {"underflows%", "overflows%", "scale_inv_max", "scale_inv_min"}
+QUANTIZED = {"underflows%", "underflow_norm%", "overflows%", "scale_inv_max", "scale_inv_min"}
 LOST = {"s": feature("LogFp8TensorStats", ["all"], tensors=["gradient"], stats=["underflows%", "sqnr_db"], freq=2)}
 
 
