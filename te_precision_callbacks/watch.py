@@ -7,8 +7,8 @@ Usage::
     TE_PRECISION_WATCH=1 ./launch.sh
 
 A model is an outermost module that is called in training mode, with gradients, and that has parameters in an optimizer.
-If an optimizer steps and there is no such module, the model is a called one whose parameters have gradients: it is in
-evaluation mode, or the optimizer has other parameters.
+If an optimizer steps and there is no such module, a called module with gradients is the model: it is in evaluation
+mode, or the optimizer has other parameters.
 A debug iteration ends when every optimizer of the model has stepped. The loss is the scalar that ``backward()`` is
 called on. A session that the script starts, with any integration, replaces this one.
 """

@@ -30,7 +30,7 @@ class BlockedMainThread:
 
     Args:
         terminate: called in another thread if the main thread does not run the handler.
-        is_handled: whether the process's handler of SIGTERM is still the one that sets ``handler_runs``.
+        is_handled: whether the process still has the handler of SIGTERM that sets ``handler_runs``.
 
     Attributes:
         handler_runs: to be set by the handler.

@@ -132,7 +132,7 @@ class Diagnosis:
         ran = [layer for layer in layers if layer.low or layer.reasons]
         if ran and not any(layer.is_of_te for layer in ran) and NO_CONFIG in rule.collect:
             return "the model has no Transformer Engine layers, so there are no statistics"
-        if layers and not any(layer.rows or layer.forward is not None for layer in layers):
+        if layers and not any(layer.calls or layer.forward is not None for layer in layers):
             if refused := next((layer.refused for layer in layers if layer.refused), ""):
                 return f"no layer was observed: {refused}"
             if self._facts.settings is not None:  # else a log, which does not show what ran

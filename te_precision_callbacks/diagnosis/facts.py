@@ -43,7 +43,6 @@ class LayerFacts:
         reasons: GEMM in high precision -> the name of the reason, and details.
         low: the GEMMs in low precision.
         never: GEMM -> why it did not run.
-        rows: n of its forward product, the rows of its input in a call; 0 if unknown.
         calls: how often its forward product runs in a step; 0 if unknown.
         since: the first iteration with the present precision of its forward product.
         refused: why it, or some of its forwards, are not observed; empty if they are.
@@ -61,7 +60,6 @@ class LayerFacts:
     reasons: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     low: frozenset[str] = frozenset()
     never: Mapping[str, str] = field(default_factory=dict)
-    rows: int = 0
     calls: int = 0
     since: int = 0
     is_of_te: bool = False
@@ -172,7 +170,7 @@ class Facts:
         for row in gemms:
             known, gemm = of(row["layer"]), row["gemm"]
             if gemm == "fprop":
-                known |= {"shape": (row["m"], row["k"]), "rows": row.get("n") or 0, "since": row.get("since") or 0}
+                known |= {"shape": (row["m"], row["k"]), "since": row.get("since") or 0}
                 known["calls"] = row.get("calls") or 0
             known["recipe"] = row["recipe"] or known.get("recipe", "")
             known["module_class"] = known.get("module_class") or row["family"] or ""

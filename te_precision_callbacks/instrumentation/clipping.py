@@ -1,7 +1,7 @@
 """Observes torch's clipping of the gradient norm, also where a script or trainer has imported it by name.
 
-Read from torch 2.6 to 2.13, ``nn/utils/clip_grad.py``: ``clip_grad_norm_`` calls ``_clip_grads_with_norm_`` of its
-module, whose public name is ``clip_grads_with_norm_``.
+Read from torch 2.6 to 2.13, ``nn/utils/clip_grad.py``: ``clip_grad_norm_`` calls ``_clip_grads_with_norm_``, which
+is public as ``clip_grads_with_norm_``.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class _Gap:
     Attributes:
         called: number of steps with a training forward of the module.
         reached, ran: whether a backward reached the parameter, and the module ran in training, since the last step.
-        checkpointed: number of forwards in a reentrant checkpoint of which no input needs a gradient.
+        checkpointed: number of forwards in a reentrant checkpoint without an input that needs a gradient.
     """
 
     since: int
@@ -846,7 +846,7 @@ def _is_converted(module: torch.nn.Module) -> bool:
 
 
 def _thin_sample(weight: torch.Tensor) -> torch.Tensor:
-    """Return few elements of a weight, since three samples of each weight are kept, as a view: [rows, columns]."""
+    """Return few elements of a weight as a view, since three samples of each weight are kept: [rows, columns]."""
     return sampled_view(weight)[:, ::THIN]
 
 

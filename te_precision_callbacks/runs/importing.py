@@ -134,7 +134,7 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
         events=events,
         read_values=functools.partial(_select, table),
         read_vectors=lambda _: NO_VECTORS,
-        said=dict.fromkeys(unread, True),
+        said=dict.fromkeys(unread, "unread"),
     )
 
 

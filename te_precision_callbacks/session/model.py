@@ -366,7 +366,7 @@ class ObservedModel:
 
     def note_unobserved(self) -> None:
         """Note the layers that ran only in forwards that are not observed, with the reasons."""
-        reasons, observed = self.hooks.products.unobserved, self.hooks.order.forward
+        reasons, observed = self.hooks.products.unobserved.reasons, self.hooks.order.forward
         unobserved = {
             layer.name: reasons[id(named.module)]
             for named in (self.layers.modules if reasons else ())

@@ -235,7 +235,7 @@ class ResumeAudit:
             self._handles.pop().remove()
 
 
-class LostScales:
+class ScaleRestoreCheck:
     """Finds scales that a resume without a fingerprint has lost.
 
     At the first step of an optimizer that has stepped before, a restored amax history has a row for each earlier step,

@@ -51,7 +51,7 @@ from te_precision_callbacks.session.endings import ClosingReport, ProcessEnds, T
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
-from te_precision_callbacks.session.resume import LostScales, ResumeAudit, versions
+from te_precision_callbacks.session.resume import ResumeAudit, ScaleRestoreCheck, versions
 from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of
 from te_precision_callbacks.sinks.writer_thread import wait_for_all
@@ -125,7 +125,7 @@ class Run:
         self._facts = RunFacts(context, model)
         self._sinks = Sinks(context, [*self._files.sinks, *sinks, *options.sinks])
         self.resume_audit = ResumeAudit(context, model, self._files.records)
-        self._lost_scales = LostScales(context, model)
+        self._scale_restore = ScaleRestoreCheck(context, model)
         self._profiling = Profiling(context, model, self.hooks, self._files)
         self._closing = ClosingReport(context, self._files)
 
@@ -167,7 +167,7 @@ class Run:
         if self.context.options.config.is_default:
             self._updates.before_step(optimizer, is_due=bool(self.hooks.answers.watched.armed))
         self._parameters.before_optimizer_step(optimizer, self.context.iteration)
-        self._lost_scales.before_step(optimizer)
+        self._scale_restore.before_step(optimizer)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._loop_checks.note(optimizer)
@@ -238,7 +238,7 @@ class Run:
         iteration = ending.iteration
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
-        self._lost_scales.end_step()
+        self._scale_restore.end_step()
         self._profiling.end(iteration)
         self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
         self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
