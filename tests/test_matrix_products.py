@@ -227,6 +227,10 @@ MULTIPLY_NOTHING = {
 """Why an operator of torch is neither counted nor named as not counted -> operators named like products."""
 
 
+OF_TRANSFORMER_ENGINE = {"tex", "transformer_engine_compile"}
+"""Namespaces of its operators: for ONNX, and in graphs of ``torch.compile``. The tap sees their products."""
+
+
 def named_like_products() -> set[str]:
     """Torch's operators of several tensors, except those that it takes apart before a dispatch mode sees them."""
     names = set()
@@ -235,7 +239,7 @@ def named_like_products() -> set[str]:
         tensors = [name for name in types if "Tensor" in name]
         has_several = len(tensors) > 1 or "List" in "".join(tensors)
         namespace, _, name = schema.name.partition("::")
-        if not has_several or not LIKE_PRODUCTS.search(name) or namespace == "tex":  # Transformer Engine's, for ONNX
+        if not has_several or not LIKE_PRODUCTS.search(name) or namespace in OF_TRANSFORMER_ENGINE:
             continue
         overload = f"{schema.name}.{schema.overload_name}".rstrip(".")
         try:

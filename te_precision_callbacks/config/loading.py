@@ -177,10 +177,8 @@ def load_config(
             if key == LAYER_NAMES and not isinstance(body, Mapping):
                 if body not in get_args(LayerNames):
                     choices = " or ".join(map(repr, get_args(LayerNames)))
-                    raise ConfigError(
-                        f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections must be {choices}, not"
-                        f" {shown(body)}."
-                    )
+                    place = f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections"
+                    raise ConfigError(f"{place} must be {choices}, not {shown(body)}.")
                 layer_names = cast(LayerNames, body)
             else:
                 sections.append(_section(str(key), body, places, known, others=others))

@@ -209,6 +209,7 @@ class ModelWatch:
 
         return noting
 
+    @compiled_in_callers_only
     def _note_forward(self, module: Any) -> None:
         with_gradients = torch.is_grad_enabled()
         if module.training and (with_gradients or not _is_evaluation_forward()):

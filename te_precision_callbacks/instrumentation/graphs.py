@@ -4,7 +4,7 @@ A replay runs no Python, so it cannot be observed. Read from Transformer Engine 
 2.13 (``cuda/graphs.py``) and Megatron-LM (``transformer/module.py``, August 2026):
 
 - ``make_graphed_callables`` of the first two replaces a module's ``forward`` by ``new_fwd``, a closure over the
-  original, ``orig_fwd``.
+  original, ``orig_fwd``. In torch 2.15 the original is ``orig_call``, a method without its module, ``func_ref()``.
 - Megatron's layers keep the graphs of ``cuda_graph_impl="transformer_engine"`` in the list ``cuda_graphs``. While it is
   empty, a layer calls its own forward.
 """
@@ -12,6 +12,7 @@ A replay runs no Python, so it cannot be observed. Read from Transformer Engine 
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ def why_not_bypassed(module: Any) -> str | None:
     if not _is_graphed(forward):
         wraps_graph = callable(forward) and _is_graphed(inspect.unwrap(forward))
         return "its forward was wrapped after its graph was made" if wraps_graph else None
-    if "orig_fwd" not in _closure(forward):
+    if _below(forward) is None:
         return "the original forward cannot be found"
     if _closure(attributes.get("backward_dw")).get("need_bwd_dw"):
         return "a second graph computes its weight gradients (delay_wgrad_compute)"
@@ -54,10 +55,18 @@ def _closure(function: Any) -> Mapping[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
+def _below(forward: Any) -> Any:
+    """Return the forward that a graphed one replaces; None where it has another form."""
+    names = _closure(forward) if _is_graphed(forward) else {}
+    if names.get("orig_bound_to_func"):
+        return types.MethodType(names["orig_call"], names["func_ref"]())
+    return names.get("orig_fwd", names.get("orig_call"))
+
+
 def _original(forward: Any) -> Any:
     """Unwrap all graphs: a module may have another one for evaluation."""
-    while isinstance(forward, _Bypass) or (_is_graphed(forward) and "orig_fwd" in _closure(forward)):
-        forward = forward.original if isinstance(forward, _Bypass) else _closure(forward)["orig_fwd"]
+    while (below := forward.original if isinstance(forward, _Bypass) else _below(forward)) is not None:
+        forward = below
     return forward
 
 

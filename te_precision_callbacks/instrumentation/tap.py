@@ -261,7 +261,7 @@ class GemmTap:
         )
 
     def _forward_in_graph(self, arguments: Sequence[Any]) -> Forward | None:
-        """Make the forward of a ``te.Linear`` whose graph ends before its autograd Function, as in delayed scaling."""
+        """Make the forward of a ``te.Linear`` whose graph delayed scaling ends before its autograd Function."""
         operator = arguments[-1] if self._compiled.modules else None
         module = self._compiled.module_of(arguments[0]) if type(operator).__name__ == "LinearFwdArgs" else None
         return None if module is None else self._begin_compiled(module, operator)

@@ -46,6 +46,9 @@ def absent_from_graphs(function: FunctionT, in_graph: Callable[..., Any]) -> Fun
             return in_graph(*arguments, **keywords)
         return not_compiled(*arguments, **keywords)
 
+    # A graph that was compiled before reads the defaults of the function by its name.
+    for defaults in ("__defaults__", "__kwdefaults__"):
+        setattr(either, defaults, getattr(in_graph, defaults))
     return cast(FunctionT, compiled_in_callers_only(either))
 
 

@@ -241,7 +241,7 @@ def _compile_for_cpu() -> None:
     known = _triton.has_triton
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.") and vars(module).get("has_triton") is known:
-            _replace(module, has_triton=lambda: False)
+            _replace(module, has_triton=lambda **_: False)
     _replace(torch._C, _cuda_cudaCachingAllocator_is_enabled=lambda: True)
 
 

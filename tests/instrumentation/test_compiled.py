@@ -21,6 +21,7 @@ from transformer_engine.pytorch import utils
 from transformer_engine.pytorch.module import linear
 
 from te_precision_callbacks.session import InspectSession
+from tests.capability import stand_for
 from tests.conftest import Keeper, feature, statistics
 
 WIDTH = 32
@@ -40,6 +41,7 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("any_gpu"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of Dynamo and of Transformer Engine, about graph breaks
     pytest.mark.skipif(
         linear._linear_op is None,
@@ -81,6 +83,7 @@ def trained(
     unobserved_steps: int = 0,
     **options: Any,
 ) -> Trained:
+    stand_for((10, 0) if recipe is not None and recipe.mxfp8() else (9, 0))
     torch._dynamo.reset()
     torch.manual_seed(0)
     graphs: list[list[str]] = []

@@ -113,7 +113,14 @@ def test_the_shape_of_a_graphed_forward() -> None:
     whole = inspect.getsource(graph.make_graphed_callables)
     calls = ("set_capture_start()", "_make_graphed_callables(", "set_capture_end()")
     assert sorted(map(whole.index, calls)) == list(map(whole.index, calls))
-    assert "return orig_fwd(*user_args, **user_kwargs)" in inspect.getsource(torch.cuda.make_graphed_callables)
+    of_torch = inspect.getsource(torch.cuda.make_graphed_callables)
+    if "func_ref" not in of_torch:  # before torch 2.15
+        assert "return orig_fwd(*user_args, **user_kwargs)" in of_torch
+        return
+    assert "func_ref = weakref.ref(func)" in of_torch
+    assert 'orig_bound_to_func = getattr(orig_fwd, "__self__", None) is func' in of_torch
+    assert "return orig_call(module, *user_args, **user_kwargs)" in of_torch
+    assert "return orig_call(*user_args, **user_kwargs)" in of_torch
 
 
 CASES = [

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformer_engine.pytorch.module import linear
 
 import te_precision_callbacks
 from te_precision_callbacks.instrumentation.parameters import is_due
@@ -212,7 +213,8 @@ def test_a_forward_calls_hardly_more_than_without_a_session(tmp_path: Path) -> N
                 session.step()
             more.append(forward(net) - without)
     few, many = more
-    assert many - few <= 2 * 9
+    # A te.Linear that torch may compile into a graph asks is_debug_iter of its class.
+    assert many - few <= 2 * (9 if linear._linear_op is None else 13)
     assert few <= 150
 
 

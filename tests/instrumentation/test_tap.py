@@ -15,6 +15,7 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.cpp_extensions import gemm as gemm_module
+from transformer_engine.pytorch.module import layernorm_linear as layernorm_module
 from transformer_engine.pytorch.module import linear as linear_module
 
 from te_precision_callbacks.instrumentation import tap as tap_module
@@ -374,17 +375,17 @@ def test_measuring_does_not_change_main_grad(tmp_path: Path, name: str) -> None:
 
 
 def test_the_gemms_are_transformer_engines_own_where_nothing_is_due(tmp_path: Path) -> None:
-    own = linear_module.general_gemm
-    net = te.Linear(32, 48, fuse_wgrad_accumulation=True)
+    own = layernorm_module.general_gemm
+    net = te.LayerNormLinear(32, 48, fuse_wgrad_accumulation=True)
     net.weight.main_grad = torch.zeros_like(net.weight)
     replaced = []
     with InspectSession(statistics(tensors=["wgrad"], freq=2), model=net, log_dir=tmp_path) as session:
         for _ in range(4):
-            replaced.append(linear_module.general_gemm is not own)
+            replaced.append(layernorm_module.general_gemm is not own)
             with calls() as counted:
                 net(torch.randn(16, 32)).sum().backward()
             counted.pop("_note_forward.<locals>.note", None)  # once: a fused wgrad leaves no gradient to be seen
             assert bool(counted) is replaced[-1], counted
             session.step()
     assert replaced == [True, False, True, False]
-    assert linear_module.general_gemm is own
+    assert layernorm_module.general_gemm is own
