@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +235,7 @@ class ResumeAudit:
 
 
 class LostScales:
-    """Finds scales that a resume without a fingerprint has lost: an optimizer has stepped before, all scales are new."""
+    """Finds scales that a resume without a fingerprint lost: the optimizer has stepped before, and all scales are new."""
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self._context = context
