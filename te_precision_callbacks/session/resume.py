@@ -235,7 +235,7 @@ class ResumeAudit:
 
 
 class LostScales:
-    """Finds scales that a resume without a fingerprint lost: the optimizer has stepped before, and all scales are new."""
+    """Finds scales that a resume without a fingerprint lost: the optimizer has stepped, and all scales are new."""
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self._context = context
