@@ -23,6 +23,7 @@ from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.startup import watch_environment
 from te_precision_callbacks.watch import BACKWARDS, ScriptWatch, name_of_stage, read_options
 from tests.forked import executable
 from tests.reference.processes import run
@@ -531,6 +532,13 @@ def test_processes(tmp_path: Path) -> None:
         assert "te-precision: " in result.stderr
         (segment,) = open_run(tmp_path / name).segments
         assert segment.status == ("failed" if status else "ended")
+
+
+@pytest.mark.processes
+def test_a_process_that_only_imports_torch_is_silent() -> None:
+    """At Python's own end, where no module can be imported any more that starts threads."""
+    result = run([sys.executable, "-W", "ignore", "-c", "import torch"], **watch_environment({}))
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 @pytest.mark.processes

@@ -22,6 +22,11 @@ def exit_status(error: SystemExit) -> int:
     return code & 0xFF if -sys.maxsize <= code <= sys.maxsize else 0xFF
 
 
+def is_failure(error: BaseException | None) -> bool:
+    """Return whether an exception that ends a process is a failure: not an exit with status 0."""
+    return error is not None and not (isinstance(error, SystemExit) and not exit_status(error))
+
+
 def error_text(error: BaseException) -> str:
     """Return class and message of an error; of a SystemExit, its exit status if that is not 0, and its text."""
     text = str(error).strip()

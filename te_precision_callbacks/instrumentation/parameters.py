@@ -37,7 +37,7 @@ from te_precision_callbacks.instrumentation.weight_samples import (
     sample,
     sampled_view,
 )
-from te_precision_callbacks.layers.folding import form_of
+from te_precision_callbacks.layers.folding import form_of, numbers_of
 from te_precision_callbacks.layers.forwards import is_checkpoint_without_backward, outside_of_dynamo
 
 WITHOUT_GRADIENT = 6
@@ -644,7 +644,11 @@ class ParameterWatch:
         similar = Counter(
             form_of(parameter.name) for parameter in self._parameters.values() if parameter.has_gradient and without
         )
+        idle = self._idle_experts()
+        yield from idle.values()
         for parameter, gap in without:
+            if parameter in idle:
+                continue
             trains = parameter.weight.requires_grad
             may_idle = trains and similar[form_of(parameter.name)] and gap.called < WITHOUT_GRADIENT - 1
             if parameter.has_gradient and trains:
@@ -668,7 +672,6 @@ class ParameterWatch:
             if schedule.rises_again and schedule.zero_at is not None:
                 yield Problem("rises_again", "", schedule.zero_at, 100 * schedule.last / schedule.largest)
         yield from self._model_problems()
-        yield from self._idle_experts()
         yield from self._kept_gradients()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
             yield from self._unheld_parameters()
@@ -705,26 +708,31 @@ class ParameterWatch:
                     "still", parameter.name, parameter.still_since, parameter.still_until - parameter.still_since
                 )
 
-    def _idle_experts(self) -> Iterator[Problem]:
-        """Find matrices with gradients of 0 for many steps, while similar ones have others, as experts without tokens.
+    def _idle_experts(self) -> dict[_Parameter, Problem]:
+        """Find parameters without a gradient other than 0 for many steps while similar ones have others, as of experts
+        without tokens. A block that never ran among those of a stack is none.
 
-        The number is the percentage of similar matrices.
+        The number is the percentage of similar parameters.
         """
-        idle = [
-            parameter
-            for parameter in self._parameters.values()
-            if len(parameter.zeroed) >= UNCHANGED and parameter.zeroed[-1] - parameter.zeroed[0] >= IDLE
-        ]
+        idle: dict[_Parameter, int] = {}
+        for parameter in self._parameters.values():
+            gap, zeroed = parameter.gap, parameter.zeroed
+            if len(zeroed) >= UNCHANGED and zeroed[-1] - zeroed[0] >= IDLE:
+                idle[parameter] = zeroed[0]
+            elif gap is not None and not gap.called and gap.steps >= max(MAX_IDLE, 4 * parameter.longest):
+                idle[parameter] = gap.since
         if not idle:
-            return
-        matrices = [parameter for parameter in self._parameters.values() if parameter.weight.dim() > 1]
-        similar = Counter(form_of(parameter.name) for parameter in matrices)
-        zeroed = Counter(form_of(parameter.name) for parameter in matrices if parameter.zeroed)
-        for parameter in idle:
-            form = form_of(parameter.name)
-            if zeroed[form] < similar[form]:
-                share = 100 * zeroed[form] / similar[form]
-                yield Problem("idle", parameter.name, parameter.zeroed[0], share)
+            return {}
+        similar = Counter(form_of(parameter.name) for parameter in self._parameters.values())
+        without = Counter(form_of(state.name) for state in self._parameters.values() if state.zeroed or state.gap)
+        shares = {form: 100 * count / similar[form] for form, count in without.items() if count < similar[form]}
+        return {
+            parameter: Problem("idle", parameter.name, since, shares[form])
+            for parameter, since in idle.items()
+            if (form := form_of(parameter.name)) in shares
+            and parameter.weight.requires_grad
+            and (parameter.has_gradient or len(numbers_of(parameter.name)) > 1)
+        }
 
     def _kept_gradients(self) -> Iterator[Problem]:
         """Find gradients that are not cleared."""

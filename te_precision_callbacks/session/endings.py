@@ -20,7 +20,7 @@ from typing import Any
 
 from te_precision_callbacks.base.blocked import BlockedMainThread
 from te_precision_callbacks.base.errors import SessionError
-from te_precision_callbacks.base.exits import ExitWatch, error_text, exit_status
+from te_precision_callbacks.base.exits import ExitWatch, error_text, is_failure
 from te_precision_callbacks.base.terminal import shell_command, visible
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
@@ -132,7 +132,7 @@ def uncaught_exception(exits: ExitWatch) -> BaseException | None:
     if bool(sys.flags.interactive) or hasattr(sys, "ps1"):
         return None
     error = getattr(sys, "last_value", None) or exits.error or sys.exc_info()[1]  # the last in a child process
-    return None if isinstance(error, SystemExit) and not exit_status(error) else error
+    return error if is_failure(error) else None
 
 
 def _end_by_sigint() -> None:

@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
-from te_precision_callbacks.instrumentation.weight_samples import to_host
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.fp8_state import delayed_states
 from te_precision_callbacks.layers.naming import Layer, NamedModule
@@ -236,52 +235,35 @@ class ResumeAudit:
 
 
 class ScaleRestoreCheck:
-    """Finds scales that a resume without a fingerprint has lost.
-
-    At the first step of an optimizer that has stepped before, a restored amax history has a row for each earlier step,
-    up to its length. A new history has a row for each forward of this step.
-    """
+    """Finds scales that a resume without a fingerprint lost: the optimizer has stepped, and all scales are new."""
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self._context = context
         self._model = model
-        self._has_stepped = False
-        self._layers: tuple[str, ...] = ()
-        self._lengths: list[int] = []
-        self._read: Callable[[], list[float]] | None = None
+        self._steps: list[torch.Tensor] | None = None  # of the optimizer, before its first step in the session
 
-    @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._has_stepped or not self._model.is_trained_by(optimizer):
-            return
-        self._has_stepped = True
-        try:
-            steps = list(_steps_before(optimizer))
-            modules = [named for named in self._model.layers.modules if steps and any(delayed_states(named.module))]
-            histories = [state.amax_history for named in modules for state in delayed_states(named.module)]
-            if histories:
-                device = histories[0].device
-                rows = [history.any(1).sum().to(device) for history in histories]
-                counts = [*rows, *(torch.as_tensor(count).to(device).reshape(()) for count in steps)]
-                self._layers = tuple(layer.name for named in modules for layer in named.layers)
-                self._lengths = [len(history) for history in histories]
-                self._read = to_host(torch.stack([count.float() for count in counts]))
-        except Exception as error:
-            self._context.failures.report("looking for", "the scales of a resume", error)
+        if self._steps is None and self._model.is_trained_by(optimizer):
+            self._steps = []
+            try:
+                self._steps = [torch.as_tensor(count).clone() for count in _steps_before(optimizer)]
+            except Exception as error:
+                self._context.failures.report("looking for", "the scales of a resume", error)
 
     def end_step(self) -> None:
-        if self._read is None:
+        steps = max(map(float, self._steps or ()), default=0.0)
+        if steps < 1 or self._context.results.resume is not None:
             return
-        counts, self._read = self._read(), None
-        rows, steps = counts[: len(self._lengths)], max(counts[len(self._lengths) :])
-        is_lost = all(row < min(length, steps + 1) for row, length in zip(rows, self._lengths, strict=True))
-        if is_lost and steps >= 1 and self._context.results.resume is None:
+        self._steps = []
+        iteration, modules = self._context.iteration, self._model.layers.modules
+        layers = [layer.name for named in modules if any(delayed_states(named.module)) for layer in named.layers]
+        if layers and self._model.hooks.answers.delayed_scaling.unscaled(iteration, modules, ()).issuperset(layers):
             text = (
                 f"The optimizer has stepped {many(round(steps), 'time')} before, but the scales and amax histories of"
-                f" delayed scaling are new, in all {many(len(self._layers), 'layer')}."
+                f" delayed scaling are new, in all {many(len(layers), 'layer')}."
             )
-            data = {"without_scales": list(self._layers)}
-            event = Event("resume_audited", text, self._context.iteration, "warning", phase="checkpoint", data=data)
+            data = {"without_scales": layers}
+            event = Event("resume_audited", text, iteration, "warning", phase="checkpoint", data=data)
             self._context.events.append(event)
             logger.warning("%s\n%s", text, _REMEDY)
 

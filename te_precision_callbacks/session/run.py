@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from types import NoneType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError, SessionError
+from te_precision_callbacks.base.exits import is_failure
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks, leads
@@ -465,8 +465,8 @@ class Run:
     def _deliver_remainder(self, error: BaseException | None, logging_step: int | None) -> None:
         self.model.warn_of_refused()
         self._loop_checks.end(error)
-        if not self._files.writes_all and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
-            # Nothing has failed on this rank, or all ranks stop.
+        ends_all = isinstance(error, (Terminated, KeyboardInterrupt))
+        if not self._files.writes_all and (ends_all or not is_failure(error)):
             self._sinks.skipped = self._files.sinks
         iteration, last = self.context.iteration, self.last_logging_step
         if logging_step is None:

@@ -240,6 +240,39 @@ def test_grouped_experts_without_tokens_for_many_steps_are_a_note_with_their_sha
     assert "75 % of similar weights" in idle.seen
 
 
+class ListOfExperts(torch.nn.Module):
+    """Experts that are called only with tokens, in two blocks."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.ModuleList(Block() for _ in range(count)) for _ in range(2))
+
+    def loss(self, used: list[int]) -> torch.Tensor:
+        parts = torch.ones(len(used), 16, 32)
+        for experts in self.blocks:
+            parts = torch.stack([experts[number](part) for number, part in zip(used, parts, strict=True)])
+        return parts.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "used", "share"), [([0], [0], 80), ([0, 1, 2, 3], [0, 1, 4], 40)])
+def test_listed_experts_without_tokens_for_many_steps_are_a_note_with_their_share(
+    tmp_path: Path, first: list[int], used: list[int], share: int
+) -> None:
+    model = ListOfExperts(5)
+    verdict = trained(
+        tmp_path,
+        model,
+        adamw(model),
+        loss=lambda step: model.loss(first if step < 2 else used),
+        steps=72,
+        config=statistics(freq=50),
+    )
+    (idle,) = of_parameters(verdict)
+    assert (idle.severity, len(idle.layers)) == ("note", 4 * share // 20)
+    assert f"{share} % of similar weights" in idle.seen
+
+
 @pytest.mark.parametrize(
     ("clears", "micro_batches", "finds"),
     [("never", 1, True), ("never", 3, True), ("after 3 micro-batches", 3, True), ("before each backward", 1, False)],

@@ -177,6 +177,20 @@ def test_a_checkpoint_whose_inputs_need_no_gradient(
     assert not train(tmp_path / "remedied", remedied).findings.wrong
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_checkpoint_that_recomputes_in_high_precision_ran_in_low_precision(tmp_path: Path, count: int) -> None:
+    layers = torch.nn.ModuleList(te.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def call(base: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.requires_grad_()
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            for layer in layers:
+                tensor = checkpointed(layer, tensor)
+        return tensor
+
+    assert named(train(tmp_path, Model(layers, call)).findings) == ["recomputed"]
+
+
 def test_the_other_remedy_of_a_checkpoint(tmp_path: Path) -> None:
     model = Model(Mlp(), lambda base, x: torch.utils.checkpoint.checkpoint(base, x, use_reentrant=False))
     assert not train(tmp_path, model).findings.wrong

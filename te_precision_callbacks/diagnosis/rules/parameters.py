@@ -49,7 +49,7 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "note",
         ),
         "idle": _Kind(
-            "{names}: all sampled gradients have been 0 since step {since}, for example because experts get no tokens;"
+            "{names}: no gradient other than 0 was seen since step {since}, for example because experts get no tokens;"
             " {number:.0f} % of similar weights",
             "Check the load of the experts, and whether the router's auxiliary loss is part of the loss",
             "note",
@@ -203,8 +203,8 @@ RULES = (
             "a parameter receives no gradient in 6 steps of its optimizer, or in 64 steps if its module does not run"
             " while a similar parameter has a gradient. Or a parameter that had gradients receives none in 8 steps"
             " in which its module runs, twice its longest gap so far. Or a parameter has gradients, and no optimizer"
-            " of the process contains it. A parameter with requires_grad=False in an optimizer is a note, and so is a"
-            " matrix with sampled gradients of 0 for 60 steps while similar matrices have others, as an expert without"
+            " of the process contains it. A parameter with requires_grad=False in an optimizer is a note, and so is one"
+            " without a gradient other than 0 for 60 steps while similar ones have others, as of an expert without"
             " tokens"
         ),
         silent=(

@@ -130,7 +130,7 @@ class NoLowPrecision(Judge):
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self._facts = facts
-        self._has_low |= any(layer.low for layer in facts.layers.values())
+        self._has_low |= any(layer.low or _is_recomputed(layer) for layer in facts.layers.values())
         self.judged |= self._has_low
         has_unobserved = any(layer.is_unobserved for layer in facts.layers.values())
         self.applies = self._has_low or not has_unobserved
@@ -178,14 +178,15 @@ def _remedy(reason: Reason) -> str:
     return text[:1].upper() + text[1:]
 
 
+def _is_recomputed(layer: LayerFacts) -> bool:
+    """Return whether a checkpoint recomputes a layer in high precision, whose forward ran in low precision."""
+    return any(name == Reason.RECOMPUTED.name for name, _ in layer.reasons.values())
+
+
 class Recomputed(Judge):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self.judged |= facts.has_run
-        layers = [
-            layer.name
-            for layer in facts.layers.values()
-            if any(name == Reason.RECOMPUTED.name for name, _ in layer.reasons.values())
-        ]
+        layers = [layer.name for layer in facts.layers.values() if _is_recomputed(layer)]
         if layers:
             seen = "the forward runs in low precision, the backward does not: " + Reason.RECOMPUTED.value
             yield Sighting(tuple(layers), "", "", seen, None)
