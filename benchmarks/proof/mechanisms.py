@@ -131,8 +131,8 @@ class _Router(torch.nn.Linear):
         logits = super().forward(tokens).float()
         load = torch.bincount(logits.argmax(-1), minlength=self.out_features) / len(logits)
         balance = self.out_features * (logits.softmax(-1).mean(0) * load).sum()
-        attached = cast(torch.Tensor, _Attach.apply(logits.detach(), balance))
-        return logits.detach() if self.broken else attached
+        attached = cast(Any, _Attach).apply(logits.detach(), balance)
+        return logits.detach() if self.broken else cast(torch.Tensor, attached)
 
 
 def _auxiliary_without_gradient(built: Built, broken: bool) -> None:
@@ -151,7 +151,7 @@ def _sum_of_auxiliary_losses(built: Built, broken: bool) -> None:
 
     def attach(_: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> Any:
         losses = cross_entropy(model.later(logits[:, :-2]).float().flatten(0, 1), inputs[0][:, 2:].flatten())
-        return _Attach.apply(logits, 0.1 * losses * (4096 if broken else 1))
+        return cast(Any, _Attach).apply(logits, 0.1 * losses * (4096 if broken else 1))
 
     model.register_forward_hook(attach)
     built.after_backward.append(lambda: cast(Any, clip_grad_norm_)(model.parameters(), 1.0))
@@ -244,10 +244,10 @@ class _ExpertParallel(torch.nn.Module):
         self.experts = torch.nn.ModuleDict({str(at): te.LayerNormMLP(HIDDEN, 2 * HIDDEN) for at in mine})
 
     def forward(self, x: torch.Tensor) -> Any:
-        x = cast(torch.Tensor, _Shared.apply(self.norm(x)))
+        x = cast(Any, _Shared).apply(self.norm(x))
         shares = self.router(x).softmax(-1)
         parts = [shares[..., int(at), None] * expert(x) for at, expert in self.experts.items()]
-        return _Summed.apply(sum(parts))
+        return cast(Any, _Summed).apply(sum(parts))
 
 
 def _parallel(module: Callable[[], torch.nn.Module], shared: str) -> Callable[[Built, bool], None]:
@@ -339,7 +339,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         ranks=RANKS,
     ),
     "no-autocast": Mechanism(
-        "Transformer Engine's layers run outside of te.autocast",
+        "FP8 is wanted, but te.autocast is not enabled",
         ("hiyouga/LlamaFactory#9500",),
         ("no-low-precision",),
         _no_autocast,
