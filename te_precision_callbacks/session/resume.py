@@ -239,7 +239,8 @@ class LostScales:
     """Finds scales that a resume without a fingerprint has lost.
 
     At the first step of an optimizer that has stepped before, a restored amax history has a row for each earlier step,
-    up to its length. A new history has a row for each forward of this step.
+    and one of this step. A new history has a row for each forward of this step. Of either, the first row is empty after
+    an update of the scales, as in Transformer Engine 2.20.2, ``common/recipe/delayed_scaling.cu``.
     """
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
@@ -274,7 +275,7 @@ class LostScales:
             return
         counts, self._read = self._read(), None
         rows, steps = counts[: len(self._lengths)], max(counts[len(self._lengths) :])
-        is_lost = all(row < min(length, steps + 1) for row, length in zip(rows, self._lengths, strict=True))
+        is_lost = all(row < min(length - 1, steps + 1) for row, length in zip(rows, self._lengths, strict=True))
         if is_lost and steps >= 1 and self._context.results.resume is None:
             text = (
                 f"The optimizer has stepped {many(round(steps), 'time')} before, but the scales and amax histories of"
