@@ -1,6 +1,7 @@
 """Scripts that are watched without a change: their models, steps and losses are found, and their numbers stay."""
 
 import copy
+import gc
 import json
 import logging
 import subprocess
@@ -288,6 +289,26 @@ def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -
             optimizer.step()
     assert "loss" not in open_run(tmp_path).metrics
     assert torch.autograd.Variable._execution_engine is engine  # type: ignore[attr-defined]
+
+
+def test_a_schedule_that_rises_again_in_a_function(tmp_path: Path) -> None:
+    """The optimizer is gone when the run ends."""
+
+    def run() -> None:
+        model = Model()
+        optimizer = sgd(model)
+        rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * STEPS)
+        for step in range(5 * STEPS):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rates.step()
+
+    with watched(tmp_path):
+        run()
+        gc.collect()
+    (finding,) = (finding for finding in diagnose(tmp_path) if finding.rule == "learning-rate")
+    assert finding.since == 3 * STEPS
 
 
 def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:

@@ -575,6 +575,8 @@ class ParameterWatch:
                 self._is_due = self._has_sampled = False
             if self.is_due:
                 self._refresh()
+            if ("rises_again", "") not in self._reported:
+                is_complete |= any([schedule.rises_again for schedule in self._schedules.values()])  # noqa: C419  # as below
             if is_complete or any([state.gap is not None for state in self._parameters.values()]):  # noqa: C419  # no call each
                 problems = self._new_problems()
             problems += self._nonfinite_gradients(broken)
