@@ -8,7 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -614,12 +614,14 @@ def test_a_model_without_an_optimizer_is_a_run_with_its_finding(
 ) -> None:
     model = make()
     optimizer = wrong(model)
+    has_te = make is not Plain
     with watched(tmp_path):
         for step in range(10):
-            loss_of(model, step).backward()
+            with te.autocast() if has_te else nullcontext():
+                loss = (model(batch(step)) - batch(step)).pow(2).mean()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    has_te = make is not Plain
     verdict = diagnose(open_run(tmp_path))
     assert [finding.rule for finding in verdict.wrong] == rules * (has_te or wrong is not in_evaluation)
     assert "no-low-precision" not in [finding.rule for finding in verdict]

@@ -188,9 +188,9 @@ def _recurrent(*, backward: bool) -> _Find:
     """
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        activation, last = arguments[0], arguments[-1]
+        activation, wanted = arguments[0], arguments[-1]
         rows = activation.numel() // max(1, activation.shape[-1])
-        needs_wgrad = not isinstance(last, (list, tuple)) or last[-1]  # cuDNN's mask of wanted gradients
+        needs_wgrad = backward and (not isinstance(wanted, (list, tuple)) or wanted[-1])  # cuDNN has a mask
         for weight in tensors_in(arguments[1:3]):
             if weight.dim() != 2:
                 continue  # a bias

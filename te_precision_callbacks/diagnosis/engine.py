@@ -130,8 +130,11 @@ class Diagnosis:
             return judge.why_not
         layers = self._facts.layers.values()
         ran = [layer for layer in layers if layer.low or layer.reasons]
-        if ran and not any(layer.is_of_te for layer in ran) and NO_CONFIG in rule.collect:
-            return "the model has no Transformer Engine layers, so there are no statistics"
+        if NO_CONFIG in rule.collect and not any(layer.is_of_te for layer in ran):
+            if unobserved := next((layer.refused for layer in layers if layer.is_unobserved), ""):
+                return f"no layer was observed: {unobserved}"
+            if ran:
+                return "the model has no Transformer Engine layers, so there are no statistics"
         if layers and not any(layer.calls or layer.forward is not None for layer in layers):
             if refused := next((layer.refused for layer in layers if layer.refused), ""):
                 return f"no layer was observed: {refused}"
