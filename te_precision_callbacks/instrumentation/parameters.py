@@ -297,7 +297,7 @@ class ParameterWatch:
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
         self._arrivals: dict[_Parameter, dict[int, list[_Arrivals]]] = {}  # sampled iteration -> optimizer steps
-        self._clearing: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
+        self._clearing: dict[int, tuple[RemovableHandle, ...]] = {}  # by id: hooks stay when an optimizer is gone
         self._batches = BatchedChecks()
         self._pending_read: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
@@ -318,8 +318,8 @@ class ParameterWatch:
         for parameter in self._parameters.values():
             if parameter.gap is not None:
                 parameter.gap.unhook()
-        for optimizer in list(self._clearing):
-            self._end_clearing(optimizer)
+        for number in list(self._clearing):
+            self._end_clearing(number)
         for cache in (self._parameters, self._held, self._masters, self._arrivals):
             cache.clear()
 
@@ -347,7 +347,7 @@ class ParameterWatch:
             self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
             self._check_writes(held)
             self._compare_masters(optimizer)
-            self._end_clearing(optimizer)
+            self._end_clearing(id(optimizer))
             if self._is_due:
                 self._has_sampled = True
                 self._watch_clearing(optimizer, held)
@@ -500,9 +500,9 @@ class ParameterWatch:
                 handle = weight.register_post_accumulate_grad_hook(arrivals.after)  # type: ignore[no-untyped-call]
                 handles.append(handle)
         if handles:
-            self._clearing[optimizer] = tuple(handles)
+            self._clearing[id(optimizer)] = tuple(handles)
 
-    def _end_clearing(self, optimizer: Optimizer) -> None:
+    def _end_clearing(self, optimizer: int) -> None:
         for handle in self._clearing.pop(optimizer, ()):
             handle.remove()
 
