@@ -11,7 +11,8 @@
 # make gpu-check   on a machine with a GPU: whether all is right there, and what it costs; at most nine minutes.
 #                  ARGS="--device cpu" GPU_PYTHON=.venv/bin/python runs the same code on a CPU
 # make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; tests/clients/README.md
-# make proof   what the diagnosis says of planted defects and of healthy trainings, into docs/proof.md; hours. ARGS="--draws 12" trains less
+# make proof   what the diagnosis says of planted defects, of published bugs and of healthy trainings, into docs/proof.md; hours.
+#              ARGS="--draws 12 --folder proof-runs" trains less, and goes on where it was interrupted
 #
 # Each sets up what it needs in .venv on its first call, and again where requirements.lock or pyproject.toml has changed:
 # tools/environment.py. make docs: in .venv-docs, which holds the site's tools alone. make gpu-check sets up nothing: it takes
@@ -107,7 +108,8 @@ clients: install
 
 proof: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/contest.py --page $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/silence.py --page
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/external.py --page $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/silence.py --page $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-newest $(DOCS_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

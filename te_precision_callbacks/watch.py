@@ -7,6 +7,8 @@ Usage::
     TE_PRECISION_WATCH=1 ./launch.sh
 
 A model is an outermost module that is called in training mode, with gradients, and that has parameters in an optimizer.
+If an optimizer steps and there is no such module, a called module with gradients is the model: it is in evaluation
+mode, or the optimizer has other parameters.
 A debug iteration ends when every optimizer of the model has stepped. The loss is the scalar that ``backward()`` is
 called on. A session that the script starts, with any integration, replaces this one.
 """
@@ -32,6 +34,7 @@ from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.base.replaced import Replacements
@@ -43,7 +46,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKWARDS = 20
-"""Backward passes without a model, or without a step, before a warning."""
+"""Backward passes without a model before a warning; and without a step at the end of a run."""
+
+MOST_IN_A_STEP = 1000
+"""Backward passes without a step before a warning: nanoGPT accumulates 40, and LBFGS evaluates up to 25."""
 
 SEARCHED_ITERATIONS = 2
 """Iterations that search for further models, such as the second network of a GAN."""
@@ -54,7 +60,7 @@ BEHIND = 3
 _ADVICE = (
     "Add three lines to the script instead: `from te_precision_callbacks import InspectSession`, `session ="
     " InspectSession(model=model, log_dir='run').start()` before the loop, and `session.step()` after"
-    " `optimizer.step()`"
+    " each update of the parameters, such as `optimizer.step()`"
 )
 
 
@@ -70,12 +76,18 @@ class ScriptWatch:
         self._options = options
         self._models: dict[str, torch.nn.Module] = {}
         self._called: set[str] = set()
+        self._candidates: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._is_in_candidate = False
         self._in_evaluation = False
         self._waiting: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._values: Any = WeakIdKeyDictionary()  # loss -> value, unscaled, or from before its memory was freed
-        self._backwards, self._limit = 0, BACKWARDS  # backwards since the last step, and the limit for a warning
+        self._backwards = 0  # since the last step
+        self._limit = BACKWARDS
+        self._of_others = 0  # backwards that an optimizer of another model has used
+        self._before: dict[str, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}  # its first elements
+        self._has_warned = False
         self._iterations, self._search_until = 0, SEARCHED_ITERATIONS
         self._has_stepped = False
         self._schedules: set[Any] = set()
@@ -84,7 +96,6 @@ class ScriptWatch:
         self._handles: list[Any] = []
         self._has_called = self._has_attached = self._has_ended = False
         self._process = os.getpid()
-        self._exit: SystemExit | None = None
 
     # ------------------------------------------------------------------ begin and end
 
@@ -102,33 +113,31 @@ class ScriptWatch:
         if torch.distributed.is_available():
             self._replace(torch.distributed, "destroy_process_group", self._before_group_ends)
         self._replace(os, "_exit", lambda status: self.stop(SystemExit(status) if status else None))
-        self._replace(sys, "exit", self._before_exit)
-        # Runs before the session's finalizer, which would report an error.
-        self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=101)
-
-    def _stop_at_exit(self) -> None:
-        from te_precision_callbacks.session.endings import uncaught_exception
-
-        self.stop(uncaught_exception() or self._exit)
-
-    def _before_exit(self, status: Any = None) -> None:
-        self._exit = None if status in (None, 0) else SystemExit(status)
+        # Runs before the session's finalizer, which stops the session.
+        self._at_exit = Finalize(None, self._finish, exitpriority=101)
 
     def stop(self, error: BaseException | None = None) -> None:
         """Stop the session and remove the hooks; warns if a model was called but not observed."""
-        if self._has_called and not self._has_ended and os.getpid() == self._process:
-            if not (self._backwards or self._has_attached):
-                logger.warning("The script ended without a backward pass, so no training was observed.")
-            elif self._backwards and not self._iterations:
-                self._warn()
-            if self.session is not None and self._backwards >= (self._limit if self._iterations else 1):
+        self._finish()
+        for handle in self._handles:
+            handle.remove()
+        self._end(error)
+
+    def _finish(self) -> None:
+        """Warn if a model was called but not observed."""
+        if not self._has_called or self._has_ended or os.getpid() != self._process:
+            return
+        if not (self._backwards or self._has_attached):
+            logger.warning("The script ended without a backward pass, so no training was observed.")
+        if self._backwards >= (self._limit if self._iterations else 1):
+            self._warn(self._backwards)
+            if self.session is not None:
                 self.session.note_unobserved(
                     f"no optimizer of the model stepped after the last {self._backwards} backward passes, so they are"
                     " not observed"
                 )
-        for handle in self._handles:
-            handle.remove()
-        self._end(error)
+        elif self._of_others:
+            self._warn(self._of_others, of_others=True)
 
     def _end(self, error: BaseException | None = None) -> None:
         """Stop the session, if it runs. Hooks of optimizers stay, without effect, since one may be running."""
@@ -139,17 +148,17 @@ class ScriptWatch:
         if session is not None:
             session.stop(error)
 
-    def _end_training(self) -> None:
+    def _end_training(self, error: BaseException | None = None) -> None:
         session, self.session = self.session, None
         self._models, self._iterations = {}, 0
         self._waiting.clear()
         if session is not None:
-            session.stop()
+            session.stop(error)
 
     def _before_group_ends(self, group: Any = None, *_: Any) -> None:
         """Stop before the process group is destroyed; later, every rank would act as rank 0 and print the verdict."""
         if group is None or group is torch.distributed.group.WORLD:
-            self._end_training()
+            self._end_training(sys.exc_info()[1])  # of a try block whose finally destroys the group
 
     def _guard(self, function: Any) -> Any:
         """Wrap a function to report failures of the watch; the session's errors, such as ConfigError, still raise."""
@@ -197,8 +206,14 @@ class ScriptWatch:
                 return original(module, *args, **keywords)
             self._has_called = True
             if not module.training or not torch.is_grad_enabled():
-                self._in_evaluation |= torch.is_grad_enabled()
-                return original(module, *args, **keywords)
+                if not torch.is_grad_enabled() or self._is_in_candidate:
+                    return original(module, *args, **keywords)
+                self._in_evaluation = self._is_in_candidate = True
+                self._candidates.add(module)
+                try:
+                    return original(module, *args, **keywords)
+                finally:
+                    self._is_in_candidate = False
             self._guard(self._consider)(module)
             try:
                 return original(module, *args, **keywords)
@@ -216,11 +231,14 @@ class ScriptWatch:
             if not trained or self._is_replaced():
                 return
             self._called.add(type(module).__name__)
+            self._sample(module)
             optimizers = [
                 optimizer for optimizer in optimizers_of_process() if not trained.isdisjoint(held_ids(optimizer))
             ]
             if optimizers:
                 self._attach(module, optimizers, name)
+            else:
+                self._candidates.add(module)
         self._search.restore()
 
     def _is_replaced(self) -> bool:
@@ -238,6 +256,8 @@ class ScriptWatch:
         if not self._waiting:  # an earlier training has ended
             self._end_training()
         self._has_attached = True
+        self._called.clear()
+        self._in_evaluation = False
         # The first model's layers keep their names when another model is found.
         self._models[name or (f"model{len(self._models)}" if self._models else "")] = model
         for optimizer in optimizers:
@@ -258,6 +278,12 @@ class ScriptWatch:
         if any(not _trainable_ids(model).isdisjoint(held_ids(optimizer)) for model in self._models.values()):
             self._waiting[optimizer] = True
             return
+        if self.session is None and not self._is_replaced():
+            for candidate in list(self._candidates):
+                if any(parameter.grad is not None for parameter in candidate.parameters()):
+                    self._candidates.discard(candidate)
+                    self._attach(candidate, [optimizer], "")
+                    return
         self._others.add(optimizer)
         self._search_again()
 
@@ -302,6 +328,14 @@ class ScriptWatch:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._has_stepped = True
         if self.session is None or optimizer not in self._waiting or self._is_replaced():
+            if optimizer in self._others and self.session is not None:
+                # Another training, which is not observed, and not a part of the session's.
+                is_known = self._of_others >= BACKWARDS
+                self._of_others += self._backwards
+                self._backwards = 0
+                if self._of_others >= BACKWARDS and not is_known:
+                    self._search.restore()
+                    self._warn(self._of_others, of_others=True)
             return
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         for other, is_waited_for in list(self._waiting.items()):
@@ -332,16 +366,16 @@ class ScriptWatch:
     def _before_backward(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputation within a backward
             return
-        self._exit = None  # the script has caught it
         loss, gradient = tensors[0], gradients[0]
         if len(tensors) == 1 and loss.numel() == 1 and (gradient is None or gradient.numel() == 1):
             value = self._values.get(loss, loss)
             if value is not loss or not _is_freed(loss):
                 self.backward(value)
         self._backwards += 1
-        if self._backwards == self._limit:
+        if self._backwards == BACKWARDS:
             self._search.restore()
-            self._warn()
+        if self._backwards == (BACKWARDS if self.session is None else MOST_IN_A_STEP):
+            self._warn(self._backwards)
 
     def _after_scale(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:
         if isinstance(scaled, torch.Tensor) and isinstance(outputs, torch.Tensor):
@@ -352,21 +386,45 @@ class ScriptWatch:
         if isinstance(output, torch.Tensor) and output.numel() == 1:
             self._values[output] = self._values.get(output, output.detach())
 
-    def _warn(self) -> None:
+    def _sample(self, module: torch.nn.Module) -> None:
+        name = type(module).__name__
+        parameter = next(filter(_is_plain, module.parameters()), None)
+        if name not in self._before and parameter is not None and not is_capturing():
+            self._before[name] = weakref.ref(parameter), _first_elements(parameter)
+
+    def _updated_by_hand(self) -> str:
+        """The models with changed parameters; copies from the device, and so only for a warning."""
+        changed = []
+        for name, (reference, before) in self._before.items():
+            parameter = reference()
+            if parameter is not None and not torch.equal(_first_elements(parameter), before):
+                changed.append(name)
+        return ", ".join(sorted(changed))
+
+    def _warn(self, backwards: int, *, of_others: bool = False) -> None:
+        """Warn once of backward passes without a model or a step."""
+        if self._has_warned:
+            return
+        self._has_warned = True
         optimizers = (
             ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers_of_process()}))
             or "no optimizer of torch.optim"
         )
-        if self.session is None:
+        has_stepped = bool(self._iterations) or self._has_stepped
+        changed = "" if has_stepped else self._updated_by_hand()
+        if changed:
+            seen = (
+                f"no optimizer of torch.optim stepped, but the parameters of {changed} have changed: the script updates"
+                " them itself, such as by p.data.add_(), so no step was observed"
+            )
+        elif self.session is None or of_others:
             called = ", ".join(sorted(self._called)) or "no module with trainable parameters"
             if self._in_evaluation and not self._called:
                 called += ", but modules in evaluation mode: call model.train() before the training"
             seen = f"no model with parameters in an optimizer was found. Called in training mode: {called}"
         else:
             seen = "no optimizer of the model stepped" + (f" since step {self._iterations}" if self._iterations else "")
-        logger.warning(
-            "After %d backward passes %s. In this process: %s. %s.", self._backwards, seen, optimizers, _ADVICE
-        )
+        logger.warning("After %d backward passes %s. In this process: %s. %s.", backwards, seen, optimizers, _ADVICE)
 
 
 def name_of_stage(stage: Any) -> str:
@@ -392,6 +450,17 @@ def _engine(before_backward: Any) -> Any:
             return super().run_backward(tensors, grad_tensors, *args, accumulate_grad=accumulate_grad, **keywords)
 
     return Engine()
+
+
+_SAMPLED = 64
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and type(parameter.data) is torch.Tensor and parameter.is_contiguous()
+
+
+def _first_elements(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().view(-1)[:_SAMPLED].clone()
 
 
 def _is_freed(loss: torch.Tensor) -> bool:

@@ -155,6 +155,21 @@ def test_proof_names_a_planted_defect() -> None:
     assert 0 <= case["delay"] <= 10
 
 
+def test_proof_names_a_published_bug_and_goes_on(tmp_path: Path) -> None:
+    name = "lost-tie-current-session"
+    left = tmp_path / f"{name}-broken" / "left.txt"
+    left.parent.mkdir()
+    left.touch()
+    options = ("--names", name, "--draws", "1", "--folder", str(tmp_path))
+    rows = cases_of("proof/external.py", *options, names="name")
+    assert rows[f"{name}-broken"]["found"] == "warning", rows[f"{name}-broken"]["first"]
+    assert rows[f"{name}-healthy"]["silent"], rows[f"{name}-healthy"]["first"]
+    assert not left.exists(), "what an interrupted training left is removed"
+    recorded = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert cases_of("proof/external.py", *options, names="name") == rows
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == recorded
+
+
 CPU = torch.device("cpu")
 
 

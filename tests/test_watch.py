@@ -1,12 +1,14 @@
 """Scripts that are watched without a change: their models, steps and losses are found, and their numbers stay."""
 
+import copy
+import gc
 import json
 import logging
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.startup import watch_environment
 from te_precision_callbacks.watch import BACKWARDS, ScriptWatch, name_of_stage, read_options
 from tests.forked import executable
 from tests.reference.processes import run
@@ -288,6 +291,26 @@ def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -
     assert torch.autograd.Variable._execution_engine is engine  # type: ignore[attr-defined]
 
 
+def test_a_schedule_that_rises_again_in_a_function(tmp_path: Path) -> None:
+    """The optimizer is gone when the run ends."""
+
+    def run() -> None:
+        model = Model()
+        optimizer = sgd(model)
+        rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * STEPS)
+        for step in range(5 * STEPS):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rates.step()
+
+    with watched(tmp_path):
+        run()
+        gc.collect()
+    (finding,) = (finding for finding in diagnose(tmp_path) if finding.rule == "learning-rate")
+    assert finding.since == 3 * STEPS
+
+
 def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
     with watched(tmp_path):
         for _ in range(2):
@@ -363,12 +386,19 @@ def test_an_optimizer_that_does_not_step_any_more(
         (0, False, "ended without a backward pass"),
         (2, False, "After 2 backward passes no model with parameters"),
         (2 * BACKWARDS, False, f"After {BACKWARDS} backward passes no model with parameters"),
-        (2 * BACKWARDS, True, f"After {BACKWARDS} backward passes no optimizer of the model stepped"),
+        (2 * BACKWARDS, True, f"After {2 * BACKWARDS} backward passes no optimizer of the model stepped"),
+        (3 * BACKWARDS, True, f"After {3 * BACKWARDS - 1} backward passes no optimizer of the model stepped"),
     ],
 )
 def test_a_warning_without_a_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, backwards: int, has_optimizer: bool, words: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    backwards: int,
+    has_optimizer: bool,
+    words: str,
 ) -> None:
+    monkeypatch.setattr("te_precision_callbacks.watch.MOST_IN_A_STEP", 3 * BACKWARDS - 1)
     model = Model()
     optimizers = [sgd(model)] * has_optimizer
     with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
@@ -376,11 +406,68 @@ def test_a_warning_without_a_training(
             loss_of(model, 0)
         for step in range(backwards):
             loss_of(model, step).backward()
-    assert words in caplog.messages[0]
-    at_end = f"After {backwards} backward passes" if backwards else words
-    assert at_end in caplog.messages[-1]
-    assert len(caplog.messages) == 1 + (backwards > BACKWARDS)
+    (text,) = caplog.messages
+    assert words in text
     assert len(optimizers) == has_optimizer, "it is kept"
+
+
+@pytest.mark.parametrize("kind", ["accumulation", "LBFGS"])
+def test_many_backwards_in_the_first_step_are_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    model = Model()
+    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
+        if kind == "accumulation":
+            train(model, sgd(model), micro_batches=2 * BACKWARDS)
+        else:
+            optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=BACKWARDS, tolerance_change=0.0)
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, 0)
+                loss.backward()
+                return loss
+
+            for _ in range(2):
+                optimizer.step(closure)
+    assert not caplog.messages
+
+
+def test_a_later_training_in_evaluation_mode_is_judged_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
+        model = Model()
+        train(model, sgd(model))
+        del model
+        later = Model().eval()
+        optimizer = sgd(later)
+        for step in range(BACKWARDS + 5):
+            loss_of(later, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (text,) = caplog.messages
+    assert text.startswith(f"After {BACKWARDS} backward passes no model")
+    assert "call model.train() before the training" in text
+    assert diagnose(tmp_path).state == "no problems found"
+
+
+@pytest.mark.parametrize("steps", [3, 2 * BACKWARDS])
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_updates_by_hand_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, has_optimizer: bool
+) -> None:
+    model = Model()
+    unused = [sgd(model)] * has_optimizer
+    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
+        for step in range(steps):
+            loss_of(model, step).backward()
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.01)
+                parameter.grad = None
+    (text,) = caplog.messages
+    assert "the parameters of Model have changed: the script updates them itself" in text
+    assert len(unused) == has_optimizer, "it is kept"
 
 
 def test_a_failure_of_the_watch_does_not_reach_the_training(
@@ -469,7 +556,87 @@ def test_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_a_process_that_only_imports_torch_is_silent() -> None:
+    """At Python's own end, where no module can be imported any more that starts threads."""
+    result = run([sys.executable, "-W", "ignore", "-c", "import torch"], **watch_environment({}))
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.processes
 def test_options_without_watch(tmp_path: Path) -> None:
     result = call(tmp_path, [*RUN, "--log-dir", "logs", "train.py", "ends"])
     assert result.returncode == 2
     assert "--watch" in result.stderr
+
+
+# ---------------------------------------------------------------------- optimizers without the model's parameters
+
+
+class Plain(torch.nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 16))
+
+
+class Convolutional(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv1d(1, 4, 3, padding=1)
+        self.linear = te.Linear(64, 16)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.convolution(tensor.unsqueeze(1)).flatten(1))
+
+
+def stale(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return sgd(copy.deepcopy(model))
+
+
+def frozen(model: torch.nn.Module) -> torch.optim.Optimizer:
+    last = list(model.children())[-1]
+    return sgd(last.requires_grad_(False))
+
+
+def in_evaluation(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return sgd(model.eval())
+
+
+@pytest.mark.parametrize("make", [Plain, Convolutional, Model])
+@pytest.mark.parametrize(
+    ("wrong", "rules"),
+    [(stale, ["frozen-weight"]), (frozen, ["missing-gradient"]), (in_evaluation, ["evaluation-mode"])],
+)
+def test_a_model_without_an_optimizer_is_a_run_with_its_finding(
+    tmp_path: Path,
+    make: Callable[[], torch.nn.Module],
+    wrong: Callable[[torch.nn.Module], torch.optim.Optimizer],
+    rules: list[str],
+) -> None:
+    model = make()
+    optimizer = wrong(model)
+    has_te = make is not Plain
+    with watched(tmp_path):
+        for step in range(10):
+            with te.autocast() if has_te else nullcontext():
+                loss = (model(batch(step)) - batch(step)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    verdict = diagnose(open_run(tmp_path))
+    assert [finding.rule for finding in verdict.wrong] == rules * (has_te or wrong is not in_evaluation)
+    assert "no-low-precision" not in [finding.rule for finding in verdict]
+    run = open_run(tmp_path)
+    assert run.segments[-1].status == "ended"
+    assert len(run.metrics["loss"].values) >= 9
+
+
+def test_a_teacher_in_evaluation_mode_is_not_the_model(tmp_path: Path) -> None:
+    model, teacher = Model(), Model().eval()
+    optimizer = sgd(model)
+    with watched(tmp_path) as watch:
+        for step in range(4):
+            (model(batch(step)) - teacher(batch(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert watch.session.iteration == 4
+    assert len(open_run(tmp_path).ordered_layers) == 2

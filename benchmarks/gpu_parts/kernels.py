@@ -47,6 +47,7 @@ BOUNDS_ON_GPU = {
     "square_sum": (2 * _K + 4) * _U,
     "signal_square_sum": (2 * _K + 4) * _U,
     "error_square_sum": (_K + 3) * _U,
+    "underflow_square_sum": (_K + 3) * _U,
     "variance": (2 * _K + 4) * _U,
 }
 BOUNDS_ON_CPU = {**dict.fromkeys(BOUNDS_ON_GPU, 10 * _U), "variance": 28 * _U}

@@ -25,7 +25,6 @@ from running import proof_parser, record
 def main() -> None:
     parser = proof_parser(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("--draws", type=int, default=20, help="of each kind (default: 20)")
     parser.add_argument("--blocks", nargs="+", type=int, default=BLOCK_COUNTS, metavar="COUNT", help="of the models")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--calibration", action="store_true", help="the seeds that thresholds may be chosen by")

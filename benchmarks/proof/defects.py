@@ -296,6 +296,11 @@ def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return same
 
 
+def scale_gradient(built: Built, block: int, factor: float) -> None:
+    """Scale the gradient of a block's MLP in all steps."""
+    _on_output(built.model.get_submodule(built.blocks[block].mlp), lambda x: _scaled(x, factor))
+
+
 def planted(defect: Defect, built: Built) -> AbstractContextManager[object]:
     """The defect acts on the training; what it changes outside of the model begins and ends with the block."""
     return _PLANT[defect.kind](defect, built) or contextlib.nullcontext()

@@ -187,7 +187,7 @@ class _WithNorm(torch.nn.Module):
         return self.experts(normed)
 
 
-def _shaped(training: Healthy) -> Built:
+def shaped(training: Healthy) -> Built:
     built = build(training.model, training.recipe, training.precision, training.seed, count=training.count)
     if training.shape == "lora":
         built.model.requires_grad_(False)
@@ -239,7 +239,7 @@ def train_healthy(training: Healthy, log_dir: Path) -> dict[str, Any]:
     elif training.shape == "resumed":
         _resumed(training, log_dir)
     else:
-        built = _shaped(training)
+        built = shaped(training)
         with _session(training, built, log_dir) as session:
             _steps(built, session, training.steps)
     FP8GlobalStateManager.reset()
@@ -250,7 +250,7 @@ def _resumed(training: Healthy, log_dir: Path) -> None:
     """Half of the steps, a checkpoint, and the other half in a new model."""
     os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
     half = training.steps // 2
-    built = _shaped(training)
+    built = shaped(training)
     with _session(training, built, log_dir) as session:
         _steps(built, session, half)
         with tempfile.TemporaryDirectory() as folder:
@@ -258,7 +258,7 @@ def _resumed(training: Healthy, log_dir: Path) -> None:
             parts = {"model": built.model.state_dict(), "optimizer": built.optimizer.state_dict()}
             torch.save({**parts, "session": session.state_dict()}, path)
             saved = torch.load(path, weights_only=False)
-    again = _shaped(training)
+    again = shaped(training)
     for _ in range(half):
         next(again.batches)
     again.step = half
@@ -274,7 +274,7 @@ def _rank(rank: int, training: Healthy, log_dir: Path, store: Path) -> None:
 
     start_process(capability_of(training.recipe))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    built = _shaped(training)
+    built = shaped(training)
     other = build(training.model, training.recipe, training.precision, training.seed + rank)
     built.batches = other.batches
 

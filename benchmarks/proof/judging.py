@@ -40,8 +40,8 @@ def judge_defect(log_dir: Path, truth: Mapping[str, Any]) -> Row:
         "recipe": truth["recipe"],
         "blocks": truth["count"],
         "right": right,
-        "layer": first is not None and _has_layer(first, truth["right_layers"]),
-        "exact": first is not None and _has_layer(first, truth["exact_layers"]),
+        "layer": first is not None and has_layer(first, truth["right_layers"]),
+        "exact": first is not None and has_layer(first, truth["exact_layers"]),
         "anywhere": any(_is_right(finding, truth) for finding in wrong),
         "delay": max(0, step - truth["start"]) if right and step is not None else None,
         "first": "nothing" if first is None else f"{first.severity} {first}",
@@ -61,10 +61,10 @@ def _reported_in(log_dir: Path, finding: Finding) -> int | None:
 
 
 def _is_right(finding: Finding, truth: Mapping[str, Any]) -> bool:
-    return finding.rule in TABLE[truth["kind"]].rules and _has_layer(finding, truth["right_layers"])
+    return finding.rule in TABLE[truth["kind"]].rules and has_layer(finding, truth["right_layers"])
 
 
-def _has_layer(finding: Finding, right: Sequence[str] | None) -> bool:
+def has_layer(finding: Finding, right: Sequence[str] | None) -> bool:
     """Return whether the first layer is one of these, or inside one."""
     if right is None:
         return True

@@ -3,7 +3,7 @@
     record(train_healthy, all_healthy(), folder, processes=2)
 
 Each training records itself into a folder of its name, and what it returns is stored there as ``truth.json``. Recorded
-trainings are not repeated.
+trainings are not repeated, and interrupted ones begin again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import copy
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -23,10 +24,12 @@ TRUTH = "truth.json"
 
 
 def proof_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that all parts take, so that ``make proof`` passes one set of options to each."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep trainings here; those that are there are not repeated")
     parser.add_argument("--processes", type=int, default=2, help="trainings at once (default: 2)")
     parser.add_argument("--page", action="store_true", help="write the table into docs/proof.md")
+    parser.add_argument("--draws", type=int, default=20, help="of each defect, in contest.py only (default: 20)")
     return parser
 
 
@@ -77,7 +80,8 @@ def record(
         with ProcessPoolExecutor(processes, context, initializer=start_process, initargs=(capability,)) as pool:
             futures = {}
             for training in left:
-                (folder / training.name).mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(folder / training.name, ignore_errors=True)  # of a training that was interrupted
+                (folder / training.name).mkdir(parents=True)
                 futures[pool.submit(train, training, folder / training.name)] = training.name
             for future in as_completed(futures):
                 error = future.exception()

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LAUNCH_VARIABLE = "TE_PRECISION_LAUNCH"
+"""Set by ``te-precision run`` to a name of the launch, for all processes that it starts."""
+
 VARIABLES = (
     "ACCELERATE_FP8_AMAX_COMPUTE_ALGO",
     "ACCELERATE_FP8_AMAX_HISTORY_LEN",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import shlex
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -56,13 +58,17 @@ def is_terminal() -> bool:
     return Console().is_terminal
 
 
-def show(what: RenderableType) -> None:
+def show(what: RenderableType, optional: Sequence[str] = ()) -> None:
+    """Print text or a table; of a table on a narrow terminal, without some of its ``optional`` columns, in order."""
     console = Console(highlight=False, soft_wrap=isinstance(what, str))
     if not isinstance(what, str) and not console.is_terminal:
         console = Console(highlight=False, width=shutil.get_terminal_size((_WHOLE_LINES, 0)).columns)
-    if isinstance(what, Table) and _least_width(what) > console.width:
-        _show_rows(what)
-        return
+    if isinstance(what, Table):
+        left_out = _narrow(what, console.width, optional)
+        if _least_width(what) > console.width:
+            _show_rows(what)
+            return
+        what.caption = f"without {', '.join(left_out)}: see --json" if left_out else None
     if console.is_terminal:
         console.print(what)
         return
@@ -77,6 +83,19 @@ def _least_width(made: Table) -> int:
     return sum(
         3 + min(max(cell_len(word) for text in column for word in text.split() or [""]), _NAME) for column in texts
     )
+
+
+def _narrow(made: Table, width: int, optional: Iterable[str]) -> list[str]:
+    """Leave out optional columns until a table fits, if it then fits; return their names."""
+    all_columns, left_out = list(made.columns), []
+    for name in optional:
+        if _least_width(made) > width:
+            made.columns = [column for column in made.columns if column.header != name]
+            left_out.append(name)
+    if _least_width(made) <= width:
+        return left_out
+    made.columns = all_columns
+    return []
 
 
 def _show_rows(made: Table) -> None:
@@ -155,6 +174,17 @@ def visible(text: str) -> str:
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
+
+
+def shell_command(*words: str) -> str:
+    """Return a command to paste into a shell, with quoted words; characters that cannot be printed as in ``$'\\n'``."""
+    return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+
+
+def _escaped(word: str) -> str:
+    plain_bytes = (set(range(32, 127)) - set(b"'\\")).__contains__
+    codes = (chr(byte) if plain_bytes(byte) else f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return f"$'{''.join(codes)}'"
 
 
 def cell(what: object) -> Text:

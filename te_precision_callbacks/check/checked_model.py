@@ -10,13 +10,15 @@ from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
-from te_precision_callbacks.check.dry_run import dry_run
+from te_precision_callbacks.check.dry_run import dry_run, modules_with_regions
 from te_precision_callbacks.check.factory import AUTO, NONE, recipe_by_name
 from te_precision_callbacks.check.findings import (
     PlanFinding,
     find_recipe_problems,
+    find_refused_options,
     find_shape_problems,
     join_names,
+    region_note,
     unsized_finding,
     unsized_shares,
 )
@@ -164,7 +166,13 @@ def check_model(
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
-    findings, checkable = unsized_shares(contract, checked.coverage, checked.not_counted, checked.attention)
+    findings, checkable = unsized_shares(
+        contract,
+        checked.coverage,
+        checked.not_counted,
+        checked.attention,
+        modules_with_regions(model) if batch is None and made is not None else (),
+    )
     for steps, coverage in {"": checked.coverage, **checked.spans}.items():
         texts = broken_clauses(checkable, coverage)
         findings += [PlanFinding("contract", f"In {steps}: {text}" if steps else text) for text in texts]
@@ -220,6 +228,15 @@ class _Check:
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
         products, *other_spans = (self._products(acting, first, ran) for first in spans.values())
         self._findings += find_recipe_problems(self._recipe, acting)
+        recipes = dict.fromkeys((layer.name for named in self._modules for layer in named.layers), self._recipe)
+        self._findings += find_refused_options({**recipes, **({} if ran is None else ran.recipes)}, self._modules)
+        with_regions = modules_with_regions(self._model) if ran is None and self._is_wanted else []
+        if with_regions:
+            self._notes.append(
+                f"The plan assumes one region of te.autocast around the model: {region_note(with_regions)}."
+            )
+        elif ran is not None and ran.enters_region:
+            self._notes.append("The model enters te.autocast itself, so the plan assumes no region around it.")
         self._findings += find_shape_problems(
             self._recipe,
             self._modules,

@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.check.factory import BatchError, format_failure, meta_device, require_batch
 from te_precision_callbacks.check.findings import join_names
 from te_precision_callbacks.coverage.matrix_products import attention_mask_share, causal_share
@@ -30,6 +31,7 @@ from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_nam
 from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.coverage.shapes import layer_features
+from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
@@ -44,15 +46,25 @@ class NotOnMetaError(BatchError):
 def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: Any) -> Ran:
     """Call a model with a batch, inside ``te.autocast`` with a recipe, and run the backward of its loss.
 
-    The loss is ``loss`` of the result, or the sum of all tensors in it that need a gradient.
+    If the model enters ``te.autocast`` itself, it is called again without a region around it. The loss is ``loss`` of
+    the result, or the sum of all tensors in it that need a gradient.
 
     Raises:
         BatchError: the model is not a single module, the batch has the wrong type, or the forward or backward raises.
         NotOnMetaError: the forward or backward raises on the meta device.
     """
+    require_batch(batch)
+    regions = AutocastRegions()
+    ran = _dry_run(model, modules, batch, recipe, regions)
+    if recipe is not None and regions.has_enabled:
+        ran = _dry_run(model, modules, batch, None, regions)
+        ran.enters_region = True
+    return ran
+
+
+def _dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: Any, regions: AutocastRegions) -> Ran:
     import transformer_engine.pytorch as te
 
-    require_batch(batch)
     if not isinstance(model, torch.nn.Module):
         raise BatchError("A batch needs a single model. Plan several models one by one, or by tokens.")
     if operations := [layer for operation in named_operations(model) for layer in operation.layers]:
@@ -70,7 +82,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
         with _preserve_state(model), meta_device() if on_meta else contextlib.nullcontext():
             products.watch_model(model, module_names(model), ())
             with stand_ins(modules, products) as ran, _Masks(products):
-                with te.autocast(enabled=recipe is not None, recipe=recipe):
+                with te.autocast(enabled=recipe is not None, recipe=recipe), _watched(regions):
                     result = model(*arguments, **keywords)
                 in_backward = True
                 outputs = _outputs(result)
@@ -94,6 +106,35 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     if counted is not None:
         ran.products = counted.kinds.products(counted.parts)
     return ran
+
+
+@contextlib.contextmanager
+def _watched(regions: AutocastRegions) -> Iterator[None]:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
+
+    replaced = Replacements()
+    replaced.replace(manager, "autocast_enter", staticmethod(regions.wrap(manager.autocast_enter)))
+    try:
+        yield
+    finally:
+        replaced.restore()
+
+
+def modules_with_regions(model: Model) -> list[str]:
+    """Return the paths of modules with a ``forward`` that names Transformer Engine and ``autocast``."""
+    names = module_names(model)
+    modules = (module for _, root in named_roots(model) or () for module in root.modules())
+    return [names[id(module)] for module in modules if id(module) in names and _enters_autocast(type(module).forward)]
+
+
+@functools.cache
+def _enters_autocast(forward: Any) -> bool:
+    code = getattr(forward, "__code__", None)
+    if code is None or forward.__module__.startswith("transformer_engine"):
+        return False
+    values = [forward.__globals__.get(name) for name in code.co_names]
+    from_te = any("transformer_engine" in str(getattr(value, "__module__", value)) for value in values)
+    return from_te and not {"autocast", "fp8_autocast"}.isdisjoint(code.co_names)
 
 
 class _Masks(TorchFunctionMode):

@@ -64,6 +64,29 @@ def find_recipe_problems(recipe: Any, acting: Mapping[str, Sequence[Section]]) -
         yield PlanFinding("recipe", text, tuple(names))
 
 
+def find_refused_options(recipes: Mapping[str, Any], modules: Iterable[NamedModule]) -> Iterator[PlanFinding]:
+    """Find layers that raise in their first forward with delayed scaling. ``recipes``: layer -> its recipe, or None.
+
+    Read from Transformer Engine 2.20.2: ``_linear_forward_impl`` of ``pytorch/module/linear.py``, and
+    ``grouped_linear.py``.
+    """
+    names = [
+        layer.name
+        for named in modules
+        for layer in named.layers
+        if getattr(named.module, "save_original_input", False)
+        and (recipe := recipes.get(layer.name)) is not None
+        and recipe.delayed()
+        and any(parameter.requires_grad and parameter.ndim > 1 for parameter in named.module.parameters())
+    ]
+    if names:
+        text = (
+            f"{join_names(names)}: Transformer Engine refuses save_original_input=True with delayed scaling. Set it to"
+            " False, or use Float8CurrentScaling."
+        )
+        yield PlanFinding("recipe", text, tuple(names))
+
+
 def find_shape_problems(
     recipe: Any,
     modules: Sequence[NamedModule],
@@ -119,11 +142,17 @@ def unsized_finding(modules: Sequence[str]) -> PlanFinding:
 
 
 def unsized_shares(
-    contract: Contract, coverage: Coverage, not_counted: Sequence[str], attention: Sequence[str]
+    contract: Contract,
+    coverage: Coverage,
+    not_counted: Sequence[str],
+    attention: Sequence[str],
+    with_regions: Sequence[str],
 ) -> tuple[list[PlanFinding], Contract]:
     """Return findings for the shares of a contract that the plan cannot check, and the contract without them.
 
-    ``attention``: modules that are not planned; they affect only shares that are not of fprop, dgrad or wgrad.
+    Args:
+        attention: modules that are not planned; they affect only shares that are not of fprop, dgrad or wgrad.
+        with_regions: modules that enter ``te.autocast`` themselves, in a plan without a forward.
     """
     findings: list[PlanFinding] = []
     checkable: list[Share] = []
@@ -135,11 +164,19 @@ def unsized_shares(
             else []
         )
         texts += [f"not counted: {text}" for text in list_uncounted(coverage)]
+        texts += [region_note(with_regions)] if with_regions else []
         if texts:
             findings.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
         else:
             checkable.append(share)
     return findings, contract.model_copy(update={"share": dict(enumerate(checkable))})
+
+
+def region_note(modules: Sequence[str]) -> str:
+    return (
+        f"{join_names([name or 'the model' for name in modules])} may enter te.autocast in its forward, so the layers"
+        " inside are unknown without --batch (batch= in Python)"
+    )
 
 
 class _LayerFacts(NamedTuple):

@@ -14,7 +14,7 @@ from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import ConversionResult
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
-from te_precision_callbacks.coverage.coverage import Product, Reason, percent
+from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, percent
 from te_precision_callbacks.coverage.gemm_precision import format_operands
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.speed.memory import show as show_memory
@@ -95,7 +95,7 @@ def show(
     table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "reason, features")
     for row in planned[:_MOST_ROWS]:
         table.add_row(*_cells(row, checked.coverage.macs()))
-    terminal.show(table)
+    terminal.show(table, optional=("multiply-adds",))
     if planned[_MOST_ROWS:]:
         layers = sum(len(row.layers) for row in planned[_MOST_ROWS:])
         terminal.show_text(f"and {len(planned) - _MOST_ROWS} more rows with {layers} layers; --json lists all.")
@@ -158,6 +158,12 @@ def _text(product: Product) -> str:
     return f"not run: {product.not_run}" if product.not_run else format_operands(product.operands)
 
 
+def _shares(coverage: Coverage) -> dict[str, float]:
+    """Return precision -> share; empty if products are not counted."""
+    names = () if coverage.has_unknown else PRECISIONS
+    return {name: coverage.share(name) for name in names if coverage.macs(name)}
+
+
 def as_json(
     checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
 ) -> dict[str, Any]:
@@ -171,11 +177,8 @@ def as_json(
         "tokens": checked.tokens,
         "batch": batch,
         "macs": coverage.macs(),
-        "share": {name: coverage.share(name) for name in PRECISIONS if coverage.macs(name)},
-        "spans": {
-            steps: {name: of_span.share(name) for name in PRECISIONS if of_span.macs(name)}
-            for steps, of_span in checked.spans.items()
-        },
+        "share": _shares(coverage),
+        "spans": {steps: _shares(of_span) for steps, of_span in checked.spans.items()},
         "plan": [
             {
                 "layers": row.layers,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
 import sys
+import traceback
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.environment import LAUNCH_VARIABLE
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.command import check_command
 from te_precision_callbacks.cli.doctor.command import doctor_command
@@ -111,7 +115,7 @@ def run(
     if not watch and (config, log_dir, settings) != (None, None, None):
         raise typer.BadParameter("--config, --log-dir and --set need --watch.")
     plan = plan_launch(backend)
-    variables = plan.environment
+    variables = {**plan.environment, LAUNCH_VARIABLE: secrets.token_hex(8)}
     if watch:
         from te_precision_callbacks.startup import watch_environment
         from te_precision_callbacks.watch import read_options
@@ -144,11 +148,24 @@ def main() -> None:
         app()
     except OSError as error:
         if error.filename is not None:
-            raise
+            typer.echo(f"te-precision: {terminal.visible(str(error))}", err=True)
+            raise SystemExit(2) from None
         typer.echo(f"te-precision: the output cannot be written: {error}", err=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would flush again at exit
         raise SystemExit(2) from None
     except PrecisionDebugError as error:
         lines = map(terminal.visible, str(error).split("\n"))  # messages may contain names from files
         typer.echo("te-precision: " + "\n".join(lines), err=True)
+        raise SystemExit(2) from None
+    except Exception as error:
+        if not _READERS.intersection(sys.argv[1:2]):
+            raise
+        # Exit code 1 would mean that a problem was found in the run.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = terminal.visible(f"{type(error).__name__}: {error}".partition("\n")[0])
+        typer.echo(
+            f"te-precision: the files cannot be read: {what} (in {Path(frame.filename).name}:{frame.lineno}). Either a"
+            " file is damaged, or this is a bug in te-precision-callbacks: please report it.",
+            err=True,
+        )
         raise SystemExit(2) from None

@@ -45,7 +45,7 @@ DEFAULT_CONFIG: dict[str, Any] = {
             "LogFp8TensorStats": {
                 "enabled": True,
                 "tensors": ["activation", "weight", "gradient"],
-                "stats": ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max"],
+                "stats": ["underflows%", "underflow_norm%", "overflows%", "scale_inv_min", "scale_inv_max"],
                 "only_quantized": True,
                 "freq": 100,
             },

@@ -51,6 +51,7 @@ class ContractKeeper:
     """Checks a run's contract, with the same result on all ranks that reduce together.
 
     Attributes:
+        unchecked: the message if the contract cannot be checked; else empty.
         unchecked_steps: steps whose shares stayed estimates to the end of the run.
 
     Ranks announce changes of precision with the statistics of a step. Without statistics they exchange them in the
@@ -64,7 +65,7 @@ class ContractKeeper:
         self._changes = self._changed_at = 0
         self._checked = self._checked_until = -1
         self._message = ""
-        self._unchecked = ""
+        self.unchecked = ""
         self._incomplete: dict[int, None] = {}
         self.unchecked_steps: list[int] = []
 
@@ -112,10 +113,10 @@ class ContractKeeper:
         broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
         when = f" at step {iteration}"
         raises = self._on_broken == "raise" and bool(broken) and ranks.check_connected()
-        self._unchecked = "" if broken else left_out(self._contract, coverage)
+        self.unchecked = "" if broken else left_out(self._contract, coverage)
         if broken:
             return self._report_broken(broken, coverage, when, raises=raises)
-        return self._report(self._unchecked, coverage, raises=False) if self._unchecked else ""
+        return self._report(self.unchecked, coverage, raises=False) if self.unchecked else ""
 
     def end_run(
         self,
@@ -143,7 +144,7 @@ class ContractKeeper:
                 self.unchecked_steps.append(step)
                 continue
             broken = broken_clauses(self._contract, step_coverage)
-            self._unchecked = left_out(self._contract, step_coverage) or self._unchecked
+            self.unchecked = left_out(self._contract, step_coverage) or self.unchecked
             if broken:
                 return self._report_broken(
                     broken, step_coverage, f" in step {step}, checked at the end of the run", raises=raises
@@ -152,10 +153,10 @@ class ContractKeeper:
             if not coverage and not coverage.state:
                 if self._checked_until >= 0:
                     return None
-                message = f"The precision contract (require=) was never checked: {why_not}."
-                return self._report(message, coverage, raises=raises)
+                self.unchecked = f"The precision contract (require=) was never checked: {why_not}."
+                return self._report(self.unchecked, coverage, raises=raises)
             self._checked_until = changes
-            self._unchecked = left_out(self._contract, coverage) or self._unchecked
+            self.unchecked = left_out(self._contract, coverage) or self.unchecked
             state = _broken_state(self._contract, coverage.state, all_seen=not ranks.several)
             broken = [*broken_clauses(self._contract, coverage), *state]
             when = ", checked at the end of the run, without any step()"
@@ -163,9 +164,9 @@ class ContractKeeper:
                 when = f", checked at the end of the run, after step {iteration}"
             if broken and not coverage.is_incomplete:
                 return self._report_broken(broken, coverage, when, raises=raises)
-            if not self._unchecked:
+            if not self.unchecked:
                 return ""
-        return self._report(self._unchecked, coverage, raises=raises) if self._unchecked else None
+        return self._report(self.unchecked, coverage, raises=raises) if self.unchecked else None
 
     def _report_broken(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
         listed = "\n".join(f"- {text}" for text in broken)
@@ -187,9 +188,11 @@ class ContractKeeper:
 
 
 def left_out(contract: Contract, coverage: Coverage) -> str:
-    """The reason if the shares of a contract cannot be checked; empty if they can."""
+    """The reason if the shares or layers of a contract cannot be checked; empty if they can."""
     texts = list_uncounted(coverage)
-    if not contract.share or not texts:
+    uncounted = [product.layer for product in coverage if product.runs == "uncounted"]
+    is_required = any(re.search(pattern, layer) for pattern in contract.layers for layer in uncounted)
+    if not texts or not (contract.share or is_required):
         return ""
     return (
         "The precision contract (require=) cannot be checked, because these products are not counted:"
@@ -211,6 +214,8 @@ def _is_broken_for_certain(contract: Contract, coverage: Coverage) -> bool:
 
 
 def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
+    if coverage.has_unknown:
+        return
     for share in contract.share.values():
         backward = {"forward": False, "backward": True}.get(share.part)
         gemm = share.part if share.part and backward is None else None

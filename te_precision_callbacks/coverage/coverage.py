@@ -228,7 +228,12 @@ class Coverage(tuple[Product, ...]):
         return sums
 
     def share(self, precision: str, *, gemm: str | None = None, backward: bool | None = None) -> float:
-        """The share of multiply-adds in a precision, 0 to 1; nan without products. Arguments as in :meth:`macs`."""
+        """The share of multiply-adds in a precision, 0 to 1. Arguments as in :meth:`macs`.
+
+        nan without products, and if the step has products that are not counted or not observed.
+        """
+        if self.has_unknown:
+            return float("nan")
         whole = self.macs(gemm=gemm, backward=backward)
         return self.macs(precision, gemm=gemm, backward=backward) / whole if whole else float("nan")
 
@@ -251,6 +256,11 @@ class Coverage(tuple[Product, ...]):
         return any(product.not_run.startswith(ESTIMATED) for product in self if product.runs == "uncounted")
 
     @property
+    def has_unknown(self) -> bool:
+        """Return whether products ran that are neither counted nor estimated."""
+        return any(product.runs == "uncounted" and not product.not_run.startswith(ESTIMATED) for product in self)
+
+    @property
     def not_counted(self) -> dict[str, list[str]]:
         """Reason -> layers with uncounted operators or kernels."""
         layers: dict[str, dict[str, None]] = {}
@@ -261,12 +271,14 @@ class Coverage(tuple[Product, ...]):
 
     def __str__(self) -> str:
         whole = self.macs()
-        left = [text if text.startswith(ESTIMATED) else f"not counted: {text}" for text in list_uncounted(self)]
-        left += [] if self.has_backward or not whole else [_NO_BACKWARD]
+        prefixes = ESTIMATED, NOT_OBSERVED
+        left = [text if text.startswith(prefixes) else f"not counted: {text}" for text in list_uncounted(self)]
+        first = "; ".join(left)
         if not whole:
-            return "; ".join(["No matrix product has run", *left])
+            return f"{first[:1].upper()}{first[1:]}" or "No matrix product has run"
         held = f" in {self.steps}" if self.steps else ""
-        held += ", an estimate" if self.is_estimate else ""
+        held += ", an estimate" if self.is_incomplete else ""
+        whole_name = "counted multiply-adds" if self.has_unknown else "multiply-adds"
         low: defaultdict[str, Counter[str]] = defaultdict(Counter)
         wholes = Counter(dict.fromkeys((*GEMMS, *_PARTS.values()), 0))
         for product in self:
@@ -279,13 +291,16 @@ class Coverage(tuple[Product, ...]):
             share = percent(sum(low[name].values()) / whole)
             apart = [f"{part} {percent(low[name][part] / macs)}" for part, macs in wholes.items() if macs]
             listed = f" ({', '.join(apart)})" if apart else ""
-            texts.append(f"{name} in {share} % of the multiply-adds{held}{listed}")
+            texts.append(f"{name} in {share} % of the {whole_name}{held}{listed}")
         high = self.in_high_precision
         for precision in dict.fromkeys(product.precision for product in high):
             products = [product for product in high if product.precision == precision]
             share = percent(sum(product.macs for product in products) / whole)
             texts.append(f"{share} % in {precision.upper()}: {', '.join(_causes(products))}")
-        return "; ".join([*texts, *left])
+        texts += [] if self.has_backward or self.has_unknown else [_NO_BACKWARD]
+        if not self.has_unknown:
+            return "; ".join([*texts, *left])
+        return f"{first[:1].upper()}{first[1:]}; {'; '.join(texts)}"
 
 
 _PARTS = {"qk": "attention", "pv": "attention", "other": "other products"}
@@ -303,6 +318,9 @@ MOST_WITHOUT_BACKWARD = 10
 
 ESTIMATED = "estimated: "
 """Prefix of the reason for uncounted calls that may be counted in later steps."""
+
+NOT_OBSERVED = "not observed: "
+"""Prefix of the reason for layers that ran in every step without being observed."""
 
 _NO_BACKWARD = "no backward has run, so only products of the forward are counted"
 

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
-from te_precision_callbacks.coverage.coverage import EXCLUDED, NOTHING, Coverage, Product, ProductName, Reason, StateRow
+from te_precision_callbacks.coverage.coverage import (
+    EXCLUDED,
+    NOT_OBSERVED,
+    Coverage,
+    Product,
+    ProductName,
+    Reason,
+    StateRow,
+)
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
 from te_precision_callbacks.coverage.micro_batches import Kind, Parts
 from te_precision_callbacks.coverage.other_steps import ProductSpan
@@ -88,6 +96,7 @@ class CoverageHistory:
         self._met: set[tuple[int, frozenset[tuple[Kind, tuple[int, int]]]]] = set()
         self._kinds_changes = 0
         self.other_ranks_products: tuple[Product, ...] = ()
+        self._unobserved: tuple[Product, ...] = ()
         self.changes = 0
 
     def put(
@@ -135,6 +144,12 @@ class CoverageHistory:
         own = {product.layer for counted in self._counted for product in counted.products}
         self.other_ranks_products = tuple(product for product in products if product.layer not in own)
 
+    def put_unobserved(self, layers: Mapping[str, str]) -> None:
+        """Record the layers of Transformer Engine that ran without being observed, with the reasons."""
+        products = (Product.uncounted(layer, "te", f"{NOT_OBSERVED}{why}") for layer, why in layers.items())
+        self._unobserved = tuple(products)
+        self.changes += 1
+
     def spans(self) -> list[CountedSteps]:
         for counted, following in itertools.pairwise(self._counted):
             counted.until = following.since - 1
@@ -159,7 +174,7 @@ class CoverageHistory:
                 if (layer, gemm) not in known and last.not_run:
                     left_out = Product.left_out(layer, "te", last.gemm, last.not_run)
                     yield ProductSpan(left_out, len(counted.products), last, last.since, last.until)
-        for order, product in enumerate(self.other_ranks_products):
+        for order, product in enumerate((*self.other_ranks_products, *self._unobserved)):
             yield ProductSpan(product, order, None, 0, None)
 
     def at(
@@ -167,11 +182,11 @@ class CoverageHistory:
     ) -> Coverage:
         """The products of an iteration; ``last`` is the run's last iteration, ``precision`` is as of ``iteration``."""
         if not self._counted:
-            return NOTHING
+            return Coverage(self._unobserved)
         number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
         counted = self._counted[number]
         products = apply_precision(counted.products, counted.layers, list(precision), unconverted)
-        return Coverage(products, state=counted.state, steps=self._steps(number, last))
+        return Coverage((*products, *self._unobserved), state=counted.state, steps=self._steps(number, last))
 
     def _steps(self, number: int, last: int) -> str:
         if len(self._counted) < 2:

@@ -181,6 +181,30 @@ def _convolution_product(
     return MatrixProduct(a, b, places, weight.shape[0] // groups, weight[0].numel(), groups, "fprop")
 
 
+def _recurrent(*, backward: bool) -> _Find:
+    """A layer and direction of mkldnn's LSTM, or all layers of cuDNN's LSTM, GRU or RNN.
+
+    Its second and third arguments have the weights. The products of all time steps are counted as one per weight.
+    """
+
+    def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
+        activation, wanted = arguments[0], arguments[-1]
+        rows = activation.numel() // max(1, activation.shape[-1])
+        needs_wgrad = backward and (not isinstance(wanted, (list, tuple)) or wanted[-1])  # cuDNN has a mask
+        for weight in tensors_in(arguments[1:3]):
+            if weight.dim() != 2:
+                continue  # a bias
+            outputs, inputs = weight.shape
+            if not backward:
+                yield MatrixProduct(activation, weight, rows, outputs, inputs, role="fprop")
+                continue
+            yield MatrixProduct(activation, weight, rows, inputs, outputs, role="dgrad")
+            if needs_wgrad:
+                yield MatrixProduct(activation, weight, outputs, inputs, rows, role="wgrad")
+
+    return find
+
+
 def _lookup(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     weight, indices = arguments[:2]
     yield MatrixProduct(indices, weight, indices.numel(), weight.shape[-1], 0, role="lookup")
@@ -318,6 +342,8 @@ _OF_ATEN: Mapping[str, _Find] = {
     "conv_tbc": _conv_tbc,
     **dict.fromkeys(("convolution", "_convolution"), _convolution),  # the second in a model of torch.jit.trace
     "convolution_backward": _convolution_backward,
+    **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), _recurrent(backward=False)),
+    **dict.fromkeys(("_cudnn_rnn_backward", "mkldnn_rnn_layer_backward"), _recurrent(backward=True)),
     **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _lookup),
     **{name: _attention(backward=False, heads_first=True, causal=causal, mask=mask)
        for name, (causal, mask) in _FUSED.items()},
@@ -356,10 +382,7 @@ NOT_COUNTED: Mapping[str, str] = {
         ),
         "decomposes a matrix or computes distances, in a number of multiply-adds that depends on its method",
     ),
-    **dict.fromkeys(
-        ("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_trilinear"),
-        "multiplies matrices in a layer without an equivalent in Transformer Engine",
-    ),
+    "_trilinear": "multiplies matrices in a layer without an equivalent in Transformer Engine",
     **dict.fromkeys(("_foreach_mm", "linear", "linear_backward"), "multiplies matrices on a device without support"),
 }
 

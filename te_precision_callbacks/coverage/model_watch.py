@@ -45,6 +45,39 @@ TrainingForward: TypeAlias = tuple[bool, bool]
 checkpoint."""
 
 
+class UnobservedForwards:
+    """Forwards in the training that were not observed: in evaluation mode with gradients, or without gradients.
+
+    A forward without gradients belongs to the training in a call of the model, and outside of it if it runs in each
+    step.
+
+    Attributes:
+        reasons: id of a module of Transformer Engine -> why its forwards were not observed.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}
+        self._outside: dict[int, str] = {}
+        self._in_each_step: dict[int, str] | None = None
+
+    def note(self, module: torch.nn.Module, *, in_call: bool) -> None:
+        if torch.is_grad_enabled():
+            self.reasons[id(module)] = "evaluation mode"
+            return
+        why = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+        reasons = self.reasons if in_call else self._outside
+        reasons.setdefault(id(module), why)
+
+    def end_step(self) -> None:
+        if self._in_each_step is None:
+            self._in_each_step = self._outside
+        else:
+            both = self._in_each_step.keys() & self._outside.keys()
+            self._in_each_step = {key: self._outside[key] for key in both}
+            self.reasons = {**self._in_each_step, **self.reasons}
+        self._outside = {}
+
+
 class ModelWatch:
     """Watches the calls of a model, and the operators of torch in counted ones, until :meth:`close`.
 
@@ -56,6 +89,7 @@ class ModelWatch:
     Attributes:
         failure: the reason why counting stopped; empty without a failure.
         ran: id of a module of Transformer Engine -> its forwards in training mode since the last :meth:`take_ran`.
+        unobserved: Transformer Engine's forwards in the training that were not observed.
     """
 
     def __init__(
@@ -71,6 +105,7 @@ class ModelWatch:
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
         self.ran: dict[int, set[TrainingForward]] = {}
+        self.unobserved = UnobservedForwards()
         self._modules: Mapping[int, tuple[str, torch.nn.Module]] = {}
         self._report = report
         self._is_paused = is_paused
@@ -105,11 +140,13 @@ class ModelWatch:
         self.calls.begin_step(counts_outside=self.counting)
 
     def take_ran(self) -> dict[int, set[TrainingForward]] | None:
+        self.unobserved.end_step()
         ran, self.ran = self.ran, {}
         return ran if self.active and not self.failure else None
 
     def close(self) -> None:
         self.active = self.counting = False
+        self.unobserved = UnobservedForwards()
         self.state.close()
         self._replaced.restore()
         self.failure = ""
@@ -177,6 +214,8 @@ class ModelWatch:
         with_gradients = torch.is_grad_enabled()
         if module.training and (with_gradients or not _is_evaluation_forward()):
             self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
+        else:
+            self.unobserved.note(module, in_call=self.calls.current is not None)
 
     def _wrap_root(self, root: Any) -> None:
         own = root._compiled_call_impl

@@ -49,12 +49,14 @@ class Ran:
         recipes: layer of Transformer Engine -> the recipe of its first call; None for high precision.
         tokens: layer -> the rows of its input in each call.
         left_out: GEMM that the backward skips -> the reason.
+        enters_region: whether the model enters ``te.autocast`` itself, so that no region is assumed around it.
     """
 
     products: tuple[Product, ...] = ()
     recipes: dict[str, Any] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     left_out: dict[LayerGemm, str] = field(default_factory=dict)
+    enters_region: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,8 @@ class _ProductPlanner:
         sections = self._acting.get(layer, ())
         kept = kept_by_sections(sections)
         modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
-        excluded = self._recipe is not None and self._recipes.get(layer, in_force) is None
+        has_region = self._recipe is not None and not (self._ran is not None and self._ran.enters_region)
+        excluded = has_region and self._recipes.get(layer, in_force) is None
         self._facts[layer] = HighPrecisionFacts(kept, override or "")
         rows = max(1, self._tokens // groups)
         macs = self._tokens * sizes[0] * sizes[1] // groups

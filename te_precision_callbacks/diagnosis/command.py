@@ -3,28 +3,31 @@
 Usage::
 
     te-precision diagnose logs
+    te-precision diagnose logs --all
     te-precision diagnose logs --json
     te-precision diagnose logs --known known.txt
     te-precision rules
     te-precision rules stale-scale
 
 The exit code of ``diagnose`` is 0 if no problems were found, though there may be notes; 1 with an error or a warning; 2
-for wrong use; 3 if not enough was checked for an all-clear. ``--json`` prints one JSON object.
+for wrong use; 3 if not enough was checked for an all-clear, or the run did not reach its end; of several runs, the
+worst. ``--json`` prints one JSON object.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.terminal import Json, Run
+from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
     from te_precision_callbacks.diagnosis.finding import Finding, Verdict
+    from te_precision_callbacks.diagnosis.known import KnownLine
     from te_precision_callbacks.diagnosis.rule import Rule
     from te_precision_callbacks.runs.recorded import RecordedRun
 
@@ -37,7 +40,16 @@ _INDENT, _MOST_LAYERS = 2, 8
 def diagnose_command(
     path: Annotated[str, typer.Argument(metavar="RUN", help="A recorded run: its log folder.")],
     *,
-    run: Run = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="NAME",
+            help="Name, or beginning of the name, of a run in a folder with several runs. Default: all runs of the"
+            " last launch.",
+        ),
+    ] = None,
+    all_runs: Annotated[bool, typer.Option("--all", help="Check all runs of the folder.")] = False,
     known: Annotated[
         Path | None,
         typer.Option(
@@ -48,40 +60,95 @@ def diagnose_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the problems of a run: the findings of the rules, root causes first, each with its remedy."""
-    from te_precision_callbacks.diagnosis.known import leave_out, read_known
+    """Print the problems of a run: the findings of the rules, root causes first, each with its remedy.
+
+    Of a folder with several runs, print the verdict on each run of the last launch.
+    """
+    from te_precision_callbacks.base.errors import OptionError
+    from te_precision_callbacks.diagnosis.known import read_known
+    from te_precision_callbacks.runs.reading import chosen_run, list_runs, open_run, runs_of_last_launch
+
+    if all_runs and run is not None:
+        raise OptionError("--all and --run exclude each other: --all checks every run of the folder.")
+    lines = None if known is None else read_known(known)
+    names = () if run is not None else list_runs(path) if all_runs else runs_of_last_launch(path)
+    if len(names) > 1:
+        checked = [_check(open_run(path, run=name), known, lines) for name in names]
+        _show_runs(path, checked, as_json=as_json)
+    else:
+        recorded, note = chosen_run(path, run)
+        if note:
+            terminal.show_text(f"{note} --all checks all runs.", err=as_json)
+        checked = [_check(recorded, known, lines)]
+        if as_json:
+            terminal.show_json(checked[0].as_json())
+        else:
+            _show_run(checked[0])
+    verdicts = [one.verdict for one in checked]
+    if not all(verdict.healthy for verdict in verdicts):
+        if any(verdict.wrong for verdict in verdicts):
+            raise typer.Exit(FOUND)
+        for one in checked:
+            one.run.require_undamaged()
+        raise typer.Exit(NOT_CHECKED)
+
+
+class _Checked(NamedTuple):
+    run: RecordedRun
+    verdict: Verdict
+    outcome: list[str]
+    notes: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        lacks = [self.run.missing_contents] if self.run.missing_contents else []
+        return {
+            **self.verdict.as_json(),
+            "outcome": self.outcome,
+            "unread": self.run.unread,
+            "notes": [*lacks, *self.run.unread, *self.notes],
+        }
+
+
+def _check(recorded: RecordedRun, known: Path | None, lines: list[KnownLine] | None) -> _Checked:
+    from te_precision_callbacks.diagnosis.known import leave_out
     from te_precision_callbacks.diagnosis.replay import diagnose
     from te_precision_callbacks.runs.answers import outcome_notes
-    from te_precision_callbacks.runs.reading import chosen_run
 
-    chosen = None if known is None else read_known(known)
-    recorded, note = chosen_run(path, run)
-    if note:
-        terminal.show_text(note, err=as_json)
-    verdict, notes = diagnose(recorded), [note for note in recorded.notes if note not in recorded.unread]
-    if chosen is not None:
-        verdict, left_out, unused = leave_out(chosen, verdict)
+    verdict = diagnose(recorded)
+    notes = [note for note in recorded.notes if note not in recorded.unread]
+    if lines is not None:
+        verdict, left_out, unused = leave_out(lines, verdict)
         if left_out:
             notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
         notes += [f"{known}:{line}: {text!r} matches no finding." for line, text in unused]
+    return _Checked(recorded, verdict, outcome_notes(recorded), notes)
+
+
+def _show_run(checked: _Checked) -> None:
+    for text in checked.outcome:
+        terminal.show_text(text)
+    _show_limits(checked.run)
+    _show(checked.verdict)
+    terminal.show_notes(checked.notes)
+
+
+def _show_runs(path: str, checked: list[_Checked], *, as_json: bool) -> None:
+    from te_precision_callbacks.diagnosis.finding import worst_verdict
+    from te_precision_callbacks.runs.reading import list_runs
+
+    worst = worst_verdict([one.verdict for one in checked])
     if as_json:
-        lacks = [recorded.missing_contents] if recorded.missing_contents else []
-        terminal.show_json(
-            {
-                **verdict.as_json(),
-                "outcome": outcome_notes(recorded),
-                "unread": recorded.unread,
-                "notes": [*lacks, *recorded.unread, *notes],
-            }
-        )
-    else:
-        for text in outcome_notes(recorded):
-            terminal.show_text(text)
-        _show_limits(recorded)
-        _show(verdict)
-        terminal.show_notes(notes)
-    if not verdict.healthy:
-        raise typer.Exit(FOUND if verdict.wrong else NOT_CHECKED)
+        runs = [{"run": one.run.run_id, **one.as_json()} for one in checked]
+        whole = {"state": worst.state, "severity": worst.severity, "healthy": worst.healthy}
+        terminal.show_json({**whole, "runs": runs})
+        return
+    count = len(list_runs(path))
+    others = "" if count == len(checked) else f" of the last launch; it has {count} runs, and --all checks all"
+    terminal.show_text(f"{path}: {len(checked)} runs{others}.")
+    for one in checked:
+        terminal.show_text(f"{one.run.run_id}: {one.verdict}", hanging=_INDENT)
+    name = next((one.run.run_id for one in checked if not one.verdict.healthy), checked[-1].run.run_id)
+    typer.echo(f"For details: {terminal.shell_command('te-precision', 'diagnose', path, '--run', name)}")
 
 
 def rules_command(

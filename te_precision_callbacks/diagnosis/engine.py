@@ -130,15 +130,16 @@ class Diagnosis:
             return judge.why_not
         layers = self._facts.layers.values()
         ran = [layer for layer in layers if layer.low or layer.reasons]
-        if ran and not any(layer.is_of_te for layer in ran) and NO_CONFIG in rule.collect:
-            return "the model has no Transformer Engine layers, so there are no statistics"
-        if layers and not any(layer.rows or layer.forward is not None for layer in layers):
+        if NO_CONFIG in rule.collect and not any(layer.is_of_te for layer in ran):
+            if unobserved := next((layer.refused for layer in layers if layer.is_unobserved), ""):
+                return f"no layer was observed: {unobserved}"
+            if ran:
+                return "the model has no Transformer Engine layers, so there are no statistics"
+        if layers and not any(layer.calls or layer.forward is not None for layer in layers):
             if refused := next((layer.refused for layer in layers if layer.refused), ""):
                 return f"no layer was observed: {refused}"
-            return (
-                "no layer was observed in training: call model.train(), and start the session before capturing CUDA"
-                " graphs"
-            )
+            if self._facts.settings is not None:  # else a log, which does not show what ran
+                return "no layer of Transformer Engine ran in the session's model"
         # The first collection step lacks the statistics of scales and of FP8.
         return "only one collection step has run" if self._collected == 1 else ""
 
@@ -250,6 +251,8 @@ class Diagnosis:
                 ),
                 True,
             )
+        if sighting.replaces:
+            return dataclasses.replace(known, severity=severity, seen=sighting.seen, seen_at=None), False
         more = tuple(layer for layer in sighting.layers if layer not in known.layers)
         worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
         seen, seen_at = (without_exponents(sighting.seen), until) if worse else (known.seen, known.seen_at)

@@ -43,7 +43,7 @@ class LayerFacts:
         reasons: GEMM in high precision -> the name of the reason, and details.
         low: the GEMMs in low precision.
         never: GEMM -> why it did not run.
-        rows: n of its forward product, the rows of its input in a call; 0 if unknown.
+        calls: how often its forward product runs in a step; 0 if unknown.
         since: the first iteration with the present precision of its forward product.
         refused: why it, or some of its forwards, are not observed; empty if they are.
         is_quantized_only: whether its weights exist in quantized form only (``te.quantized_model_init``).
@@ -60,7 +60,7 @@ class LayerFacts:
     reasons: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     low: frozenset[str] = frozenset()
     never: Mapping[str, str] = field(default_factory=dict)
-    rows: int = 0
+    calls: int = 0
     since: int = 0
     is_of_te: bool = False
     refused: str = ""
@@ -74,6 +74,15 @@ class LayerFacts:
     @property
     def is_frozen(self) -> bool:
         return self.never.get("wgrad", NO_BACKWARD) != NO_BACKWARD
+
+    @property
+    def is_unobserved(self) -> bool:
+        return bool(self.refused) and not (self.low or self.reasons)
+
+    @property
+    def has_no_gradient(self) -> bool:
+        """True if neither its input nor its weight needs a gradient."""
+        return self.is_frozen and self.never.get("dgrad", NO_BACKWARD) != NO_BACKWARD
 
     @property
     def lacks_backward(self) -> bool:
@@ -92,6 +101,7 @@ class Settings:
         alike: whether these ranks have the same layers.
         ignored: arguments of recipes without effect, rows of
             :func:`~te_precision_callbacks.instrumentation.recipe_arguments.ignored_arguments`.
+        margins: margins of delayed scaling that are not 0.
         amaxes: the ranks over which amaxes are reduced, rows of
             :func:`~te_precision_callbacks.instrumentation.recipe_arguments.amax_reductions`.
         unmeasured: why LogGemmError has measured nothing; empty otherwise.
@@ -105,6 +115,7 @@ class Settings:
     ranks: int = 1
     alike: bool = True
     ignored: Sequence[Row] = ()
+    margins: Sequence[float] = ()
     amaxes: Sequence[Row] = ()
     unmeasured: str = ""
     expects_low: str = ""
@@ -159,7 +170,8 @@ class Facts:
         for row in gemms:
             known, gemm = of(row["layer"]), row["gemm"]
             if gemm == "fprop":
-                known |= {"shape": (row["m"], row["k"]), "rows": row.get("n") or 0, "since": row.get("since") or 0}
+                known |= {"shape": (row["m"], row["k"]), "since": row.get("since") or 0}
+                known["calls"] = row.get("calls") or 0
             known["recipe"] = row["recipe"] or known.get("recipe", "")
             known["module_class"] = known.get("module_class") or row["family"] or ""
             known["is_of_te"] = row["family"] in ("te", "te_ops")
@@ -257,6 +269,14 @@ class Facts:
     @property
     def has_delayed_scaling(self) -> bool:
         return any(layer.recipe == "fp8_delayed_scaling" for layer in self.layers.values())
+
+    @property
+    def heads(self) -> list[LayerFacts]:
+        """The layers that may be the model's head: the last of Transformer Engine, and the last of torch."""
+        known = [layer for layer in self.layers.values() if layer.shape and layer.calls]
+        executed = [layer for layer in known if layer.forward is not None]
+        last = [max(executed, key=lambda layer: layer.forward or 0)] if executed else []
+        return last + [layer for layer in known if layer.forward is None and not layer.is_of_te][-1:]
 
     @functools.cached_property
     def _places(self) -> Mapping[str, int]:

@@ -313,6 +313,15 @@ class Verdict(Sequence[Finding]):
         }
 
 
+_STATES: tuple[State, ...] = ("problems found", "not enough checked", "no problems found")
+
+
+def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the verdict on the worst of several runs: by its state, then by its severity."""
+    severities = [*SEVERITIES, ""]
+    return min(verdicts, key=lambda verdict: (_STATES.index(verdict.state), severities.index(verdict.severity)))
+
+
 MOST_FINDINGS = 5
 
 

@@ -18,13 +18,15 @@ from te_precision_callbacks.statistics.names import OWN_RECIPE, logged_request
 
 Values = npt.NDArray[np.float64]
 
-_LEAST_CODE, _BIAS, _DECIMALS = 32, 127, 4
-"""The least code of E8M0 that is taken for one, the code of the scale 1, and the decimals of a log."""
+_LEAST_CODE, _LARGEST_CODE, _BIAS, _DECIMALS = 32, 254, 127, 4
+"""The codes of E8M0 that are taken for codes, the code of the scale 1, and the decimals of a log."""
 
 _COARSE = 0.002
 """Below it, a scale of four decimals is too coarse to be compared with amax."""
 
 _SIGNED = ("min", "mean")
+
+_SCALES = ("scale_inv_min", "scale_inv_max")
 
 
 class PlainLog(NamedTuple):
@@ -54,7 +56,8 @@ def read_plain_log(run: RecordedRun) -> PlainLog:
     finite = values[np.isfinite(values)]
     is_rounded = bool((np.round(finite, _DECIMALS) == finite).all())
     columns: dict[tuple[str, str], dict[str, Mapping[int, float]]] = {}
-    codes, magnitudes = set(), set()
+    magnitudes = set()
+    scales: dict[tuple[str, str], list[int]] = {}  # layer and tensor -> series of scale_inv_min and scale_inv_max
     quantized: dict[str, set[str | None]] = {}  # layer -> the recipes of its statistics
     for number, subject in enumerate(run.subjects):
         request = logged_request(subject.statistic) if subject.tensor else None
@@ -66,18 +69,22 @@ def read_plain_log(run: RecordedRun) -> PlainLog:
         if request.recipe is not None:
             quantized.setdefault(subject.layer, set()).add(request.recipe)
         if request.recipe in (None, OWN_RECIPE, "fp8_delayed_scaling") and not request.columnwise:
-            if request.statistic.name.startswith("scale_inv_m") and _are_codes(values[rows]):
-                codes.add(number)
+            if request.statistic.name in _SCALES:
+                scales.setdefault((subject.layer, subject.tensor), []).append(number)
             known = columns.setdefault((subject.layer, subject.tensor), {})
             known.setdefault(
                 request.statistic.name, dict(zip(iterations[rows].tolist(), values[rows].tolist(), strict=True))
             )
     nvfp4 = [layer for layer, recipes in quantized.items() if recipes == {"nvfp4"}]  # other layers do not log them
+    codes = [number for place, numbers in scales.items() if _are_codes(columns[place]) for number in numbers]
     return PlainLog(*_facts(columns, nvfp4), frozenset(codes), frozenset(magnitudes))
 
 
-def _are_codes(values: Values) -> bool:
-    return bool(len(values) and (values >= _LEAST_CODE).all() and (values == np.round(values)).all())
+def _are_codes(statistics: Mapping[str, Mapping[int, float]]) -> bool:
+    """Return whether the least and the largest scales of a tensor are codes: real scales may be powers of two."""
+    values = np.array([value for name in _SCALES for value in statistics.get(name, {}).values()])
+    in_range = (values >= _LEAST_CODE) & (values <= _LARGEST_CODE) & (values == np.round(values))
+    return bool(in_range.all() and (np.frexp(values)[0] != 0.5).any())
 
 
 def _facts(
@@ -105,7 +112,11 @@ def _recipe(tensor: str, statistics: Mapping[str, Mapping[int, float]]) -> tuple
     text = "FP8 E5M2" if tensor == "gradient" else "FP8 E4M3"
     largest, least = statistics.get("scale_inv_max", {}), statistics.get("scale_inv_min", {})
     scales = np.array(list(largest.values()))
-    if not len(scales) or _are_codes(scales) or any(least.get(step, value) != value for step, value in largest.items()):
+    if (
+        not len(scales)
+        or _are_codes(statistics)
+        or any(least.get(step, value) != value for step, value in largest.items())
+    ):
         return "", text
     amaxes = np.array([_amax(statistics, step) for step in largest])
     ranges = np.divide(amaxes, scales, out=np.full(len(scales), np.nan), where=scales >= _COARSE)

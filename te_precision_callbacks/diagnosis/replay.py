@@ -21,6 +21,7 @@ from te_precision_callbacks.diagnosis.plain_logs import PlainLog, read_plain_log
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.runs.answers import failed_starts
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.sinks.step_records import Event
@@ -96,12 +97,13 @@ class _Record:
             event = _event(row)
             rank = 0 if event.data.get("of_all") else row["rank"] or 0
             if row["kind"] == "segment_ended":
-                if row["segment"] == run.segments[-1].number:  # otherwise the run continued
+                if row["segment"] == run.segments[-1].number:
                     self.ends.append((rank, event))
             elif row["kind"] != "finding":
                 of_step.events.append((rank, event))
             elif (sighting := _from_rank(row)) is not None:
                 of_step.from_ranks.append(sighting)
+        self.ends += [(0, Event("earlier_start", text, step)) for step, text in failed_starts(run)]
         if run.segments and run.segments[-1].status == "stopped without an end":
             step = int(run.steps["iteration"][-1].as_py()) if len(run.steps) else 0
             text = (
@@ -214,7 +216,7 @@ def _from_rank(row: Row) -> _FromRank | None:
     try:
         data = _data(row)
         rule, (rank, *_), severity = data["rule"], data["ranks"], data["severity"]
-        texts = {name: str(data[name]) for name in ("tensor", "statistic", "seen", "patch", "remedy")}
+        texts: dict[str, Any] = {name: str(data[name]) for name in ("tensor", "statistic", "seen", "patch", "remedy")}
         sighting = Sighting(tuple(map(str, data["layers"])), since=data["since"], severity=severity, **texts)
     except (ValueError, TypeError, KeyError):
         return None

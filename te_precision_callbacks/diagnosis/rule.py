@@ -30,6 +30,7 @@ class Sighting(NamedTuple):
         since: the first iteration; None for a problem from the start.
         severity, remedy: by default the rule's.
         key: distinguishes findings of a rule and a tensor.
+        replaces: whether severity and description replace those of the finding, at the end of a run.
     """
 
     layers: tuple[str, ...]
@@ -41,6 +42,7 @@ class Sighting(NamedTuple):
     patch: str = ""
     key: str = ""
     remedy: str = ""
+    replaces: bool = False
 
 
 class Judge:

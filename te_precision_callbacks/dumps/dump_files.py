@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.dumps.contents import Dump, create_dump, operand_of
 from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
 from te_precision_callbacks.dumps.header import Header
@@ -198,11 +199,11 @@ def load(path: str | os.PathLike[str]) -> Dump:
 def _open(path: Path) -> Iterator[Any]:
     """Open a safetensors file; errors within the ``with`` block become NotADumpError."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(regular_file(path), framework="pt") as file:
             yield file
     except NotADumpError as error:
         raise NotADumpError(f"{path}: {error}") from error
-    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
         raise NotADumpError(f"{path}: not a dump, or damaged: {type(error).__name__}: {error}") from error
 
 

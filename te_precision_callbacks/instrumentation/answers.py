@@ -135,6 +135,7 @@ class DebugPathDecisions:
 
     Attributes:
         unwatched: modules with a training forward that the session does not watch.
+        ran_elsewhere: whether a module of Transformer Engine ran that the session does not watch.
         ran: ids of watched modules with a training forward in this iteration.
         current: the current forward of each thread.
         refused: the layers that Transformer Engine's debug path refuses.
@@ -151,6 +152,7 @@ class DebugPathDecisions:
     ) -> None:
         self.watched = WatchedModules(self.is_debug_iter, classify, audit, failures)
         self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.ran_elsewhere = False
         self.delayed_scaling = DelayedScalingLayers()
         self.current = CurrentForward()
         self.refused = RefusedLayers(strict=strict)
@@ -233,6 +235,7 @@ class DebugPathDecisions:
 
         @outside_of_dynamo
         def note_unwatched(module: Any) -> bool:
+            self.ran_elsewhere = True
             if module.training and torch.is_grad_enabled() and not classify.paused:
                 unwatched.add(module)
             return False

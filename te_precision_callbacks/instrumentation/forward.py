@@ -113,6 +113,7 @@ class ForwardHooks:
         self.products = ModelProducts(
             failures.report, lambda: classify.paused, running.is_in_layer, self._update_listeners
         )
+        classify.in_training_call = lambda: self.products.calls.current is not None
         self._tap = GemmTap(
             classify,
             failures.report,

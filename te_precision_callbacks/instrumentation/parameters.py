@@ -1,8 +1,9 @@
-"""Finds parameters that do not train: missing gradients, weights that never change, and low-precision weights that
-differ from their master weights.
+"""Finds parameters that do not train: missing gradients, weights that never change, low-precision weights that
+differ from their master weights, and weights that other code than the optimizer overwrites.
 
 Gradients are checked on the host in every step. Weights are sampled in few steps, and no longer once they have changed,
-unless the optimizer holds master weights.
+unless the optimizer holds master weights. The versions of weights, which writes in place raise, are read in each step,
+on the host; a weight is compared with its last sample if code has written it more often than ever between two steps.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,17 +26,19 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.optimizers import held_ids_of_process
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.instrumentation.finite_gradients import FiniteGradients
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import (
     BatchedChecks,
+    Compare,
     copy_all,
     local_part,
     raw_codes,
     sample,
     sampled_view,
 )
-from te_precision_callbacks.layers.folding import form_of
-from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.layers.folding import form_of, numbers_of
+from te_precision_callbacks.layers.forwards import is_checkpoint_without_backward, outside_of_dynamo
 
 WITHOUT_GRADIENT = 6
 """Optimizer steps after which a parameter without a gradient is reported."""
@@ -61,11 +65,29 @@ have gradients of 0, for a problem of the model.
 LIKELY = 4.0
 """An update of this many units in the last place must change a weight."""
 
+AT_ZERO, RISEN, RISING_STEPS = 0.005, 0.05, 5
+"""Share of the largest learning rate that counts as 0, the share it rises to, and the steps in which it rises."""
+
+IDLE = 60
+"""Steps between the first and the last sampled gradient of 0 of a parameter whose similar parameters have gradients."""
+
+OTHERWISE, REPLACED = 8.0, 0.5
+"""An overwritten weight differs from its last sample by so many times the ordinary change, and by this share of its
+norm."""
+
+THIN = 4
+"""Every how many columns of a sample are kept for comparisons with overwritten weights."""
+
+LATE = 8
+"""Optimizer steps after which a weight that is equal to its first sample again was restored."""
+
 APART, APART_CHECKS = 0.01, 2
 """Share of sampled elements that differ from the master weight by more than rounding, and the consecutive checks that
 must find it.
 """
 
+
+_NEVER_REACHED = ("no_gradient", "checkpointed", "frozen_held")
 
 _RANGES = "_get_model_param_range_map"
 """Identifies a distributed optimizer of Megatron."""
@@ -75,9 +97,11 @@ class Problem(NamedTuple):
     """A problem of a parameter.
 
     Attributes:
-        what: ``no_gradient``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``, ``unstepped``,
-            ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept`` or ``nonfinite``; from :mod:`replicas`,
-            ``differs``, ``differs_from_start`` or ``no_reduction``.
+        what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
+            ``converted``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``,
+            ``all_kept``, ``rises_again``, ``idle``, ``emptied``, ``restored``, ``replaced``,
+            ``nonfinite`` or ``nonfinite_gradient``; from :mod:`replicas`, ``differs``, ``differs_from_start``,
+            ``no_reduction`` or ``no_sum``.
         name: the parameter; empty for a problem of the model.
         number: number of steps, or percentage of elements.
     """
@@ -95,6 +119,7 @@ class _Gap:
     Attributes:
         called: number of steps with a training forward of the module.
         reached, ran: whether a backward reached the parameter, and the module ran in training, since the last step.
+        checkpointed: number of forwards in a reentrant checkpoint without an input that needs a gradient.
     """
 
     since: int
@@ -102,6 +127,7 @@ class _Gap:
     called: int = 0
     reached: bool = False
     ran: bool = False
+    checkpointed: int = 0
     hooks: tuple[RemovableHandle, ...] = ()
 
     def unhook(self) -> None:
@@ -122,6 +148,10 @@ class _Parameter:
         still_since, still_until: iterations of the first sample, and of the last with few differences, or -1.
         moves: iterations with an optimizer step that should have changed it.
         zeroed: last consecutive sampled iterations with only gradients of 0.
+        version: version of the weight after its last optimizer step, or -1.
+        writes: maximum number of writes between two optimizer steps.
+        samples: first sample of the values, and the last two, with their iterations.
+        written: what other code than the optimizer did to the weight, and the iteration; or None.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
     """
@@ -140,6 +170,10 @@ class _Parameter:
     still_until: int = -1
     moves: tuple[int, ...] = ()
     zeroed: tuple[int, ...] = ()
+    version: int = -1
+    writes: int = 0
+    samples: tuple[tuple[int, torch.Tensor], ...] = ()
+    written: tuple[str, int] | None = None
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
 
@@ -157,12 +191,47 @@ class _Parameter:
         else:
             self.still_until = iteration
 
+    def note_written(self, what: str, iteration: int, share: float) -> None:
+        if share == 1 and self.written is None:
+            self.written = what, iteration
+
     def note_before(self, share: float) -> None:
         self.apart_before = share
 
     def note_apart(self, iteration: int, share: float) -> None:
         what = "" if share < APART else "late" if self.apart_before < share / 8 else "apart"
         self.checks = (*self.checks, (what, iteration, 100 * share))[-APART_CHECKS:]
+
+
+class _Arrivals:
+    """Hooks of a parameter between two steps of its optimizer, called whenever autograd adds to its gradient.
+
+    Attributes:
+        was_kept: whether the old gradient, not 0, was there each time; None before the first time.
+    """
+
+    def __init__(self, parameter: _Parameter, failures: ObservationFailures) -> None:
+        self.was_kept: torch.Tensor | bool | None = None
+        self._parameter = parameter
+        self._failures = failures
+        self._old: torch.Tensor | bool = False
+
+    @outside_of_dynamo
+    def before(self, _: torch.Tensor) -> None:
+        self._old = False
+        gradient = self._parameter.weight.grad
+        try:
+            if gradient is None or self.was_kept is False:
+                return
+            if gradient.layout is torch.strided and not is_capturing():
+                self._old = local_part(gradient).any()
+        except Exception as error:  # in a backward of the training
+            self._failures.report("reading the gradient of", self._parameter.name, error)
+
+    @outside_of_dynamo
+    def after(self, _: torch.Tensor) -> None:  # torch.autograd.grad() does not get here
+        was_kept = self._old if self.was_kept is None else self.was_kept & self._old
+        self.was_kept = was_kept
 
 
 class _Held(NamedTuple):
@@ -183,6 +252,34 @@ class _Held(NamedTuple):
         return None if self.start is None else range(self.start, self.start + self.tensor.numel())
 
 
+@dataclass(eq=False)
+class _Schedule:
+    """The learning rate of an optimizer: its largest value, and its rise after it has fallen to 0.
+
+    A rise in one step to most of the largest value is a restart, as of CosineAnnealingWarmRestarts.
+    """
+
+    largest: float = 0.0
+    last: float = 0.0
+    zero_at: int | None = None
+    rises: int = 0
+
+    def note(self, rate: float, iteration: int) -> None:
+        self.largest = max(self.largest, rate)
+        if rate <= AT_ZERO * self.largest:
+            self.zero_at = iteration
+            self.rises = 0
+        elif rate < self.last or rate - self.last > self.largest / 2:
+            self.zero_at = None
+        elif rate > self.last:
+            self.rises += 1
+        self.last = rate
+
+    @property
+    def rises_again(self) -> bool:
+        return self.zero_at is not None and self.rises >= RISING_STEPS and self.last >= RISEN * self.largest
+
+
 class ParameterWatch:
     """Checks the parameters of a model from :meth:`begin` to :meth:`remove`.
 
@@ -199,16 +296,16 @@ class ParameterWatch:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
-        # Sampled iteration -> for each optimizer step, whether the old gradient was still there whenever one was added:
-        # nothing or one value, however often that was.
-        self._arrivals: dict[_Parameter, dict[int, list[list[torch.Tensor | bool]]]] = {}
-        self._clearing: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
+        self._arrivals: dict[_Parameter, dict[int, list[_Arrivals]]] = {}  # sampled iteration -> optimizer steps
+        self._clearing: dict[int, tuple[RemovableHandle, ...]] = {}  # by id: hooks stay when an optimizer is gone
         self._batches = BatchedChecks()
         self._pending_read: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
         self._stepped = 0
         self._first = self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._schedules: weakref.WeakKeyDictionary[Optimizer, _Schedule] = weakref.WeakKeyDictionary()
+        self._finite = FiniteGradients()
         self._is_due = True
         self._has_sampled = self._has_begun = False
 
@@ -221,8 +318,8 @@ class ParameterWatch:
         for parameter in self._parameters.values():
             if parameter.gap is not None:
                 parameter.gap.unhook()
-        for optimizer in list(self._clearing):
-            self._end_clearing(optimizer)
+        for number in list(self._clearing):
+            self._end_clearing(number)
         for cache in (self._parameters, self._held, self._masters, self._arrivals):
             cache.clear()
 
@@ -237,13 +334,20 @@ class ParameterWatch:
             if not held:
                 return
             self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
-            if any(isinstance(rate := entry.group.get("lr", 1.0), torch.Tensor) or rate for entry in held):
+            groups = {id(entry.group): entry.group for entry in held}
+            rates = [group.get("lr", 1.0) for group in groups.values()]
+            if any(isinstance(rate, torch.Tensor) or rate for rate in rates):
                 self._stepped = iteration
+            known = [float(rate) for rate in rates if isinstance(rate, (int, float))]
+            self._schedules.setdefault(optimizer, _Schedule()).note(max(known, default=0.0), iteration)
+            gradients = ((entry.parameter.name, _gradient(entry)) for entry in held)
+            self._finite.before_step(optimizer, [(name, given) for name, given in gradients if given is not None])
             for entry in held:
                 entry.parameter.held_until = iteration
             self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
+            self._check_writes(held)
             self._compare_masters(optimizer)
-            self._end_clearing(optimizer)
+            self._end_clearing(id(optimizer))
             if self._is_due:
                 self._has_sampled = True
                 self._watch_clearing(optimizer, held)
@@ -253,6 +357,50 @@ class ParameterWatch:
             self._batches.launch()
         except Exception as error:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
+
+    def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
+        if not self._parameters:
+            self._refresh()
+        named = ((self._parameters.get(id(parameter)), parameter.grad) for parameter in parameters)
+        self._finite.before_clipping(
+            [(known.name, gradient) for known, gradient in named if known is not None and gradient is not None]
+        )
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        known = self._held.get(optimizer)
+        for entry in () if known is None else known[1]:
+            entry.parameter.version = entry.parameter.weight._version
+
+    def _check_writes(self, held: list[_Held]) -> None:
+        """Compare weights that were written more often since the last step than ever between two steps.
+
+        Regular writes, such as clamping or the copy of master weights, are thus compared once.
+        """
+        for entry in held:
+            parameter = entry.parameter
+            writes = parameter.weight._version - parameter.version
+            if writes > parameter.writes and parameter.version >= 0:
+                parameter.writes = writes
+                self._compare_with_samples(parameter)
+
+    def _compare_with_samples(self, parameter: _Parameter) -> None:
+        weight = local_part(parameter.weight)
+        if weight.dim() < 2 or is_quantized(weight) or not parameter.samples:
+            return
+        now, iteration = _thin_sample(weight), self._iteration
+        first, at_first = parameter.samples[0]
+        last, at_last = parameter.samples[-1]
+        self._has_sampled = True
+        checks: list[tuple[str, Compare, tuple[torch.Tensor, ...]]] = [("emptied", _is_emptied, (now, at_last))]
+        if last - first >= LATE:
+            checks.append(("restored", _is_restored, (now, at_first, at_last)))
+        if len(parameter.samples) > 1:
+            before, at_before = parameter.samples[-2]
+            span = max(1.0, (iteration - last) / (last - before))
+            checks.append(("replaced", functools.partial(_is_replaced, span), (now, at_before, at_last)))
+        for what, compare, tensors in checks:
+            note = functools.partial(parameter.note_written, what, iteration)
+            self._batches.add((what, iteration, last), compare, tensors, note)
 
     def _refresh(self) -> None:
         known, self._parameters = self._parameters, {}
@@ -341,41 +489,20 @@ class ParameterWatch:
         gap.ran = False
 
     def _watch_clearing(self, optimizer: Optimizer, held: list[_Held]) -> None:
-        """Check, until the optimizer steps again, whether autograd adds to an uncleared gradient.
+        """Check, until the optimizer steps again, whether autograd adds to uncleared gradients."""
+        handles: list[RemovableHandle] = []
+        for parameter, tensor, *_ in held:
+            weight: Any = parameter.weight
+            if tensor is weight and weight.grad is not None:
+                arrivals: Any = _Arrivals(parameter, self._failures)
+                self._arrivals.setdefault(parameter, {}).setdefault(self._iteration, []).append(arrivals)
+                handles.append(weight.register_hook(arrivals.before))  # type: ignore[no-untyped-call]
+                handle = weight.register_post_accumulate_grad_hook(arrivals.after)  # type: ignore[no-untyped-call]
+                handles.append(handle)
+        if handles:
+            self._clearing[id(optimizer)] = tuple(handles)
 
-        Only one parameter is checked, preferably a matrix.
-        """
-        candidates = [
-            entry.parameter
-            for entry in held
-            if entry.tensor is entry.parameter.weight and entry.tensor.grad is not None
-        ]
-        if not candidates:
-            return
-        parameter = max(candidates, key=lambda candidate: candidate.weight.dim())
-        weight: Any = parameter.weight
-        arrivals: list[torch.Tensor | bool] = []
-        old: torch.Tensor | bool = False
-        self._arrivals.setdefault(parameter, {}).setdefault(self._iteration, []).append(arrivals)
-
-        def before(_: torch.Tensor) -> None:
-            nonlocal old
-            old, gradient = False, weight.grad
-            try:
-                if gradient is not None and gradient.layout is torch.strided and not is_capturing():
-                    old = local_part(gradient).any()
-            except Exception as error:  # in a backward of the training
-                self._failures.report("reading the gradient of", parameter.name, error)
-
-        def after(_: torch.Tensor) -> None:  # torch.autograd.grad() does not get here
-            arrivals[:] = [arrivals[0] & old if arrivals else old]
-
-        self._clearing[optimizer] = (
-            weight.register_hook(outside_of_dynamo(before)),
-            weight.register_post_accumulate_grad_hook(outside_of_dynamo(after)),
-        )
-
-    def _end_clearing(self, optimizer: Optimizer) -> None:
+    def _end_clearing(self, optimizer: int) -> None:
         for handle in self._clearing.pop(optimizer, ()):
             handle.remove()
 
@@ -387,11 +514,14 @@ class ParameterWatch:
         before = copy_all([master for _, master in masters])
         self._masters[optimizer] = [(held, iteration, copy) for (held, _), copy in zip(masters, before, strict=True)]
         first: list[tuple[_Parameter, torch.Tensor]] = []
+        values: list[tuple[_Parameter, torch.Tensor]] = []
         is_nonzero = functools.partial(torch.ne, other=0)
         for held in all_held:
             parameter, weight = held.parameter, held.parameter.weight
             if not weight.requires_grad:
                 continue
+            if weight.dim() > 1 and not is_quantized(local_part(weight)):
+                values.append((parameter, _thin_sample(local_part(weight))))
             gradient = _gradient(held)
             if gradient is not None:
                 gradient = sampled_view(local_part(gradient))
@@ -416,6 +546,8 @@ class ParameterWatch:
                 batches.add((id(held.group), now.relative, len(squares)), should_move, tensors, note)
         for (parameter, _), copy in zip(first, copy_all([elements for _, elements in first]), strict=True):
             parameter.reference, parameter.still_since = copy, iteration
+        for (parameter, _), copy in zip(values, copy_all([elements for _, elements in values]), strict=True):
+            parameter.samples = (*parameter.samples[:1], *parameter.samples[1:][-1:], (iteration, copy))
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
         """Compare the weights of the last forward with the master weights, now and before the last step."""
@@ -437,16 +569,25 @@ class ParameterWatch:
                 self._check_without_optimizer()
             is_complete = self._pending_read is not None or self._has_sampled or self.is_due
             self._read()
+            broken = self._finite.end_step(iteration)
             if self._has_sampled:
                 self._pending_read = self._batches.start_copy()
                 self._is_due = self._has_sampled = False
             if self.is_due:
                 self._refresh()
+            if ("rises_again", "") not in self._reported:
+                is_complete |= any([schedule.rises_again for schedule in self._schedules.values()])  # noqa: C419  # as below
             if is_complete or any([state.gap is not None for state in self._parameters.values()]):  # noqa: C419  # no call each
                 problems = self._new_problems()
+            problems += self._nonfinite_gradients(broken)
         except Exception as error:
             self._failures.report("checking", "the parameters", error)
         return problems
+
+    def _nonfinite_gradients(self, broken: list[tuple[int, str]]) -> list[Problem]:
+        trained = sum(parameter.at_step for parameter in self._parameters.values())
+        share = 100 * len({name for _, name in broken}) / max(1, trained)
+        return [Problem("nonfinite_gradient", name, since, share) for since, name in broken]
 
     def begin_step(self, iteration: int) -> None:
         self._iteration = iteration
@@ -470,6 +611,8 @@ class ParameterWatch:
         self._pending_read = None
         if any(parameter.has_moved or parameter.moves for parameter in self._parameters.values()):
             self.checked.add("frozen-weight")
+        if self._schedules:
+            self.checked.add("learning-rate")
 
     # ------------------------------------------------------------------ problems
 
@@ -478,8 +621,7 @@ class ParameterWatch:
         self._reported.update((problem.what, problem.name) for problem in problems)
         without = [parameter for parameter, _ in self._without_gradient()]
         if self._trains and all(
-            parameter.has_gradient
-            or any((what, parameter.name) in self._reported for what in ("no_gradient", "frozen_held"))
+            parameter.has_gradient or any((what, parameter.name) in self._reported for what in _NEVER_REACHED)
             for parameter in without
         ):
             self.checked.add("missing-gradient")
@@ -504,7 +646,11 @@ class ParameterWatch:
         similar = Counter(
             form_of(parameter.name) for parameter in self._parameters.values() if parameter.has_gradient and without
         )
+        idle = self._idle_experts()
+        yield from idle.values()
         for parameter, gap in without:
+            if parameter in idle:
+                continue
             trains = parameter.weight.requires_grad
             may_idle = trains and similar[form_of(parameter.name)] and gap.called < WITHOUT_GRADIENT - 1
             if parameter.has_gradient and trains:
@@ -513,13 +659,20 @@ class ParameterWatch:
                 elif not gap.called and gap.steps >= max(MAX_IDLE, 4 * parameter.longest):
                     yield Problem("left_out", parameter.name, gap.since, gap.steps)
             elif gap.steps >= (MAX_IDLE if may_idle else WITHOUT_GRADIENT):
-                what = "no_gradient" if trains else "frozen_held"
+                what = "frozen_held"
+                if trains:
+                    what = "checkpointed" if gap.checkpointed else "no_gradient"
                 yield Problem(what, parameter.name, gap.since, gap.steps)
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:
                 yield from _weight_problems(parameter)
+            if parameter.written is not None:
+                yield Problem(parameter.written[0], parameter.name, parameter.written[1], 1)
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
+        for schedule in self._schedules.values():
+            if schedule.rises_again and schedule.zero_at is not None:
+                yield Problem("rises_again", "", schedule.zero_at, 100 * schedule.last / schedule.largest)
         yield from self._model_problems()
         yield from self._kept_gradients()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
@@ -557,18 +710,74 @@ class ParameterWatch:
                     "still", parameter.name, parameter.still_since, parameter.still_until - parameter.still_since
                 )
 
+    def _idle_experts(self) -> dict[_Parameter, Problem]:
+        """Find parameters without a gradient other than 0 for many steps while similar ones have others, as of experts
+        without tokens. A block that never ran among those of a stack is none.
+
+        The number is the percentage of similar parameters.
+        """
+        idle: dict[_Parameter, int] = {}
+        for parameter in self._parameters.values():
+            gap, zeroed = parameter.gap, parameter.zeroed
+            if len(zeroed) >= UNCHANGED and zeroed[-1] - zeroed[0] >= IDLE:
+                idle[parameter] = zeroed[0]
+            elif gap is not None and not gap.called and gap.steps >= max(MAX_IDLE, 4 * parameter.longest):
+                idle[parameter] = gap.since
+        if not idle:
+            return {}
+        similar = Counter(form_of(parameter.name) for parameter in self._parameters.values())
+        without = Counter(form_of(state.name) for state in self._parameters.values() if state.zeroed or state.gap)
+        shares = {form: 100 * count / similar[form] for form, count in without.items() if count < similar[form]}
+        return {
+            parameter: Problem("idle", parameter.name, since, shares[form])
+            for parameter, since in idle.items()
+            if (form := form_of(parameter.name)) in shares
+            and parameter.weight.requires_grad
+            and (parameter.has_gradient or len(numbers_of(parameter.name)) > 1)
+        }
+
     def _kept_gradients(self) -> Iterator[Problem]:
-        """Find gradients that are not cleared. Arrivals are read 2 steps later, when the device has computed them."""
+        """Find gradients that are not cleared."""
+        self._read_arrivals()
+        kept: dict[str, int] = {}
+        decided = 0
         for parameter, arrivals_of_steps in self._arrivals.items():
-            kept = [
-                (iteration, any(map(all, filter(None, steps))))
-                for iteration, steps in arrivals_of_steps.items()
-                if any(steps) and iteration + 2 < self._ended
+            steps = [
+                (iteration, any(arrivals.was_kept is True for arrivals in all_arrivals))
+                for iteration, all_arrivals in arrivals_of_steps.items()
+                if any(arrivals.was_kept is not None for arrivals in all_arrivals) and self._is_read(iteration)
             ][-UNCHANGED:]
-            if len(kept) == UNCHANGED:
-                self.checked.add("kept-gradient")
-                if all(is_kept for _, is_kept in kept):
-                    yield Problem("kept", parameter.name, kept[0][0], UNCHANGED)
+            if len(steps) == UNCHANGED:
+                decided += 1
+                if all(is_kept for _, is_kept in steps):
+                    kept[parameter.name] = steps[0][0]
+        if not decided:
+            return
+        self.checked.add("kept-gradient")
+        if len(kept) == sum(parameter.has_gradient for parameter in self._parameters.values()) > 1:
+            yield Problem("all_kept", "", min(kept.values()), UNCHANGED)
+        elif ("all_kept", "") not in self._reported:
+            for name, since in kept.items():
+                yield Problem("kept", name, since, UNCHANGED)
+
+    def _is_read(self, iteration: int) -> bool:
+        return iteration + 2 < self._ended
+
+    def _read_arrivals(self) -> None:
+        """Read which gradients were there, in one copy per device, 2 steps later, when the device has computed it."""
+        unread: dict[torch.device, list[tuple[_Arrivals, torch.Tensor]]] = {}
+        for arrivals_of_steps in self._arrivals.values():
+            for iteration in [*arrivals_of_steps][: -2 * UNCHANGED]:
+                if self._is_read(iteration):
+                    del arrivals_of_steps[iteration]
+            for iteration, all_arrivals in arrivals_of_steps.items():
+                for arrivals in all_arrivals if self._is_read(iteration) else ():
+                    if isinstance(arrivals.was_kept, torch.Tensor):
+                        unread.setdefault(arrivals.was_kept.device, []).append((arrivals, arrivals.was_kept))
+        for of_device in unread.values():
+            values = torch.stack([flag for _, flag in of_device]).tolist()
+            for (arrivals, _), was_kept in zip(of_device, values, strict=True):
+                arrivals.was_kept = was_kept
 
     def _unheld_parameters(self) -> Iterator[Problem]:
         held = self._held_parameters()
@@ -577,13 +786,15 @@ class ParameterWatch:
             for parameter in self._parameters.values()
             if parameter.weight.requires_grad and parameter.has_gradient and id(parameter) not in held
         ]
-        if not unheld or all(("not_held", parameter.name) in self._reported for parameter in unheld):
+        reported = {name for what, name in self._reported if what in ("not_held", "converted")}
+        if all(parameter.name in reported for parameter in unheld):
             return
         stepped = held_ids_of_process()
         for parameter in unheld:
             master = getattr(parameter.weight, "main_param", None)
             if id(parameter.weight) not in stepped and id(master) not in stepped:
-                yield Problem("not_held", parameter.name, parameter.held_until + 1, len(unheld))
+                what = "converted" if _is_converted(parameter.module) else "not_held"
+                yield Problem(what, parameter.name, parameter.held_until + 1, len(unheld))
 
     @torch.no_grad()
     def end(self, iteration: int) -> list[Problem]:
@@ -591,6 +802,7 @@ class ParameterWatch:
         self._pending_read = self._batches.start_copy()
         self._read()
         problems = self._new_problems()
+        problems += self._nonfinite_gradients(self._finite.end_step(iteration, at_last=True))
         broken = _find_nonfinite([(name, local_part(weight)) for name, weight, _ in self._model.named_parameters()])
         return problems + [Problem("nonfinite", name, iteration, 1) for name in broken]
 
@@ -610,6 +822,12 @@ def _note_forward(gap: _Gap) -> Callable[..., None]:
     def note(module: torch.nn.Module, *_: Any) -> None:
         if module.training:  # a reentrant checkpoint runs it without gradients
             gap.ran = True
+        if not torch.is_grad_enabled():
+            note_checkpoint()
+
+    @outside_of_dynamo
+    def note_checkpoint() -> None:
+        gap.checkpointed += is_checkpoint_without_backward()
 
     return note
 
@@ -625,6 +843,44 @@ def _weight_problems(parameter: _Parameter) -> Iterator[Problem]:
     moves = () if parameter.has_moved or any(shown) else parameter.moves
     if len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN:
         yield Problem("unchanged", parameter.name, moves[0], len(moves))
+
+
+def _is_converted(module: torch.nn.Module) -> bool:
+    """Return whether Accelerate's FP8 conversion can have made a module; it passes trained parameters to the optimizer.
+
+    Read from Accelerate 1.10 to 1.15, ``state.py`` and ``accelerator.py`` (``_prepare_te``).
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    precision = getattr(state, "_shared_state", {}).get("_mixed_precision")
+    return precision == "fp8" and type(module).__module__.startswith("transformer_engine.")
+
+
+def _thin_sample(weight: torch.Tensor) -> torch.Tensor:
+    """Return few elements of a weight as a view, since three samples of each weight are kept: [rows, columns]."""
+    return sampled_view(weight)[:, ::THIN]
+
+
+def _is_emptied(now: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    emptied = (now == 0).flatten(1).all(1) & (last != 0).flatten(1).any(1)
+    return emptied[:, None, None].expand_as(now)
+
+
+def _is_restored(now: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    restored = (now == first).flatten(1).all(1) & (last != first).flatten(1).any(1)
+    return restored[:, None, None].expand_as(now)
+
+
+def _is_replaced(span: float, now: torch.Tensor, before: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return a bool tensor, true for weights that differ far more from the last sample than samples from each other.
+
+    Args:
+        span: steps since the last sample, in steps between the two samples; at least 1.
+    """
+    norms = [part.float().flatten(1).norm(dim=1) for part in (now - last, last - before, now, last)]
+    changed, ordinary, size, last_size = norms
+    is_far = (changed > OTHERWISE * span * ordinary) & (changed > REPLACED * torch.maximum(size, last_size))
+    replaced: torch.Tensor = is_far & (ordinary > 0) & (size > 0)
+    return replaced[:, None, None].expand_as(now)
 
 
 def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -695,19 +951,31 @@ def _should_move(
         values, gradient: the samples.
         *others: the mean squares, if any; for a quantized weight, the rounding error near 0.
     """
-    size = gradient.float().abs()
+    update = _update_size(group, gradient, others[:has_squares])
     absolute = others[-1] if len(others) > has_squares else None
-    if "betas" in group:  # Adam and its variants: at most the learning rate, and less after larger gradients
-        usual = size
-        if has_squares:
-            decay = float(group["betas"][1])
-            usual = torch.maximum(size, (decay * others[0].float() + (1 - decay) * size.square()).sqrt())
-        size = size / (usual + float(group.get("eps") or 0.0))
     unit = torch.finfo(values.dtype).eps if absolute is None else 2 * relative
     floor = LIKELY * unit * values.float().abs()
     floor = floor if absolute is None else floor + 4 * LIKELY * absolute
-    moves: torch.Tensor = torch.isfinite(size) & (size * group.get("lr", 0.0) > floor)
+    moves: torch.Tensor = torch.isfinite(update) & (update > floor)
     return moves
+
+
+def _update_size(group: Mapping[str, Any], gradient: torch.Tensor, squares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Estimate an optimizer's update of each element, without momentum.
+
+    Args:
+        group: the options of the optimizer.
+        squares: the mean squares of gradients before this step, if any.
+    """
+    size = gradient.float().abs()
+    if "betas" in group:  # Adam and its variants: at most the learning rate, and less after larger gradients
+        usual = size
+        if squares:
+            decay = float(group["betas"][1])
+            usual = torch.maximum(size, (decay * squares[0].float() + (1 - decay) * size.square()).sqrt())
+        size = size / (usual + float(group.get("eps") or 0.0))
+    rate = group.get("lr")
+    return size * (0.0 if rate is None else rate)
 
 
 def _compare_with_master(

@@ -117,6 +117,12 @@ def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
     return list({tuple(row.values()): row for row in rows}.values())
 
 
+def margins(recipes: Iterable[Any]) -> list[float]:
+    """Return the margins of delayed scaling that are not 0, without duplicates."""
+    of_delayed = (float(recipe.margin) for recipe in recipes if "DelayedScaling" in class_names(recipe))
+    return sorted(set(filter(None, of_delayed)))
+
+
 # ---------------------------------------------------------------------- the state of modules
 
 

@@ -31,6 +31,11 @@ _COLUMNS = 6
 vary; the sum of its absolute values.
 """
 
+_HEADER = 4
+"""Values before them: whether there is news, the iteration and its negative, and whether a rank lacks a parameter or
+has a shard.
+"""
+
 Sums = dict[str, tuple[float, float, float]]
 """Parameter -> its checksum, the sum of its absolute values, and whether its elements vary."""
 
@@ -50,6 +55,7 @@ class Replicas:
         self._agreed: list[str] = []
         self._news: list[Problem] = []
         self._differing: set[str] = set()
+        self._has_shards = False
 
     @property
     def needs_start(self) -> bool:
@@ -86,16 +92,18 @@ class Replicas:
             self._agreed = sorted({*self._agreed, *(entry for entry in entries if isinstance(entry, str))})
             pooled += [entry for entry in entries if isinstance(entry, Problem)]
             self._news, new_names = [], False
-        return pooled + list(self._compare(merged[3:].reshape(-1, _COLUMNS), iteration))
+        columns = merged[_HEADER:].reshape(-1, _COLUMNS)
+        return pooled + list(self._compare(columns, iteration, in_parts=bool(merged[_HEADER - 1] > 0)))
 
     def take_news(self) -> list[Problem]:
         news, self._news = self._news, []
         return news
 
     def _message(self, iteration: int, start: Sums, now: Sums, *, has_news: bool) -> npt.NDArray[np.float64]:
-        message = np.full(3 + _COLUMNS * len(self._agreed), -np.inf)
-        message[:3] = has_news, iteration, -iteration
-        for row, name in zip(message[3:].reshape(-1, _COLUMNS), self._agreed, strict=True):
+        message = np.full(_HEADER + _COLUMNS * len(self._agreed), -np.inf)
+        in_parts = self._has_shards or not now.keys() >= set(self._agreed)
+        message[:_HEADER] = has_news, iteration, -iteration, in_parts
+        for row, name in zip(message[_HEADER:].reshape(-1, _COLUMNS), self._agreed, strict=True):
             if name in start:
                 row[:2] = start[name][0], -start[name][0]
             if name in now:
@@ -103,7 +111,7 @@ class Replicas:
                 row[4:] = now[name][2] if name not in start else start[name][2], now[name][1]
         return message
 
-    def _compare(self, merged: npt.NDArray[np.float64], iteration: int) -> Iterator[Problem]:
+    def _compare(self, merged: npt.NDArray[np.float64], iteration: int, *, in_parts: bool) -> Iterator[Problem]:
         with np.errstate(invalid="ignore"):
             allowed = TOLERANCE * merged[:, 5]
             differed = merged[:, 0] + merged[:, 1] > allowed
@@ -124,9 +132,10 @@ class Replicas:
         new = [self._agreed[index] for index in differing if self._agreed[index] not in self._differing]
         if new:
             alone = len(differing) * 2 > np.count_nonzero(replicas) and not self._is_reduced()
+            alone_what = "no_sum" if in_parts or differed[varies].any() else "no_reduction"
             self._differing.update(new)
             for name in new:
-                yield Problem("no_reduction" if alone else "differs", name, iteration, len(new))
+                yield Problem(alone_what if alone else "differs", name, iteration, len(new))
         elif not replicas.any() and differed.any() and not (self._differing or self._is_reduced()):
             self._differing.update(self._agreed)
             differing = np.flatnonzero(differed).tolist()
@@ -140,6 +149,7 @@ class Replicas:
 
     def _sums(self) -> Sums:
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
+        self._has_shards = bool(sharded)
         kept = [(name, weight) for name, weight, _ in self._model.named_parameters() if id(weight) not in sharded]
         codes = [(name, raw_codes(weight)) for name, weight in kept]
         samples = [(name, sampled_view(tensor)) for name, tensor in codes if tensor.numel()]

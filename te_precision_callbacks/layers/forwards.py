@@ -90,6 +90,7 @@ class ForwardClassifier:
         eval_mode_counts: whether a module in eval mode counts as evaluation. False if the integration reports
             evaluations, since a model may be trained in eval mode.
         abandoned: returns whether the session no longer observes this process.
+        in_training_call: returns whether a call of the model with gradients is running in this thread.
     """
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:
@@ -97,6 +98,7 @@ class ForwardClassifier:
         self._paused = self.was_paused = False
         self.eval_mode_counts = True
         self.abandoned: Callable[[], bool] | None = None
+        self.in_training_call: Callable[[], bool] = bool
 
     def begin(self, *, abandoned: Callable[[], bool]) -> None:
         self.abandoned = abandoned
@@ -104,6 +106,7 @@ class ForwardClassifier:
 
     def end(self) -> None:
         self.abandoned = lambda: True
+        self.in_training_call = bool
 
     @property
     def paused(self) -> bool:
@@ -138,8 +141,12 @@ class ForwardClassifier:
             return ForwardKind.OBSERVED if reentrant else ForwardKind.SILENT
         if torch.is_grad_enabled():
             return ForwardKind.OBSERVED
+        if is_evaluation_forward():
+            return self._evaluation
+        if self.in_training_call() and is_checkpoint_without_backward():
+            return ForwardKind.OBSERVED
         # A reentrant checkpoint recomputes it later.
-        return self._evaluation if is_evaluation_forward() else ForwardKind.SILENT
+        return ForwardKind.SILENT
 
 
 def is_in_backward() -> bool:
@@ -152,6 +159,15 @@ def is_evaluation_forward() -> bool:
     An evaluation runs without gradients, and not inside an autograd Function such as a reentrant checkpoint.
     """
     return not torch.is_grad_enabled() and innermost_autograd_frame() != "forward"
+
+
+def is_checkpoint_without_backward() -> bool:
+    """Return whether a forward runs in a reentrant checkpoint without an input that needs a gradient.
+
+    Such a checkpoint has no backward, so the parameters inside it get no gradient.
+    """
+    checkpoints = [context for context in running_functions() if "Checkpoint" in type(context).__name__]
+    return bool(checkpoints) and not any(cast(Any, checkpoints[-1]).needs_input_grad)  # the outermost
 
 
 def innermost_autograd_frame() -> str | None:

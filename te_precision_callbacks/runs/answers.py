@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pyarrow.compute as pc
 
 from te_precision_callbacks.base.terminal import visible
-from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.tables import facts_at_end
 
 _MOST_NAMED = 4
@@ -58,6 +58,16 @@ def precision_shares(run: RecordedRun) -> dict[str, float]:
     return {name: macs[name] / whole for name in sorted(macs, key=lambda name: -macs[name])}
 
 
+def not_counted_notes(run: RecordedRun) -> list[str]:
+    """Return a note on products that the shares leave out."""
+    layers: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in facts_at_end(run.gemms).select(["layer", "runs", "not_run"]).to_pylist():
+        if row["runs"] == "uncounted":
+            layers[row["not_run"] or ""][row["layer"]] = None
+    texts = [f"{why} ({', '.join(list(names)[:_MOST_NAMED])})" for why, names in layers.items()]
+    return [f"The shares of the multiply-adds leave out: {'; '.join(texts)}."] if texts else []
+
+
 def not_measured_notes(run: RecordedRun) -> list[str]:
     reasons = run.segments[-1].facts.get("not_measured") if run.segments else None
     lines = []
@@ -96,7 +106,7 @@ def loss_first(names: Iterable[str]) -> list[str]:
 def format_status(run: RecordedRun) -> str:
     """Return the status of the last segment; ``ended early`` after Ctrl-C, SIGTERM or ``sys.exit()``."""
     status: str = run.segments[-1].status if run.segments else "unknown"
-    return "ended early" if status == "failed" and ended_by(_error_at_the_end(run)[0]) else status
+    return "ended early" if status == "failed" and ended_by(_error_at_the_end(run, run.segments[-1])[0]) else status
 
 
 def outcome_notes(run: RecordedRun) -> list[str]:
@@ -105,7 +115,7 @@ def outcome_notes(run: RecordedRun) -> list[str]:
         return ["The run stopped without an end: its process is gone and did not close the records."]
     if status != "failed":
         return []
-    text, step = _error_at_the_end(run)
+    text, step = _error_at_the_end(run, run.segments[-1])
     if not text:
         return ["The run failed."]
     if ended_from_outside := ended_by(text):
@@ -113,9 +123,22 @@ def outcome_notes(run: RecordedRun) -> list[str]:
     return [f"The run failed (last step: {step}): {text}."]
 
 
-def _error_at_the_end(run: RecordedRun) -> tuple[str, int]:
-    """Return the first line of the error that ended the last segment, if any, and the last step."""
-    events = run.events.filter(pc.equal(run.events["segment"], run.segments[-1].number))
+def failed_starts(run: RecordedRun) -> list[tuple[int, str]]:
+    """Return step and description of each failure before the run was resumed; an end such as SIGTERM is none."""
+    failures = []
+    for number, segment in enumerate(run.segments[:-1], 1):
+        error, step = _error_at_the_end(run, segment)
+        how = f"was ended by {error}" if error and not ended_by(error) else ""
+        if segment.status == "stopped without an end":
+            how = "stopped without recording an end"
+        if how:
+            failures.append((max(step, 0), f"start {number} of the run {how}, before the run was resumed"))
+    return failures
+
+
+def _error_at_the_end(run: RecordedRun, segment: Segment) -> tuple[str, int]:
+    """Return the first line of the error that ended a segment, if any, and the last step."""
+    events = run.events.filter(pc.equal(run.events["segment"], segment.number))
     for row in events.filter(pc.equal(events["kind"], "segment_ended")).to_pylist():
         if row["severity"] == "error":
             return (row["text"] or "").partition("\n")[0].rstrip(":. "), row["iteration"]
@@ -125,7 +148,7 @@ def _error_at_the_end(run: RecordedRun) -> tuple[str, int]:
 def ended_by(error: str) -> str:
     """Return the cause, such as ``Ctrl-C``, that ended a run without a failure, from the first line of its error."""
     name, _, text = error.partition(":")
-    if name == "SystemExit" and text.strip() not in ("", "0", "None"):
+    if name == "SystemExit" and text:  # an exit status other than 0
         return ""
     return _FROM_OUTSIDE.get(name, "")
 

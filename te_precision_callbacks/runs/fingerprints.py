@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.base.numerics.layouts import (
     PER_TENSOR,
     gemm_operand,
@@ -48,6 +49,7 @@ _MOST_NAMES = 4
 _FIELDS_WITH_STATE = frozenset({"amax_history_len", "qfactory"})  # fields of recipes that may have amax histories
 
 _MISSING = "No scales and amax histories were restored: the first step uses scales of 1"
+_ONES = "The restored scales are 1"
 _UNSAVED = (
     "The checkpoint has no scales and amax histories, because it was saved after a forward outside of FP8, such as"
     " an evaluation: the first step uses scales of 1"
@@ -194,8 +196,8 @@ def read(folder: Path, rank: int) -> Fingerprint | None:
     for path in (folder / file_name(rank), folder / FILE_NAME):
         if path.exists():
             try:
-                return Fingerprint.from_text(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
+                return Fingerprint.from_text(regular_file(path).read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
                 raise FingerprintError(f"{path}: {error}") from error
     return None
 
@@ -373,6 +375,12 @@ class ResumeReport:
     findings: tuple[ResumeFinding, ...]
     not_compared: ClassVar[tuple[str, ...]] = ("optimizer state", "master weights", "weights in high precision")
 
+    @property
+    def without_scales(self) -> tuple[str, ...]:
+        """The layers with lost scales, so that their first step used scales of 1."""
+        lost = [finding for finding in self.findings if finding.what.startswith((_MISSING, _UNSAVED, _ONES))]
+        return tuple(dict.fromkeys(layer for finding in lost for layer in finding.layers))
+
     def __str__(self) -> str:
         on = f" on rank {self.rank}" if self.rank else ""
         rest = f"Not compared: {', '.join(self.not_compared)}."
@@ -469,7 +477,7 @@ def _scaling_differences(
         yield _UNSAVED if unsaved else _MISSING
         return
     if new.has_unit_scales and not old.has_unit_scales:
-        yield "The restored scales are 1"
+        yield _ONES
     elif same_scales and new.scale != old.scale:
         yield "The scales differ from the checkpoint"
     if new.steps != old.steps:

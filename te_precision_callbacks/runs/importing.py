@@ -26,9 +26,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, sort_by_series
-from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, Segment
+from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, RunError, Segment
 from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.statistics.names import logged_request
@@ -88,13 +89,19 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
     names: dict[bytes, int] = {}
     times: dict[int, bytes] = {}
     rows: dict[int, list[_Rows]] = {}
-    layers, events = _read_events(logs)
+    try:
+        layers, events = _read_events(logs)
+    except OSError as error:
+        raise RunError(f"The event logs of {path} cannot be read: {error}.") from error
     size = sum(file.stat().st_size for file in logs.statistics.values())
     is_hidden = size < _PROGRESS_BYTES or not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=is_hidden) as bar:
         advance = functools.partial(bar.advance, bar.add_task(escape(f"Reading {path}"), total=size))
         for rank, file in logs.statistics.items():
-            rows[rank] = list(_read_statistics(file, names, times, unread, advance))
+            try:
+                rows[rank] = list(_read_statistics(file, names, times, unread, advance))
+            except OSError as error:
+                raise RunError(f"{file} cannot be read: {error}.") from error
     if not names:
         raise NotARunError(f"{path}: the statistics logs of nvidia-dlfw-inspect in it hold no statistic.")
     ranks = sorted(logs.statistics)
@@ -127,7 +134,7 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
         events=events,
         read_values=functools.partial(_select, table),
         read_vectors=lambda _: NO_VECTORS,
-        said=dict.fromkeys(unread, True),
+        said=dict.fromkeys(unread, "unread"),
     )
 
 
@@ -139,7 +146,7 @@ def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
 
 
 def _lines_of(file: Path, advance: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
-    with file.open("rb") as log:
+    with regular_file(file).open("rb") as log:
         while lines := log.readlines(_PIECE):
             advance(sum(map(len, lines)))
             if not lines[-1].endswith(b"\n"):

@@ -36,6 +36,7 @@ from te_precision_callbacks.runs.recorded import (
     NotARunError,
     RecordedRun,
     RunError,
+    Said,
     Segment,
     SeveralRunsError,
     Status,
@@ -128,6 +129,34 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     )
 
 
+def runs_of_last_launch(path: StrPath) -> tuple[str, ...]:
+    """Return the runs of a log folder that the launch of its latest run has recorded, oldest first.
+
+    A launch is a process, or all processes of one ``te-precision run``.
+    """
+    runs = list_runs(path)
+    if len(runs) < 2:
+        return runs
+    folder = _records_of(Path(path))
+    latest = _choose(Path(path), runs, "latest")
+    launch = _launch_of(folder / latest)
+    return tuple(name for name in runs if name == latest or (launch and _launch_of(folder / name) == launch))
+
+
+_PROCESS = ("host", "pid_namespace", "pid", "pid_started")
+
+
+def _launch_of(run: Path) -> tuple[object, ...]:
+    """Return what identifies the launch of a run's last segment; empty if it is unknown."""
+    last = next(reversed(segments_of(run).values()))
+    try:
+        facts = read_json(last / RUN_FILE)
+    except (OSError, ValueError):
+        return ()
+    launch = facts.get("launch")
+    return (launch,) if launch else tuple(facts.get(name) for name in _PROCESS)
+
+
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
     """Read a run for a command, by default the latest one. Also return a note on other runs in the folder."""
     recorded = open_run(path, run=run or "latest")
@@ -212,7 +241,7 @@ class _Reader:
     folder: Path
     given: Path
     folders: Mapping[int, Path]
-    said: dict[str, bool] = field(default_factory=dict)
+    said: dict[str, Said] = field(default_factory=dict)
     index: SeriesIndex = field(default_factory=SeriesIndex)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -254,8 +283,8 @@ class _Reader:
             thinned=tuple(self.thinned),
         )
 
-    def _note(self, text: str, *, unread: bool = False) -> None:
-        self.said.setdefault(text, unread)
+    def _note(self, text: str, kind: Said = "") -> None:
+        self.said.setdefault(text, kind)
 
     # ------------------------------------------------------------------ segments
 
@@ -266,10 +295,9 @@ class _Reader:
             facts = read_json(path)
         except FileNotFoundError:
             if is_silent(folder) or any(folder.glob(f"{rank_name(0)}/*")):  # rank 0 makes the folder first
-                self._note(f"{path} is missing: the facts of segment {number} are unknown.", unread=True)
+                self._note(f"{path} is missing: the facts of segment {number} are unknown.", "unread")
         except (OSError, ValueError) as error:
-            why = f"{path} is damaged ({error}): the facts of segment {number} are unknown."
-            self._note(why, unread=True)
+            self._note(f"{path} is damaged ({error}): the facts of segment {number} are unknown.", "damaged")
         schema, versions = facts.get("schema", SCHEMA_VERSION), facts.get("versions")
         if schema != SCHEMA_VERSION:
             version = versions.get("te-precision-callbacks") if isinstance(versions, dict) else None
@@ -296,7 +324,7 @@ class _Reader:
     def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
         missing = gaps(((number, number) for number in sorted(self.folders)), 0) if len(self.folders) > 1 else ""
         if missing:
-            self._note(f"Segments are missing: {missing}.", unread=True)
+            self._note(f"Segments are missing: {missing}.", "unread")
         for segment in segments:
             present = ranks[segment.number]
             expected = segment.facts.get("writing_ranks")
@@ -306,7 +334,7 @@ class _Reader:
                 self._note(
                     f"Segment {segment.number} lacks the files of {len(gone)} of {segment.world} ranks:"
                     f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}.",
-                    unread=True,
+                    "unread",
                 )
 
     # ------------------------------------------------------------------ tables
@@ -319,7 +347,7 @@ class _Reader:
         files = [file for file in data_files(folder)[0] if file.table == name]
         missing = gaps(((file.first, file.last) for file in files), 1)
         if missing:
-            self._note(f"{folder}: files of {name} are missing: {missing}.", unread=True)
+            self._note(f"{folder}: files of {name} are missing: {missing}.", "unread")
         return files
 
     def _load(self, path: Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table | None:
@@ -333,7 +361,7 @@ class _Reader:
 
     def _note_lost(self, path: Path, error: BaseException) -> None:
         lines = str(error).splitlines() or [type(error).__name__]
-        self._note(f"{path} cannot be read, and its rows are missing: {lines[0]}", unread=True)
+        self._note(f"{path} cannot be read, and its rows are missing: {lines[0]}", "damaged")
 
     def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
         return _sorted(schema, [self._drop_replaced(number, table) for number, table in tables], "iteration")

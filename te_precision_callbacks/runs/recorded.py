@@ -64,6 +64,7 @@ def format_known_names(name: str, known: Iterable[str]) -> str:
 
 _SELECTED = ("layer", "tensor", "statistic", "gemm", "scope", "rank")
 
+Said = Literal["", "unread", "damaged"]
 Source = Literal["te-precision-callbacks", "nvidia-dlfw-inspect"]
 Status = Literal["running", "ended", "failed", "stopped without an end", "unknown"]
 
@@ -176,7 +177,8 @@ class RecordedRun:
         layers, gemms, operands, states, plan: facts of all ranks and segments, possibly empty.
         series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` is the index of the row.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
-        said: text of a note -> whether it is about an unreadable part.
+        said: text of a note -> whether it is about an unreadable part, and this a damaged file. Complete only after
+            the data were read.
         thinned: downsampled spans of iterations.
         read_values: reads ``segment, iteration, series, value, flags`` of some or all series, sorted by series and
             iteration.
@@ -198,7 +200,7 @@ class RecordedRun:
     events: pa.Table
     read_values: Callable[[list[int] | None], pa.Table] = field(repr=False)
     read_vectors: Callable[[list[int] | None], pa.Table] = field(repr=False)
-    said: Mapping[str, bool] = field(default_factory=dict, repr=False)
+    said: Mapping[str, Said] = field(default_factory=dict, repr=False)
     thinned: tuple[Thinned, ...] = ()
 
     @property
@@ -208,7 +210,14 @@ class RecordedRun:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        return tuple(text for text, is_unread in self.said.items() if is_unread)
+        return tuple(text for text, kind in self.said.items() if kind)
+
+    def require_undamaged(self) -> None:
+        """Raise a RunError, after the rest of the run was used, if a file is damaged."""
+        damaged = [text for text, kind in self.said.items() if kind == "damaged"]
+        if damaged:
+            more = f" {len(damaged) - 1} more of its files are damaged." if len(damaged) > 1 else ""
+            raise RunError(f"{self.path} is damaged, and only the rest was read. {damaged[0]}{more}")
 
     @property
     def missing_contents(self) -> str:

@@ -27,6 +27,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from te_precision_callbacks.base.environment import LAUNCH_VARIABLE
+from te_precision_callbacks.base.files import regular_file
+
 FOLDER = "precision_records"
 
 MOST_ITERATION = 1 << 53
@@ -131,8 +134,18 @@ def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
     return files, replaced
 
 
+_LARGEST_JSON = 1 << 28
+"""Largest size of run.json in bytes."""
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    facts = json.loads(path.read_bytes())
+    """Read a JSON object; raises OSError, or ValueError for a damaged file."""
+    if regular_file(path).stat().st_size > _LARGEST_JSON:
+        raise ValueError(f"larger than {_LARGEST_JSON >> 20} MiB")
+    try:
+        facts = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
     if not isinstance(facts, dict):
         raise ValueError("not a JSON object")
     return facts
@@ -237,9 +250,11 @@ def own_traces(given: Path, run_id: str) -> list[Path]:
 
 
 def process_now() -> dict[str, str | int]:
-    """Identify this process by host, process ID with namespace, and start time in ticks since boot."""
+    """Identify this process by host, process ID with namespace, and start time in ticks since boot; and its launch."""
     pid = os.getpid()
+    launch = os.environ.get(LAUNCH_VARIABLE)
     return {
+        **({"launch": launch} if launch else {}),
         "host": socket.gethostname(),
         "pid": pid,
         "pid_namespace": _pid_namespace(),

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from te_precision_callbacks.runs.run_files import CLOSED, OPEN, replace_whole
+from te_precision_callbacks.base.files import regular_file
+from te_precision_callbacks.runs.run_files import CLOSED, MOST_ITERATION, OPEN, replace_whole
 from te_precision_callbacks.statistics.series import FIRST_STEP
 
 SCHEMA_VERSION = 3
@@ -66,7 +67,7 @@ STEPS = pa.schema(
         ("iteration", _ITERATION),
         ("logging_step", pa.int64()),
         ("wall_time", pa.timestamp("us", tz="UTC")),
-        ("step_seconds", pa.float64()),  # since the previous records; null in the first row
+        ("step_seconds", pa.float64()),  # of all steps since the previous row; null in the first row
         ("observe_seconds", pa.float64()),  # spent by the session in session.step
         ("local", pa.bool_()),
         ("ranks", pa.int32()),
@@ -210,8 +211,13 @@ def facts_at_end(facts: pa.Table) -> pa.Table:
     return facts.filter(pc.is_null(facts["until"]))
 
 
-UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, OverflowError)
+UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, OverflowError, MemoryError)
 """Exceptions of pyarrow for damaged or foreign files."""
+
+_LIMITS = {"iteration": MOST_ITERATION, "since": MOST_ITERATION, "until": MOST_ITERATION, "series": 1 << 31}
+"""Upper bounds of integers from 0 on that index the steps and series of a run."""
+
+_NEVER_NULL = ("segment", "iteration", "series", "gemm_id")
 
 _ROW_GROUP = 1 << 17
 """Rows per row group, the minimum that a reader of one series must read."""
@@ -245,21 +251,35 @@ def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: li
     table = None
     if path.suffix == OPEN:
         try:
-            table = _read_stream(path, schema)
+            table = _read_stream(regular_file(path), schema)
         except FileNotFoundError:
             path = path.with_suffix(CLOSED)
     if table is None:
         rows = None if series is None else pc.field("series").isin(series)
         table = pq.read_table(
-            path, columns=list(columns), filters=rows, partitioning=None, page_checksum_verification=True
+            regular_file(path), columns=list(columns), filters=rows, partitioning=None, page_checksum_verification=True
         )
     wanted = pa.schema([schema.field(name) for name in columns])
     table = table.select(columns).replace_schema_metadata(None)
     if not table.schema.equals(wanted):
         table = table.cast(wanted)
+    _check_integers(table)
     if series is not None and path.suffix == OPEN:
         table = table.filter(pc.field("series").isin(series))
     return table.unify_dictionaries()
+
+
+def _check_integers(table: pa.Table) -> None:
+    for name in table.column_names:
+        column = table[name]
+        if name in _NEVER_NULL and column.null_count:
+            raise ValueError(f"rows without {name}")
+        limit = _LIMITS.get(name)
+        if limit is None or not len(column):
+            continue
+        least, largest = pc.min_max(column).as_py().values()
+        if least is not None and not 0 <= least <= largest < limit:
+            raise ValueError(f"{name} from {least} to {largest}")
 
 
 def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:

@@ -217,13 +217,15 @@ class ContractCheck:
         try:
             broken = check()
         except PrecisionContractError as error:
-            self._events.append(Event("contract_judged", str(error), iteration, "warning", phase="step"))
+            self._put(str(error), iteration, "warning")
             raise
         if broken is not None:
-            text = broken or "The run meets its precision contract."
-            self._events.append(
-                Event("contract_judged", text, iteration, "warning" if broken else "info", phase="step")
-            )
+            self._put(broken or "The run meets its precision contract.", iteration, "warning" if broken else "info")
+
+    def _put(self, text: str, iteration: int, severity: Severity) -> None:
+        is_checked = self.keeper is None or text != self.keeper.unchecked
+        data = {"checked": is_checked}
+        self._events.append(Event("contract_judged", text, iteration, severity, phase="step", data=data))
 
 
 class ParameterChecks:
@@ -237,6 +239,8 @@ class ParameterChecks:
         self._watch = ParameterWatch(model, context.failures)
         self._checked: set[str] = set()
         self.begin, self.remove = self._watch.begin, self._watch.remove
+        self.before_clipping = self._watch.before_clipping
+        self.after_optimizer_step = self._watch.after_step
 
     @torch.no_grad()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:

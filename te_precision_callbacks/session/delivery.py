@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -13,10 +12,11 @@ import torch
 
 from te_precision_callbacks.base.ranks import has_other_ranks, own_rank
 from te_precision_callbacks.base.ranks.meeting import next_keys, shared_store
+from te_precision_callbacks.base.terminal import shell_command
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log, record_limit
 from te_precision_callbacks.overflow import ActivationOverflowError
-from te_precision_callbacks.runs.reading import list_runs, open_run
+from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.runs.run_files import FOLDER, Place, new_trace_file
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
@@ -182,17 +182,18 @@ class RunFiles:
         run_id = records.place.run_id
         return run_id if (self._log_dir / FOLDER / run_id).is_dir() else ""
 
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run, which its commands name; without records, the log folder."""
+        run_id = self._run_id
+        return self._log_dir / FOLDER / run_id if run_id else self._log_dir
+
     def log_command(self) -> str:
         """Log the command that writes the report page; return the id of the run, empty without records."""
         if run_id := self._run_id:
-            self.page = f"te-precision report {quoted_run(self._log_dir, run_id)}"
+            self.page = shell_command("te-precision", "report", str(self.run_folder))
             logger.info("%s makes one page of this run.", self.page)
         return run_id
-
-    def speed_command(self) -> str:
-        run_id = self._run_id
-        path = quoted_run(self._log_dir, run_id) if run_id else shlex.quote(str(self._log_dir.absolute()))
-        return f"te-precision speed {path}"
 
     def write_page(self, run_id: str) -> None:
         from te_precision_callbacks.views.report import write_report
@@ -200,9 +201,3 @@ class RunFiles:
         path = write_report(open_run(self._log_dir / FOLDER / run_id), self._log_dir / "report.html")
         logger.info("The report of this run: %s", path)
         self.page = str(path)
-
-
-def quoted_run(log_dir: Path, run_id: str) -> str:
-    """Return the log folder, quoted for a command, or the run's folder if the log folder has several runs."""
-    path = log_dir if list_runs(log_dir) == (run_id,) else log_dir / FOLDER / run_id
-    return shlex.quote(str(path.absolute()))

@@ -1,14 +1,13 @@
 """The end of a run: its closing report, and stopping before the process ends, by exit or by a signal.
 
-Python runs signal handlers in the main thread, between two instructions, so a main thread that is blocked in a call
-handles no signal.
+Python runs signal handlers in the main thread, between two instructions. While the main thread is blocked in a call,
+:class:`BlockedMainThread` handles SIGTERM.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -19,8 +18,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from te_precision_callbacks.base.blocked import BlockedMainThread
 from te_precision_callbacks.base.errors import SessionError
-from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.base.exits import ExitWatch, error_text, is_failure
+from te_precision_callbacks.base.terminal import shell_command, visible
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.other_steps import format_other_steps
@@ -47,27 +48,42 @@ class ProcessEnds:
     """Stops a session before its process ends, by exit, uncaught exception or SIGTERM.
 
     Args:
-        stop: called with the exception that ends the process.
+        stop: called with the exception that ends the process, or None.
         at_sigterm: whether to handle SIGTERM, if no other handler is set; only possible in the main thread.
+        must_be_stopped: whether an end of the process without an exception is a :class:`ProcessEnded`.
 
     Attributes:
         is_terminated: whether SIGTERM is ending the process.
-        at_exit: finalizer that stops the session at the exit, unless it is cancelled.
     """
 
-    def __init__(self, stop: Callable[[BaseException], None], *, at_sigterm: bool) -> None:
+    def __init__(
+        self, stop: Callable[[BaseException | None], None], *, at_sigterm: bool, must_be_stopped: bool = True
+    ) -> None:
         self.is_terminated = False
         self._stop = stop
+        self._must_be_stopped = must_be_stopped
         self._process = os.getpid()
+        self._exits = ExitWatch()
+        self._exits.begin()
+        self._blocked = BlockedMainThread(self._terminate, self._is_handled)
         # Runs also at the end of a spawned process, which calls no atexit function.
-        self.at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
+        self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
         if at_sigterm and _is_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self.handle_sigterm)
+            self._blocked.begin()
+
+    def cancel(self) -> None:
+        """Undo all but the handler of SIGTERM, which :class:`Uninterrupted` removes."""
+        self._at_exit.cancel()
+        self._exits.end()
+        self._blocked.end()
 
     def _stop_at_exit(self) -> None:
-        error = uncaught_exception()
+        error = uncaught_exception(self._exits)
+        if error is None and self._must_be_stopped:
+            error = ProcessEnded("The process ended before the session was stopped.")
         try:
-            self._stop_before_the_end(error or ProcessEnded("The process ended before the session was stopped."))
+            self._stop_before_the_end(error)
         finally:
             if isinstance(error, KeyboardInterrupt):
                 _end_by_sigint()
@@ -79,13 +95,24 @@ class ProcessEnds:
             return  # a second SIGTERM
         try:
             if is_own:
-                self.is_terminated = True
-                self._stop_before_the_end(Terminated("SIGTERM ended the process while the session was running."))
+                self._blocked.handler_runs.set()
+                self._terminate()
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _stop_before_the_end(self, error: BaseException) -> None:
+    def _is_handled(self) -> bool:
+        handler = signal.getsignal(signal.SIGTERM)
+        deferring = getattr(handler, "__self__", None)
+        if isinstance(deferring, Uninterrupted):
+            handler = deferring.deferred(signal.SIGTERM)
+        return handler == self.handle_sigterm
+
+    def _terminate(self) -> None:
+        self.is_terminated = True
+        self._stop_before_the_end(Terminated("SIGTERM ended the process while the session was running."))
+
+    def _stop_before_the_end(self, error: BaseException | None) -> None:
         """Stop the session; log a failure, which must not hide the error that ends the process."""
         try:
             self._stop(error)
@@ -97,13 +124,15 @@ class ProcessEnds:
             )
 
 
-def uncaught_exception() -> BaseException | None:
-    """Return the uncaught exception that ends the process, which Python has already printed.
+def uncaught_exception(exits: ExitWatch) -> BaseException | None:
+    """Return the uncaught exception that ends the process.
 
-    None at an interactive prompt, where the process continues after an exception.
+    None for an exit with status 0, and at an interactive prompt, where the process continues after an exception.
     """
-    prompted = bool(sys.flags.interactive) or hasattr(sys, "ps1")
-    return None if prompted else getattr(sys, "last_value", None)
+    if bool(sys.flags.interactive) or hasattr(sys, "ps1"):
+        return None
+    error = getattr(sys, "last_value", None) or exits.error or sys.exc_info()[1]  # the last in a child process
+    return error if is_failure(error) else None
 
 
 def _end_by_sigint() -> None:
@@ -147,6 +176,9 @@ class Uninterrupted:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # unless other code has set a handler since
         self._restore(signal.SIGINT)  # last: Ctrl-C may come again at once
 
+    def deferred(self, number: int) -> _Handler | None:
+        return self._handlers.get(number)
+
     def _restore(self, number: int) -> None:
         if handler := self._handlers.get(number):
             signal.signal(number, handler)
@@ -186,9 +218,13 @@ class ClosingReport:
             self._results.whole_run = diagnose(open_run(self._results.log_dir, run=place.run_id))
 
     def log_coverage(self) -> None:
-        self._coverage = self._results.coverage_with_other_ranks(None)
+        results = self._results
+        self._coverage = results.coverage_with_other_ranks(None)
         if self._coverage:
-            self._other_steps = format_other_steps(self._results.other_steps())
+            self._other_steps = format_other_steps(results.other_steps())
+            if not self._other_steps and not results.audit.history.has_changed:
+                # The steps differ in sizes alone, as with a smaller last batch, so the line holds for all of them.
+                self._coverage = Coverage(self._coverage, state=self._coverage.state)
             for text in (str(self._coverage), *self._other_steps):
                 logger.info("%s.", text)
                 self._context.inspector.log(text)
@@ -203,15 +239,17 @@ class ClosingReport:
             return
         has_folder = self._context.failures.lost_folder is None and self._results.log_dir.is_dir()
         trace = trace if has_folder else None
+        run_folder = str(self._files.run_folder)
         lines = closing_lines(
             self._results.findings,
             self._coverage,
-            self._results.log_dir if has_folder else None,
+            str(self._results.log_dir) if has_folder else "",
             self._files.page,
+            diagnose=shell_command("te-precision", "diagnose", run_folder) if has_folder else "",
             lost_folder=self._context.failures.lost_folder,
             other_steps=self._other_steps,
             trace="" if trace is None else str(trace),
-            speed="" if trace is None else self._files.speed_command(),
+            speed="" if trace is None else shell_command("te-precision", "speed", run_folder),
             ended_by="" if error is None else summarize_error(error),
         )
         sys.stderr.write("".join(f"{line}\n" for line in lines))
@@ -224,16 +262,17 @@ def summarize_error(error: BaseException) -> str:
         return f"{names or 'a finding of another rank'}, because of the option on_finding"
     if isinstance(error, PrecisionContractError):
         return f"{type(error).__name__}: {summarize_broken_contract(str(error))}"
-    first_line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    first_line = error_text(error).partition("\n")[0]
     return ended_by(first_line) or first_line
 
 
 def closing_lines(
     verdict: Verdict,
     coverage: Coverage,
-    log_dir: Path | None,
+    log_dir: str,
     page: str,
     *,
+    diagnose: str = "",
     lost_folder: Path | None = None,
     other_steps: Sequence[str] = (),
     trace: str = "",
@@ -243,16 +282,16 @@ def closing_lines(
     """Return verdict, findings, coverage and paths of a run: at most :data:`MOST_LINES` lines, and ``other_steps``.
 
     Args:
+        diagnose: the command that prints the findings.
         lost_folder: a log folder that was not writable.
         page: path of the report page, or the command that writes it; empty without records.
         other_steps: lines about steps that ran in another precision than the last step.
         ended_by: the error that ended the run, shown first.
     """
-    diagnose = "" if log_dir is None else f"te-precision diagnose {shlex.quote(str(log_dir))}"
     remedy = diagnose if page and verdict.wrong else ""
     places = {
         "what to do": remedy,
-        "logs": f"none, because {lost_folder} cannot be written to" if lost_folder else str(log_dir or ""),
+        "logs": f"none, because {lost_folder} cannot be written to" if lost_folder else log_dir,
         "trace": trace,
         "speed": speed,
         "make a page" if page.startswith("te-precision report ") else "page": page,

@@ -28,6 +28,7 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
     computes_in_float16,
     ignored_arguments,
+    margins,
     modules_with_gemms,
     recipes_of,
 )
@@ -135,12 +136,19 @@ class RunFacts:
             "ranks": torch.distributed.get_world_size(self._options.process_group) if several else 1,
             "alike": not layers.other_ranks_products,
             "ignored": ignored_arguments(recipes_of(computed)),
+            "margins": margins(recipes_of(computed)),
             "amaxes": amax_reductions(computed),
             "unmeasured": self._unmeasured,
             "loss_is_filtered": self._results.filters_loss,
-            "expects_low": self._results.expects_low
-            or ("the script enters te.autocast(enabled=True)" if self._model.hooks.regions.has_enabled else ""),
+            "expects_low": self._results.expects_low or self._expects_by_region,
         }
+
+    @property
+    def _expects_by_region(self) -> str:
+        hooks = self._model.hooks
+        if not hooks.regions.has_enabled or (hooks.answers.ran_elsewhere and not hooks.order.forward):
+            return ""
+        return "the script enters te.autocast(enabled=True)"
 
     @property
     def _unmeasured(self) -> str:

@@ -212,6 +212,7 @@ class ObservedModel:
         self._results.not_measured = hooks.gemm_errors.not_measured
         self._notices = context.notices
         self._refused = hooks.answers.refused
+        self._unobserved: dict[str, str] = {}
 
     # ------------------------------------------------------------------ attach
 
@@ -269,7 +270,7 @@ class ObservedModel:
                 features=by_layer[layer.name].features if layer.name in by_layer else {},
                 scope=layer.scope,
                 given=self.layers.given.get(layer.name, ""),
-                refused=self._refused.why(layer.name),
+                refused=self._why_unobserved(layer.name),
                 exec_fwd=self.hooks.order.forward.get(layer.name),
                 exec_bwd=self.hooks.order.backward.get(layer.name),
             )
@@ -326,6 +327,7 @@ class ObservedModel:
         self.warn_of_refused()
         self._warn_of_unwatched()
         self.note_order()
+        self.note_unobserved()
         self.note_products()
 
     def _warn_of_unwatched(self) -> None:
@@ -361,6 +363,28 @@ class ObservedModel:
                 replace(info, exec_fwd=order.forward.get(info.name), exec_bwd=order.backward.get(info.name))
                 for info in self._results.layers
             )
+
+    def note_unobserved(self) -> None:
+        """Note the layers that ran only in forwards that are not observed, with the reasons."""
+        reasons, observed = self.hooks.products.unobserved.reasons, self.hooks.order.forward
+        unobserved = {
+            layer.name: reasons[id(named.module)]
+            for named in (self.layers.modules if reasons else ())
+            if id(named.module) in reasons
+            for layer in named.layers
+            if layer.name not in observed and not self._refused.why(layer.name)
+        }
+        if unobserved != self._unobserved:
+            self._unobserved = unobserved
+            self._results.coverage.put_unobserved(unobserved)
+            self._describe_unobserved()
+
+    def _why_unobserved(self, layer: str) -> str:
+        return self._refused.why(layer) or self._unobserved.get(layer, "")
+
+    def _describe_unobserved(self) -> None:
+        layers = self._results.layers
+        self._results.layers = tuple(replace(info, refused=self._why_unobserved(info.name)) for info in layers)
 
     @property
     def all_names(self) -> list[str]:
@@ -408,5 +432,4 @@ class ObservedModel:
 
     def warn_of_refused(self) -> None:
         if self._refused.warn(self._inspector.log):
-            layers = self._results.layers
-            self._results.layers = tuple(replace(info, refused=self._refused.why(info.name)) for info in layers)
+            self._describe_unobserved()

@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import ResumeAuditError
 from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.layers.fp8_state import delayed_states
 from te_precision_callbacks.layers.naming import Layer, NamedModule
 from te_precision_callbacks.runs.answers import is_training_loss
 from te_precision_callbacks.runs.fingerprints import (
@@ -214,7 +216,8 @@ class ResumeAudit:
             return
         self._results.resume = report
         severity: Severity = "warning" if report.findings else "info"
-        event = Event("resume_audited", str(report), self._context.iteration, severity, phase="checkpoint")
+        data = {"without_scales": list(report.without_scales)}
+        event = Event("resume_audited", str(report), self._context.iteration, severity, phase="checkpoint", data=data)
         self._context.events.append(event)
         if not report.findings:
             logger.debug("The resume restored the FP8 state of the checkpoint of iteration %d.", report.iteration)
@@ -229,6 +232,50 @@ class ResumeAudit:
         self._saved, self._restored = None, None
         while self._handles:
             self._handles.pop().remove()
+
+
+class ScaleRestoreCheck:
+    """Finds scales that a resume without a fingerprint lost: the optimizer has stepped, and all scales are new."""
+
+    def __init__(self, context: RunContext, model: ObservedModel) -> None:
+        self._context = context
+        self._model = model
+        self._steps: list[torch.Tensor] | None = None  # of the optimizer, before its first step in the session
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._steps is None and self._model.is_trained_by(optimizer):
+            self._steps = []
+            try:
+                self._steps = [torch.as_tensor(count).clone() for count in _steps_before(optimizer)]
+            except Exception as error:
+                self._context.failures.report("looking for", "the scales of a resume", error)
+
+    def end_step(self) -> None:
+        steps = max(map(float, self._steps or ()), default=0.0)
+        if steps < 1 or self._context.results.resume is not None:
+            return
+        self._steps = []
+        iteration, modules = self._context.iteration, self._model.layers.modules
+        layers = [layer.name for named in modules if any(delayed_states(named.module)) for layer in named.layers]
+        if layers and self._model.hooks.answers.delayed_scaling.unscaled(iteration, modules, ()).issuperset(layers):
+            text = (
+                f"The optimizer has stepped {many(round(steps), 'time')} before, but the scales and amax histories of"
+                f" delayed scaling are new, in all {many(len(layers), 'layer')}."
+            )
+            data = {"without_scales": layers}
+            event = Event("resume_audited", text, iteration, "warning", phase="checkpoint", data=data)
+            self._context.events.append(event)
+            logger.warning("%s\n%s", text, _REMEDY)
+
+
+def _steps_before(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Yield counts of earlier steps of an optimizer's parameters: of torch's, and of TE's FusedAdam; not of SGD."""
+    for group in optimizer.param_groups:
+        if group.get("step"):
+            yield group["step"]
+        for tensor in group["params"][:1]:
+            if "step" in (state := optimizer.state.get(tensor, {})):
+                yield state["step"]
 
 
 NAMES = ("loss", "train_loss", "train/loss", "training_loss", "train_loss_step")

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from types import NoneType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError, SessionError
+from te_precision_callbacks.base.exits import is_failure
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks, leads
@@ -27,6 +27,7 @@ from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_f
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.instrumentation.clipping import ClippingWatch
 from te_precision_callbacks.instrumentation.failures import RAISED_IN_TRAINING, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
@@ -50,7 +51,7 @@ from te_precision_callbacks.session.endings import ClosingReport, ProcessEnds, T
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
-from te_precision_callbacks.session.resume import ResumeAudit, versions
+from te_precision_callbacks.session.resume import ResumeAudit, ScaleRestoreCheck, versions
 from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of
 from te_precision_callbacks.sinks.writer_thread import wait_for_all
@@ -118,11 +119,13 @@ class Run:
         self._rules = RuleChecks(context)
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model)
+        self._clipping = ClippingWatch(self._parameters.before_clipping, failures)
         self.overflow = OverflowCheck(context)
         self._files = RunFiles(context, model.layers.given)
         self._facts = RunFacts(context, model)
         self._sinks = Sinks(context, [*self._files.sinks, *sinks, *options.sinks])
         self.resume_audit = ResumeAudit(context, model, self._files.records)
+        self._scale_restore = ScaleRestoreCheck(context, model)
         self._profiling = Profiling(context, model, self.hooks, self._files)
         self._closing = ClosingReport(context, self._files)
 
@@ -155,6 +158,7 @@ class Run:
             if not self._optimizer_hooks:
                 self._optimizer_hooks = hook_optimizers(self._before_optimizer_step, self._after_optimizer_step)
             self._scaled.begin()
+            self._clipping.begin()
             self.overflow.attach(model)
         ranks.settle()
         self._profiling.begin(context.iteration)
@@ -163,11 +167,13 @@ class Run:
         if self.context.options.config.is_default:
             self._updates.before_step(optimizer, is_due=bool(self.hooks.answers.watched.armed))
         self._parameters.before_optimizer_step(optimizer, self.context.iteration)
+        self._scale_restore.before_step(optimizer)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._loop_checks.note(optimizer)
         self.hooks.products.note_optimizer_step(optimizer)
         self._updates.after_step(optimizer)
+        self._parameters.after_optimizer_step(optimizer)
         # A backward that was not seen has left gradients. They are read from the device only if no backward was seen.
         audit = self.context.results.audit
         if audit.lacks_backward and has_gradients(self.model.parameters()):
@@ -232,7 +238,9 @@ class Run:
         iteration = ending.iteration
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
+        self._scale_restore.end_step()
         self._profiling.end(iteration)
+        self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
         self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
         self.model.end_step()
@@ -457,8 +465,8 @@ class Run:
     def _deliver_remainder(self, error: BaseException | None, logging_step: int | None) -> None:
         self.model.warn_of_refused()
         self._loop_checks.end(error)
-        if not self._files.writes_all and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
-            # Nothing has failed on this rank, or all ranks stop.
+        ends_all = isinstance(error, (Terminated, KeyboardInterrupt))
+        if not self._files.writes_all and (ends_all or not is_failure(error)):
             self._sinks.skipped = self._files.sinks
         iteration, last = self.context.iteration, self.last_logging_step
         if logging_step is None:
@@ -510,6 +518,7 @@ class Run:
     def _note_unended(self) -> None:
         results, before = self.context.results, self.context.results.coverage.changes
         self.model.note_order()
+        self.model.note_unobserved()
         self.model.note_products()
         if results.coverage.changes != before:
             results.audit.leave(self.context.iteration)
@@ -550,12 +559,13 @@ class Run:
             then.callback(self.context.inspector.stop)
             then.callback(self.hooks.remove)
             if self._ends is not None:
-                then.callback(self._ends.at_exit.cancel)
+                then.callback(self._ends.cancel)
             for handle in self._optimizer_hooks:
                 then.callback(handle.remove)
             then.callback(self._updates.clear)
             then.callback(self._parameters.remove)
             then.callback(self._scaled.remove)
+            then.callback(self._clipping.remove)
             then.callback(self.resume_audit.end)
             self.context.results.iteration = self.context.iteration
             self.live = False

@@ -106,7 +106,9 @@ class InspectSession:
 
     def _new_results(self, log_dir: Path | None) -> RunResults:
         folder = self._options.log_dir or log_dir or Path()
-        return RunResults(folder.absolute(), self._options.start_step or 0)  # the script may change its directory
+        # Absolute, since the script may change its directory. Only resolve() removes ".." after a link.
+        folder = folder.resolve() if ".." in folder.parts else folder.absolute()
+        return RunResults(folder, self._options.start_step or 0)
 
     # ------------------------------------------------------------------ state
 
@@ -299,7 +301,7 @@ class InspectSession:
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
-            run.start(ProcessEnds(self.stop, at_sigterm=stop_at_sigterm))
+            run.start(ProcessEnds(self.stop, at_sigterm=stop_at_sigterm, must_be_stopped=not gives_way))
             if self._model is not None:
                 self.attach(self._model)
         except BaseException as error:

@@ -20,6 +20,7 @@ from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.sinks.step_records import Event
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,10 @@ _REMEDY = "Call session.step() after each optimizer step."
 
 
 def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
-    return bool(modules) and not any(named.module.training for named in modules)
+    """Return whether all modules are in evaluation mode, and one of them trains; a frozen base does not."""
+    if any(named.module.training for named in modules):
+        return False
+    return any(parameter.requires_grad for named in modules for parameter in named.module.parameters(recurse=False))
 
 
 def has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
@@ -104,16 +108,13 @@ class LoopChecks:
 
     def end_step(self, *, in_regions: bool) -> None:
         if self._in_evaluation and self.has_trained and self._notices.first("evaluation"):
-            unobserved = (
-                "the optimizer stepped, but all observed layers are in evaluation mode, so nothing is observed: call"
-                " model.train() before the training"
-            )
-            self._context.note_unobserved(unobserved)
+            text = "the optimizer steps, but all Transformer Engine layers are in evaluation mode"
+            self._context.events.append(Event("evaluation_mode", text, self._context.iteration, "warning"))
             if own_rank() == 0:
                 logger.warning(
-                    "In step %d %s. Ignore this warning if that is intended.",
+                    "In step %d %s: call model.train() before the training. Ignore this warning if that is intended.",
                     self._context.iteration,
-                    unobserved,
+                    text,
                 )
         self._in_evaluation = False
         if self._context.loop.front_door == "session" and own_rank() == 0:  # integrations call step() themselves

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from te_precision_callbacks.base.exits import error_text
 from te_precision_callbacks.statistics.series import Family, Series, SeriesTable
 
 
@@ -168,7 +169,7 @@ class Event:
 
 def end_of(error: BaseException | None, iteration: int) -> Event:
     """Return the event of a segment's end; ``iteration`` is the last debug iteration."""
-    text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
+    text = "The session was stopped." if error is None else error_text(error)
     return Event("segment_ended", text, iteration, "info" if error is None else "error")
 
 

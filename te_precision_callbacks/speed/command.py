@@ -99,6 +99,7 @@ def speed_command(
         terminal.show_json(known.as_json())
     else:
         show_run(known)
+    recorded.require_undamaged()
 
 
 def speed_of_step(

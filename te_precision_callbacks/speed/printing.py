@@ -68,7 +68,7 @@ def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
             ([times_faster(times.speedup, times.interval)], [times.verdict]) if times.is_low else ([""], [])
         )
         table.add_row(*cells, *map(terminal.cell, faster), terminal.cell_lines([*verdict, *row.why]))
-    terminal.show(table)
+    terminal.show(table, optional=("casts", "tokens x in x out", "recipe"))
     if rows[_MOST_ROWS:]:
         left = sum(len(row.layers) for row in rows[_MOST_ROWS:])
         terminal.show_text(

@@ -56,13 +56,13 @@ def step_of_run(run: RecordedRun) -> Step:
 
 def device_of_run(run: RecordedRun) -> Device:
     """Return the device of a run; raises DeviceError if it names no GPU, an unknown one, or several."""
-    names = list(dict.fromkeys(segment.facts.get("gpu") for segment in run.segments))
+    names = list(dict.fromkeys(str(segment.facts.get("gpu") or "") for segment in run.segments))
     if len(names) > 1:
-        listed = ", ".join(str(gpu or "no GPU") for gpu in names)
+        listed = ", ".join(gpu or "no GPU" for gpu in names)
         raise DeviceError(f"The run {run.run_id} ran on several devices: {listed}. Choose one with --device.")
     if not names or not names[0]:
         raise DeviceError(f"The run {run.run_id} ran without a GPU. Pass --device, for example --device h200.")
-    device = device_reported(str(names[0]))
+    device = device_reported(names[0])
     if device is None:
         raise DeviceError(
             f"The speed of {names[0]!r}, the GPU of the run {run.run_id}, is unknown. Choose a known device, such as"

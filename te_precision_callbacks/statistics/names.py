@@ -49,6 +49,12 @@ UNCHANGED = "unchanged_weights%"
 BELOW_EPS = "gradients_below_eps%"
 """Scalar of a model: percentage of weights whose gradient is below the optimizer's eps."""
 
+CLIPPED_NORM = "grad_norm_before_clipping"
+"""Scalar of a model: the gradient norm that a step's largest call of ``torch.nn.utils.clip_grad_norm_`` has clipped."""
+
+CLIPPING_LIMIT = "clipping_limit"
+"""Scalar of a model: the ``max_norm`` of that call."""
+
 OWN_RECIPE = ""
 """Placeholder for the recipe that the layer runs."""
 

@@ -162,6 +162,11 @@ def _sqnr(columns: Columns) -> Values:
         return np.where(error == 0, np.inf, 10 * np.log10(signal / error))
 
 
+def _underflow_norm(columns: Columns) -> Values:
+    with np.errstate(invalid="ignore"):  # squares of float64 elements may overflow
+        return 100 * np.sqrt(_ratio(columns["underflow_square_sum"], columns["signal_square_sum"]))
+
+
 def _if_any(largest: str, negated_least: str = "") -> Callable[[Columns], Values]:
     """Return a function for the largest or the smallest value of a column; 0 without a value."""
     return lambda c: _or_zero(np.isfinite(c[largest]), -c[negated_least] if negated_least else c[largest])
@@ -228,6 +233,12 @@ def _statistics() -> Iterable[Statistic]:
         upstream=True,
     )
     yield quantized(
+        "underflow_norm%",
+        "100 * sqrt((sum of x^2 over x with y = 0) / sum(x^2))",
+        _PERCENT,
+        _underflow_norm,
+    )
+    yield quantized(
         "mse",
         "sum((x - y)^2) / n",
         "square of the tensor's",
@@ -237,11 +248,13 @@ def _statistics() -> Iterable[Statistic]:
     sqnr = "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x, -inf where `mse` is inf"
     yield quantized("sqnr_db", sqnr, "dB", _sqnr, worse=Worse.LOW)
     scales = functools.partial(Statistic, unit=_ELEMENT, source=StatisticSource.SCALES, worse=Worse.NEITHER)
-    yield scales("scale_inv_min", "smallest factor", value=_if_any("scale_max", "negated_scale_min"), upstream=True)
+    yield scales(
+        "scale_inv_min", "smallest factor above 0", value=_if_any("scale_max", "negated_scale_min"), upstream=True
+    )
     yield scales("scale_inv_max", "largest factor", value=_if_any("scale_max"), upstream=True)
     yield scales(
         "scale_inv_std",
-        "sample standard deviation of the factors",
+        "sample standard deviation of the factors above 0",
         value=lambda c: _spread(
             c["scale_sum"], c["scale_square_sum"], c["scales"], c["scale_max"], c["negated_scale_min"]
         ),

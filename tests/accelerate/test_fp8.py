@@ -61,6 +61,52 @@ def test_the_layers_that_accelerate_makes_run_in_fp8(tmp_path: Path, keeper: Kee
     assert precision(debugger)["fc2", "dgrad"] == {"weight": "FP8 E4M3", "gradient": "FP8 E5M2"}
 
 
+class Adapted(torch.nn.Module):
+    """A frozen layer with an adapter, and a head with the weight of the embedding."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(16, 32)
+        self.base = Linear(32, 32).requires_grad_(False)
+        self.down = Linear(32, 16)
+        self.up = Linear(16, 32)
+        self.head = Linear(32, 16, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return self.head(self.base(x) + self.up(self.down(x)))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("tied", "lost"), [(False, ("base",)), (True, ("base", "head"))])
+def test_what_the_conversion_unfreezes_or_unties(
+    tied: bool, lost: tuple[str, ...], again: bool, tmp_path: Path
+) -> None:
+    """The remedy is not to pass the parameters to the optimizer, which would train the frozen layer."""
+    model = Adapted(tied=tied)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
+    prepares = accelerator()
+    after, optimizer = prepares.prepare(model, optimizer)
+    if again:
+        after.base.requires_grad_(False)
+        if tied:
+            after.head.weight = after.embedding.weight
+    with PrecisionDebugger(prepares, after, log_dir=tmp_path, report=False) as debugger:
+        for step in range(10):
+            tokens = torch.randint(16, (32,), generator=torch.Generator().manual_seed(step))
+            prepares.backward(torch.nn.functional.cross_entropy(after(tokens).float(), tokens))
+            optimizer.step()
+            optimizer.zero_grad()
+            debugger.step()
+    found = [finding for finding in debugger.session.findings if finding.rule == "missing-gradient"]
+    assert [finding.layers for finding in found] == ([] if again else [lost])
+    assert all("Accelerate's FP8 conversion" in finding.seen for finding in found)
+    assert all("freeze again" in finding.remedy and "tie again" in finding.remedy for finding in found)
+
+
 # ---------------------------------------------------------------------- what is left unconverted
 
 

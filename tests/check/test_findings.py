@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
@@ -311,17 +312,13 @@ def plan_of(model: Function) -> CheckedModel:
     return check_model(model, load_config(CONFIG), batch=batch, require=CONTRACT, recipe=recipes.Float8CurrentScaling())
 
 
-@pytest.mark.parametrize(
-    ("what", "make"),
-    [("without an equivalent", recurrent), ("linalg_matrix_exp decomposes", lambda: net(torch.matrix_exp))],
-    ids=["LSTM", "matrix_exp"],
-)
-def test_named_and_told_where_a_contract_holds(
-    what: str, make: Callable[[], Function], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_operator_that_is_not_counted_leaves_a_contract_unchecked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    planned = plan_of(make())
-    for coverage in (ran(make(), tmp_path), planned.coverage):
-        assert coverage.share("fp8") == 1
+    what = "linalg_matrix_exp decomposes"
+    planned = plan_of(net(torch.matrix_exp))
+    for coverage in (ran(net(torch.matrix_exp), tmp_path), planned.coverage):
+        assert math.isnan(coverage.share("fp8"))
         assert any(what in text for text in coverage.not_counted)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("cannot be checked" in text and what in text for text in warned)
@@ -442,3 +439,70 @@ def test_without_a_model_the_config_alone_is_judged(tmp_path: Path) -> None:
     assert "has no enabled feature" in said
     assert "which is a GEMM, not a tensor" in said
     assert len(json.loads(CliRunner().invoke(cli.app, ["check", str(path), "--json"]).stdout)["notes"]) == 2
+
+
+# ---------------------------------------------------------------------- what Transformer Engine refuses
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.DelayedScaling(), recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()]
+)
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_save_original_input_is_refused_where_the_run_raises(
+    tmp_path: Path, recipe: Any, trains: bool, grouped: bool
+) -> None:
+    if grouped:
+        model: Any = te.GroupedLinear(2, 32, 32, save_original_input=True)
+        arguments: tuple[Any, ...] = (torch.randn(64, 32, requires_grad=True), [32, 32])
+    else:
+        model = te.Linear(32, 32, save_original_input=True)
+        arguments = (torch.randn(64, 32, requires_grad=True),)
+    if not trains:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("weight" not in name)
+    with gpu_with("mxfp8"):
+        planned = check(model, recipe=recipe, tokens=64)
+        te.quantization.FP8GlobalStateManager.reset()
+        try:
+            with te.autocast(enabled=True, recipe=recipe):
+                model(*arguments).sum().backward()
+            error = ""
+        except (AssertionError, ValueError) as raised:
+            error = str(raised)
+    refused = [finding for finding in planned.findings if "save_original_input" in finding.text]
+    assert bool(refused) == ("save_original_input" in error)
+
+
+class OwnRegion(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = te.Linear(32, 64), te.Linear(64, 32)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
+            made = self.inside(tensor)
+        return self.outside(made)
+
+
+def test_a_model_that_enters_its_own_region(tmp_path: Path) -> None:
+    model, batch = OwnRegion(), torch.randn(64, 32, requires_grad=True)
+    planned = check_model(model, load_config(WATCHED), batch=batch, recipe="fp8_current_scaling", require="fp8 >= 90%")
+    assert [finding.kind for finding in planned.findings] == ["contract"]
+    assert any("enters te.autocast itself" in note for note in planned.notes)
+    with InspectSession(WATCHED, model=model, log_dir=tmp_path, records="off") as session:
+        model(batch).sum().backward()
+        session.step()
+    assert planned.coverage.share("fp8") == session.coverage().share("fp8") == 0.5
+    reasons = {product.why for product in planned.coverage if not product.is_low}
+    assert reasons == {product.why for product in session.coverage() if not product.is_low}
+
+
+def test_a_plan_by_tokens_does_not_assume_where_a_region_is() -> None:
+    planned = check_model(
+        OwnRegion(), load_config(WATCHED), tokens=64, recipe="fp8_current_scaling", require="fp8 >= 90%"
+    )
+    assert [finding.kind for finding in planned.findings] == ["contract"]
+    assert "may enter te.autocast" in planned.findings[0].text
+    plain = torch.nn.Sequential(te.Linear(32, 32), te.TransformerLayer(64, 128, 4))
+    assert not any("autocast" in note for note in check(plain, tokens=64, recipe="fp8_current_scaling").notes)

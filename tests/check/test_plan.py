@@ -259,7 +259,8 @@ def test_the_products_of_a_batch_are_those_of_a_step(name: str, on_meta: bool, t
     checked = plan(case, CURRENT(), on_meta=on_meta)
     result = facts(checked.coverage)
     reached = {key: value for key, value in result.items() if not key[0].startswith(("unused", "teacher"))}
-    assert reached == facts(step(case.make(), case.batch(), CURRENT(), tmp_path))
+    ran = facts(step(case.make(), case.batch(), CURRENT(), tmp_path))
+    assert reached == {key: value for key, value in ran.items() if key[0] != "teacher.0"}, "it is not observed"
     assert {product.runs for product in checked.coverage} <= {"planned", "never"}
     not_reached = {"mixed": ("unused",), "with a teacher": ("teacher.0", "teacher.1")}
     assert checked.not_reached == not_reached.get(name.partition(",")[0], ())

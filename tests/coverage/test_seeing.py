@@ -152,7 +152,7 @@ def test_an_operator_that_nobody_knows_is_named_and_not_taken_for_one_of_its_nam
     assert found(coverage) == linear("known", WIDTH, WIDTH, rows=ROWS)
     assert coverage.not_counted == {UNKNOWN: ["theirs"]}
     assert {product.backward for product in coverage if product.runs == "uncounted"} == {False, True}
-    assert str(coverage).endswith(f"not counted: {UNKNOWN} (theirs)")
+    assert str(coverage).startswith(f"Not counted: {UNKNOWN} (theirs); ")
     assert len(RAN) == 2 * 3
 
 

@@ -136,7 +136,7 @@ def test_what_has_ended_a_run_is_said_before_the_verdict(
 
 @pytest.mark.processes
 def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
-    """SIGTERM leaves all files of a stop; after SIGKILL there is no all-clear."""
+    """SIGTERM leaves all files of a stop; after neither signal there is an all-clear."""
     script = Path(__file__).with_name("ending_script.py")
     ended, killed = ranks(script, [[number, str(tmp_path / number)] for number in ("TERM", "KILL")])
     assert (ended.returncode, killed.returncode) == (-15, -9)
@@ -144,7 +144,8 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
     first, *_ = outcome_notes(open_run(tmp_path / "TERM"))
     assert first.startswith("The run was ended by SIGTERM after step 24")
     verdict = diagnose(tmp_path / "TERM")
-    assert verdict.healthy
+    assert verdict.state == "not enough checked"
+    assert "SIGTERM ended the run after step 24" in verdict.summary
     assert verdict.summary in ended.stderr
     verdict = diagnose(tmp_path / "KILL")
     assert verdict.state == "not enough checked"
@@ -153,10 +154,11 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
 
 def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
     net = te.Linear(32, 32).eval()
-    summary = trained(tmp_path, net, sgd(net), around=outside, logs=False).summary
-    assert "all observed layers are in evaluation mode, so nothing is observed: call model.train()" in summary
-    assert "no Transformer Engine layers" not in summary
-    assert "config" not in summary
+    verdict = trained(tmp_path, net, sgd(net), around=outside, logs=False)
+    assert [finding.rule for finding in verdict] == ["evaluation-mode"]
+    assert "not observed: 1 of 1 layer (evaluation mode)" in verdict.summary
+    assert "no Transformer Engine layers" not in str(verdict)
+    assert "config" not in verdict.summary
 
 
 def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path)
     verdict = trained(
         tmp_path, net, sgd(net), steps=20, loss=lambda step: net.train(step < 12)(torch.randn(16, 32)).square().mean()
     )
-    assert "observation: in step 12, the optimizer stepped, but all observed layers are in" in verdict.summary
+    assert [(finding.rule, finding.since) for finding in verdict.wrong] == [("evaluation-mode", 12)]
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -292,10 +294,12 @@ def test_the_closing_lines_of_notes_and_of_nothing(tmp_path: Path, capsys: pytes
         layers=("h.0.fc",),
         seen="seen",
     )
-    lines = closing_lines(Verdict((note,) * 9, ("bf16-state",)), NOTHING, tmp_path, "")
+    lines = closing_lines(
+        Verdict((note,) * 9, ("bf16-state",)), NOTHING, "logs", "", diagnose="te-precision diagnose logs"
+    )
     assert len(lines) == 9
     assert lines[1] == "  note: h.0.fc: seen (bf16-state)"
-    assert lines[7] == f"  and 3 more: te-precision diagnose {tmp_path}"
+    assert lines[7] == "  and 3 more: te-precision diagnose logs"
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
@@ -411,8 +415,8 @@ def test_a_scaler_of_gradients(tmp_path: Path, dtype: torch.dtype, enabled: bool
     assert vars(GradScaler)["step"] is own, "what was wrapped is put back"
 
 
-@pytest.mark.parametrize(("is_region", "rules"), [(True, []), (False, ["hole"])], ids=["region", "outside"])
-def test_a_layer_that_the_script_keeps_in_high_precision(tmp_path: Path, is_region: bool, rules: list[str]) -> None:
+@pytest.mark.parametrize(("is_region", "severity"), [(True, "note"), (False, "warning")], ids=["region", "outside"])
+def test_a_layer_that_the_script_keeps_in_high_precision(tmp_path: Path, is_region: bool, severity: str) -> None:
     net = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(6))
     with InspectSession(None, model=net, log_dir=tmp_path, records="off") as session:
         out = torch.ones(16, 32)
@@ -422,7 +426,7 @@ def test_a_layer_that_the_script_keeps_in_high_precision(tmp_path: Path, is_regi
                 out = layer(out)
         out.sum().backward()
         session.step()
-    assert [finding.rule for finding in session.findings] == rules
+    assert [(finding.rule, finding.severity) for finding in session.findings] == [("hole", severity)]
     region = "runs inside te.autocast(enabled=False)" if is_region else "runs outside of te.autocast"
     assert f"'3' ({region})" in str(session.coverage())
 

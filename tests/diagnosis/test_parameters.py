@@ -224,6 +224,55 @@ def test_experts_without_tokens(tmp_path: Path) -> None:
     assert not [finding for finding in of_parameters(verdict) if finding.severity != "note"]
 
 
+@pytest.mark.slow
+def test_grouped_experts_without_tokens_for_many_steps_are_a_note_with_their_share(tmp_path: Path) -> None:
+    grouped, inputs = te.GroupedLinear(4, 32, 32), torch.randn(32, 32)
+    verdict = trained(
+        tmp_path,
+        grouped,
+        adamw(grouped),
+        loss=lambda step: grouped(inputs, [16, 0, 0, 16] if step < 2 else [32, 0, 0, 0]).square().mean(),
+        steps=70,
+        config=statistics(freq=50),
+    )
+    (idle,) = (finding for finding in verdict if finding.rule == "missing-gradient")
+    assert (idle.severity, idle.since) == ("note", 0)
+    assert "75 % of similar weights" in idle.seen
+
+
+class ListOfExperts(torch.nn.Module):
+    """Experts that are called only with tokens, in two blocks."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.ModuleList(Block() for _ in range(count)) for _ in range(2))
+
+    def loss(self, used: list[int]) -> torch.Tensor:
+        parts = torch.ones(len(used), 16, 32)
+        for experts in self.blocks:
+            parts = torch.stack([experts[number](part) for number, part in zip(used, parts, strict=True)])
+        return parts.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "used", "share"), [([0], [0], 80), ([0, 1, 2, 3], [0, 1, 4], 40)])
+def test_listed_experts_without_tokens_for_many_steps_are_a_note_with_their_share(
+    tmp_path: Path, first: list[int], used: list[int], share: int
+) -> None:
+    model = ListOfExperts(5)
+    verdict = trained(
+        tmp_path,
+        model,
+        adamw(model),
+        loss=lambda step: model.loss(first if step < 2 else used),
+        steps=72,
+        config=statistics(freq=50),
+    )
+    (idle,) = of_parameters(verdict)
+    assert (idle.severity, len(idle.layers)) == ("note", 4 * share // 20)
+    assert f"{share} % of similar weights" in idle.seen
+
+
 @pytest.mark.parametrize(
     ("clears", "micro_batches", "finds"),
     [("never", 1, True), ("never", 3, True), ("after 3 micro-batches", 3, True), ("before each backward", 1, False)],
@@ -495,7 +544,9 @@ def test_a_tensor_by_keyword_through_te_checkpoint(tmp_path: Path, by_keyword: b
         return model["head"](te.checkpoint(run, *positional, use_reentrant=True, **keywords)).square().mean()
 
     result = of_parameters(trained(tmp_path, model, adamw(model), loss=loss))
-    assert [(item.rule, item.layers) for item in result] == [("missing-gradient", ("encoder", "layer"))] * by_keyword
+    expected = [("missing-gradient", ("encoder",)), ("missing-gradient", ("layer",))]
+    assert [(item.rule, item.layers) for item in result] == expected * by_keyword
+    assert ["reentrant checkpoint" in item.seen for item in result] == [False, True] * by_keyword
 
 
 def test_an_optimizer_that_lacks_parameters(tmp_path: Path) -> None:
@@ -526,6 +577,65 @@ def test_a_weight_that_is_put_back(tmp_path: Path) -> None:
     (result,) = of_parameters(train(tmp_path, model, adamw(model), after=put_back))
     assert (result.rule, result.severity, result.layers) == ("frozen-weight", "error", ("blocks.1.fc2",))
     assert result.seen.startswith("blocks.1.fc2.weight: no bit changed in")
+
+
+@torch.no_grad()
+def _write(model: Model, what: str, first: list[torch.Tensor]) -> None:
+    for weight, then in zip(model.blocks.parameters(), first, strict=True):
+        if weight.dim() < 2:
+            continue
+        if what == "zero":
+            weight.zero_()
+        elif what == "first":
+            weight.copy_(then)
+        elif what == "other":
+            weight.copy_(torch.randn_like(weight))
+        elif what == "data":
+            weight.data.zero_()
+        else:
+            weight.copy_(weight.clone())
+
+
+@pytest.mark.parametrize(
+    ("what", "seen"),
+    [("zero", "set them to 0"), ("first", "restored their first values"), ("other", "replaced their"), ("same", "")],
+)
+def test_weights_that_other_code_writes_between_two_steps(tmp_path: Path, what: str, seen: str) -> None:
+    """NVIDIA/Megatron-LM#5236: at a checkpoint, a buffer of zeros was gathered over the weights."""
+    model = Model()
+    first = [weight.detach().clone() for weight in model.blocks.parameters()]
+
+    def act(step: int) -> None:
+        if step == 11:
+            _write(model, what, first)
+
+    verdict = train(tmp_path, model, adamw(model), steps=15, loss=model.loss_after(act))
+    findings = [finding for finding in verdict if finding.rule == "weight-jump"]
+    assert [(finding.severity, finding.since) for finding in findings] == [("warning", 11)] * bool(seen)
+    for finding in findings:
+        assert set(finding.layers) == {"blocks.0.fc1", "blocks.0.fc2", *OF_BLOCK_1}
+        assert f"other code than the optimizer {seen}" in finding.seen
+
+
+def test_regular_writes_and_averages_in_an_evaluation_are_silent(tmp_path: Path) -> None:
+    model = Model()
+    averages = [weight.detach().clone() for weight in model.parameters()]
+    steps = 0
+
+    @torch.no_grad()
+    def clamp_and_evaluate() -> None:
+        nonlocal steps
+        steps += 1
+        for weight, average in zip(model.parameters(), averages, strict=True):
+            weight.clamp_(-2, 2)
+            average.lerp_(weight, 0.1)
+            if steps in (9, 13):  # swapped in, and out again
+                own = weight.clone()
+                weight.copy_(average)
+                weight.copy_(own)
+
+    verdict = train(tmp_path, model, adamw(model), steps=18, after=clamp_and_evaluate)
+    assert not verdict.wrong
 
 
 class Masters:
@@ -665,6 +775,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ("case", "rule", "severity", "layers", "seen"),
     [
         ("alone", "no-reduction", "warning", ["0", "1"], _ALONE),
+        (
+            "experts alone",
+            "no-reduction",
+            "warning",
+            ["router"],
+            "while other parameters are sharded or differ by rank",
+        ),
         ("one forgotten", "replicas-differ", "error", ["1"], "1.bias and 1 more parameter: ranks that had the same"),
         ("ddp drifting", "replicas-differ", "error", ["0"], "0.layer_norm_weight: ranks that had the same values"),
         ("norms forgotten", "replicas-differ", "error", ["layernorm_linear"], "layer_norm_bias: ranks that had"),

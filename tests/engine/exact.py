@@ -45,6 +45,7 @@ IN_TRITON = {
     "square_sum": (2 * ADDITIONS + 4) * 2.0**-24,
     "signal_square_sum": (2 * ADDITIONS + 4) * 2.0**-24,
     "error_square_sum": (ADDITIONS + 3) * 2.0**-24,
+    "underflow_square_sum": (ADDITIONS + 3) * 2.0**-24,
 }
 
 FLOAT8 = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0)}  # e5m2? -> torch's dtype, largest
@@ -100,6 +101,7 @@ def comparison(x: Array, y: Array, limit: float | Array) -> Columns:
         "overflows": (np.abs(x) > limit).sum(),
         "error_square_sum": math.fsum((x - y) ** 2),
         "signal_square_sum": math.fsum(x**2),
+        "underflow_square_sum": math.fsum(x[y == 0] ** 2),
     }
 
 

@@ -52,6 +52,7 @@ def from_numpy(recipe: str, pairs: Sequence[Pair]) -> Found:
     return {
         "underflows%": 100 * columns["underflows"] / n if n else 0.0,
         "overflows%": 100 * columns["overflows"] / n if n else 0.0,
+        "underflow_norm%": 100 * math.sqrt(columns["underflow_square_sum"] / signal) if signal else 0.0,
         "mse": error / n if n else 0.0,
         "sqnr_db": sqnr,
         "scale_inv_min": factors.min() if len(factors) else 0.0,
@@ -213,6 +214,7 @@ def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: b
     assert result == pytest.approx(
         {
             "underflows%": 100 * columns["underflows"] / x.numel(),
+            "underflow_norm%": 100 * math.sqrt(columns["underflow_square_sum"] / columns["signal_square_sum"]),
             "overflows%": 100 * columns["overflows"] / x.numel(),
             "mse": columns["error_square_sum"] / x.numel(),
             "sqnr_db": 10 * math.log10(columns["signal_square_sum"] / columns["error_square_sum"]),

@@ -102,7 +102,7 @@ def test_what_is_simulated_by_default_is_what_quantizers_do_by_default(recipe: s
 
 def statistics_of(x: torch.Tensor, quantized: Any, its: Any, *, columnwise: bool) -> Found:
     end = "_columnwise" if columnwise else ""
-    names = [f"{name}{end}" for name in (*BLOCK_STATISTICS, "mse", "underflows%", "scale_inv_std")]
+    names = [f"{name}{end}" for name in (*BLOCK_STATISTICS, "mse", "underflows%", "underflow_norm%", "scale_inv_std")]
     return statistics([Watched("l", "activation", 0, x, quantized, quantized, its)], names)
 
 

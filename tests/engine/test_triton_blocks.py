@@ -139,6 +139,7 @@ TENSORS = tuple(map(tensor_request, ("mean", "std", "max")))
 BLOCK_SOURCES = (
     "mse",
     "underflows%",
+    "underflow_norm%",
     "scale_inv_max",
     "saturated_scales%",
     "underflow_blocks%",

@@ -339,7 +339,7 @@ def test_the_host_neither_waits_nor_copies(
         measured_by(by_kernel(kernel), values, codes, scale_inv, histogram=True)
     assert operations.names <= {"detach", "view", "empty", "zeros", "full"}
     most = kernel.program_count(values.device)
-    assert operations.most <= most * (6 + 5 + 3 + 256 + 3 + 2)
+    assert operations.most <= most * (6 + 6 + 3 + 256 + 3 + 2)
 
 
 # --- several tensors in one launch ------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.Monk
         return {(row.tensor, row.statistic): row.value for row in engine.flush(reduce=False)}
 
     of_tensor = tuple(map(tensor_request, names))
-    of_codes = tuple(map(quantized_request, ("underflows%", "mse", "scale_inv_max")))
+    of_codes = tuple(map(quantized_request, ("underflows%", "underflow_norm%", "mse", "scale_inv_max")))
     expected = found()
     monkeypatch.setattr(kernels, "_pass_for", lambda values: add)
     assert found() == pytest.approx(expected, rel=1e-5)

@@ -93,7 +93,7 @@ def coverage(rank: int, folder: Path) -> None:
     with InspectSession(statistics(), model=net, log_dir=folder, scope=f"pp{rank}") as session:
         list(loop(session, net[0], 2, fp8=lambda _: rank == 0))
         products = session.coverage()
-    tell(folder / f"{rank}.txt", (macs_of(products), products.share("fp8")))
+    tell(folder / f"{rank}.txt", (macs_of(products), str(products.share("fp8"))))
 
 
 def uneven(rank: int, folder: Path) -> None:

@@ -147,12 +147,18 @@ def test_the_remainder_has_the_logging_step_after_the_last_one(tmp_path: Path, k
 TERMINATED = """
 from te_precision_callbacks import reference
 reference.install()
-import os, signal, sys, time, torch, transformer_engine.pytorch as te
+import os, signal, socket, sys, threading, time, torch, transformer_engine.pytorch as te
+from datetime import timedelta
+from torch import distributed as dist
 from te_precision_callbacks import InspectSession
 from tests.conftest import statistics
 
 how, folder = sys.argv[1:]
 net = te.Linear(32, 32)
+if how == "asyncio":
+    own = socket.socketpair()
+    own[1].setblocking(False)
+    signal.set_wakeup_fd(own[1].fileno())
 if how == "handled":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 session = InspectSession(statistics(), model=net, log_dir=folder).start()
@@ -164,6 +170,12 @@ if how == "in a step":
     lines = []
     sys.settrace(lambda frame, event, argument: (lines.append(0), len(lines) == 100 and os.kill(os.getpid(), 15))[0])
     session.step()
+if how == "in a collective":
+    threading.Timer(0.2, os.kill, [os.getpid(), 15]).start()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=100))
+if how == "asyncio":
+    assert signal.set_wakeup_fd(own[1].fileno()) == own[1].fileno(), "it is still set"
 if how == "forked":
     child = os.fork()
     if child == 0:
@@ -179,7 +191,14 @@ time.sleep(60)
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("how", "status"), [("handled", 5), ("forked", -signal.SIGTERM), ("in a step", -signal.SIGTERM)]
+    ("how", "status"),
+    [
+        ("handled", 5),
+        ("forked", -signal.SIGTERM),
+        ("in a step", -signal.SIGTERM),
+        ("in a collective", -signal.SIGTERM),
+        ("asyncio", -signal.SIGTERM),
+    ],
 )
 def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Path, how: str, status: int) -> None:
     result = run([executable(whole=True), "-c", TERMINATED, how, str(tmp_path)], cwd=Path(__file__).parents[2])
@@ -189,6 +208,18 @@ def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Pat
     if how == "forked":
         assert result.stdout.split() == ["None", "None", "child", str(int(signal.SIGTERM))]
         assert result.stderr.count("forked") == 1
+
+
+def test_a_signal_to_a_forked_process_is_none_to_this_one(tmp_path: Path) -> None:
+    with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path):
+        wakeup = signal.set_wakeup_fd(-1)
+        assert wakeup != -1
+        signal.set_wakeup_fd(wakeup)
+        child = os.fork()
+        if not child:
+            os._exit(signal.set_wakeup_fd(-1) != -1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert signal.set_wakeup_fd(-1) == -1, "it is put back at the end"
 
 
 def test_a_second_ctrl_c_ends_a_wait_in_a_step_and_in_the_end(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_neither_quantized_weights_nor_an_evaluation_give_it_a_scale(
 
 
 PLAIN = {"min", "max", "mean", "std", "cur_amax", "nonfinite_num"}
-QUANTIZED = {"underflows%", "overflows%", "scale_inv_max", "scale_inv_min"}
+QUANTIZED = {"underflows%", "underflow_norm%", "overflows%", "scale_inv_max", "scale_inv_min"}
 LOST = {"s": feature("LogFp8TensorStats", ["all"], tensors=["gradient"], stats=["underflows%", "sqnr_db"], freq=2)}
 
 
@@ -181,3 +181,41 @@ def test_the_first_step_of_delayed_scaling_is_nobodys_worst(
         worst = max if row.statistic == "underflows%" else min
         of_series = {i: r.value for i, r in values if r[:4] == row[:4] and i not in left_out}
         assert row.value == worst(of_series.values()) == of_series[iteration]
+
+
+@pytest.mark.usefixtures("trusted_checkpoints")
+@pytest.mark.parametrize(("length", "steps"), [(4, 9), (64, 3)])
+@pytest.mark.parametrize("restores", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_scales_that_a_resume_without_the_sessions_state_has_lost(
+    tmp_path: Path, length: int, steps: int, restores: bool, micro_batches: int
+) -> None:
+    """A full history has one row fewer than its length, and one that began later has fewer than the optimizer steps."""
+    recipe, nets = DelayedScaling(amax_history_len=length), [_two_layers(), _two_layers()]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in nets]
+    for step in range(steps):
+        _update(nets[0], optimizers[0], None if step == 0 else recipe, micro_batches)
+    state = nets[0].state_dict()
+    kept = {key: value for key, value in state.items() if restores or not key.endswith("_extra_state")}
+    with InspectSession(model=nets[1], log_dir=tmp_path, report=False) as session:
+        nets[1].load_state_dict(kept, strict=restores)
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        for _ in range(3):
+            _update(nets[1], optimizers[1], recipe, micro_batches)
+            session.step()
+    lost = [finding.layers for finding in session.findings if finding.rule == "lost-scales"]
+    assert lost == ([] if restores else [("0", "1")])
+
+
+def _two_layers() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(te.LayerNormLinear(32, 64), te.Linear(64, 32))
+
+
+def _update(net: torch.nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe | None, micro_batches: int) -> None:
+    for _ in range(micro_batches):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            loss = net(torch.randn(32, 32)).square().mean()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.runs import RunError, open_run
 from te_precision_callbacks.runs.run_files import own_traces
 from te_precision_callbacks.speed import Calibration, Time, device_named, known_devices
 from te_precision_callbacks.speed.calibration import cast_key, gemm_key, high_key
@@ -151,8 +151,10 @@ def test_what_cannot_be_read_of_a_run_is_reported(table: str) -> None:
         assert re.search(r"A part of the run cannot be read\. .*gemms.parquet", stated)
         assert "A session records" not in stated
     else:
-        assert any("layers.parquet cannot be read" in note for note in read("speed", "logs")["notes"])
-        assert "Note: logs/precision_records/" in run("speed", "logs").output
+        for arguments in (("--json",), ()):
+            result = run("speed", "logs", *arguments)
+            assert isinstance(result.exception, RunError), "so the exit code is 2"
+            assert "layers.parquet cannot be read" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ _LONGEST_TEXT = 4000
 
 @dataclass(frozen=True)
 class Departure:
-    """Why a rank has left.
+    """The reason why a rank has left.
 
     Attributes:
         kind: the class name of the rank's exception, if any.

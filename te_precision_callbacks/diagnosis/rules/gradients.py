@@ -12,6 +12,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, loses_too_much, underflow_threshold
+from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_scaler
 from te_precision_callbacks.sinks.step_records import Event
 
 DEAD_STEPS = 3
@@ -33,6 +34,11 @@ activations of healthy models, :data:`FAR_GROWN_ELSE`."""
 
 FAR_GROWN_ELSE = 12.0
 
+_FROM_LOSS = (
+    "Look at the loss first: is it multiplied by 0, masked or clamped everywhere, or computed from detached values?"
+    " Then at what follows the last layer"
+)
+
 STOP_GROWTH = (
     "Find the cause of the growth: learning rate, weight decay, missing gradient clipping, or a factor in the"
     " forward or the loss"
@@ -52,6 +58,11 @@ class DeadGradient(Judge):
     def why_not(self) -> str:
         lacks = "no layer with statistics had a backward in a collection step" if self._lacks_backward else ""
         return super().why_not or lacks
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        ran = [layer for layer in facts.layers.values() if layer.is_of_te and (layer.low or layer.reasons)]
+        self.applies = not ran or not all(layer.has_no_gradient for layer in ran)
+        yield from ()
 
     def event(self, event: Event) -> Iterator[Sighting]:
         checked = event.data.get("checked", ()) if event.kind == "parameters" else ()
@@ -79,7 +90,12 @@ class DeadGradient(Judge):
             absent = ~np.isin(activation.layers, gradient.layers) & (activation.values != 0) & learns
             for sighting in self._dead(numbers, facts, activation, absent, "the layer has no backward", "absent"):
                 yield sighting._replace(tensor="gradient")
-        yield from self._dead(numbers, facts, gradient, zero, "all elements are 0", "zero")
+        for sighting in self._dead(numbers, facts, gradient, zero, "all elements are 0", "zero"):
+            remedy = NEEDS_SCALER if needs_scaler(facts) else ""
+            if len(sighting.layers) == len(gradient.layers) > 1:
+                seen = f"all gradients are 0, in all {len(sighting.layers)} layers: from the loss or the last layers on"
+                sighting = sighting._replace(layers=(), seen=seen, remedy=remedy or _FROM_LOSS)
+            yield sighting._replace(remedy=remedy or sighting.remedy)
 
     def _dead(
         self, numbers: StepNumbers, facts: Facts, column: Column, holds: npt.NDArray[np.bool_], seen: str, key: str

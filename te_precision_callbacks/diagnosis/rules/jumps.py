@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -15,6 +16,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.runs.answers import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
@@ -34,6 +36,20 @@ SPREADS, LOST = 4.0, 0.8
 """A rise above the best level, in spreads (95th percentile above the median); the share of the progress that is lost,
 or of the best level where there is no progress."""
 
+OF_FIRST, FIRST_SPREADS = 3.0, 3.5
+"""How many times as large as the first loss the last ones are, where the loss rises before it has a level; the same in
+standard deviations of the logarithm, since the first batch may be an easy one."""
+
+NEGLIGIBLE = 0.01
+"""The share of the first loss below which no loss has diverged."""
+
+FALLEN = 0.25
+"""The share of a rise that is left when the loss has fallen again."""
+
+TIMES_CHANGE, OF_LOSS, STAYS, LEAST_CHANGES = 10.0, 0.1, 4, 8
+"""A jump of the loss: how many times as large as the largest change before, as a share of the loss, the losses in which
+half of it stays, and the least number of changes before."""
+
 FACTOR, SIGMAS, LEAST_NORMS, NORMS = 3.0, 7.0, 20, 128
 """Powers of two and standard deviations of the logarithm above the median of the norms before; how many of them."""
 
@@ -50,13 +66,17 @@ class DivergingLoss(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._curves: dict[str, _Curve] = {}
+        self._steps: dict[str, _Steps] = {}
         self._restored: list[tuple[int, float]] = []
 
     def event(self, event: Event) -> Iterator[Sighting]:
         losses = event.data.get("losses") if event.kind == "losses_restored" else None
         if isinstance(losses, list) and all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
             self._restored = [(event.iteration, loss) for loss in losses]
-        yield from ()
+        if event.kind in ("segment_ended", "stopped"):
+            risen = [curve for curve in self._curves.values() if curve.since is not None]
+            if risen and all(curve.has_fallen for curve in risen):
+                yield risen[0].fallen()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         losses = [name for name in loss_first(values) if is_training_loss(name) and math.isfinite(values[name])]
@@ -64,10 +84,12 @@ class DivergingLoss(Judge):
             self.note_data(iteration)
         for name in losses:
             if name not in self._curves:
-                self._curves[name] = _Curve(name)
+                self._curves[name], self._steps[name] = _Curve(name), _Steps(name)
                 for earlier in self._restored:
                     deque(self._curves[name].add(*earlier), maxlen=0)
+                    deque(self._steps[name].add(*earlier), maxlen=0)
             yield from self._curves[name].add(iteration, values[name])
+            yield from self._steps[name].add(iteration, values[name])
 
 
 class _Curve:
@@ -78,6 +100,7 @@ class _Curve:
     """
 
     def __init__(self, name: str) -> None:
+        self.since: int | None = None
         self._name = name
         self._start: list[float] = []
         self._recent: deque[tuple[int, float]] = deque(maxlen=BLOCK + LASTS)
@@ -86,29 +109,64 @@ class _Curve:
         self._spreads: deque[float] = deque(maxlen=3)
         self._least = math.inf
         self._limit: tuple[float, float] | None = None
+        self._level = 0.0  # before the first rise
+        self._peak = -math.inf  # since then
 
     def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
         self._least = min(self._least, loss)
         if len(self._start) < 3:
             self._start.append(loss)
         self._recent.append((iteration, loss))
-        risen = self._rise() or self._lost_level()
-        if risen is not None:
+        risen = self._rise() or self._lost_level() or self._risen_from_first()
+        if risen is not None and not self._is_negligible(risen[0]):
             count, level = risen
             last = [value for _, value in self._recent][-count:]
             self._limit = min(last), level
             since = self._recent[-count][0]
+            if self.since is None:
+                self.since = since
+                self._level = level
+                self._peak = max(last)
             yield self._sighting(since, f"{self._name} has risen from {level:.3g} to {statistics.median(last):.3g}")
         elif self._limit is not None and loss >= self._limit[0]:
             yield self._sighting(iteration, f"{self._name} is {loss:.3g}, after {self._limit[1]:.3g}")
+        self._peak = max(self._peak, loss)
         if len(self._recent) > LASTS:
             self._add_level([value for _, value in self._recent][-LASTS - 1])
+
+    @property
+    def has_fallen(self) -> bool:
+        """Return whether the last losses are near the level before the rise again."""
+        last = [value for _, value in self._recent][-LASTS:]
+        is_usual = max(last) <= max(self._start[0], RISES[-1][2] * self._level)
+        return is_usual and max(last) <= self._level + FALLEN * (self._peak - self._level)
+
+    def fallen(self) -> Sighting:
+        last = statistics.median([value for _, value in self._recent][-LASTS:])
+        seen = f"{self._name} rose from {self._level:.3g} to {self._peak:.3g}, and has fallen to {last:.3g} again"
+        return Sighting((), "", "", seen, self.since, "note", replaces=True)
 
     def _sighting(self, since: int, seen: str) -> Sighting:
         start = statistics.median(self._start[:1] if len(self._recent) <= BLOCK else self._start)
         last = min(value for _, value in list(self._recent)[-2:])
         severity: Severity = "error" if self._least > 0 and last >= 2 * start else "warning"
         return Sighting((), "", "", seen, since, severity)
+
+    def _is_negligible(self, count: int) -> bool:
+        """Return whether the last losses are a small part of the first one, as a loss that has become nearly 0."""
+        last = [value for _, value in self._recent][-count:]
+        return self._least > 0 and max(last) < NEGLIGIBLE * self._start[0]
+
+    def _risen_from_first(self) -> tuple[int, float] | None:
+        """The number of last losses that are all far above the first loss of the run, and that loss; or None."""
+        last = [value for _, value in self._recent][-LASTS:]
+        first = self._start[0]
+        if self._least <= 0 or len(self._recent) <= LASTS or min(last) < OF_FIRST * first:
+            return None
+        others = [math.log(value) for _, value in self._recent][-BLOCK:]
+        others = others[1:] if len(self._recent) <= BLOCK else others
+        distance = statistics.mean(others[-LASTS:]) - math.log(first)
+        return (LASTS, first) if distance >= FIRST_SPREADS * statistics.stdev(others) else None
 
     def _rise(self) -> tuple[int, float] | None:
         """The number of last losses that are far above all losses before, and the median of these; or None."""
@@ -146,6 +204,36 @@ class _Curve:
         self._spreads.append(spread)
         if self._best is None or level < self._best[0]:
             self._best = level, spread
+
+
+class _Steps:
+    """The changes of one positive loss from step to step, for a jump that stays: code may have written the weights."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: deque[tuple[int, float]] = deque(maxlen=STAYS + 2)
+        self._changes = 0
+        self._largest = 0.0
+        self._least = math.inf
+
+    def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
+        self._least = min(self._least, loss)
+        if len(self._last) == STAYS + 2:
+            self._changes += 1
+            self._largest = max(self._largest, abs(self._last[1][1] - self._last[0][1]))
+        self._last.append((iteration, loss))
+        if self._changes < LEAST_CHANGES or self._least <= 0:
+            return
+        (_, before), (since, first), *_ = list(self._last)[-STAYS - 1 :]
+        jump = first - before
+        stays = min(value for _, value in list(self._last)[-STAYS:]) >= before + jump / 2
+        if stays and jump >= max(TIMES_CHANGE * self._largest, OF_LOSS * abs(before)) > 0:
+            times = jump / self._largest if self._largest else math.inf
+            seen = (
+                f"{self._name} has jumped from {before:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
+                " change before, and stays there"
+            )
+            yield Sighting((), "", "", seen, since, "warning")
 
 
 class GradientJump(Judge):
@@ -209,22 +297,36 @@ class NonfiniteGradientNorm(Judge):
             yield from () if self._is_scaled else waiting
 
 
-class WeightJump(Judge):
+class WeightJump(ParameterRule):
     needed = 3
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("weight-jump")
         self._last: dict[Family, tuple[int, Column, Column]] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for statistic in ("cur_amax", "std", "l2_norm"):
             for column in numbers.columns(statistic, ("weight",)):
                 self.note_data(numbers.iteration)
-                yield from self._jump(numbers, facts, numbers.mask_nonfinite(column))
+                last = self._last.get(column.family)
+                column = numbers.mask_nonfinite(column)
+                if last is not None and statistic != "std":
+                    yield from self._vanished(numbers, facts, column, last[1])
+                yield from self._jump(numbers, facts, column)
+
+    @staticmethod
+    def _vanished(numbers: StepNumbers, facts: Facts, column: Column, before: Column) -> Iterator[Sighting]:
+        """Find weights that are 0; ``before``: logarithms of the last collection step."""
+        vanished = (column.values == 0) & np.isfinite(before.at(column.layers, np.nan))
+        if vanished.any():
+            names = itertools.compress(numbers.names_of(column), vanished)
+            layers = tuple(facts.sort_by_execution(names, "weight"))
+            seen = f"all elements are 0, and were not in an earlier step; {many(len(layers), 'layer')}"
+            yield Sighting(layers, "weight", column.family.statistic, seen, numbers.iteration, key="0")
 
     def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
         with np.errstate(divide="ignore", invalid="ignore"):
-            bits: npt.NDArray[np.float64] = np.log2(column.values)
+            bits: npt.NDArray[np.float64] = np.log2(np.where(column.values == 0, np.nan, column.values))
         last = self._last.get(column.family)
         change = np.full(len(bits), np.nan)
         steady = np.zeros(len(bits), bool)
@@ -267,11 +369,17 @@ RULES = (
             f" losses before. Or the last {LASTS} are above the best level (the median of {BLOCK} losses) by"
             f" {SPREADS:g} times its spread (95th percentile minus median) and by {100 * LOST:g} % of the progress"
             " since the start, or of the level if there is no progress. Or, for a loss that was 0 or negative, the"
-            f" last {SIGNED} are {TIMES_SIGNED:g} times as large in magnitude as all of the 20 before. An error if"
-            " the loss is twice its first value; else a warning"
+            f" last {SIGNED} are {TIMES_SIGNED:g} times as large in magnitude as all of the 20 before. Or the last"
+            f" {LASTS} are all {OF_FIRST:g} times as large as the first loss, and {FIRST_SPREADS:g} standard deviations"
+            " of the logarithm above it. Or it rises in one step by"
+            f" {TIMES_CHANGE:g} times its largest change before (of at least {LEAST_CHANGES}) and by"
+            f" {100 * OF_LOSS:g} %, and half of that stays for {STAYS} steps. An error if the loss is twice its first"
+            " value; else a warning. At the end of"
+            f" the run a note, if the loss has fallen again, so that {100 * FALLEN:g} % of the rise or less are left"
         ),
         silent=(
-            "evaluation losses, parts of the loss, generator and critic losses; single spikes. For losses that were"
+            "evaluation losses, parts of the loss, generator and critic losses; single spikes; losses below"
+            f" {100 * NEGLIGIBLE:g} % of the first one. For losses that were"
             " 0 or negative, as in reinforcement learning, only magnitudes are compared"
         ),
         severity="error",
@@ -279,12 +387,13 @@ RULES = (
         why="a run whose loss has left its level seldom recovers, and its other statistics grow too",
         disproof="the data or the loss function changed at that step, and the loss falls again",
         remedy=(
-            "Resume from an earlier checkpoint with a lower learning rate or a longer warmup. If the loss jumped in"
-            " one step, check that step for a restored checkpoint, overwritten weights, or a bad batch"
+            "Lower the learning rate, or use a longer warmup or gradient clipping, and resume from an earlier"
+            " checkpoint. If the loss jumped in one step, check that step for a restored checkpoint, overwritten"
+            " weights, or a bad batch"
         ),
         judge=DivergingLoss,
         essential=True,
-        consequence_of=("weight-jump",),
+        consequence_of=("weight-jump", "learning-rate"),
     ),
     Rule(
         id="gradient-jump",
@@ -326,20 +435,26 @@ RULES = (
             " with the first inf or nan"
         ),
         judge=NonfiniteGradientNorm,
-        consequence_of=("nonfinite-loss",),
+        consequence_of=("nonfinite-loss", "nonfinite"),
     ),
     Rule(
         id="weight-jump",
-        title="the weights of many layers change at once",
+        title="weights are changed by other code than the optimizer",
         subject="layer",
-        needs="cur_amax, std or l2_norm of weights in at least 3 collection steps",
+        needs="steps of a torch optimizer; cur_amax, std or l2_norm of weights in at least 3 collection steps",
         collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or the default config; and a longer run",
         condition=(
             "amax, std or norm of the weights of at least 2 layers, and of half of all, changes by"
             f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
-            f" 2^{STEADY:g} before"
+            f" 2^{STEADY:g} before. Or a weight is 0 in a collection step, and was not before. Or code has written a"
+            " weight in place between two optimizer steps, more often than ever, and the sampled elements are 0, are"
+            " the first ones again, or differ from the last sample by half their norm and 8 times the ordinary change"
         ),
-        silent="weights that grow from 0 or from small values; a learning rate that is large from the start",
+        silent=(
+            "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"
+            " writes, such as clamping; averaged weights that are swapped in for an evaluation, and out again."
+            " Writes through .data and flat buffers do not raise the version: see diverging-loss"
+        ),
         severity="warning",
         source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); factor: this project",
         why="an optimizer step does not do this: other code has written the weights",

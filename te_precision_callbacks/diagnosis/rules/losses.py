@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
-from te_precision_callbacks.base.vocabulary import ONE_SCALE
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -29,19 +29,14 @@ OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 3
 FALLING = 0.75
 """A share that is below so much of the last one is going away."""
 
+MOST_OF_ACTIVATION = 90.0
+"""Percent of an activation's elements that round to 0: only outliers, which carry the norm, are left."""
+
 UNDERFLOW = {"NVFP4": 40.0, "MXFP8": 20.0, "FP8": 20.0}
 """Percent of the elements, by the first word of the format."""
 
-UNDERFLOW_STEPS, LOST_NORM = 2, 0.01
-"""Collection steps in a row, and the share of a tensor's squared norm that a healthy run does not lose: three times
-what E5M2 loses by rounding."""
-
-_ROUND_TO_ZERO = {"E4M3": 2.0**-10, "E5M2": 2.0**-17, "NVFP4": 0.5}
-"""The last word of a format -> the code below which an element may round to 0; in NVFP4 stochastically."""
-
-_OF_BLOCK = {"mxfp8": 32, "fp8_block_scaling": 128 * 128}
-"""Recipe -> elements of a block. Those below the range of its scale have at most so many times (2^-9 / 448)^2 of its
-squared norm."""
+UNDERFLOW_STEPS, LOST_NORM = 2, 10.0
+"""Collection steps in a row, and percent of a tensor's norm that a healthy run does not lose."""
 
 _CAN_OVERFLOW = ("fp8_delayed_scaling", "")
 """The recipes whose scale need not fit the tensor. With the others an element can only be above by rounding."""
@@ -53,6 +48,20 @@ _REMEDY_OF_WEIGHT = (
     " Unlike debug='activation_overflow', it also checks weights: a low-precision layer may cast an inf in its"
     " weight to a finite value"
 )
+
+
+_REMEDY_OF_GRADIENT = (
+    "Resume from an earlier checkpoint. If debug='activation_overflow' finds no inf or nan in the backward of this"
+    " layer, look for code that writes .grad after it: hooks, collectives, unscaling, clipping"
+)
+
+_REMEDY_OF_ALL_GRADIENTS = (
+    "Resume from an earlier checkpoint. Check the loss of that step, and pass debug='activation_overflow', which stops"
+    " at the module and batch with the first inf or nan"
+)
+
+NEARLY_ALL = 90.0
+"""Percent of the parameters, whose gradients then have inf or nan from the loss or the last layers."""
 
 
 class Nonfinite(Judge):
@@ -89,12 +98,29 @@ class Nonfinite(Judge):
             )
             yield self._first
         for row in event.data.get("problems", ()) if event.kind == "parameters" and self._first is None else ():
-            if row["what"] == "nonfinite":
+            if row["what"] == "nonfinite_gradient":
+                self._first = _nonfinite_gradient(row)
+                yield self._first
+            elif row["what"] == "nonfinite":
                 names = row["names"]
                 count = f"{many(len(names), 'parameter')} {'has' if len(names) == 1 else 'have'} inf or nan"
                 seen = f"{count} after the last step, first {names[0]}"
                 self._first = Sighting(layers_of(names), "", "", seen, row["since"])
                 yield self._first
+
+
+def _nonfinite_gradient(row: Mapping[str, Any]) -> Sighting:
+    """The sighting of gradients with inf or nan at an optimizer's step, first of the layer where they may have arisen.
+
+    In the backward, inf and nan spread from there to the layers before it.
+    """
+    names = row["names"]
+    if row["number"] >= NEARLY_ALL:
+        seen = "the gradients of nearly all parameters have inf or nan at the optimizer's step"
+        return Sighting((), "gradient", "", seen, row["since"], remedy=_REMEDY_OF_ALL_GRADIENTS)
+    others = f" and {many(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
+    seen = f"the gradient of {names[-1]}{others} has inf or nan at the optimizer's step"
+    return Sighting(layers_of(names), "gradient", "", seen, row["since"], remedy=_REMEDY_OF_GRADIENT)
 
 
 def _first_nonfinite(
@@ -181,21 +207,26 @@ class Underflow(_LowPrecisionJudge):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for column in numbers.columns("underflows%", facts=facts):
+            lost = lost_norm(numbers, facts, column)
             self.note_data(numbers.iteration)
             values = numbers.mask_nonfinite(column).values
-            are_many = values >= underflow_threshold(numbers, facts, column)
-            lost, is_tight = lost_norm(numbers, facts, column)
             with np.errstate(invalid="ignore"):
-                heavy = np.where(np.isnan(lost), are_many, (lost >= LOST_NORM) & (are_many | is_tight) & (values > 0))
+                heavy = ((lost >= LOST_NORM) & (values > 0)) | (values >= 100)
+                if column.family.tensor == "activation":
+                    heavy |= values >= MOST_OF_ACTIVATION
+                are_many = ~heavy & (values >= underflow_threshold(numbers, facts, column))
+            part = "with {:.2g} % of the tensor's norm"
+            if np.isnan(lost).any():
+                part = "and their part of the tensor's norm (underflow_norm%) is not recorded"
             for sighting in self.streaks.sightings_by_severity(
                 numbers,
                 facts,
                 column,
                 heavy,
-                are_many & ~heavy,
-                "{:.3g} % of the elements round to 0, with {} of the tensor's norm",
+                are_many,
+                f"{{:.3g}} % of the elements round to 0, {part}",
                 values,
-                np.array([_format_share(share) for share in lost], object),
+                lost,
             ):
                 patch = keep_first(sighting.layers, numbers) if sighting.severity == "warning" else ""
                 yield sighting._replace(patch=patch, key="")
@@ -206,46 +237,10 @@ def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
     return keep_high(*kept, others=set(numbers.names) - set(kept))
 
 
-def lost_norm(
-    numbers: StepNumbers, facts: Facts, column: Column
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """An upper bound of the share of the squared norm that is lost in elements rounding to 0.
-
-    Args:
-        column: ``underflows%``.
-
-    Returns:
-        [layers of the column]: the share, nan if unknown; and whether the tensor has a single scale, so that the bound
-        is tight.
-    """
-    tensor, layers = column.family.tensor, column.layers
-
-    def make() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-        names = numbers.names_of(column)
-        recipes = [facts.recipe_of(name) for name in names]
-        formats = [facts.format_of(name, tensor).rpartition(" ")[2] for name in names]
-        return (
-            np.array([_ROUND_TO_ZERO.get(text, np.nan) for text in formats]),
-            np.array([_OF_BLOCK.get(recipe, np.nan) for recipe in recipes]) * (2.0**-9 / 448) ** 2,
-            np.array([recipe in ONE_SCALE for recipe in recipes]),
-        )
-
-    smallest, of_blocks, is_tight = facts.cached("lost norm", tensor, layers, make)
-    std, scale, mse = (
-        np.full(len(layers), np.nan) if known is None else known.at(layers, np.nan)
-        for known in (numbers.column(name, tensor, facts) for name in ("std", "scale_inv_max", "mse"))
-    )
-    scale = np.where(scale > 0, scale, np.nan)  # plain logs have four decimals
-    with np.errstate(divide="ignore", invalid="ignore"):
-        square = np.where(std > 0, std**2, np.nan)  # at most the mean square
-        by_count = column.values / 100 * (smallest * scale) ** 2 / square
-        share = np.fmin(np.fmin(by_count, mse / square), of_blocks)
-    return np.minimum(share, 1.0), is_tight
-
-
-def _format_share(share: float) -> str:
-    percent = 100 * np.sqrt(share)
-    return "an unknown part" if np.isnan(share) else "most" if percent >= 99.5 else f"at most {percent:.2g} %"
+def lost_norm(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
+    """[layers of the column]: percent of the tensor's norm in elements that round to 0; nan if not recorded."""
+    norms = numbers.column("underflow_norm%", column.family.tensor, facts)
+    return np.full(len(column.layers), np.nan) if norms is None else norms.at(column.layers, np.nan)
 
 
 def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
@@ -294,7 +289,10 @@ RULES = (
         subject="tensor",
         needs="nonfinite_num or cur_amax of tensors",
         collect="LogTensorStats with stats: [nonfinite_num], or the default config",
-        condition="a tensor has an inf or nan element; the first such tensor in execution order is reported",
+        condition=(
+            "a tensor has an inf or nan element, or the gradient of a parameter has one when its optimizer steps; the"
+            " first such tensor in execution order is reported"
+        ),
         silent="nothing: gradients scaled for FP16 are inf in steps that a GradScaler skips, and are reported too",
         severity="error",
         source="arithmetic",
@@ -340,18 +338,13 @@ RULES = (
         id="underflow",
         title="elements that round to 0 carry a relevant part of the tensor's norm",
         subject="tensor",
-        needs="underflows%, scale_inv_max and std of quantized tensors",
-        collect=(
-            "LogFp8TensorStats with stats: [underflows%, scale_inv_max] and LogTensorStats with stats: [std], or the"
-            " default config"
-        ),
+        needs="underflows% of quantized tensors",
+        collect="LogFp8TensorStats with stats: [underflows%, underflow_norm%], or the default config",
         condition=(
-            f"in {UNDERFLOW_STEPS} collection steps in a row, the elements that round to 0 can carry"
-            f" {100 * LOST_NORM:g} % of the squared norm or more. The upper bound of their share is"
-            " min(underflows% / 100 * r^2, mse) / std^2, where r is the largest value that rounds to 0. With a scale"
-            f" per block, or if std is unknown, underflows% must be at least {UNDERFLOW['NVFP4']:g} for NVFP4 and"
-            f" {UNDERFLOW['FP8']:g} for MXFP8 and FP8. If underflows% is that high, but the share is smaller, the"
-            " finding is a note"
+            f"in {UNDERFLOW_STEPS} collection steps in a row, the elements that round to 0 carry {LOST_NORM:g} % of the"
+            f" tensor's norm or more, or {MOST_OF_ACTIVATION:g} % of an activation's elements round to 0. If they carry"
+            " less, or if underflow_norm% is not recorded, but underflows% is at"
+            f" least {UNDERFLOW['NVFP4']:g} for NVFP4, or {UNDERFLOW['FP8']:g} for MXFP8 and FP8, the finding is a note"
         ),
         silent=(
             "the first step of delayed scaling, which has no scale yet; elements that are already 0; steps in which"
@@ -360,7 +353,7 @@ RULES = (
         severity="warning",
         source=(
             "no threshold is published; this project, calibrated on healthy runs. In the gradient of a tied head 96 %"
-            " of the elements may round to 0, with only 8e-12 of the squared norm"
+            " of the elements may round to 0, with only 3e-4 % of the norm"
         ),
         why="elements that round to 0 do not contribute to the product",
         disproof="a run with these layers in BF16 reaches the same loss",

@@ -1,4 +1,4 @@
-"""Rules on the outcome of a run: an exception that ended it, a broken contract, a failed observation."""
+"""Rules on the outcome of a run: an exception that ended it, a broken contract, a run that was not observed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.runs.answers import ended_by, summarize_broken_contract
 from te_precision_callbacks.sinks.step_records import Event
+
+_BEFORE_ITS_END = ("Ctrl-C", "SIGTERM")
 
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
 
@@ -24,19 +26,38 @@ class FailedRun(Judge):
         first_line = event.text.partition("\n")[0].rstrip(":. ")
         if event.kind == "stopped":
             self.why_not, self.judged = first_line, False
-        is_end = event.kind == "segment_ended" and event.severity == "error"
-        if is_end and not ended_by(first_line) and not first_line.startswith(_EXPLAINED):
+        if event.kind == "earlier_start":
+            yield Sighting((), "", "", first_line, event.iteration, severity="note", key=first_line)
+        if event.kind != "segment_ended" or event.severity != "error":
+            return
+        cause = ended_by(first_line)
+        if cause in _BEFORE_ITS_END:
+            self.why_not, self.judged = f"{cause} ended the run after step {event.iteration}", False
+        elif not cause and not first_line.startswith(_EXPLAINED):
             yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
 
 
 class BrokenContract(Judge):
     applies = False
+    why_not = ""
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "contract_judged":
-            self.applies = self.judged = True
-            if event.severity != "info":
+            self.applies = True
+            self.judged = event.data.get("checked", True)
+            if not self.judged:
+                self.why_not = event.text.rstrip(".").replace("The precision contract (require=)", "it")
+            elif event.severity != "info":
                 yield Sighting((), "", "", summarize_broken_contract(event.text).rstrip("."), event.iteration)
+
+
+class EvaluationMode(Judge):
+    applies = False
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        if event.kind == "evaluation_mode":
+            self.applies = self.judged = True
+            yield Sighting((), "", "", event.text, event.iteration)
 
 
 class FailedObservation(Judge):
@@ -57,10 +78,14 @@ RULES = (
         subject="model",
         needs="the recorded end of a session",
         collect="a run recorded by a session",
-        condition="the last process of the run ended with an exception",
+        condition=(
+            "the last process of the run ended with an exception, or with an exit status other than 0. Not checked"
+            " after Ctrl-C or SIGTERM, since the run did not reach its end. A failure of an earlier start of a resumed"
+            " run is a note"
+        ),
         silent=(
-            "Ctrl-C, SIGTERM and sys.exit(), which the summary reports; exceptions that te-precision-callbacks"
-            " raises because of another finding"
+            "sys.exit() with status 0; exceptions that te-precision-callbacks raises because of another finding;"
+            " SIGTERM before the run was resumed"
         ),
         severity="error",
         source="arithmetic",
@@ -85,6 +110,22 @@ RULES = (
         disproof="the contract is meant for another model or recipe",
         remedy="Fix what the message names for each product, or change the contract",
         judge=BrokenContract,
+        essential=True,
+    ),
+    Rule(
+        id="evaluation-mode",
+        title="the model trains in evaluation mode",
+        subject="model",
+        needs="layers of Transformer Engine",
+        collect="a run recorded by a session",
+        condition="an optimizer of the model steps while all Transformer Engine layers are in evaluation mode",
+        silent="models with a layer of Transformer Engine in training mode, or without such layers",
+        severity="warning",
+        source="PyTorch's documentation of Module.eval(); this project",
+        why="dropout is off, statistics of batch norm are fixed, and a session does not observe the layers",
+        disproof="the model trains in evaluation mode on purpose",
+        remedy="Call model.train() before the training, and again after each evaluation",
+        judge=EvaluationMode,
     ),
     Rule(
         id=FAILED_OBSERVATION,

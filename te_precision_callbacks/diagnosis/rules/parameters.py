@@ -10,14 +10,17 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.sinks.step_records import Event
+
+_MOST_NAMES = 8
 
 
 class _Kind(NamedTuple):
     """A kind of :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
 
-    ``seen`` is the description, with places for ``names``, ``number`` and ``since``; remedy and severity are by default
-    the rule's.
+    ``seen`` is the description, with places for ``names``, ``all_names``, ``number`` and ``since``; remedy and
+    severity are by default the rule's.
     """
 
     seen: str
@@ -25,9 +28,18 @@ class _Kind(NamedTuple):
     severity: Severity | None = None
 
 
+_WRITTEN = "{names}: other code than the optimizer"
+
 _KINDS: Mapping[str, Mapping[str, _Kind]] = {
     "missing-gradient": {
         "no_gradient": _Kind("{names} received no gradient in {number:.0f} optimizer steps"),
+        "checkpointed": _Kind(
+            "{names} received no gradient in {number:.0f} optimizer steps, because a reentrant checkpoint ran the"
+            " forward and none of its inputs needs a gradient",
+            "Checkpoint with use_reentrant=False, or let the input of the checkpoints need a gradient:"
+            " model.enable_input_require_grads() in transformers and PEFT, or x.requires_grad_() on the output of a"
+            " frozen embedding",
+        ),
         "lost_gradient": _Kind(
             "{names} had gradients, and received none since step {since}, although the module still runs"
         ),
@@ -36,10 +48,22 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "If the module should train, check why forward() no longer calls it",
             "note",
         ),
+        "idle": _Kind(
+            "{names}: no gradient other than 0 was seen since step {since}, for example because experts get no tokens;"
+            " {number:.0f} % of similar weights",
+            "Check the load of the experts, and whether the router's auxiliary loss is part of the loss",
+            "note",
+        ),
         "not_held": _Kind(
             "{names} received gradients, but no optimizer updates them",
             "Pass all trainable parameters to the optimizer, including parameters that were added or replaced after the"
             " optimizer was created",
+        ),
+        "converted": _Kind(
+            "{names} received gradients, but no optimizer updates them: Accelerate's FP8 conversion has replaced them",
+            "The conversion unfreezes frozen parameters and unties tied ones. After accelerator.prepare(), freeze again"
+            " what should not train (requires_grad_(False)), and tie again (such as model.tie_weights()). Or first call"
+            " accelerate.utils.convert_model(model), then freeze and tie, then create the optimizer",
         ),
         "frozen_held": _Kind(
             "an optimizer contains {names}, with requires_grad=False",
@@ -83,11 +107,25 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             "Copy the master weights into the weights after the optimizer step and before the next forward",
         ),
     },
+    "learning-rate": {
+        "rises_again": _Kind(
+            "the learning rate fell to 0 in step {since} and has risen to {number:.2g} % of its largest value again"
+        ),
+    },
+    "weight-jump": {
+        "emptied": _Kind(f"{_WRITTEN} set them to 0 before step {{since}}"),
+        "restored": _Kind(f"{_WRITTEN} restored their first values before step {{since}}"),
+        "replaced": _Kind(f"{_WRITTEN} replaced their values before step {{since}}"),
+    },
     "kept-gradient": {
         "kept": _Kind(
-            "the gradient of {names} was not cleared after the optimizer's step in {number:.0f} sampled steps, so the"
-            " next gradient was added to it"
-        )
+            "the gradients of {all_names} were not cleared after the optimizer's step in {number:.0f} sampled steps,"
+            " so the next gradients were added to them"
+        ),
+        "all_kept": _Kind(
+            "the gradients of all parameters were not cleared after the optimizer's step in {number:.0f} sampled"
+            " steps, so the next gradients were added to them"
+        ),
     },
     "replicas-differ": {
         "differs": _Kind("{names}: ranks that had the same values now have different ones"),
@@ -102,7 +140,14 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
         "no_reduction": _Kind(
             "{names}: ranks had the same values before the first step and now have different ones, as do most"
             " parameters; no wrapper that averages gradients was found"
-        )
+        ),
+        "no_sum": _Kind(
+            "{names}: ranks had the same values before the first step and now have different ones, while other"
+            " parameters are sharded or differ by rank",
+            "Ranks that hold parts of a layer, as in tensor or expert parallelism, compute parts of the gradients of"
+            " what they share: all-reduce their sum over these ranks before the optimizer step."
+            " DistributedDataParallel would average them; use it only over ranks with other data",
+        ),
     },
 }
 
@@ -134,7 +179,9 @@ class ParameterRule(Judge):
             if kind is not None:
                 first, *others = row["names"]
                 names = f"{first} and {many(len(others), 'more parameter')}" if others else first
-                seen = kind.seen.format(names=names, number=row["number"], since=row["since"])
+                all_names = fold_for_sentence(*row["names"], most=_MOST_NAMES)
+                places = {"names": names, "all_names": all_names, "number": row["number"], "since": row["since"]}
+                seen = kind.seen.format(**places)
                 layers, key = layers_of(row["names"]), row["what"]
                 yield Sighting(layers, "", "", seen, row["since"], kind.severity, key=key, remedy=kind.remedy)
 
@@ -143,7 +190,7 @@ def layers_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names if name))
 
 
-_COLLECT = "at least 6 steps of the optimizer, each followed by the session's step()"
+_COLLECT = "at least 6 steps of the optimizer"
 
 RULES = (
     Rule(
@@ -156,7 +203,9 @@ RULES = (
             "a parameter receives no gradient in 6 steps of its optimizer, or in 64 steps if its module does not run"
             " while a similar parameter has a gradient. Or a parameter that had gradients receives none in 8 steps"
             " in which its module runs, twice its longest gap so far. Or a parameter has gradients, and no optimizer"
-            " of the process contains it. A parameter with requires_grad=False in an optimizer is a note"
+            " of the process contains it. A parameter with requires_grad=False in an optimizer is a note, and so is one"
+            " without a gradient other than 0 for 60 steps while similar ones have others, as of an expert without"
+            " tokens"
         ),
         silent=(
             "frozen parameters, and copies such as an EMA, that are not in an optimizer; optimizers that step less"
@@ -209,14 +258,34 @@ RULES = (
         consequence_of=("missing-gradient", "dead-gradient"),
     ),
     Rule(
+        id="learning-rate",
+        title="the learning rate rises again after its schedule has ended",
+        subject="model",
+        needs="a torch.optim optimizer",
+        collect=_COLLECT,
+        condition=(
+            "the learning rate falls to 0.5 % of its largest value, and then rises in 5 steps to 5 % of it again"
+        ),
+        silent="warm restarts, which rise in one step; learning rates in tensors on a device",
+        severity="warning",
+        source="torch's CosineAnnealingLR, which rises again after T_max steps; this project",
+        why="the weights leave the minimum that the schedule has reached",
+        disproof="the schedule is cyclic on purpose",
+        remedy=(
+            "End the training where the schedule ends, or make the schedule as long as the training: check its number"
+            " of steps, and whether the scheduler steps more than once per optimizer step"
+        ),
+        judge=functools.partial(ParameterRule, "learning-rate"),
+    ),
+    Rule(
         id="kept-gradient",
         title="gradients are not cleared between optimizer steps",
-        subject="model",
+        subject="layer",
         needs="3 sampled steps of a torch.optim optimizer, each followed by a backward that adds to .grad",
         collect=_COLLECT,
         condition=(
-            "whenever autograd adds to the gradient of a parameter (one for each optimizer) between two steps of the"
-            " optimizer, that gradient is not 0, in 3 consecutive sampled steps"
+            "whenever autograd adds to the gradient of a parameter between two steps of its optimizer, that gradient"
+            " is not 0, in 3 consecutive sampled steps"
         ),
         silent=(
             "gradients that autograd does not add to .grad: those of FSDP's shards and Megatron's main_grad, or"
@@ -275,7 +344,10 @@ RULES = (
         source="arithmetic",
         why="each rank trains a separate model on its part of the data",
         disproof="the ranks average weights only every few steps, as local SGD does",
-        remedy=("Wrap the model in torch.nn.parallel.DistributedDataParallel or FSDP, or call accelerator.prepare()"),
+        remedy=(
+            "If each rank trains the whole model on its own data, wrap the model in DistributedDataParallel or FSDP, or"
+            " call accelerator.prepare(). If ranks compute parts of one batch, all-reduce the sum of their gradients"
+        ),
         judge=functools.partial(ParameterRule, "no-reduction", on_several_ranks=True),
     ),
 )

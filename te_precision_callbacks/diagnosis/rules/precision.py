@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.coverage.coverage import EXCLUDED, REMEDIES, Reason
@@ -18,6 +19,12 @@ LEAST_STEPS = 3
 
 LEAST_LOW = 3
 """Alike layers in low precision that make another one a hole."""
+
+OF_A_BLOCK = 1.5
+"""How many times the weights of a block without Transformer Engine layers the similar blocks may have."""
+
+_BLOCK = re.compile(r"(?P<series>.*?)(?<![^./])(?P<number>\d+)(?=[./])")
+"""A name up to its first number that is a whole part of the path."""
 
 TAIL = 0.15
 """The last share of the layers that NVFP4 is advised against."""
@@ -37,9 +44,11 @@ class Hole(Judge):
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         yield from self._left_low_precision(facts)
+        yield from _blocks_in_high_precision(facts)
         ran = (layer for layer in facts.layers.values() if layer.reasons or layer.low)
         forms = group_by_key((form_of(layer.name), layer) for layer in ran)
         self.judged |= bool(forms)
+        explicit: list[str] = []
         for unordered in forms.values():
             alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
             low = [layer for layer in alike if "fprop" in layer.low]
@@ -50,12 +59,17 @@ class Hole(Judge):
                 names = [layer.name for layer in outside]
                 yield Sighting(tuple(names), "", "", count, None, severity="note", key=form_of(low[0].name))
                 continue
+            kept = [layer.name for layer in alike[1:-1] if "fprop" in layer.reasons and layer.is_explicit]
+            if len(low) >= LEAST_LOW and len(kept) < len(low):
+                explicit += kept
             if len(low) < LEAST_LOW or len(holes) >= len(low):
                 continue
             for reason, names in group_by_key((layer.reasons["fprop"], layer.name) for layer in holes).items():
-                count = f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0].name)}"
-                seen = f"ran in high precision: {_describe_reason(*reason)}; {count}"
+                seen = f"ran in high precision: {_describe_reason(*reason)}; {_low_alike(low)}"
                 yield Sighting(tuple(names), "", "", seen, None, key=f"{form_of(names[0])} {reason[0]}")
+        if explicit:
+            seen = "run inside te.autocast(enabled=False), and most similar layers in low precision"
+            yield Sighting(tuple(explicit), "", "", seen, None, "note", key="explicit")
 
     def _left_low_precision(self, facts: Facts) -> Iterator[Sighting]:
         left = [layer for layer in facts.layers.values() if layer.name in self._low and _is_hole(layer)]
@@ -64,6 +78,38 @@ class Hole(Judge):
         for (reason, since), names in groups.items():
             seen = f"ran in high precision after steps in low precision: {_describe_reason(*reason)}"
             yield Sighting(tuple(names), "", "", seen, since, key=f"left {reason[0]} {since}")
+
+
+def _low_alike(low: Sequence[LayerFacts]) -> str:
+    return f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0].name)}"
+
+
+def _blocks_in_high_precision(facts: Facts) -> Iterator[Sighting]:
+    """Find a block without Transformer Engine layers among blocks that have them, whatever its layers are called.
+
+    A block is the part of a name up to its first number. Blocks of another size are another part of the model.
+    """
+    blocks: dict[tuple[str, int], list[LayerFacts]] = {}
+    for layer in facts.layers.values():
+        match = _BLOCK.match(layer.name)
+        if match and layer.shape and (layer.reasons or layer.low):
+            blocks.setdefault((match["series"], int(match["number"])), []).append(layer)
+    for series, numbered in group_by_key((series, (number, of)) for (series, number), of in blocks.items()).items():
+        low = [layers for _, layers in numbered if any("fprop" in layer.low for layer in layers)]
+        forms = {form_of(layer.name) for layers in low for layer in layers if "fprop" in layer.low}
+        others = [
+            layers
+            for _, layers in sorted(numbered, key=lambda block: block[0])[1:-1]
+            if not any(layer.low or layer.is_of_te or form_of(layer.name) in forms for layer in layers)
+        ]
+        if len(others) != 1 or len(low) < LEAST_LOW:
+            continue
+        sizes = [sum(layer.shape[0] * layer.shape[1] for layer in layers) for layers in (*low, *others)]
+        if sorted(sizes[:-1])[len(low) // 2] <= OF_A_BLOCK * sizes[-1]:
+            names = tuple(layer.name for layer in others[0])
+            reason = _describe_reason(*others[0][0].reasons["fprop"]) if "fprop" in others[0][0].reasons else ""
+            seen = f"no layer of the block runs in low precision: {reason}; {len(low)} similar blocks have such layers"
+            yield Sighting(names, "", "", seen, None, key=f"block {series}")
 
 
 def _describe_reason(reason: str, exactly: str) -> str:
@@ -84,12 +130,14 @@ class NoLowPrecision(Judge):
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self._facts = facts
-        self._has_low |= any(layer.low for layer in facts.layers.values())
+        self._has_low |= any(layer.low or _is_recomputed(layer) for layer in facts.layers.values())
         self.judged |= self._has_low
+        has_unobserved = any(layer.is_unobserved for layer in facts.layers.values())
+        self.applies = self._has_low or not has_unobserved
         yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        if self._has_low:
+        if self._has_low or not self.applies:
             return
         self._steps += any(layer.low or layer.reasons for layer in facts.layers.values())
         if self._steps >= LEAST_STEPS:
@@ -98,7 +146,7 @@ class NoLowPrecision(Judge):
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "segment_ended":
-            self.judged |= self._facts.has_run
+            self.judged |= self._facts.has_run and bool(self.applies)
             yield from self._sighting(self._facts)
             yield from self._ended(self._facts)
 
@@ -113,7 +161,7 @@ class NoLowPrecision(Judge):
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         of_te = [layer for layer in ran if layer.is_of_te]
         expected = "" if facts.settings is None else facts.settings.expects_low
-        if self._has_low or not (of_te or (ran and expected)):
+        if self._has_low or not self.applies or not (of_te or (ran and expected)):
             return
         reasons = Counter(reason for layer in of_te or ran for reason in layer.reasons.values())
         name, exactly = reasons.most_common(1)[0][0]
@@ -130,14 +178,15 @@ def _remedy(reason: Reason) -> str:
     return text[:1].upper() + text[1:]
 
 
+def _is_recomputed(layer: LayerFacts) -> bool:
+    """Return whether a checkpoint recomputes a layer in high precision, whose forward ran in low precision."""
+    return any(name == Reason.RECOMPUTED.name for name, _ in layer.reasons.values())
+
+
 class Recomputed(Judge):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self.judged |= facts.has_run
-        layers = [
-            layer.name
-            for layer in facts.layers.values()
-            if any(name == Reason.RECOMPUTED.name for name, _ in layer.reasons.values())
-        ]
+        layers = [layer.name for layer in facts.layers.values() if _is_recomputed(layer)]
         if layers:
             seen = "the forward runs in low precision, the backward does not: " + Reason.RECOMPUTED.value
             yield Sighting(tuple(layers), "", "", seen, None)
@@ -196,12 +245,14 @@ RULES = (
         collect=_COLLECT,
         condition=(
             "a layer's forward GEMM runs in high precision, but it ran in low precision in earlier steps, or most"
-            f" similar layers (names that differ only in numbers; at least {LEAST_LOW}) run in low precision. If most"
-            " of the similar layers run outside of te.autocast, the finding is a note"
+            f" similar layers (names that differ only in numbers; at least {LEAST_LOW}) run in low precision. Or a"
+            " single block has no Transformer Engine layers, but at least two thirds of the weights of the similar"
+            " blocks. If most of the similar layers run outside of te.autocast, or if te.autocast(enabled=False) keeps"
+            " a few of them in high precision, the finding is a note"
         ),
         silent=(
-            "layers that a section of the config, the recipe or te.autocast(enabled=False) keeps in high precision;"
-            " the first and the last of the similar layers"
+            "layers that a section of the config or the recipe keeps in high precision; the first and the last of the"
+            " similar layers and blocks; several blocks without Transformer Engine layers, as in hybrid models"
         ),
         severity="warning",
         source="this project",
@@ -221,7 +272,10 @@ RULES = (
             " if the trainer's settings, or a te.autocast(enabled=True) without layers in it, show that low"
             " precision is expected; else a note"
         ),
-        silent="models without Transformer Engine layers, unless the trainer was asked to convert them",
+        silent=(
+            "models without Transformer Engine layers, unless the trainer was asked to convert them; runs in which"
+            " layers were not observed"
+        ),
         severity="warning",
         source="accelerate#2597, LLaMA-Factory#9500, axolotl#3323: runs in BF16 that were meant to be FP8",
         why="the run has the speed and the numerics of high precision",

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses_too_much, overflow_threshold
+from te_precision_callbacks.sinks.step_records import Event
 
 FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3
 """Powers of two by which amax is above the range of the scale, the same where elements overflow, and collection steps
@@ -236,6 +238,20 @@ class ScalesDiffer(Judge):
             )
 
 
+class LostScales(Judge):
+    """The scales that a resume has lost, as the audit of a resume reports them."""
+
+    applies = False
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        if event.kind == "resume_audited":
+            self.applies = self.judged = True
+            layers = tuple(event.data.get("without_scales", ()))
+            if layers:
+                seen = f"the resume has lost the scales and amax histories of {many(len(layers), 'layer')}"
+                yield Sighting(layers, "", "", seen, event.iteration)
+
+
 def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
     """[layers of the column]: the maximum of the operand's format; nan without delayed scaling."""
     tensor = column.family.tensor
@@ -255,6 +271,29 @@ _COLLECT = (
 )
 
 RULES = (
+    Rule(
+        id="lost-scales",
+        title="a resume lost the scales and amax histories of delayed scaling",
+        subject="layer",
+        needs="a resume",
+        collect="the session's state in the checkpoint (session.state_dict()), and delayed scaling",
+        condition=(
+            "scales and amax histories of the checkpoint's fingerprint are missing, or 1, in the restored model. Or,"
+            " without a fingerprint, the optimizer has stepped before, and at its first step in the session all amax"
+            " histories have fewer rows than that"
+        ),
+        silent="optimizers without a count of steps, such as SGD; histories of a single step; recipes without history",
+        severity="warning",
+        source="NVIDIA-NeMo/Megatron-Bridge#1730, NVIDIA/TransformerEngine#982",
+        why="the first steps run with scales of 1: gradients round to 0, and large values are clipped",
+        disproof="the earlier steps ran in high precision, or with another recipe",
+        remedy=(
+            "Save and load the whole state_dict(), with the keys that end in _extra_state, and without strict=False."
+            " docs/resuming.md explains how to save and load a checkpoint of FP8 training"
+        ),
+        recipes=("fp8_delayed_scaling",),
+        judge=LostScales,
+    ),
     Rule(
         id="scale-never-updated",
         title="the scale of delayed scaling is never updated",
@@ -305,8 +344,8 @@ RULES = (
         why="until a spike leaves the amax history, small elements round to 0",
         disproof="underflows% falls once the spike has left the history",
         remedy=(
-            "Use amax_compute_algo='most_recent', a shorter amax_history_len, or Float8CurrentScaling. If amax keeps"
-            " rising, look for the cause of the growth"
+            "If amax keeps rising, first lower the learning rate, or find another cause of the growth. Otherwise use"
+            " amax_compute_algo='most_recent', a shorter amax_history_len, or Float8CurrentScaling"
         ),
         cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+
+NEEDS_SCALER = (
+    "Gradients in float16 below 6e-8 are 0: scale the loss with torch.amp.GradScaler, which needs weights in float32"
+    " under torch.autocast(dtype=torch.float16). Or train in bfloat16"
+)
+
+NOTED_MARGIN, LARGE_MARGIN = 3, 6
+"""Powers of two between amax and the format's maximum that are a note, and a warning."""
 
 
 class LossScaling(Judge):
@@ -17,6 +26,11 @@ class LossScaling(Judge):
         self.judged = True
         if settings.loss_is_scaled and not settings.float16 and not _has_float16(facts):
             yield Sighting((), "", "", "a GradScaler scales the loss, but nothing runs in float16", None)
+
+
+def needs_scaler(facts: Facts) -> bool:
+    """Return whether something runs in float16 although no GradScaler scales the loss."""
+    return facts.settings is not None and not facts.settings.loss_is_scaled and _has_float16(facts)
 
 
 def _has_float16(facts: Facts) -> bool:
@@ -65,6 +79,24 @@ class IgnoredArgument(Judge):
         for row in settings.ignored:
             seen = f"{row['recipe']}: {row['argument']} ({row['value']}) has no effect: {row['why']}. {row['instead']}"
             yield Sighting((), "", "", seen, None, "warning", key=f"{row['recipe']}.{row['argument']}")
+
+
+class UnusualMargin(Judge):
+    applies = None
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        settings = facts.settings
+        if settings is None or not facts.has_run:
+            return
+        self.applies = self.judged = bool(settings.margins)
+        for margin in settings.margins:
+            if margin < 0:
+                seen = f"margin={margin:g}: elements above 2^{margin:g} of the largest recent amax are clipped"
+                yield Sighting((), "", "", seen, None, "warning", key=f"{margin:g}")
+            elif margin >= NOTED_MARGIN:
+                seen = f"margin={margin:g} leaves the upper {margin:g} powers of two of the format unused"
+                severity: Severity = "warning" if margin >= LARGE_MARGIN else "note"
+                yield Sighting((), "", "", seen, None, severity, key=f"{margin:g}")
 
 
 _COLLECT = "a session, or a run recorded by one"
@@ -144,5 +176,27 @@ RULES = (
         disproof="a run without the argument has different losses in its first steps",
         remedy="Apply the fix in the finding, or remove the argument",
         judge=IgnoredArgument,
+    ),
+    Rule(
+        id="margin",
+        title="delayed scaling has an unusual margin",
+        subject="config",
+        needs="a recipe with a margin",
+        collect=_COLLECT,
+        condition=(
+            f"the margin of a DelayedScaling recipe is below 0, or at least {LARGE_MARGIN}; a note from"
+            f" {NOTED_MARGIN} on"
+        ),
+        silent="the default 0, and small margins",
+        severity="warning",
+        source=(
+            "Transformer Engine 2.20: scale = format maximum / amax / 2^margin; E4M3 has 18 powers of two, E5M2 32."
+            " The thresholds are this project's"
+        ),
+        why="a scale too small rounds small elements to 0, and a scale too large clips the largest ones",
+        disproof="underflows% and overflows% are as with margin=0",
+        remedy="Remove margin= from the recipe",
+        recipes=("fp8_delayed_scaling",),
+        judge=UnusualMargin,
     ),
 )

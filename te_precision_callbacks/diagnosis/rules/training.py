@@ -14,6 +14,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.runs.answers import is_loss, is_training_loss, loss_first, words_of
+from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 
 WINDOW, OF_MEAN, MEANS = 30, 8, (1, 8, 64, 512)
 """Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
@@ -27,13 +28,27 @@ JUMP = 0.6
 FLAT, RISING = 0.01, 0.10
 """The share by which the loss may fall over the window, and the share by which it rises for a warning."""
 
+CLIPPED, CLIPPED_STEPS, NEARLY_ALL_CLIPPED = 50.0, 20, 0.9
+"""How many times the limit a gradient norm is before clipping, the last steps with clipping, and their share."""
+
+NEAR_GUESS = 0.1
+"""The relative difference between a first loss and a multiple of the loss of a uniform guess."""
+
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
 
 def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
-    """The gradient norm among the trainer's metrics, with its name; an empty name and nan without one."""
+    """The gradient norm among the trainer's metrics, with its name; an empty name and nan without one.
+
+    A norm that is inf or nan comes first, then the norm that clipping was seen to use: some scripts log the norm after
+    clipping.
+    """
     norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
-    name = min(norms, key=lambda name: (name != "grad_norm", len(name), name), default="")
+
+    def order(name: str) -> tuple[bool, bool, bool, int, str]:
+        return math.isfinite(values[name]), name != CLIPPED_NORM, name != "grad_norm", len(name), name
+
+    name = min(norms, key=order, default="")
     return name, values.get(name, math.nan)
 
 
@@ -148,6 +163,62 @@ class GradientNorm(Judge):
         yield Sighting((), "", "", seen, window[0].iteration, severity)
 
 
+class GradientSize(Judge):
+    """Checks the gradient norm against the limit of clipping, and the first loss against a uniform guess."""
+
+    needed, _kind_of_step = CLIPPED_STEPS, "step with clipping"
+    applies = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ratios: deque[tuple[int, float, float]] = deque(maxlen=CLIPPED_STEPS)
+        self._first: tuple[int, str, float] | None = None
+        self._heads: list[tuple[int, int]] = []  # classes and micro-batches
+
+    def facts(self, facts: Facts) -> Iterator[Sighting]:
+        calls = [layer.calls for layer in facts.layers.values() if layer.calls]
+        self._heads = [(head.shape[0], min(calls)) for head in facts.heads]
+        yield from self._check_first_loss()
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
+        losses = [name for name in loss_first(values) if is_training_loss(name)]
+        if losses and self._first is None:
+            self._first = iteration, losses[0], values[losses[0]]
+            yield from self._check_first_loss()
+        norm, limit = values.get(CLIPPED_NORM, math.nan), values.get(CLIPPING_LIMIT, math.nan)
+        if not (math.isfinite(norm) and math.isfinite(limit) and limit > 0):
+            return
+        self.applies = True
+        self.note_data(iteration)
+        self._ratios.append((iteration, norm / limit, limit))
+        clipped = sorted(ratio for _, ratio, _ in self._ratios)
+        least = clipped[round((1 - NEARLY_ALL_CLIPPED) * len(clipped))]
+        if len(clipped) == CLIPPED_STEPS and least >= CLIPPED:
+            seen = (
+                f"the gradient norm was at least {least:.3g} times the limit of clipping ({limit:.3g}) in"
+                f" {sum(ratio >= least for ratio in clipped)} of {CLIPPED_STEPS} steps"
+            )
+            yield Sighting((), "", "", seen, self._ratios[0][0], key="clipped")
+
+    def _check_first_loss(self) -> Iterator[Sighting]:
+        if self._first is None:
+            return
+        iteration, name, loss = self._first
+        for classes, count in self._heads:
+            guess = math.log(max(classes, 2))
+            if count > 1 and abs(loss / (count * guess) - 1) <= NEAR_GUESS:
+                seen = (
+                    f"the first {name} is {loss:.3g}, {count} times that of a uniform guess among {classes} classes"
+                    f" ({guess:.3g}), and a step has {count} micro-batches"
+                )
+                yield Sighting((), "", "", seen, iteration, key="first loss", remedy=_DIVIDE)
+
+
+_DIVIDE = (
+    "Divide the loss of each micro-batch by the number of micro-batches before backward(), unless only the logged"
+    " value is a sum. Otherwise the gradients are that many times too large"
+)
+
 RULES = (
     Rule(
         id="nonfinite-loss",
@@ -170,6 +241,7 @@ RULES = (
         ),
         judge=NonfiniteLoss,
         essential=True,
+        consequence_of=("nonfinite",),
     ),
     Rule(
         id="gradient-norm",
@@ -197,5 +269,30 @@ RULES = (
         ),
         cost="higher precision runs at the speed of BF16",
         judge=GradientNorm,
+    ),
+    Rule(
+        id="gradient-size",
+        title="the gradients have the wrong size",
+        subject="model",
+        needs=f"at least {CLIPPED_STEPS} steps with torch.nn.utils.clip_grad_norm_",
+        collect="clipping by torch.nn.utils.clip_grad_norm_, which a session observes",
+        condition=(
+            f"before clipping, the gradient norm is at least {CLIPPED:g} times the limit in"
+            f" {100 * NEARLY_ALL_CLIPPED:g} % of {CLIPPED_STEPS} steps. Or the first loss is, within"
+            f" {100 * NEAR_GUESS:g} %, N times ln(outputs of the model's last layer), and a step has N micro-batches"
+        ),
+        silent="clipping by a limit of inf, which only measures the norm; clipping by DeepSpeed, Megatron or FSDP",
+        severity="note",
+        source="Megatron-LM issue 1532: a loss that was a sum over tokens; the thresholds are this project's",
+        why=(
+            "clipping then sets the size of each step, and the part of the gradient that is too large hides all other"
+            " parts"
+        ),
+        disproof="the limit is small on purpose, to normalize all gradients",
+        remedy=(
+            "Look for a loss, or an auxiliary loss, that is a sum instead of a mean over tokens or micro-batches. With"
+            " a GradScaler, call scaler.unscale_(optimizer) before clipping"
+        ),
+        judge=GradientSize,
     ),
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_scaler
 from te_precision_callbacks.statistics.names import BELOW_EPS, STALE, UNCHANGED
 
 STALE_SHARE, STALE_STEPS = 3.0, 2
@@ -24,7 +25,7 @@ class AboveThreshold(Judge):
     """A statistic at or above a threshold in several collection steps in a row.
 
     ``seen`` has a place for the value; ``applies_to`` returns whether the rule applies to a run, None if unknown. By
-    default it applies if values exist.
+    default it applies if values exist. ``is_of_gradients``: gradients that are too small in float16 can cause it.
     """
 
     def __init__(
@@ -34,10 +35,13 @@ class AboveThreshold(Judge):
         needed: int,
         seen: str,
         applies_to: Callable[[Facts], bool | None] | None = None,
+        *,
+        is_of_gradients: bool = False,
     ) -> None:
         self.needed = needed
         super().__init__()
         self._statistic, self._threshold, self._seen, self._applies_to = statistic, threshold, seen, applies_to
+        self._is_of_gradients = is_of_gradients
         self.applies = applies_to is not None
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
@@ -51,7 +55,8 @@ class AboveThreshold(Judge):
             self.applies = self.applies or self._applies_to is None
             holds = column.values >= self._threshold
             for sighting in self.streaks.sightings(numbers, facts, column, holds, self._seen, column.values):
-                yield sighting._replace(layers=tuple(filter(None, sighting.layers)))
+                remedy = NEEDS_SCALER if self._is_of_gradients and needs_scaler(facts) else ""
+                yield sighting._replace(layers=tuple(filter(None, sighting.layers)), remedy=remedy)
 
 
 def _has_16_bit_weights(facts: Facts) -> bool | None:
@@ -109,7 +114,10 @@ RULES = (
         source="this project: bfloat16 keeps 8 bits, so an update below 1/256 to 1/512 of a weight is lost",
         why="the loss stops falling, whatever the precision of the GEMMs",
         disproof="the same run with master weights in float32 has the same loss",
-        remedy="Use float32 master weights or stochastic rounding, or raise the learning rate",
+        remedy=(
+            "Use float32 master weights or stochastic rounding. Raise the learning rate if it is far below the usual"
+            " one"
+        ),
         cost="four more bytes per weight",
         judge=functools.partial(
             AboveThreshold,
@@ -118,6 +126,7 @@ RULES = (
             LOST_STEPS,
             "{:.3g} % of the weights in bfloat16 or float16 are unchanged by an optimizer step",
             _has_16_bit_weights,
+            is_of_gradients=True,
         ),
         consequence_of=("below-eps",),
     ),
@@ -148,6 +157,7 @@ RULES = (
             SMALL_STEPS,
             "{:.3g} % of the weights have gradients below the optimizer's eps",
             _adds_eps,
+            is_of_gradients=True,
         ),
     ),
 )

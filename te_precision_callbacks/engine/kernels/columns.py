@@ -22,9 +22,16 @@ MOMENT_SUMS = ("finite", "nonfinite", "zeros", "sum", "square_sum", "abs_sum")
 MAXIMA = ("max", "negated_min", "negated_min_nonzero")
 """max(x); max(-x); max(-abs(x)) over x != 0. :data:`NOTHING` without such an element."""
 
-COMPARISON_SUMS = ("compared", "underflows", "overflows", "error_square_sum", "signal_square_sum")
+COMPARISON_SUMS = (
+    "compared",
+    "underflows",
+    "overflows",
+    "error_square_sum",
+    "signal_square_sum",
+    "underflow_square_sum",
+)
 """Comparison of x with its quantized value y: number of finite x; of x != 0 with y == 0; of abs(x) above the largest
-value of the format and scale; sum of (x - y)^2; sum of x^2.
+value of the format and scale; sum of (x - y)^2; sum of x^2; sum of x^2 over x with y == 0.
 """
 
 SCALE_SUMS = ("scales", "scale_sum", "scale_square_sum")

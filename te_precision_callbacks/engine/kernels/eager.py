@@ -97,7 +97,7 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
         limit: float32, broadcastable: the largest magnitude of the quantized form.
 
     Returns:
-        float64, [5, rows].
+        float64, [6, rows].
     """
     x = widen(values)
     magnitude = x.abs()
@@ -112,6 +112,7 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
             _count(finite & (magnitude > limit)),
             (error * error).sum(1),
             (signal * signal).sum(1),
+            torch.where(underflow, signal * signal, 0.0).sum(1),
         ]
     )
 

@@ -36,7 +36,7 @@ _BAND = 2**24
 
 _BY_BLOCK = frozenset({StatisticSource.LOSSES, StatisticSource.SCALES, StatisticSource.SCALE_LIMITS})
 
-_COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
+_COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL, _ = range(len(COMPARISON_SUMS))
 
 
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ def needs_blocks(wanted: Collection[StatisticSource]) -> bool:
 def _compare_blocks(
     blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor, number_format: FloatFormat, *, by_block: bool
 ) -> torch.Tensor:
-    """COMPARISON_SUMS of blocks and decoded codes: [5, blocks], or [5, 1] over all blocks."""
+    """COMPARISON_SUMS of blocks and decoded codes: [6, blocks], or [6, 1] over all blocks."""
     function = _comparison(number_format, by_block)
     pieces = compiled.pieces(blocks)
     sizes = [len(piece) for piece in pieces]
@@ -181,7 +181,7 @@ def columns_of(
     """Compute the columns of the wanted kinds.
 
     Args:
-        compared: COMPARISON_SUMS, [5, blocks] if a kind needs single blocks, else [5, 1].
+        compared: COMPARISON_SUMS, [6, blocks] if a kind needs single blocks, else [6, 1].
         occupied: bool, [blocks]: true for a block with an element other than 0; None to derive it from ``compared``.
         blocks: [blocks, elements], before quantization; needed for the ranges.
     """

@@ -9,14 +9,15 @@
 //   abs_sum             7 u sum(|x|)
 //   square_sum          8 u sum(x^2)    of the first square too
 //   error_square_sum   10 u sum(e^2)    e is rounded, which counts twice in its square
+//   underflow_square_sum  8 u sum(x^2)  over the numbers whose code is 0, scaled by a power of two
 //
 // (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2.) Roundings go up and down alike, so that
 // sums of whole tensors are wrong by a thousandth of that. A block is measured once more, in double alone
 // (measure_exactly), where float does not do:
 //
 //   - something is inf or nan, or a square would overflow;
-//   - its largest number is below 2^-44, or the sum of its squared errors below 2^-90: what is lost where float has
-//     no more exponents, 2^-126 an element, would matter;
+//   - its largest number is below 2^-44, or the sum of its squared errors, or that of its scaled underflows, below 2^-90:
+//     what is lost where float has no more exponents, 2^-126 an element, would matter;
 //   - the square of its mean is more than 2/3 of its variance. With it below that in all blocks, and so in the whole
 //     tensor, the variance sum(x^2) / n - mean^2 is wrong by at most 8 u 5/3 + 2 * 7 u sqrt(2/3 * 5/3) = 28 u of itself,
 //     and the standard deviation by 14 u, or 8.4e-7.
@@ -166,12 +167,12 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 }
 
 struct Sums {
-  double finite, zeros, sum, square_sum, abs_sum, underflows, overflows, error_square_sum;
+  double finite, zeros, sum, square_sum, abs_sum, underflows, overflows, error_square_sum, underflow_square_sum;
   float max, negated_min;
   uint32_t smallest;  // bits of the smallest magnitude but 0, less 1; kNone if there is none
 };
 
-const Sums kNothing = {0, 0, 0, 0, 0, 0, 0, 0, -kInfinity, -kInfinity, kNone};
+const Sums kNothing = {0, 0, 0, 0, 0, 0, 0, 0, 0, -kInfinity, -kInfinity, kNone};
 
 inline void add_to(Sums& all, const Sums& one) {
   all.finite += one.finite;
@@ -182,6 +183,7 @@ inline void add_to(Sums& all, const Sums& one) {
   all.underflows += one.underflows;
   all.overflows += one.overflows;
   all.error_square_sum += one.error_square_sum;
+  all.underflow_square_sum += one.underflow_square_sum;
   if (one.max > all.max) all.max = one.max;
   if (one.negated_min > all.negated_min) all.negated_min = one.negated_min;
   if (one.smallest < all.smallest) all.smallest = one.smallest;
@@ -372,7 +374,7 @@ Sums measure_exactly(const char* values, const uint8_t* codes, int64_t count, fl
   Count finite_count{}, zero_count{}, underflow_count{}, overflow_count{};
   Units smallest = Units{} + kNone;
   Floats max = Floats{} - kInfinity, min = Floats{} + kInfinity;
-  Doubles sum[2]{}, square_sum[2]{}, abs_sum[2]{}, error_square_sum[2]{};
+  Doubles sum[2]{}, square_sum[2]{}, abs_sum[2]{}, error_square_sum[2]{}, underflow_square_sum[2]{};
   char rest[4 * kLanes];
   uint8_t rest_of_codes[kLanes];
   for (int64_t at = 0; at < count; at += kLanes) {
@@ -413,11 +415,14 @@ Sums measure_exactly(const char* values, const uint8_t* codes, int64_t count, fl
       __builtin_prefetch(from_codes + kAhead);
       const Floats quantized = Codes::decode(load_bytes(from_codes)) * scale_inv;
       const Floats largest = Floats{} + Codes::kLargest * scale_inv;
-      add_to(underflow_count, first_alone(both(is_finite, is_zero(quantized)), is_0));
+      const Mask is_lost = both(is_finite, is_zero(quantized));
+      add_to(underflow_count, first_alone(is_lost, is_0));
       add_to(overflow_count, both(is_finite, is_greater(bits_of<Floats>(magnitude), largest)));
       const Halves other = as_doubles(bits_of<Floats>(or_zero(is_finite, bits_of<Ints>(quantized))));
+      const Halves lost = as_doubles(bits_of<Floats>(or_zero(is_lost, bits)));
       for (int half = 0; half < 2; ++half) {
         error_square_sum[half] = plus_square(error_square_sum[half], wide.half[half] - other.half[half]);
+        underflow_square_sum[half] = plus_square(underflow_square_sum[half], lost.half[half]);
       }
     }
   }
@@ -431,6 +436,7 @@ Sums measure_exactly(const char* values, const uint8_t* codes, int64_t count, fl
   found.underflows = total(underflow_count);
   found.overflows = total(overflow_count);
   found.error_square_sum = total(error_square_sum[0] + error_square_sum[1]);
+  found.underflow_square_sum = total(underflow_square_sum[0] + underflow_square_sum[1]);
   set_extremes(found, max, min, smallest);
   return found;
 }
@@ -536,6 +542,10 @@ inline void Run<BFloat16>::add(const char* from, Pair, Pair) {
 }
 #endif
 
+inline Floats scaled_where_zero(Floats quantized, Floats x, float up) {
+  return bits_of<Floats>(or_zero(is_zero(quantized), bits_of<Ints>(x))) * up;
+}
+
 template <typename Values>
 double count_above(float limit, const char* values) {
   Ints above{};
@@ -550,13 +560,15 @@ template <typename Values, typename Codes>
 __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* codes, float scale_inv, Sums& found) {
   constexpr bool kCompares = !std::is_same<Codes, None>::value;
   Counted<Values::kBytes> counted;
-  Doubles sum{}, square_sum{}, abs_sum{}, error_square_sum{};
+  Doubles sum{}, square_sum{}, abs_sum{}, error_square_sum{}, underflow_square_sum{};
   TwiceBytes largest_code{};
   float factor = scale_inv;
   if constexpr (kCompares) factor *= Codes::kFromFloat16;
+  // Numbers that became 0 are scaled to about 1, where their squares are no subnormal numbers.
+  const float up = bits_of<float>((254 << 23) - (bits_of<int32_t>(scale_inv) & kInfinityBits));
   for (int64_t at = 0; at < kBlock;) {
     Run<Values> run;
-    Floats error_square_part{};
+    Floats error_square_part{}, underflow_square_part{};
     for (int pair = 0; pair < kRun; ++pair, at += 2 * kLanes) {
       const char* from = values + at * Values::kBytes;
       __builtin_prefetch(from + kAhead);
@@ -585,12 +597,19 @@ __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* 
         const Floats first_error = x.first - quantized.first, second_error = x.second - quantized.second;
         error_square_part = fused(first_error, first_error, error_square_part);
         error_square_part = fused(second_error, second_error, error_square_part);
+        const Floats first_lost = scaled_where_zero(quantized.first, x.first, up);
+        const Floats second_lost = scaled_where_zero(quantized.second, x.second, up);
+        underflow_square_part = fused(first_lost, first_lost, underflow_square_part);
+        underflow_square_part = fused(second_lost, second_lost, underflow_square_part);
       }
     }
     add_lanes(sum, run.sum);
     add_lanes(square_sum, run.square_sum);
     add_lanes(abs_sum, run.abs_sum);
-    if constexpr (kCompares) add_lanes(error_square_sum, error_square_part);
+    if constexpr (kCompares) {
+      add_lanes(error_square_sum, error_square_part);
+      add_lanes(underflow_square_sum, underflow_square_part);
+    }
   }
   found = kNothing;
   found.finite = kBlock;
@@ -605,8 +624,11 @@ __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* 
   if constexpr (kCompares) {
     found.underflows = total(counted.underflows);
     found.error_square_sum = total(error_square_sum);
+    const double scaled_underflows = total(underflow_square_sum), wide_up = up;
+    found.underflow_square_sum = scaled_underflows / (wide_up * wide_up);
     for (int i = 0; i < 2 * kLanes; ++i) do_sums &= largest_code[i] <= Codes::kLargestCode;
     do_sums &= found.error_square_sum >= power_of_two(-90) && found.error_square_sum < kInfinity;
+    do_sums &= found.underflows == 0 || (scaled_underflows >= power_of_two(-90) && scaled_underflows < kInfinity);
     const float largest = Codes::kLargest * scale_inv;
     if (do_sums && amax > largest) found.overflows = count_above<Values>(largest, values);
   }
@@ -745,6 +767,7 @@ extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
     compared[2] += all.overflows;
     compared[3] += all.error_square_sum;
     compared[4] += all.square_sum;
+    compared[5] += all.underflow_square_sum;
   }
   const double scale = scale_inv;
   const bool is_scale = scale > 0 && scale < kInfinity;

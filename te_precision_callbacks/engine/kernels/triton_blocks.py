@@ -287,6 +287,7 @@ def _measure(
     underflow_count = tl.full([THREADS], 0, tl.int32)
     overflow_count = tl.full([THREADS], 0, tl.int32)
     error_square_sum = tl.full([THREADS], 0, tl.float64)
+    underflow_square_sum = tl.full([THREADS], 0, tl.float64)
     seen = tl.full([], 0, tl.int64)
 
     block_count = tl.full([PARTS], 0, tl.int32)
@@ -376,10 +377,11 @@ def _measure(
                 else:
                     code_at = row.to(tl.int64) * code_row_stride + column.to(tl.int64) * code_column_stride
                     y = decode(tl.load(codes + code_at, mask=mask, other=0), CODES) * factor
-                underflows, overflows, squared_error = comparison(x, y, largest)
+                underflows, overflows, squared_error, squared_loss = comparison(x, y, largest)
                 underflow_count += thread_sum(underflows)
                 overflow_count += thread_sum(overflows)
                 error_square_sum += squared_error
+                underflow_square_sum += squared_loss
                 if LOSSES:
                     finite_here += _in_thread(is_finite(x).to(tl.int32), False, HEIGHT, WIDTH)
                     underflows_here += _in_thread(underflows, False, HEIGHT, WIDTH)
@@ -442,26 +444,34 @@ def _measure(
         store_moments(sums, finite_total, seen, nonzero_count, total, square_total, abs_sum)
         store_extremes(maxima, maximum, negated_min, above_zero)
     if CODES != "":
-        store_comparison(sums + 6, finite_total, underflow_count, overflow_count, error_square_sum, square_total)
+        store_comparison(
+            sums + 6,
+            finite_total,
+            underflow_count,
+            overflow_count,
+            error_square_sum,
+            square_total,
+            underflow_square_sum,
+        )
     if SCALE_SOURCES:
-        tl.store(sums + 11, total_of(tl.where(leads, scale_count, 0)))
-        tl.store(sums + 12, total_of(tl.where(leads, scale_sum, 0)))
-        tl.store(sums + 13, total_of(tl.where(leads, scale_square_sum, 0)))
+        tl.store(sums + 12, total_of(tl.where(leads, scale_count, 0)))
+        tl.store(sums + 13, total_of(tl.where(leads, scale_sum, 0)))
+        tl.store(sums + 14, total_of(tl.where(leads, scale_square_sum, 0)))
         tl.store(maxima + 3, tl.max(scale_max, 0).to(tl.float64))
         tl.store(maxima + 4, tl.max(negated_scale_min, 0).to(tl.float64))
     if LIMITS:
-        tl.store(sums + 14, total_of(tl.where(leads, block_count, 0)))
-        tl.store(sums + 15, total_of(tl.where(leads, saturated_count, 0)))
-        tl.store(sums + 16, total_of(tl.where(leads, flushed_count, 0)))
-        tl.store(sums + 17, total_of(tl.where(leads, zero_count, 0)))
+        tl.store(sums + 15, total_of(tl.where(leads, block_count, 0)))
+        tl.store(sums + 16, total_of(tl.where(leads, saturated_count, 0)))
+        tl.store(sums + 17, total_of(tl.where(leads, flushed_count, 0)))
+        tl.store(sums + 18, total_of(tl.where(leads, zero_count, 0)))
     if LOSSES:
-        tl.store(sums + 18, total_of(tl.where(leads, block_count, 0)))
-        tl.store(sums + 19, total_of(tl.where(leads, underflow_blocks, 0)))
-        tl.store(sums + 20, total_of(tl.where(leads, overflow_blocks, 0)))
+        tl.store(sums + 19, total_of(tl.where(leads, block_count, 0)))
+        tl.store(sums + 20, total_of(tl.where(leads, underflow_blocks, 0)))
+        tl.store(sums + 21, total_of(tl.where(leads, overflow_blocks, 0)))
         tl.store(maxima + 5, tl.max(worst.to(tl.float64) / worst_of.to(tl.float64), 0))
     if RANGES:
-        tl.store(sums + 21, total_of(tl.where(leads, range_count, 0)))
-        tl.store(sums + 22, total_of(tl.where(leads, range_sum, 0)))
+        tl.store(sums + 22, total_of(tl.where(leads, range_count, 0)))
+        tl.store(sums + 23, total_of(tl.where(leads, range_sum, 0)))
         tl.store(maxima + 6, tl.max(range_max, 0))
         tl.store(maxima + 7, tl.max(negated_range_min, 0))
     if EXPONENTS:
@@ -499,11 +509,11 @@ def _merge(
         column = tl.arange(0, WIDTH)
         total, largest = merge_rows(partials, 0, programs, column, COLUMNS, EXTREMES, ROWS)
         _add_to(sums, moments_at, total, column, 0, 6)
-        _add_to(sums, compared_at, total, column, 6, 5)
-        _add_to(sums, scales_at, total, column, 11, 3)
-        _add_to(sums, limits_at, total, column, 14, 4)
-        _add_to(sums, losses_at, total, column, 18, 3)
-        _add_to(sums, ranges_at, total, column, 21, 2)
+        _add_to(sums, compared_at, total, column, 6, 6)
+        _add_to(sums, scales_at, total, column, 12, 3)
+        _add_to(sums, limits_at, total, column, 15, 4)
+        _add_to(sums, losses_at, total, column, 19, 3)
+        _add_to(sums, ranges_at, total, column, 22, 2)
         _raise_to(maxima, maxima_at, largest, column, COLUMNS, 3)
         _raise_to(maxima, scale_maxima_at, largest, column, COLUMNS + 3, 2)
         _raise_to(maxima, loss_maxima_at, largest, column, COLUMNS + 5, 1)

@@ -330,6 +330,7 @@ def _measure(
     underflow_count = tl.full([THREADS], 0, tl.int32)
     overflow_count = tl.full([THREADS], 0, tl.int32)
     error_square_sum = tl.full([THREADS], 0, tl.float64)
+    underflow_square_sum = tl.full([THREADS], 0, tl.float64)
     histogram = tl.full([256], 0, tl.int64)
     if CODES != "":
         scale = tl.load(scale_inv)
@@ -379,10 +380,11 @@ def _measure(
             if WHOLE_RUNS:
                 offset += lane.to(tl.int64) * code_stride0
             y = decode(tl.load(codes + offset, mask=mask, other=0), CODES) * scale
-            underflows, overflows, squared_error = comparison(x, y, largest)
+            underflows, overflows, squared_error, squared_loss = comparison(x, y, largest)
             underflow_count += thread_sum(underflows)
             overflow_count += thread_sum(overflows)
             error_square_sum += squared_error
+            underflow_square_sum += squared_loss
 
         if HISTOGRAM:
             histogram += exponent_counts(x, tile)
@@ -393,13 +395,21 @@ def _measure(
     square_total = total_of(square_sum)
     store_moments(sums, finite_total, seen, nonzero_count, total, square_total, abs_sum)
     if CODES != "":
-        store_comparison(sums + 6, finite_total, underflow_count, overflow_count, error_square_sum, square_total)
+        store_comparison(
+            sums + 6,
+            finite_total,
+            underflow_count,
+            overflow_count,
+            error_square_sum,
+            square_total,
+            underflow_square_sum,
+        )
         # All programs of a tensor have the same scale; only the first counts it.
         wide = scale.to(tl.float64)
         counted = (program == 0) & (scale > 0.0) & (scale < float("inf"))
-        tl.store(sums + 11, tl.where(counted, 1.0, 0.0).to(tl.float64))
-        tl.store(sums + 12, tl.where(counted, wide, 0.0))
-        tl.store(sums + 13, tl.where(counted, wide * wide, 0.0))
+        tl.store(sums + 12, tl.where(counted, 1.0, 0.0).to(tl.float64))
+        tl.store(sums + 13, tl.where(counted, wide, 0.0))
+        tl.store(sums + 14, tl.where(counted, wide * wide, 0.0))
         tl.store(sums + COLUMNS + 3, tl.where(counted, wide, float("-inf")))
         tl.store(sums + COLUMNS + 4, tl.where(counted, -wide, float("-inf")))
     maxima = sums + COLUMNS

@@ -12,7 +12,7 @@ of the relative errors are (N. J. Higham, Accuracy and Stability of Numerical Al
   products of means and distances: (2 k + 4) u.
 - the variance: the same, since its error comes from the same two sums; the standard deviation: (k + 2) u, or 7e-7 for
   k = 10.
-- ``error_square_sum``: (k + 3) u.
+- ``error_square_sum`` and ``underflow_square_sum``: (k + 3) u.
 
 :func:`_careful_moments` handles tiles with inf or NaN, or with squares that might leave float32's range: each thread
 scales its elements by a power of two.
@@ -106,7 +106,7 @@ def tile_moments(
 
 @jit
 def comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Return underflows and overflows as 0 and 1, and each thread's sum of squared errors.
+    """Return underflows and overflows as 0 and 1, and each thread's sums of squared errors and of squared underflows.
 
     Args:
         x: a tile of [rows, threads, elements].
@@ -114,12 +114,18 @@ def comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tenso
     """
     finite = is_finite(x)
     kept = tl.where(finite, x, 0.0)
-    underflows = ((kept != 0.0) & (y == 0.0)).to(tl.int32)
+    underflows = (kept != 0.0) & (y == 0.0)
     overflows = (tl.abs(kept) > largest).to(tl.int32)
-    error = tl.where(finite, x - y, 0.0)
-    down, up = _powers(thread_max(tl.abs(error)))
-    error *= down[None, :, None]
-    return underflows, overflows, thread_sum(error * error) * (up * up)
+    lost = tl.where(underflows, kept, 0.0)
+    return underflows.to(tl.int32), overflows, _squares(tl.where(finite, x - y, 0.0)), _squares(lost)
+
+
+@jit
+def _squares(x: tl.tensor) -> tl.tensor:
+    """Each thread's sum of squares, which may leave float32's range."""
+    down, up = _powers(thread_max(tl.abs(x)))
+    x *= down[None, :, None]
+    return thread_sum(x * x) * (up * up)
 
 
 @jit
@@ -158,12 +164,14 @@ def store_comparison(
     overflow_count: tl.tensor,
     error_square_sum: tl.tensor,
     square_total: tl.tensor,
+    underflow_square_sum: tl.tensor,
 ) -> None:
     tl.store(at + 0, finite)
     tl.store(at + 1, total_of(underflow_count))
     tl.store(at + 2, total_of(overflow_count))
     tl.store(at + 3, total_of(error_square_sum))
     tl.store(at + 4, square_total)
+    tl.store(at + 5, total_of(underflow_square_sum))
 
 
 @jit

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.speed.trace.range_names import parse_range
 
 Pass = Literal["forward", "backward", "recompute", "optimizer", ""]
@@ -113,16 +114,22 @@ class Trace:
     arrows: dict[tuple[int, float], tuple[int, float]] = field(default_factory=dict)
 
 
+_TOO_LARGE = (MemoryError, OverflowError, RecursionError)
+
+
 def read_trace(path: str | Path) -> Trace:
     """Read a ``.json`` or ``.json.gz`` file of torch.profiler; raises TraceError for another or a truncated file."""
     path = Path(path)
     trace = Trace(path)
     reader = _TraceReader(trace)
     try:
-        data = path.read_bytes()
+        data = regular_file(path).read_bytes()
         text = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
         facts = json.loads(text, object_hook=reader.read)
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(facts, Mapping):
+            trace.device = str((facts.get("deviceProperties") or [{}])[0].get("name", ""))
+            trace.rank = (facts.get("distributedInfo") or {}).get("rank")
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, LookupError, AttributeError, *_TOO_LARGE) as error:
         raise TraceError(
             f"{path} cannot be read: {error!r}. Give a file that torch.profiler has written to its end."
         ) from error
@@ -132,9 +139,6 @@ def read_trace(path: str | Path) -> Trace:
             " torch.profiler's export_chrome_trace() or tensorboard_trace_handler()."
         )
     trace.arrows = {at: reader.forwards[key] for key, at in reader.backwards if key in reader.forwards}
-    if isinstance(facts, Mapping):
-        trace.device = str((facts.get("deviceProperties") or [{}])[0].get("name", ""))
-        trace.rank = (facts.get("distributedInfo") or {}).get("rank")
     return trace
 
 

@@ -82,5 +82,7 @@ def compare_command(
         if report is not None:
             typer.echo()
             terminal.show_text(f"{report}: {report.stat().st_size / 1e6:.1f} MB")
+    for recorded in opened:
+        recorded.require_undamaged()
     if result.has_findings:
         raise typer.Exit(1)

@@ -52,6 +52,7 @@ def report_command(
     terminal.show_text(f"{written}: {size / 1e6:.1f} MB")
     if size > MOST_BYTES:
         terminal.show_text(f"It is larger than {MOST_BYTES / 1e6:.0f} MB: the facts of the run alone need that much.")
+    recorded.require_undamaged()
 
 
 def _show(notes: Sequence[str]) -> None:

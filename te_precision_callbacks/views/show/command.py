@@ -86,6 +86,7 @@ def show_command(
         from te_precision_callbacks.views.show.screen import Screen
 
         terminal.show(Screen(view))
+    recorded.require_undamaged()
 
 
 def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:

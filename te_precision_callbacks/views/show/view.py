@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.base.terminal import shell_command, visible
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
@@ -21,6 +20,7 @@ from te_precision_callbacks.runs.answers import (
     format_status,
     loss_first,
     no_step_note,
+    not_counted_notes,
     not_measured_notes,
     outcome_notes,
     precision_shares,
@@ -171,7 +171,13 @@ def read_view(
             for row in run.events_of_ranks()
             if (row["kind"], row["severity"]) != ("parameters", "info")
         )[-MOST_EVENTS:],
-        notes=(*no_step_note(run), *run.notes, *not_measured_notes(run), *_only_first_steps(groups, chosen)),
+        notes=(
+            *no_step_note(run),
+            *run.notes,
+            *not_counted_notes(run),
+            *not_measured_notes(run),
+            *_only_first_steps(groups, chosen),
+        ),
     )
 
 
@@ -184,7 +190,7 @@ def _speed(run: RecordedRun) -> str:
 
 def _command(run: RecordedRun, name: str) -> str:
     several = len(list_runs(run.path)) > 1
-    return shlex.join(["te-precision", name, str(run.path), *(["--run", run.run_id] if several else [])])
+    return shell_command("te-precision", name, str(run.path), *(["--run", run.run_id] if several else []))
 
 
 def short_names(*columns: pa.ChunkedArray) -> ShortNames:

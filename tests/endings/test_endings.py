@@ -1,0 +1,17 @@
+"""Each way in which a run ends: what the script, its summary, ``diagnose``, ``show`` and the page say of it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.endings.results import TABLE, row
+from tests.endings.ways import WAYS, Way
+
+ROWS = {line.split(" | ")[0].removeprefix("| "): line for line in TABLE.read_text().splitlines()}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
+def test_the_row_of_an_ending(tmp_path: Path, way: Way) -> None:
+    assert row(way, tmp_path) == ROWS[way.name]

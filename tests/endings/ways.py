@@ -1,0 +1,64 @@
+"""Ways in which a run ends."""
+
+from typing import NamedTuple
+
+
+class Way(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        mode, code: of tests/endings/script.py.
+        resumed: whether a second process resumes the run, and ends normally.
+        ranks: number of processes that train together.
+    """
+
+    name: str
+    mode: str
+    code: str
+    resumed: bool = False
+    ranks: int = 1
+
+
+_BLOCKED = "lock = (ctypes.c_char * 64)(); c = ctypes.CDLL(None); c.pthread_mutex_lock(lock);"
+_KILL_SOON = "threading.Timer(0.2, kill, [15]).start();"
+
+WAYS = (
+    Way("a block ends", "with", ""),
+    Way("stop() is not called", "session", ""),
+    Way("a watched script ends", "watch", ""),
+    Way("exception in a block", "with", "raise ValueError('bad batch')"),
+    Way("exception without stop()", "session", "raise ValueError('bad batch')"),
+    Way("exception in a watched script", "watch", "raise ValueError('bad batch')"),
+    Way("exception that the script handles", "watch", "try: 1 / 0\nexcept ZeroDivisionError: pass"),
+    Way("Ctrl-C in a block", "with", "kill(2)"),
+    Way("Ctrl-C in a watched script", "watch", "kill(2)"),
+    Way("SIGTERM in a block", "with", "kill(15); time.sleep(60)"),
+    Way("SIGTERM in a watched script", "watch", "kill(15); time.sleep(60)"),
+    Way("SIGTERM while blocked in a call", "watch", f"{_BLOCKED} {_KILL_SOON} c.pthread_mutex_lock(lock)"),
+    Way("SIGTERM, handled by sys.exit(0)", "watch", "signal.signal(15, lambda *_: sys.exit(0)); kill(15)"),
+    Way("SIGTERM, handled by sys.exit(3)", "watch", "signal.signal(15, lambda *_: sys.exit(3)); kill(15)"),
+    Way("SIGKILL", "session", "session.flush(); kill(9)"),
+    Way("os.abort()", "session", "session.flush(); os.abort()"),
+    Way("sys.exit() in a block", "with", "sys.exit()"),
+    Way("sys.exit(3) in a block", "with", "sys.exit(3)"),
+    Way("sys.exit(0)", "session", "sys.exit(0)"),
+    Way("sys.exit(3)", "session", "sys.exit(3)"),
+    Way("sys.exit(text)", "session", "sys.exit('no data')"),
+    Way("sys.exit(3), watched", "watch", "sys.exit(3)"),
+    Way("sys.exit(text), watched", "watch", "sys.exit('no data')"),
+    Way("sys.exit('0'), watched", "watch", "sys.exit('0')"),
+    Way("exit(1)", "watch", "import builtins, _sitebuiltins; _sitebuiltins.Quitter('exit', '')(1)"),
+    Way("raise SystemExit(1)", "watch", "raise SystemExit(1)"),
+    Way("raise SystemExit(1) in a session", "session", "raise SystemExit(1)"),
+    Way("raise SystemExit(1) in a function", "watch", "f(1)"),
+    Way("raise SystemExit(True)", "watch", "f(True)"),
+    Way("raise SystemExit(256)", "watch", "f(256)"),
+    Way("raise SystemExit", "watch", "raise SystemExit"),
+    Way("raise SystemExit(None)", "watch", "f(None)"),
+    Way("raise SystemExit(False)", "watch", "f(False)"),
+    Way("SystemExit(1) in a thread", "watch", "t = threading.Thread(target=f, args=(1,)); t.start(); t.join()"),
+    Way("SystemExit(1) that the script catches", "watch", "try: f(1)\nexcept SystemExit: pass"),
+    Way("os._exit(0)", "watch", "os._exit(0)"),
+    Way("os._exit(3)", "watch", "os._exit(3)"),
+    Way("os._exit(3) in a session", "session", "session.flush(); os._exit(3)"),
+)
