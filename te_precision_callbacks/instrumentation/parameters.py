@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +136,27 @@ class _Gap:
 
 
 @dataclass(eq=False)
+class _Writes:
+    """Writes to a weight by other code than its optimizer.
+
+    Attributes:
+        version: version of the weight after its last optimizer step, or -1.
+        most: maximum number of writes between two optimizer steps.
+        samples: first sample of the values, and the last two, with their iterations.
+        found: what was done to the weight, and the iteration; or None.
+    """
+
+    version: int = -1
+    most: int = 0
+    samples: tuple[tuple[int, torch.Tensor], ...] = ()
+    found: tuple[str, int] | None = None
+
+    def note(self, what: str, iteration: int, share: float) -> None:
+        if share == 1 and self.found is None:
+            self.found = what, iteration
+
+
+@dataclass(eq=False)
 class _Parameter:
     """State of a parameter's checks.
 
@@ -145,13 +166,9 @@ class _Parameter:
         held_until: last iteration with a step of the parameter's optimizer, or -1.
         reference: first sample, until a later one differs in more than a few elements.
         has_moved: whether an element of a later sample differs.
-        still_since, still_until: iterations of the first sample, and of the last with few differences, or -1.
+        still: iterations of the first sample, and of the last with few differences, or -1.
         moves: iterations with an optimizer step that should have changed it.
         zeroed: last consecutive sampled iterations with only gradients of 0.
-        version: version of the weight after its last optimizer step, or -1.
-        writes: maximum number of writes between two optimizer steps.
-        samples: first sample of the values, and the last two, with their iterations.
-        written: what other code than the optimizer did to the weight, and the iteration; or None.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
     """
@@ -166,14 +183,10 @@ class _Parameter:
     held_until: int = -1
     reference: torch.Tensor | None = None
     has_moved: bool = False
-    still_since: int = -1
-    still_until: int = -1
+    still: tuple[int, int] = (-1, -1)
     moves: tuple[int, ...] = ()
     zeroed: tuple[int, ...] = ()
-    version: int = -1
-    writes: int = 0
-    samples: tuple[tuple[int, torch.Tensor], ...] = ()
-    written: tuple[str, int] | None = None
+    writes: _Writes = field(default_factory=_Writes)
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
 
@@ -189,11 +202,7 @@ class _Parameter:
         if share > FEW_CHANGED:
             self.reference = None
         else:
-            self.still_until = iteration
-
-    def note_written(self, what: str, iteration: int, share: float) -> None:
-        if share == 1 and self.written is None:
-            self.written = what, iteration
+            self.still = self.still[0], iteration
 
     def note_before(self, share: float) -> None:
         self.apart_before = share
@@ -369,7 +378,7 @@ class ParameterWatch:
     def after_step(self, optimizer: Optimizer) -> None:
         known = self._held.get(optimizer)
         for entry in () if known is None else known[1]:
-            entry.parameter.version = entry.parameter.weight._version
+            entry.parameter.writes.version = entry.parameter.weight._version
 
     def _check_writes(self, held: list[_Held]) -> None:
         """Compare weights that were written more often since the last step than ever between two steps.
@@ -377,29 +386,29 @@ class ParameterWatch:
         Regular writes, such as clamping or the copy of master weights, are thus compared once.
         """
         for entry in held:
-            parameter = entry.parameter
-            writes = parameter.weight._version - parameter.version
-            if writes > parameter.writes and parameter.version >= 0:
-                parameter.writes = writes
-                self._compare_with_samples(parameter)
+            known = entry.parameter.writes
+            count = entry.parameter.weight._version - known.version
+            if count > known.most and known.version >= 0:
+                known.most = count
+                self._compare_with_samples(entry.parameter)
 
     def _compare_with_samples(self, parameter: _Parameter) -> None:
-        weight = local_part(parameter.weight)
-        if weight.dim() < 2 or is_quantized(weight) or not parameter.samples:
+        weight, samples = local_part(parameter.weight), parameter.writes.samples
+        if weight.dim() < 2 or is_quantized(weight) or not samples:
             return
         now, iteration = _thin_sample(weight), self._iteration
-        first, at_first = parameter.samples[0]
-        last, at_last = parameter.samples[-1]
+        first, at_first = samples[0]
+        last, at_last = samples[-1]
         self._has_sampled = True
         checks: list[tuple[str, Compare, tuple[torch.Tensor, ...]]] = [("emptied", _is_emptied, (now, at_last))]
         if last - first >= LATE:
             checks.append(("restored", _is_restored, (now, at_first, at_last)))
-        if len(parameter.samples) > 1:
-            before, at_before = parameter.samples[-2]
+        if len(samples) > 1:
+            before, at_before = samples[-2]
             span = max(1.0, (iteration - last) / (last - before))
             checks.append(("replaced", functools.partial(_is_replaced, span), (now, at_before, at_last)))
         for what, compare, tensors in checks:
-            note = functools.partial(parameter.note_written, what, iteration)
+            note = functools.partial(parameter.writes.note, what, iteration)
             self._batches.add((what, iteration, last), compare, tensors, note)
 
     def _refresh(self) -> None:
@@ -545,9 +554,10 @@ class ParameterWatch:
                 tensors = (now.values, gradient, *squares, *now.with_tensor(gradient)[2:])
                 batches.add((id(held.group), now.relative, len(squares)), should_move, tensors, note)
         for (parameter, _), copy in zip(first, copy_all([elements for _, elements in first]), strict=True):
-            parameter.reference, parameter.still_since = copy, iteration
+            parameter.reference, parameter.still = copy, (iteration, -1)
         for (parameter, _), copy in zip(values, copy_all([elements for _, elements in values]), strict=True):
-            parameter.samples = (*parameter.samples[:1], *parameter.samples[1:][-1:], (iteration, copy))
+            first_sample, *later = *parameter.writes.samples, (iteration, copy)
+            parameter.writes.samples = first_sample, *later[-2:]
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
         """Compare the weights of the last forward with the master weights, now and before the last step."""
@@ -666,8 +676,9 @@ class ParameterWatch:
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:
                 yield from _weight_problems(parameter)
-            if parameter.written is not None:
-                yield Problem(parameter.written[0], parameter.name, parameter.written[1], 1)
+            if parameter.writes.found is not None:
+                what, since = parameter.writes.found
+                yield Problem(what, parameter.name, since, 1)
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
         for schedule in self._schedules.values():
@@ -695,20 +706,19 @@ class ParameterWatch:
         if zeroed and len(zeroed) >= NEARLY_ALL * len(trained):
             for parameter in zeroed:
                 yield Problem("zeroed", parameter.name, parameter.zeroed[0], len(parameter.zeroed))
-        sampled = [parameter for parameter in trained if parameter.still_since >= 0]
+        sampled = [parameter for parameter in trained if parameter.still[0] >= 0]
         still = [
             parameter
             for parameter in sampled
             if (parameter.has_moved or not parameter.moves)
             and parameter.reference is not None
             and parameter.reference.dtype == torch.float32
-            and parameter.still_until - parameter.still_since >= SPAN
+            and parameter.still[1] - parameter.still[0] >= SPAN
         ]
         if still and len(still) >= NEARLY_ALL * len(sampled):
             for parameter in still:
-                yield Problem(
-                    "still", parameter.name, parameter.still_since, parameter.still_until - parameter.still_since
-                )
+                since, until = parameter.still
+                yield Problem("still", parameter.name, since, until - since)
 
     def _idle_experts(self) -> dict[_Parameter, Problem]:
         """Find parameters without a gradient other than 0 for many steps while similar ones have others, as of experts
@@ -836,7 +846,7 @@ def _weight_problems(parameter: _Parameter) -> Iterator[Problem]:
     shown = [what for what, _, _ in parameter.checks]
     # At first, a weight that is never copied is as far from its master as one copied late.
     is_late = set(shown) == {"late"}
-    is_open = is_late and not parameter.has_moved and parameter.checks[-1][1] - parameter.still_since < SPAN
+    is_open = is_late and not parameter.has_moved and parameter.checks[-1][1] - parameter.still[0] < SPAN
     if len(shown) >= APART_CHECKS and all(shown) and not is_open:
         what = "late" if is_late and parameter.has_moved else "apart"
         yield Problem(what, parameter.name, parameter.checks[0][1], max(share for _, _, share in parameter.checks))
