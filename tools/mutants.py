@@ -48,6 +48,7 @@ NEAR = {
     "debug_utils": "overflow",
     "fabric": "lightning/test_fabric.py",
     "instrumentation/parameters": "diagnosis/test_parameters.py",
+    "instrumentation/updates": "diagnosis/test_live.py diagnosis/test_parameters.py",
     "instrumentation/replicas": "diagnosis/test_parameters.py engine/test_ranks.py",
     "layers": "test_layers.py instrumentation/test_tap.py instrumentation/test_experts.py coverage",
     "lightning": "lightning",

@@ -813,13 +813,13 @@ def wave(steps: int) -> list[float]:
     return [1 + 0.1 * math.sin(7.7 * step * step) for step in range(steps)]
 
 
-@pytest.mark.parametrize("steps", [30, 30 * 64])
-def test_a_gradient_norm_that_creeps_up(steps: int) -> None:
-    growing = [noise * 4 ** (step / steps) for step, noise in enumerate(wave(steps))]
+@pytest.mark.parametrize(("steps", "times", "shown"), [(30, 4, "[23]"), (30, 16, "[567]"), (30 * 64, 4, "[23]")])
+def test_a_gradient_norm_that_creeps_up(steps: int, times: int, shown: str) -> None:
+    growing = [noise * times ** (step / steps) for step, noise in enumerate(wave(steps))]
     flat = [2.0 * (1 + 0.01 * (noise - 1)) for noise in wave(steps)]
     finding = only(logged(growing, flat), "gradient-norm")
     assert (finding.severity, finding.since) == ("note", 0)
-    assert re.match(r"grad_norm has become [23]\.\d+ times as large in \d+ logged steps, while", finding.seen)
+    assert re.match(rf"grad_norm has become {shown}\.\d+ times as large in \d+ logged steps, while", finding.seen)
     rising = [loss * (1 + 0.4 * step / steps) for step, loss in enumerate(flat)]
     assert only(logged(growing, rising), "gradient-norm").severity == "warning"
 

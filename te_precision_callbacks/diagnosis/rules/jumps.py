@@ -36,7 +36,7 @@ SPREADS, LOST = 4.0, 0.8
 """A rise above the best level, in spreads (95th percentile above the median); the share of the progress that is lost,
 or of the best level where there is no progress."""
 
-OF_FIRST, FIRST_SPREADS = 3.0, 3.5
+OF_FIRST, FIRST_SPREADS = 2.5, 3.0
 """How many times as large as the first loss the last ones are, where the loss rises before it has a level; the same in
 standard deviations of the logarithm, since the first batch may be an easy one."""
 
