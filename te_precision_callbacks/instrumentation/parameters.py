@@ -14,7 +14,7 @@ import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -189,6 +189,11 @@ class _Parameter:
     writes: _Writes = field(default_factory=_Writes)
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
+
+    @property
+    def is_left_out(self) -> bool:
+        gap = self.gap
+        return gap is not None and not gap.called and gap.steps >= max(MAX_IDLE, 4 * self.longest)
 
     def note_expected(self, iteration: int, share: float) -> None:
         if share > 0:
@@ -595,6 +600,8 @@ class ParameterWatch:
         return problems
 
     def _nonfinite_gradients(self, broken: list[tuple[int, str]]) -> list[Problem]:
+        if not broken:
+            return []
         trained = sum(parameter.at_step for parameter in self._parameters.values())
         share = 100 * len({name for _, name in broken}) / max(1, trained)
         return [Problem("nonfinite_gradient", name, since, share) for since, name in broken]
@@ -666,7 +673,7 @@ class ParameterWatch:
             if parameter.has_gradient and trains:
                 if gap.called >= max(LOST, 2 * parameter.longest):
                     yield Problem("lost_gradient", parameter.name, gap.since, gap.steps)
-                elif not gap.called and gap.steps >= max(MAX_IDLE, 4 * parameter.longest):
+                elif parameter.is_left_out:
                     yield Problem("left_out", parameter.name, gap.since, gap.steps)
             elif gap.steps >= (MAX_IDLE if may_idle else WITHOUT_GRADIENT):
                 what = "frozen_held"
@@ -731,7 +738,7 @@ class ParameterWatch:
             gap, zeroed = parameter.gap, parameter.zeroed
             if len(zeroed) >= UNCHANGED and zeroed[-1] - zeroed[0] >= IDLE:
                 idle[parameter] = zeroed[0]
-            elif gap is not None and not gap.called and gap.steps >= max(MAX_IDLE, 4 * parameter.longest):
+            elif gap is not None and parameter.is_left_out:
                 idle[parameter] = gap.since
         if not idle:
             return {}
@@ -952,7 +959,7 @@ def _should_move(
     gradient: torch.Tensor,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Return a bool tensor, true where a gradient's update far exceeds the weight's resolution.
+    """Return a bool tensor, true where a gradient's update, without momentum, far exceeds the weight's resolution.
 
     Args:
         group: the options of the optimizer.
@@ -961,31 +968,21 @@ def _should_move(
         values, gradient: the samples.
         *others: the mean squares, if any; for a quantized weight, the rounding error near 0.
     """
-    update = _update_size(group, gradient, others[:has_squares])
+    update = gradient.float().abs()
+    if "betas" in group:  # Adam and its variants: at most the learning rate, and less after larger gradients
+        usual = update
+        if has_squares:
+            decay = float(group["betas"][1])
+            usual = torch.maximum(update, (decay * others[0].float() + (1 - decay) * update.square()).sqrt())
+        update = update / (usual + float(group.get("eps") or 0.0))
+    rate = group.get("lr")
+    update = update * (0.0 if rate is None else rate)
     absolute = others[-1] if len(others) > has_squares else None
     unit = torch.finfo(values.dtype).eps if absolute is None else 2 * relative
     floor = LIKELY * unit * values.float().abs()
     floor = floor if absolute is None else floor + 4 * LIKELY * absolute
     moves: torch.Tensor = torch.isfinite(update) & (update > floor)
     return moves
-
-
-def _update_size(group: Mapping[str, Any], gradient: torch.Tensor, squares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Estimate an optimizer's update of each element, without momentum.
-
-    Args:
-        group: the options of the optimizer.
-        squares: the mean squares of gradients before this step, if any.
-    """
-    size = gradient.float().abs()
-    if "betas" in group:  # Adam and its variants: at most the learning rate, and less after larger gradients
-        usual = size
-        if squares:
-            decay = float(group["betas"][1])
-            usual = torch.maximum(size, (decay * squares[0].float() + (1 - decay) * size.square()).sqrt())
-        size = size / (usual + float(group.get("eps") or 0.0))
-    rate = group.get("lr")
-    return size * (0.0 if rate is None else rate)
 
 
 def _compare_with_master(

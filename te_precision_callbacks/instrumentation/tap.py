@@ -261,7 +261,9 @@ class GemmTap:
         )
 
     def _forward_in_graph(self, arguments: Sequence[Any]) -> Forward | None:
-        """Make the forward of a ``te.Linear`` whose graph delayed scaling ends before its autograd Function."""
+        """Make the forward of a compiled ``te.Linear`` with delayed scaling: its graph ends before the autograd
+        Function.
+        """
         operator = arguments[-1] if self._compiled.modules else None
         module = self._compiled.module_of(arguments[0]) if type(operator).__name__ == "LinearFwdArgs" else None
         return None if module is None else self._begin_compiled(module, operator)

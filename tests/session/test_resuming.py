@@ -184,13 +184,13 @@ def test_the_first_step_of_delayed_scaling_is_nobodys_worst(
 
 
 @pytest.mark.usefixtures("trusted_checkpoints")
-@pytest.mark.parametrize(("length", "steps"), [(4, 9), (64, 3)])
+@pytest.mark.parametrize(("length", "steps"), [(4, 9), (64, 3), (1, 3)])
 @pytest.mark.parametrize("restores", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_scales_that_a_resume_without_the_sessions_state_has_lost(
     tmp_path: Path, length: int, steps: int, restores: bool, micro_batches: int
 ) -> None:
-    """A full history has one row fewer than its length, and one that began later has fewer than the optimizer steps."""
+    """A history may be full, began later than the optimizer, or has one row."""
     recipe, nets = DelayedScaling(amax_history_len=length), [_two_layers(), _two_layers()]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in nets]
     for step in range(steps):

@@ -66,7 +66,6 @@ class DivergingLoss(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._curves: dict[str, _Curve] = {}
-        self._steps: dict[str, _Steps] = {}
         self._restored: list[tuple[int, float]] = []
 
     def event(self, event: Event) -> Iterator[Sighting]:
@@ -84,12 +83,10 @@ class DivergingLoss(Judge):
             self.note_data(iteration)
         for name in losses:
             if name not in self._curves:
-                self._curves[name], self._steps[name] = _Curve(name), _Steps(name)
+                self._curves[name] = _Curve(name)
                 for earlier in self._restored:
                     deque(self._curves[name].add(*earlier), maxlen=0)
-                    deque(self._steps[name].add(*earlier), maxlen=0)
             yield from self._curves[name].add(iteration, values[name])
-            yield from self._steps[name].add(iteration, values[name])
 
 
 class _Curve:
@@ -108,6 +105,7 @@ class _Curve:
         self._best: tuple[float, float] | None = None
         self._spreads: deque[float] = deque(maxlen=3)
         self._least = math.inf
+        self._largest_change = 0.0  # without the last STAYS + 1
         self._limit: tuple[float, float] | None = None
         self._level = 0.0  # before the first rise
         self._peak = -math.inf  # since then
@@ -133,6 +131,7 @@ class _Curve:
         self._peak = max(self._peak, loss)
         if len(self._recent) > LASTS:
             self._add_level([value for _, value in self._recent][-LASTS - 1])
+        yield from self._jump()
 
     @property
     def has_fallen(self) -> bool:
@@ -194,6 +193,25 @@ class _Curve:
         gained = progress if progress > SPREADS * spread else level if self._least > 0 else 0.0
         return (LASTS, level) if gained > 0 and rise >= max(SPREADS * spread, LOST * gained) else None
 
+    def _jump(self) -> Iterator[Sighting]:
+        """Find a jump from one step to the next that stays: code may have written the weights."""
+        values = [value for _, value in self._recent]
+        if len(values) <= STAYS + 2:
+            return
+        self._largest_change = max(self._largest_change, abs(values[-STAYS - 2] - values[-STAYS - 3]))
+        if len(values) < STAYS + 2 + LEAST_CHANGES or self._least <= 0:
+            return
+        before, first = values[-STAYS - 1 : -STAYS + 1]
+        jump = first - before
+        stays = min(values[-STAYS:]) >= before + jump / 2
+        if stays and jump >= max(TIMES_CHANGE * self._largest_change, OF_LOSS * abs(before)) > 0:
+            times = jump / self._largest_change if self._largest_change else math.inf
+            seen = (
+                f"{self._name} has jumped from {before:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
+                " change before, and stays there"
+            )
+            yield Sighting((), "", "", seen, self._recent[-STAYS][0], "warning")
+
     def _add_level(self, loss: float) -> None:
         self._block.append(loss)
         if len(self._block) < BLOCK:
@@ -204,36 +222,6 @@ class _Curve:
         self._spreads.append(spread)
         if self._best is None or level < self._best[0]:
             self._best = level, spread
-
-
-class _Steps:
-    """The changes of one positive loss from step to step, for a jump that stays: code may have written the weights."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._last: deque[tuple[int, float]] = deque(maxlen=STAYS + 2)
-        self._changes = 0
-        self._largest = 0.0
-        self._least = math.inf
-
-    def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
-        self._least = min(self._least, loss)
-        if len(self._last) == STAYS + 2:
-            self._changes += 1
-            self._largest = max(self._largest, abs(self._last[1][1] - self._last[0][1]))
-        self._last.append((iteration, loss))
-        if self._changes < LEAST_CHANGES or self._least <= 0:
-            return
-        (_, before), (since, first), *_ = list(self._last)[-STAYS - 1 :]
-        jump = first - before
-        stays = min(value for _, value in list(self._last)[-STAYS:]) >= before + jump / 2
-        if stays and jump >= max(TIMES_CHANGE * self._largest, OF_LOSS * abs(before)) > 0:
-            times = jump / self._largest if self._largest else math.inf
-            seen = (
-                f"{self._name} has jumped from {before:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
-                " change before, and stays there"
-            )
-            yield Sighting((), "", "", seen, since, "warning")
 
 
 class GradientJump(Judge):

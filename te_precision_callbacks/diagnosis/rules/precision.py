@@ -179,7 +179,7 @@ def _remedy(reason: Reason) -> str:
 
 
 def _is_recomputed(layer: LayerFacts) -> bool:
-    """Return whether a checkpoint recomputes a layer in high precision, whose forward ran in low precision."""
+    """Return whether a layer's forward ran in low precision, and a checkpoint recomputes it in high precision."""
     return any(name == Reason.RECOMPUTED.name for name, _ in layer.reasons.values())
 
 

@@ -279,10 +279,10 @@ RULES = (
         collect="the session's state in the checkpoint (session.state_dict()), and delayed scaling",
         condition=(
             "scales and amax histories of the checkpoint's fingerprint are missing, or 1, in the restored model. Or,"
-            " without a fingerprint, the optimizer has stepped before, and at its first step in the session all amax"
-            " histories have fewer rows than that"
+            " without a fingerprint, the optimizer has stepped before, and all layers run their first step in the"
+            " session with scales of 1 and without an amax of an earlier step"
         ),
-        silent="optimizers without a count of steps, such as SGD; histories of a single step; recipes without history",
+        silent="optimizers without a count of steps, such as SGD; recipes without history",
         severity="warning",
         source="NVIDIA-NeMo/Megatron-Bridge#1730, NVIDIA/TransformerEngine#982",
         why="the first steps run with scales of 1: gradients round to 0, and large values are clipped",
