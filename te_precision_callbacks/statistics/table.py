@@ -221,7 +221,7 @@ def _statistics() -> Iterable[Statistic]:
         worse=Worse.NEITHER,
     )
     quantized = functools.partial(Statistic, source=StatisticSource.QUANTIZED)
-    underflows, overflows = "number of x != 0 with y = 0", "number of |x| > largest code * its factor"
+    underflows, overflows = "number of x != 0 with y = 0", "number of |x| > largest code * its factor * (1 + 2^-21)"
     yield quantized(
         "underflows%", f"100 * ({underflows}) / n", _PERCENT, _share("underflows", total="compared"), upstream=True
     )
@@ -248,13 +248,11 @@ def _statistics() -> Iterable[Statistic]:
     sqnr = "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x, -inf where `mse` is inf"
     yield quantized("sqnr_db", sqnr, "dB", _sqnr, worse=Worse.LOW)
     scales = functools.partial(Statistic, unit=_ELEMENT, source=StatisticSource.SCALES, worse=Worse.NEITHER)
-    yield scales(
-        "scale_inv_min", "smallest factor above 0", value=_if_any("scale_max", "negated_scale_min"), upstream=True
-    )
+    yield scales("scale_inv_min", "smallest factor", value=_if_any("scale_max", "negated_scale_min"), upstream=True)
     yield scales("scale_inv_max", "largest factor", value=_if_any("scale_max"), upstream=True)
     yield scales(
         "scale_inv_std",
-        "sample standard deviation of the factors above 0",
+        "sample standard deviation of the factors",
         value=lambda c: _spread(
             c["scale_sum"], c["scale_square_sum"], c["scales"], c["scale_max"], c["negated_scale_min"]
         ),

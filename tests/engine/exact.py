@@ -48,6 +48,9 @@ IN_TRITON = {
     "underflow_square_sum": (ADDITIONS + 3) * 2.0**-24,
 }
 
+# What elements may be above the largest code times the factor by, since factors are rounded, and not count as clipped.
+ROUNDING = 1 + 2.0**-21
+
 FLOAT8 = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0)}  # e5m2? -> torch's dtype, largest
 
 
@@ -106,7 +109,7 @@ def comparison(x: Array, y: Array, limit: float | Array) -> Columns:
 
 
 def scale(factor: float) -> Columns:
-    if not 0 < factor < math.inf:
+    if not 0 <= factor < math.inf:
         return dict.fromkeys(SCALE_SUMS, 0.0) | dict.fromkeys(SCALE_MAXIMA, -math.inf)
     maxima = {"scale_max": factor, "negated_scale_min": -factor}
     return {"scales": 1, "scale_sum": factor, "scale_square_sum": factor * factor, **maxima}
@@ -131,7 +134,8 @@ def columns(
     if codes is not None and scale_inv is not None:
         dtype, largest = FLOAT8[e5m2]
         y = codes.contiguous().view(dtype).float() * scale_inv
-        result |= comparison(x, as_array(y), float(torch.tensor(largest) * scale_inv)) | scale(scale_inv.item())
+        limit = torch.tensor(largest * ROUNDING) * scale_inv
+        result |= comparison(x, as_array(y), float(limit)) | scale(scale_inv.item())
     if histogram_too:
         result["histogram"] = histogram(x)
     return result

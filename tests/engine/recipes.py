@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tests.engine.exact import ROUNDING
 from tests.reference.block_formats import E2M1, E4M3, E5M2, Format
 
 INF, NAN = math.inf, math.nan
@@ -163,7 +164,7 @@ def columns_by_block(recipe: str, pair: Pair) -> dict[str, dict[Any, float]]:
         results["limits"]["flushed"] += block.stored_scale <= low
         results["limits"]["saturated"] += block.stored_scale <= low or not block.stored_scale < high
         ranges.append(math.log2(nonzero.max() / nonzero.min()))
-        if 0 < block.factor < INF:
+        if 0 <= block.factor < INF:
             factors.append(float(block.factor))
     for kind, values in (("scale", factors), ("range", ranges)):
         extremes = {f"{kind}_max": max(values, default=-INF), f"negated_{kind}_min": -min(values, default=INF)}
@@ -186,10 +187,11 @@ def factors_of(recipe: str, pairs: Iterable[Pair]) -> npt.NDArray[np.float64]:
         if not BLOCKS[recipe][0] or (np.isfinite(x[block.where]) & (x[block.where] != 0)).any()
     ]
     factors = np.array(results, np.float64)
-    return factors[(factors > 0) & np.isfinite(factors)]
+    return factors[np.isfinite(factors)]
 
 
 def limits(quantized: Quantized) -> list[float]:
     """The largest magnitude that each block can have; none where the factor is 0, so that all of it underflows."""
     with np.errstate(over="ignore"):
-        return [block.factor * quantized.number_format.max if block.factor else INF for block in quantized.blocks]
+        largest = np.float32(quantized.number_format.max * ROUNDING)
+        return [block.factor * largest if block.factor else INF for block in quantized.blocks]

@@ -256,6 +256,7 @@ def decoded(e5m2: bool, *, finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return normal(len(codes)).to(torch.float32 if e5m2 else torch.bfloat16), codes
 
 
+LIMIT = torch.tensor(448.0 * exact.ROUNDING) * torch.tensor(0.3)
 CODES: dict[str, tuple[torch.Tensor, torch.Tensor | None, float, bool]] = {
     # values, codes or None for torch's own, scale, E5M2? Nothing is lost; most underflows; most overflows.
     **{
@@ -266,6 +267,8 @@ CODES: dict[str, tuple[torch.Tensor, torch.Tensor | None, float, bool]] = {
     },
     # Products of codes and scale may be subnormal, or overflow.
     **{f"of {s}": (normal(PRIME).clamp(-3, 3) * s, None, s, False) for s in (2.0**-120, 2.0**-99, 2.0**99, 2.0**120)},
+    "at the limit and above": (torch.stack([LIMIT, -LIMIT.nextafter(LIMIT * 2)]).repeat(5000), None, 0.3, False),
+    "a factor of 0": (normal(1000), torch.full((1000,), 0x38, dtype=torch.uint8), 0.0, False),
     # Errors whose squares float could lose.
     **{f"off by {error}": (*lossy(error), 1.0, False) for error in (0.0, *(2.0**-n for n in (40, 50, 51, 64, 70)))},
     **{

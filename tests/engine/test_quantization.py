@@ -148,10 +148,39 @@ def test_compiled_and_in_pieces(recipe: str, columnwise: bool, monkeypatch: pyte
 
 def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:
     """The scales of NVFP4 reach 2^-9 / 448 of the largest: what is smaller has a factor of 0."""
-    x = torch.full((1, 32), 1e-3)
-    x[0, 16] = 448 * 6 * 512
-    result = statistics([Watched("l", "activation", 0, x)], ["nvfp4_underflows%", "nvfp4_overflows%"])
-    assert result == {"nvfp4_underflows%": 100 * 31 / 32, "nvfp4_overflows%": 0.0}
+    x = torch.full((16, 32), 1e-3)
+    x[:, 16] = 448 * 6 * 512
+    x[0, :16] = 0  # has no scale
+    factors = np.repeat([0.0, 448 * 512], [15, 16])
+    expected = {
+        "underflows%": 100 * (512 - 16 - 16) / 512,
+        "overflows%": 0.0,
+        "scale_inv_min": 0.0,
+        "scale_inv_max": 448 * 512,
+        "scale_inv_std": factors.std(ddof=1),
+    }
+    its = quantizer("nvfp4")
+    for values, quantized, form in ((x, None, "nvfp4_{}"), (x, its(x), "{}"), (None, its(x), "{}")):
+        watched = Watched("l", "weight", 0, values, quantized, quantized, its)
+        names = [name for name in expected if values is not None or "scale" in name]
+        found = statistics([watched], [form.format(name) for name in names])
+        assert list(found.values()) == pytest.approx([expected[name] for name in names], rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", forms.DTYPES, ids=str)
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_the_largest_element_is_not_clipped(recipe: str, dtype: torch.dtype) -> None:
+    """The recipe makes the largest code of it, or a smaller one; that its factor is rounded is no overflow."""
+    beyond = 0
+    for amax in np.exp(np.random.default_rng(0).uniform(-9, 9, 20)):
+        x = torch.full((32, 128), float(amax)).to(dtype)
+        its = quantizer(recipe)
+        for real in (None, None if dtype == torch.float64 else its(x)):
+            watched = Watched("l", "activation", 0, x, real, real, its)
+            assert statistics([watched], [f"{recipe}_overflows%"]) == {f"{recipe}_overflows%": 0.0}
+        quantized = quantize(recipe, matrix(x))
+        beyond += float(x[0, 0]) > float(quantized.number_format.max) * float(quantized.blocks[0].factor)
+    assert beyond > 3 or recipe != "fp8_current_scaling"
 
 
 # --- of the layer's own recipe ----------------------------------------------------------------------------------------
@@ -210,7 +239,8 @@ def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: b
 
     scale_inv = real._scale_inv.item()
     y = (x.float() * factor).clamp(-largest, largest).to(float8).float() * scale_inv
-    columns = exact.comparison(exact.as_array(x), exact.as_array(y), float(np.float32(largest) * np.float32(scale_inv)))
+    limit = np.float32(largest * exact.ROUNDING) * np.float32(scale_inv)
+    columns = exact.comparison(exact.as_array(x), exact.as_array(y), float(limit))
     assert result == pytest.approx(
         {
             "underflows%": 100 * columns["underflows"] / x.numel(),

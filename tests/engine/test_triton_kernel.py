@@ -244,7 +244,7 @@ def test_indices_beyond_int32_take_the_same_path(kernel: ModuleType, monkeypatch
 # --- values and their codes -------------------------------------------------------------------------------------------
 
 MANY = normal(7000) * 10.0 ** normal(7000, seed=1)
-LIMIT = torch.tensor(448.0) * torch.tensor(0.3)
+LIMIT = torch.tensor(448.0 * exact.ROUNDING) * torch.tensor(0.3)
 FINITE = [BYTES[BYTES.view(dtype).float().isfinite()] for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
 CODES: dict[str, tuple[torch.Tensor, Any, float, bool]] = {  # values, codes or None for torch's own, scale, E5M2?
     "float32 in E4M3": (MANY, None, 0.0123, False),
@@ -256,6 +256,7 @@ CODES: dict[str, tuple[torch.Tensor, Any, float, bool]] = {  # values, codes or 
     "at the limit and above": (
         torch.stack([LIMIT, -LIMIT, LIMIT.nextafter(torch.tensor(INF)), -LIMIT * 2]), None, 0.3, False,
     ),
+    "a factor of 0": (normal(1000), torch.full((1000,), 0x38, dtype=torch.uint8), 0.0, False),
     "not finite": (torch.tensor([INF, NAN, -INF, 2.0, 0.0]), [0x7F, 0x7F, 0xFE, 0x38, 0x00], 1.0, False),
     "a code of inf": (torch.ones(2), [0x7C, 0x3C], 1.0, True),
     "a code of nan": (torch.ones(2), [0x7F, 0x3C], 1.0, True),

@@ -81,8 +81,6 @@ MASKS = (
     (r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}([,.]\d+)?(\+00:00|Z)?", "<time>"),
     (r"\d{8}-\d{6}-\d+-[0-9a-f]{6}", "<run>"),
     (r"(te-precision doctor on|free space\b).*", r"\1 <machine>"),
-    # Rounding decides in which layer and step amax itself is above the largest code times its factor.
-    (r"\d\.fc gradient +0 +0\.195 \(\d\) .*", "<layer> gradient 0 0.195"),
 )
 VERSION = r"\d+(\.\d+)+(\+\w+)?"
 """Masked in the output of ``doctor``. Other outputs have no version, and their numbers may differ a little."""

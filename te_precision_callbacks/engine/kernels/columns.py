@@ -31,11 +31,15 @@ COMPARISON_SUMS = (
     "underflow_square_sum",
 )
 """Comparison of x with its quantized value y: number of finite x; of x != 0 with y == 0; of abs(x) above the largest
-value of the format and scale; sum of (x - y)^2; sum of x^2; sum of x^2 over x with y == 0.
+value of the format and scale times :data:`ROUNDING`; sum of (x - y)^2; sum of x^2; sum of x^2 over x with y == 0.
 """
 
+ROUNDING = 1 + 2.0**-21
+"""More than what rounding to float32 takes from a factor and its products, so that a tensor's amax does not overflow by
+it. Products with the largest numbers of the formats are exact in float32."""
+
 SCALE_SUMS = ("scales", "scale_sum", "scale_square_sum")
-"""Number, sum and sum of squares of the factors from code to value, without factors of 0, inf and nan."""
+"""Number, sum and sum of squares of the factors from code to value, without inf and nan."""
 
 SCALE_MAXIMA = ("scale_max", "negated_scale_min")
 """Largest factor, and negated smallest. :data:`NOTHING` without a factor."""

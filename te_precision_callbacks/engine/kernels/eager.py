@@ -15,6 +15,7 @@ from te_precision_callbacks.base.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.engine.kernels.columns import (
     EXPONENT_BINS,
     NOTHING,
+    ROUNDING,
     Pending,
 )
 
@@ -118,12 +119,9 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
 
 
 def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """SCALE_SUMS and SCALE_MAXIMA of factors from code to value.
-
-    Ignores nan, and factors of 0, which pad a tensor of scales.
-    """
+    """SCALE_SUMS and SCALE_MAXIMA of factors from code to value, without inf and nan."""
     wide = scales.reshape(-1).to(torch.float64)
-    real = (wide > 0) & (wide < math.inf)
+    real = (wide >= 0) & (wide < math.inf)
     kept = torch.where(real, wide, 0.0)
     sums = torch.stack([real.sum(dtype=torch.float64), kept.sum(), (kept * kept).sum()])
     nothing = torch.full((2,), NOTHING, dtype=torch.float64, device=wide.device)
@@ -183,7 +181,7 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
         quantized = limit = None
         if flat_codes is not None and scale is not None:
             quantized = number_format.decode(flat_codes[start : start + step]) * scale
-            limit = number_format.max * scale
+            limit = number_format.max * ROUNDING * scale
         row = piece.unsqueeze(0)
         piece_sums, piece_maxima = moments(row)
         of_piece = {"moments": piece_sums[:, 0], "maxima": piece_maxima[:, 0]}

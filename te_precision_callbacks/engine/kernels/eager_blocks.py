@@ -21,6 +21,7 @@ from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     NOTHING,
+    ROUNDING,
     BlockPlaces,
     BlockScaledTensor,
     Pending,
@@ -189,7 +190,7 @@ def columns_of(
     if occupied is None and compared is not None and needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
     # The scale of a block of zeros says nothing about the tensor: it follows from the recipe.
-    factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
+    factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, math.inf)
     if StatisticSource.SCALES in wanted:
         kinds[StatisticSource.SCALES] = eager.scale_columns(factors)
     if compared is not None and StatisticSource.QUANTIZED in wanted:
@@ -219,8 +220,8 @@ def _limit_sums(scales: Scales, occupied: torch.Tensor) -> torch.Tensor:
 
 
 def limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """Largest magnitude that codes represent; inf where the factor is 0, where everything underflows."""
-    return torch.where(factors == 0, math.inf, factors * number_format.max)
+    """Largest magnitude that does not overflow; inf where the factor is 0, where everything underflows."""
+    return torch.where(factors == 0, math.inf, factors * (number_format.max * ROUNDING))
 
 
 def range_columns(blocks: torch.Tensor) -> SumsAndMaxima:

@@ -66,6 +66,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int32_t kMagnitude = 0x7fffffff;
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr uint32_t kNone = 0xffffffff;
+constexpr float kRounding = 1.0f + 1.0f / (1 << 21);  // ROUNDING in columns.py
 
 // What holds of each lane of Ints, and the lanes of which it has held. AVX-512 has masks of bits, whose bits are counted
 // beside the vectors; else each lane is 0 or -1.
@@ -414,7 +415,7 @@ Sums measure_exactly(const char* values, const uint8_t* codes, int64_t count, fl
     if constexpr (kCompares) {
       __builtin_prefetch(from_codes + kAhead);
       const Floats quantized = Codes::decode(load_bytes(from_codes)) * scale_inv;
-      const Floats largest = Floats{} + Codes::kLargest * scale_inv;
+      const Floats largest = Floats{} + Codes::kLargest * kRounding * scale_inv;
       const Mask is_lost = both(is_finite, is_zero(quantized));
       add_to(underflow_count, first_alone(is_lost, is_0));
       add_to(overflow_count, both(is_finite, is_greater(bits_of<Floats>(magnitude), largest)));
@@ -629,7 +630,7 @@ __attribute__((noinline)) bool measure_block(const char* values, const uint8_t* 
     for (int i = 0; i < 2 * kLanes; ++i) do_sums &= largest_code[i] <= Codes::kLargestCode;
     do_sums &= found.error_square_sum >= power_of_two(-90) && found.error_square_sum < kInfinity;
     do_sums &= found.underflows == 0 || (scaled_underflows >= power_of_two(-90) && scaled_underflows < kInfinity);
-    const float largest = Codes::kLargest * scale_inv;
+    const float largest = Codes::kLargest * kRounding * scale_inv;
     if (do_sums && amax > largest) found.overflows = count_above<Values>(largest, values);
   }
   return do_sums;
@@ -770,7 +771,7 @@ extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
     compared[5] += all.underflow_square_sum;
   }
   const double scale = scale_inv;
-  const bool is_scale = scale > 0 && scale < kInfinity;
+  const bool is_scale = scale >= 0 && scale < kInfinity;
   if (scale_maxima != nullptr && is_scale) {
     raise_to(scale_maxima[0], scale);
     raise_to(scale_maxima[1], -scale);

@@ -33,6 +33,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     MOMENT_SUMS,
     RANGE_MAXIMA,
     RANGE_SUMS,
+    ROUNDING,
     SCALE_MAXIMA,
     SCALE_SUMS,
     BlockPlaces,
@@ -195,7 +196,7 @@ def _formats(tensor: BlockScaledTensor, *, compares: bool, turned: bool) -> dict
     down, along = _turned(tensor.stored_again, turned)
     return {
         "CODES": part.element_format.name.lower() if compares else "",
-        "LARGEST": part.element_format.max,
+        "LARGEST": part.element_format.max * ROUNDING,
         "SCALES": "float32" if part.scale_format is None else part.scale_format.name.lower(),
         "SWIZZLED": memory.swizzled,
         "SWIZZLED_TURNED": memory.transposed != turned,
@@ -420,7 +421,7 @@ def _measure(
             saturated_count += is_saturated.to(tl.int32)
         if SCALE_SOURCES:
             scale = _of_block(factor, has_scale, HEIGHT, WIDTH, LANE_ROWS, GROUP)
-            counted = occupied & (scale > 0.0) & (scale < float("inf"))
+            counted = occupied & (scale >= 0.0) & (scale < float("inf"))
             wide = tl.where(counted, scale, 0.0).to(tl.float64)
             scale_count += counted.to(tl.int32)
             scale_sum += wide

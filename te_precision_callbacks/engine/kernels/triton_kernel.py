@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending, layout
+from te_precision_callbacks.engine.kernels.columns import ROUNDING, ColumnPlaces, Pending, layout
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     CODE_FORMATS,
@@ -76,7 +76,7 @@ def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
     Args:
         pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if more than 5
             dimensions cannot be merged. A quantized value is the decoded code times ``scale_inv``, in float32. An
-            element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv``.
+            element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv`` and ROUNDING.
 
     Raises:
         TypeError: another dtype.
@@ -164,7 +164,7 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
             *[stride for _, stride, _ in [*inner, outer]],
             *[stride for _, _, stride in [*inner, outer]],
             CODES="" if codes is None else code_name,
-            LARGEST=largest,
+            LARGEST=largest * ROUNDING,
             HISTOGRAM=histogram,
             ALONE=alone,
             WHOLE_RUNS=len(dimensions) > 1 and inner[0][0] % run == 0,
@@ -406,7 +406,7 @@ def _measure(
         )
         # All programs of a tensor have the same scale; only the first counts it.
         wide = scale.to(tl.float64)
-        counted = (program == 0) & (scale > 0.0) & (scale < float("inf"))
+        counted = (program == 0) & (scale >= 0.0) & (scale < float("inf"))
         tl.store(sums + 12, tl.where(counted, 1.0, 0.0).to(tl.float64))
         tl.store(sums + 13, tl.where(counted, wide, 0.0))
         tl.store(sums + 14, tl.where(counted, wide * wide, 0.0))

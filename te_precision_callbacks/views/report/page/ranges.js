@@ -20,8 +20,8 @@ async function windowOf(report, name, index, tensor, step, amax, chosenRank) {
     return family ? (await family.at(family.rowOf.get(index), family.rankFor(chosenRank), step))?.value : undefined;
   };
   if (ownFormat(report.layers[index], tensor) === name) {
-    const high = await read("scale_inv_max"), low = await read("scale_inv_min") ?? high;
-    if (high > 0 && low > 0) return window(low, high, true);
+    const high = await read("scale_inv_max"), low = await read("scale_inv_min") || high * format.reach;
+    if (high > 0) return window(low, high, true);
   }
   if (!(amax > 0) || !Number.isFinite(amax)) return null;
   return window((amax / format.max) * format.reach, amax / format.max, false);
