@@ -11,7 +11,8 @@
 # make gpu-check   on a machine with a GPU: whether all is right there, and what it costs; at most nine minutes.
 #                  ARGS="--device cpu" GPU_PYTHON=.venv/bin/python runs the same code on a CPU
 # make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; tests/clients/README.md
-# make proof   what the diagnosis says of planted defects, of published bugs and of healthy trainings, into docs/proof.md; hours.
+# make proof   what the diagnosis says of planted defects, of published bugs and of healthy trainings, and whether its
+#              remedies help, into docs/proof.md; hours.
 #              ARGS="--draws 12 --folder proof-runs" trains less, and goes on where it was interrupted
 #
 # Each sets up what it needs in .venv on its first call, and again where requirements.lock or pyproject.toml has changed:
@@ -109,6 +110,7 @@ clients: install
 proof: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/contest.py --page $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/external.py --page $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/remedies.py --page $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/silence.py --page $(ARGS)
 
 clean:

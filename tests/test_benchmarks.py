@@ -170,6 +170,15 @@ def test_proof_names_a_published_bug_and_goes_on(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == recorded
 
 
+def test_proof_applies_a_remedy() -> None:
+    rows = cases_of("proof/remedies.py", "--names", "no-zero-grad", "--models", "vit", names="remedy")
+    row = rows["optimizer.zero_grad()"]
+    assert row["found"]
+    assert row["gone"]
+    assert row["remedied"] == row["healthy"]
+    assert row["hurts"] == (row["broken"] - row["healthy"] > 0.1 * (row["first"] - row["healthy"]))
+
+
 CPU = torch.device("cpu")
 
 

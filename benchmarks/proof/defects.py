@@ -336,9 +336,9 @@ def _on_weight(defect: Defect, built: Built, change: Callable[[torch.Tensor], ob
     built.after_step.append(once)
 
 
-def _scaled_input(defect: Defect, built: Built, factor: Callable[[int], float | None]) -> None:
+def scale_input(built: Built, path: str, factor: Callable[[int], float | None]) -> None:
     """The input of a layer is multiplied by a step's factor, and its output divided by it."""
-    layer = built.model.get_submodule(_target(defect, built))
+    layer = built.model.get_submodule(path)
 
     def scaled(x: torch.Tensor, *, down: bool) -> torch.Tensor:
         scale = factor(built.step)
@@ -356,7 +356,7 @@ def _growing_activation(defect: Defect, built: Built) -> None:
     def factor(step: int) -> float | None:
         return None if step < defect.start else min(per_step ** (step - defect.start + 1), 2.0**20)
 
-    _scaled_input(defect, built, factor)
+    scale_input(built, _target(defect, built), factor)
 
 
 def _changed_mlp(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Defect, Built], None]:
@@ -421,7 +421,7 @@ def _leave_autocast(layer: torch.nn.Module) -> None:
 
 def _spike(defect: Defect, built: Built) -> None:
     largest = 2.0 ** (12 + 2 * defect.variant)
-    _scaled_input(defect, built, lambda step: largest if step == defect.start else None)
+    scale_input(built, _target(defect, built), lambda step: largest if step == defect.start else None)
 
 
 def _stale_weights(defect: Defect, built: Built) -> None:
@@ -470,15 +470,17 @@ def _nan(defect: Defect, built: Built) -> None:
 
 
 def _wrong_kernel(defect: Defect, built: Built) -> AbstractContextManager[object]:
-    """In the forward of a layer, behind the extension's GEMM."""
+    """In the forward of a layer, behind the extension's GEMM of quantized operands."""
     import transformer_engine_torch as tex
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 
     layer, upstream = built.model.get_submodule(_target(defect, built)), tex.generic_gemm
     inside: list[bool] = []
 
     def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
         result = upstream(a, transa, b, transb, *more, **keywords)
-        if inside and (transa, transb) == (True, False) and built.step >= defect.start:
+        is_forward = (transa, transb) == (True, False) and isinstance(a, QuantizedTensorStorage)
+        if inside and is_forward and built.step >= defect.start:
             _hurt(result[0].view(-1, result[0].shape[-1]), defect.variant)
         return result
 
