@@ -121,7 +121,7 @@ def scaled_weights(factor: float, *, names: Callable[[Built], Sequence[str]], st
 
 
 def growing_input(built: Built) -> None:
-    scale_input(built, built.blocks[0].linears[0], lambda step: 8.0 ** min(max(step - 3, 0), 10))
+    scale_input(built, built.blocks[0].linears[0], lambda step: 4.0 ** min(max(step - 3, 0), 10))
 
 
 def larger_rate(built: Built) -> None:
@@ -177,21 +177,37 @@ def separate_autocasts(built: Built) -> None:
         block.forward = functools.partial(inside, block.forward)
 
 
-def in_high_precision(built: Built, *, down: bool = True) -> Any:
-    block = built.blocks[0]
-    return yaml.safe_load(keep_high(block.down if down else block.linears[0]))
+def squeezed_gradients(built: Built) -> None:
+    from transformer_engine.common.recipe import Format
+
+    LONG(built)
+    built.recipe.fp8_format = Format.E4M3
+    for block in range(len(built.blocks)):
+        of("squeezed-gradient", 4, block=block)(built)
+
+
+def mlps_in_high_precision(built: Built) -> Any:
+    names = (block.down.removesuffix("fc2") + name for block in built.blocks for name in ("fc1", "fc2"))
+    return yaml.safe_load(keep_high(*names))
+
+
+def target_in_high_precision(built: Built) -> Any:
+    return yaml.safe_load(keep_high(built.blocks[0].linears[0]))
+
+
+def with_eps(eps: float) -> Change:
+    return lambda built: built.optimizer.param_groups[0].update(eps=eps)
 
 
 CURRENT, TAKEN_OUT = with_recipe("current"), None
 LONG = with_recipe("delayed", amax_history_len=1024)
 SHORT = with_recipe("delayed", amax_history_len=1)
 RECENT = with_recipe("delayed", amax_history_len=1024, amax_compute_algo="most_recent")
-TARGET = functools.partial(in_high_precision, down=False)
 
 
 CASES: Mapping[str, Case] = {
     "overflow": Case(
-        "overflow", "the input of a layer is 8 times as large in each step, up to 2^30", growing_input,
+        "overflow", "the input of a layer is 4 times as large in each step, up to 2^20", growing_input,
         {"current scaling": CURRENT, "margin 2": with_recipe("delayed", margin=2), "an amax history of 1": SHORT},
         "delayed",
     ),
@@ -201,14 +217,14 @@ CASES: Mapping[str, Case] = {
         {"current scaling": CURRENT, "an amax history of 1": SHORT, "most_recent": RECENT}, "delayed",
     ),
     "underflow": Case(
-        "underflow", "the gradient of an MLP shrinks by 2^-18, with an amax history of 1024",
-        both(LONG, of("squeezed-gradient", 4)),
-        {"the layer in high precision": in_high_precision, "a block recipe": with_recipe("blocks")}, "delayed",
+        "underflow", "the gradients of the MLPs shrink by 2^-18, in E4M3 with an amax history of 1024",
+        squeezed_gradients,
+        {"the layers in high precision": mlps_in_high_precision, "a block recipe": with_recipe("blocks")}, "delayed",
     ),
     "growth": Case(
         "growth", "the weights before an MLP's second product grow by half in each step",
         scaled_weights(1.5, names=lambda built: built.blocks[0].grows),
-        {"end the growth": TAKEN_OUT, "the layer in high precision": in_high_precision},
+        {"end the growth": TAKEN_OUT, "the layers in high precision": mlps_in_high_precision},
     ),
     "large-weight": Case(
         "sibling", "a weight is initialized 1000 times too large", of("large-weight", 0),
@@ -216,10 +232,7 @@ CASES: Mapping[str, Case] = {
     ),
     "tiny-loss": Case(
         "below-eps", "the loss is scaled by 1e-12", of("tiny-loss", 0),
-        {
-            "do not scale the loss": with_loss_scale(1.0),
-            "eps=1e-15": lambda built: built.optimizer.param_groups[0].update(eps=1e-15),
-        },
+        {"do not scale the loss": with_loss_scale(1.0), "eps=1e-15": with_eps(1e-15), "eps=1e-20": with_eps(1e-20)},
     ),
     "lost-updates": Case(
         "lost-updates", "weights in bfloat16, and a learning rate of 3e-7", with_rate(3e-7),
@@ -231,7 +244,7 @@ CASES: Mapping[str, Case] = {
     ),
     "no-optimizer": Case(
         "missing-gradient", "the optimizer lacks a block's parameters",
-        lambda built: new_optimizer(built, without=built.blocks[1].path), {"pass all parameters": new_optimizer},
+        lambda built: new_optimizer(built, without=built.blocks[1].path), {"pass all parameters": TAKEN_OUT},
     ),
     "stale-optimizer": Case(
         "frozen-weight", "the optimizer holds the parameters from before the model was copied",
@@ -260,18 +273,18 @@ CASES: Mapping[str, Case] = {
     ),
     "wrong-tile": Case(
         "gemm-kernel", "an FP8 GEMM of a layer zeroes a tile", of("wrong-kernel", 4),
-        {"the layer in high precision": TARGET}, gemms=True,
+        {"the layer in high precision": target_in_high_precision}, gemms=True,
     ),
     "half": Case(
         "gemm-gain", "an FP8 GEMM of a layer halves its result", of("wrong-kernel", 4, variant=2),
-        {"the layer in high precision": TARGET}, gemms=True,
+        {"the layer in high precision": target_in_high_precision}, gemms=True,
     ),
     "nan": Case(
         "nonfinite", "an element of a layer's input is NaN in one step", of("nan", 9),
         {"resume from before, without the NaN": TAKEN_OUT},
     ),
     "no-autocast": Case(
-        "no-low-precision", "te.autocast is not enabled", with_recipe("none"), {"te.autocast": CURRENT}
+        "no-low-precision", "te.autocast is not enabled", with_recipe("none"), {"te.autocast": TAKEN_OUT}
     ),
     "not-fp8": Case(
         "hole", "a layer is called outside of te.autocast", of("not-fp8", 0, variant=1, block=1),
@@ -299,7 +312,7 @@ CASES: Mapping[str, Case] = {
         {"remove the code": TAKEN_OUT},
     ),
     "margin": Case(
-        "margin", "a margin of 12", with_recipe("delayed", margin=12), {"no margin": with_recipe("delayed")}, "delayed"
+        "margin", "a margin of 12", with_recipe("delayed", margin=12), {"no margin": TAKEN_OUT}, "delayed"
     ),
 }  # fmt: skip
 

@@ -39,11 +39,6 @@ _FROM_LOSS = (
     " Then at what follows the last layer"
 )
 
-STOP_GROWTH = (
-    "Find the cause of the growth: learning rate, weight decay, missing gradient clipping, or a factor in the"
-    " forward or the loss"
-)
-
 
 class DeadGradient(Judge):
     needed = DEAD_STEPS
@@ -197,7 +192,7 @@ class Growth(Judge):
                 helps = sighting.severity == "warning" and hurts[first] and sighting.tensor != "weight"
                 patch = keep_first(sighting.layers, numbers) if helps else ""
                 # A subject has one finding, of its worst severity.
-                yield sighting._replace(patch=patch, remedy="" if helps else STOP_GROWTH, key="")
+                yield sighting._replace(patch=patch, key="")
             begin.add(column.layers, now)
 
 
@@ -291,8 +286,9 @@ RULES = (
         ),
         disproof="amax stops growing, and quantization loses no elements",
         remedy=(
-            "Keep the layers that read the tensor (often fc2) in high precision, or lower the learning rate. With"
-            " delayed or current scaling, a block recipe limits the effect to the block"
+            "Find the cause of the growth: learning rate, weight decay, missing gradient clipping, or a factor in the"
+            " forward or the loss. High precision in the layers that read the tensor (often fc2), or a block recipe,"
+            " only avoids the loss in quantization"
         ),
         cost="the layer runs at the speed of BF16",
         judge=Growth,

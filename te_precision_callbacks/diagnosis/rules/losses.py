@@ -325,8 +325,8 @@ RULES = (
         why="the largest elements, which matter most to the product, are clipped",
         disproof="a run with current scaling reaches the same loss",
         remedy=(
-            "Use Float8CurrentScaling or a block recipe, whose scales fit each step; or shorten amax_history_len, or"
-            " set a margin"
+            "Use Float8CurrentScaling or a block recipe, whose scales fit each step; or set a margin. A shorter"
+            " amax_history_len does not help"
         ),
         cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),

@@ -148,7 +148,7 @@ RULES = (
         disproof="eps is large on purpose",
         remedy=(
             "Look for a loss that is scaled down or averaged twice, and for gradients clipped to a tiny norm;"
-            " otherwise lower eps, for example to 1e-15"
+            " otherwise lower eps to 1 % of the gradients or less"
         ),
         judge=functools.partial(
             AboveThreshold,
