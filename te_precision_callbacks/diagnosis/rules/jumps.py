@@ -375,9 +375,9 @@ RULES = (
         why="a run whose loss has left its level seldom recovers, and its other statistics grow too",
         disproof="the data or the loss function changed at that step, and the loss falls again",
         remedy=(
-            "Lower the learning rate, or use a longer warmup or gradient clipping, and resume from an earlier"
-            " checkpoint. If the loss jumped in one step, check that step for a restored checkpoint, overwritten"
-            " weights, or a bad batch"
+            "Lower the learning rate (with Adam, gradient clipping does not replace this), or use a longer warmup, and"
+            " resume from an earlier checkpoint. If the loss jumped in one step, check that step for a restored"
+            " checkpoint, overwritten weights, or a bad batch"
         ),
         judge=DivergingLoss,
         essential=True,

@@ -324,10 +324,7 @@ RULES = (
         source="arXiv 2605.26189: a stale amax saturates, invisible in the loss; the threshold is this project's",
         why="the largest elements, which matter most to the product, are clipped",
         disproof="a run with current scaling reaches the same loss",
-        remedy=(
-            "Use Float8CurrentScaling or a block recipe, whose scales fit each step; or set a margin. A shorter"
-            " amax_history_len does not help"
-        ),
+        remedy=("Use Float8CurrentScaling or a block recipe, whose scales fit each step; or set a margin"),
         cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
         judge=Overflow,

@@ -126,7 +126,8 @@ class ScaleNeverUpdated(_ScaleJudge):
 
 _REMEDY_OF_GRADIENT = (
     "Make sure that the first layer inside te.autocast has a backward, which updates the scales of all gradients. If"
-    " a detach() after it is on purpose, run it in a separate te.autocast, or freeze it. Or use Float8CurrentScaling"
+    " a detach() after it is on purpose, run it in a separate te.autocast, or freeze it and all before it. Or use"
+    " Float8CurrentScaling"
 )
 
 

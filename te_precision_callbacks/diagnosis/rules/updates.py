@@ -115,8 +115,8 @@ RULES = (
         why="the loss stops falling, whatever the precision of the GEMMs",
         disproof="the same run with master weights in float32 has the same loss",
         remedy=(
-            "Use float32 master weights or stochastic rounding. Raise the learning rate if it is far below the usual"
-            " one"
+            "Raise the learning rate if it is far below the usual one. Otherwise use float32 master weights or"
+            " stochastic rounding"
         ),
         cost="four more bytes per weight",
         judge=functools.partial(
