@@ -105,7 +105,11 @@ def growing_input(built: Built) -> None:
 
 
 def larger_rate(built: Built) -> None:
-    built.after_step.append(lambda: with_rate(100 * RATE)(built) if built.step == 8 else None)
+    def enlarge() -> None:
+        if built.step == 8:
+            with_rate(100 * RATE)(built)
+
+    built.after_step.append(enlarge)
 
 
 def new_optimizer(built: Built, *, without: str = "none") -> None:
