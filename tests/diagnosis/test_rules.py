@@ -220,6 +220,14 @@ RANGES = [
         [ordinary(b3_fc1_weight_overflows=60.0 / 2**step) for step in range(6)],
         DELAYED,
     ),
+    finds(
+        "overflows of a tensor that began at 0, after the first 20 steps",
+        "overflow",
+        [ordinary(b3_fc1_activation_cur_amax=0.0), ordinary(), *[SATURATED] * 3],
+        DELAYED,
+        layers=("h.3.fc1",),
+        since=20,
+    ),
     finds("a gradient of zeros", "zeros-in-wgrad", [{FC1_WGRAD: 9.0}] * 3, None, severity="note"),
     silent("a gradient of zeros alone", [{FC1_WGRAD: 100.0}] * 3, None),
 ]

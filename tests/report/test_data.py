@@ -140,6 +140,7 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
 def test_a_level_is_near(values: np.ndarray, kind: str) -> None:  # type: ignore[type-arg]
     scale = PackedScale.of(values, centred=kind == "asinh")
     assert scale.kind == kind
+    assert scale.centred == (kind == "asinh")
     levels = scale.bytes(values, np.ones(values.shape, bool))
     assert levels.min() >= 1
     assert levels.max() <= LEVELS
