@@ -47,6 +47,7 @@ NEAR = {
     "config": "test_config_loading_and_plan.py test_conditions.py check features session/test_due_steps.py",
     "debug_utils": "overflow",
     "fabric": "lightning/test_fabric.py",
+    "instrumentation/answers": "session/test_resuming.py",
     "instrumentation/parameters": "diagnosis/test_parameters.py",
     "instrumentation/updates": "diagnosis/test_live.py diagnosis/test_parameters.py",
     "instrumentation/replicas": "diagnosis/test_parameters.py engine/test_ranks.py",
@@ -163,6 +164,7 @@ def near(path: str, root: Path) -> list[str]:
         found += existing
         if existing and not is_module:
             break
+    found = [file for file in found if not any(parent in found for parent in file.parents)]  # pytest skips the folder
     return list(dict.fromkeys(str(file.relative_to(root)) for file in found))
 
 
