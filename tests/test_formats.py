@@ -85,6 +85,8 @@ def test_ties_go_to_even(fmt: FloatFormat) -> None:
     lower = torch.arange(fmt.max_code)
     even = (lower + lower % 2).to(torch.uint8)
     assert torch.equal(codes, torch.cat([even, even | sign(fmt)]))
+    for end, nearest in ((math.inf, lower + 1), (0.0, lower)):  # the next float32 is no tie
+        assert torch.equal(fmt.encode(ties.nextafter(torch.tensor(end))), nearest.to(torch.uint8))
 
 
 @pytest.mark.parametrize("fmt", SIGNED, ids=lambda fmt: fmt.name)

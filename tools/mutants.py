@@ -46,6 +46,7 @@ NEAR = {
     "cli/doctor": "test_doctor.py",
     "config": "test_config_loading_and_plan.py test_conditions.py check features session/test_due_steps.py",
     "debug_utils": "overflow",
+    "dumps/recording": "features/test_observing_features.py test_conditions.py",
     "fabric": "lightning/test_fabric.py",
     "instrumentation/answers": "session/test_resuming.py",
     "instrumentation/parameters": "diagnosis/test_parameters.py",

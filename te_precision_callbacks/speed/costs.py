@@ -141,7 +141,7 @@ def pad_shape(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
     # The table uses cuBLAS's terms: m are the columns of the result, n the rows.
     of = {"m": "n", "n": "m", "k": "k", "lda": "k", "ldb": "k"}
     sizes = shape._asdict()
-    for rule in rules(SCALING_OF_RECIPE[recipe], capability):
+    for rule in rules(SCALING_OF_RECIPE[recipe], capability, result_bytes=2):
         name = of[rule.size]
         sizes[name] = math.ceil(sizes[name] / rule.multiple) * rule.multiple
     return Shape(**sizes)

@@ -15,6 +15,7 @@ from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.tables import STATES
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
 from te_precision_callbacks.views.compare.comparison import facts_that_differ
+from te_precision_callbacks.views.compare.departures import LEVEL, MAGNITUDE, SQUARE, NoiseScale
 from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.wording import (
     describe_first,
@@ -23,7 +24,7 @@ from te_precision_callbacks.views.compare.wording import (
     difference,
     first_lines,
 )
-from tests.compare.recorded import Subject, Values, layers, record
+from tests.compare.recorded import Subject, Values, append, layers, record
 from tests.runs.making import RunWriter
 
 Floats = npt.NDArray[np.float64]
@@ -222,6 +223,17 @@ def test_steps_pair_by_their_number(tmp_path: Path) -> None:
     assert (result.first.name, result.first.iteration) == (f"{LAYERS[3]} weight", 30)
 
 
+def test_a_step_that_was_recorded_twice_has_its_last_value(tmp_path: Path) -> None:
+    values = numbers(0)
+    a = record(tmp_path / "a", values, order=LAYERS)
+    with RunWriter.begin(tmp_path / "b") as run:
+        append(run, {subject: 16 * curve for subject, curve in values.items()}, first=2)
+        append(run, values)
+    result = compare(a, open_run(tmp_path / "b"))
+    assert result.first is None or result.first.iteration >= STEPS
+    assert result.pairing.steps == STEPS
+
+
 def seldom(values: Values) -> dict[Subject, Floats]:
     steps = np.arange(STEPS)
     return {key: np.where((key[1] != "weight") | (steps % 5 == 0), curve, np.nan) for key, curve in values.items()}
@@ -392,6 +404,7 @@ def test_another_batch_size_is_a_fact_and_has_no_yardstick(runs: Runs) -> None:
     ("statistic", "ours", "theirs", "said"),
     [
         ("min", -0.00119, -0.000297, "x 0.25"),
+        ("min", 0.000297, 0.00119, "x 4.01"),
         ("max", 0.001, -0.001, "another sign"),
         ("cur_amax", 0.0, 0.001, "from 0"),
         ("cur_amax", 0.001, 0.0, "to 0"),
@@ -405,6 +418,13 @@ def test_the_factor_of_a_number_is_that_of_its_magnitude(
         for name, value in (("ours", ours), ("theirs", theirs))
     )
     assert difference(compare(a, b).first.strongest) == said
+
+
+@pytest.mark.parametrize("scale", [MAGNITUDE, SQUARE, LEVEL])
+def test_a_limit_is_drawn_at_its_value(scale: NoiseScale) -> None:
+    values = np.array([-3e4, -1e-3, 0.0, 2e-3, 1.0, 70.0])
+    magnitudes = np.full(len(values), 0.25)
+    assert scale.values(scale.places(values, magnitudes), magnitudes) == pytest.approx(values)
 
 
 @pytest.mark.parametrize(

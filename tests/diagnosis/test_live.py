@@ -169,6 +169,14 @@ def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path)
     assert [(finding.rule, finding.since) for finding in verdict.wrong] == [("evaluation-mode", 12)]
 
 
+def test_a_model_outside_of_autocast(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(te.Linear(32, 64), te.LayerNormLinear(64, 32))
+    verdict = trained(tmp_path, net, sgd(net), around=outside, logs=False)
+    assert [(finding.rule, finding.severity) for finding in verdict] == [("no-low-precision", "note")]
+    seen = verdict[0].seen
+    assert seen.startswith("no product runs in low precision; 2 Transformer Engine layers; reason: "), seen
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -> None:
     """A region that turns it off is meant, as for the last steps of a training in NVFP4."""

@@ -115,6 +115,15 @@ def test_a_config_without_statistics_of_weights_checks_parameters_too(tmp_path: 
     assert result.layers == OF_BLOCK_1
 
 
+def test_sparse_gradients_are_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    model.embedding = torch.nn.Embedding(16, 32, sparse=True)
+    dense = torch.optim.SGD([weight for weight in model.parameters() if weight is not model.embedding.weight], lr=1e-2)
+    sparse = torch.optim.SparseAdam(model.embedding.parameters(), lr=1e-3)
+    assert_healthy(train(tmp_path, model, [dense, sparse], micro_batches=3))
+    assert not caplog.messages
+
+
 def test_warm_up_from_0(tmp_path: Path) -> None:
     model = Model()
     optimizer = adamw(model)

@@ -394,11 +394,13 @@ def never(why: str) -> Facts:
     return facts(changed={"h.4.fc2": {"runs": "never", "not_run": why}})
 
 
+NO_BACKWARD = never("no backward has reached it")
 GRADIENTS = [
     finds("a gradient of 0", "dead-gradient", [DEAD] * 3, layers=("h.4.fc2",), seen="all elements are 0"),
     silent("one that begins at 0, as of LoRA's A", [DEAD, DEAD, ordinary()]),
     silent("an expert without tokens", [IDLE] * 4),
-    finds("a backward that never comes", "dead-gradient", [ABSENT] * 3, never("no backward has reached it")),
+    silent("an expert without tokens has no backward", [without(IDLE, "h.4.fc2", "gradient")] * 4, NO_BACKWARD),
+    finds("a backward that never comes", "dead-gradient", [ABSENT] * 3, NO_BACKWARD),
     silent("a frozen weight", [ABSENT] * 3, never("frozen weight")),
     finds("growth without a loss", "growth", GROWN, alone=False, severity="note"),
     finds("growth with a loss", "growth", GROWN_AND_LOSSY, alone=False, severity="warning"),

@@ -509,3 +509,9 @@ def test_sgd(momentum: float, nesterov: bool, decays_after: bool) -> None:
         )  # fmt: skip
         torch.testing.assert_close(params, [parameter.detach() for parameter in expected], rtol=1e-6, atol=1e-6)
         assert all(map(torch.equal, copies, [parameter.half() for parameter in params]))
+
+
+def test_indices_of_scales_are_those_of_the_headers() -> None:
+    """``common/include/transformer_engine/transformer_engine.h`` numbers input, weight and output of three GEMMs."""
+    assert list(tex.FP8FwdTensors.__members__.values()) == list(range(9))
+    assert list(tex.FP8BwdTensors.__members__.values()) == list(range(6))

@@ -25,6 +25,7 @@ from te_precision_callbacks.sinks.worst import comparable_values
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import page_data, worst_layers
+from te_precision_callbacks.views.report.facts import events
 from te_precision_callbacks.views.report.overview import Columns, histograms, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale
 from te_precision_callbacks.views.report.subjects import Subjects
@@ -33,6 +34,7 @@ from tests.conftest import Keeper, feature
 from tests.planted import BAD, defective
 from tests.report.conftest import Look
 from tests.report.runs import drifting, empty
+from tests.runs.making import RunWriter
 from tests.training import observed
 
 RUN = drifting(blocks=2, steps=37, histograms=False)
@@ -181,6 +183,19 @@ def test_histograms_are_added_up_by_column() -> None:
     for step, row in enumerate(run.vectors([series]).to_pylist()):
         expected[step // 2, np.array(row["bin"]) - lowest] += row["count"]
     assert counts.tolist() == expected.tolist()
+
+
+def test_an_event_has_what_is_known_of_it(tmp_path: Path) -> None:
+    with RunWriter.begin(tmp_path) as run:
+        run.add_step(0)
+        run.add_event("dump_written", "first", iteration=0, layer="fc1", severity="warning")
+        run.add_event("note", "second", iteration=0, severity="info")
+    rows, count = events(open_run(tmp_path))
+    assert count == len(rows)
+    first, second = ({key: row[key] for key in row.keys() - {"time"}} for row in rows)
+    known = {"segment": 0, "iteration": 0, "ranks": "0"}
+    assert first == known | {"kind": "dump_written", "text": "first", "layer": "fc1", "severity": "warning"}
+    assert second == known | {"kind": "note", "text": "second", "severity": "info"}
 
 
 def test_the_page_stays_within_its_size(tmp_path: Path) -> None:

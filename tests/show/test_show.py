@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -89,11 +90,13 @@ def test_it_fits_the_terminal(tmp_path: Path, width: int) -> None:
     product = {"layer": "fc", "gemm": "fprop", "macs": 10}
     gemms = [product | {"gemm_id": n, "precision": low} for n, low in enumerate(("fp8", "bf16", "fp8"))]
     facts: dict[str, Any] = {"recipes": ["fp8_current_scaling"], "front_door": "Lightning", "gpu": "H200"}
-    record(tmp_path, long, gemms=gemms, scalars={"loss": np.linspace(3, 1, 9)}, **facts)
+    record(tmp_path, long, gemms=gemms, scalars={"loss": np.linspace(3, 1, 9), "a" * 30: np.arange(9.0)}, **facts)
     text = drawn(tmp_path, width)
     assert max(map(len, text.splitlines())) <= width
     assert "FP8 66.7 %" in text
+    assert re.findall("█+▒", text) == ["█" * round(min(width, 60) * 2 / 3) + "▒"]
     assert "3 -> 1" in text
+    assert ("a" * 30 in text) == (width == 200), "a name has a quarter of the width, and 16 columns at least"
     assert "2.fc activation" in text, "the end of a long name tells layers apart"
 
 

@@ -102,7 +102,7 @@ def takes_any_layout(capability: tuple[int, int]) -> bool:
 
 
 def rules(
-    scaling: str | None, capability: tuple[int, int], *, result_bytes: int = 2, b_in_rows: bool = True
+    scaling: str | None, capability: tuple[int, int], *, result_bytes: int, b_in_rows: bool = True
 ) -> tuple[ShapeRule, ...]:
     """Return the rules for the sizes of a GEMM.
 
