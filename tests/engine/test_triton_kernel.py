@@ -1,6 +1,7 @@
 """The Triton kernel in Triton's interpreter, against float64; and what Triton makes of it for a Hopper GPU."""
 
 import importlib
+import inspect
 import itertools
 import math
 import operator
@@ -378,6 +379,100 @@ def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType,
         torch.maximum(kept, maxima, out=kept)
     assert torch.equal(together[0], by_hand[0])
     assert torch.equal(together[1], by_hand[1])
+
+
+# --- launches without Triton's binder ---------------------------------------------------------------------------------
+
+
+def odd(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose address is no multiple of 16."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("codes", [False, True])
+def test_tensors_with_one_key_have_one_compiled_kernel(codes: bool) -> None:
+    """What Triton's binder makes of the arguments depends on nothing but the key."""
+    module, launch = fresh_kernel(), Launch()
+    function = module._measure
+    backend = triton.compiler.make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    binder = triton.runtime.jit.create_function_from_signature(function.signature, function.params, backend)
+    vars(module)["_measure"] = launch
+    specializations: dict[Any, set[str]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for number, shapes in enumerate(
+            [[(16, 1)], [(1, 16), (1, 16)], [(4096, 32), (16, 5), (3, 48)], [(64, 48)] * 4]
+        ):
+            values = [normal(*shape).to(dtype) for shape in shapes]
+            pending = [pending_of(x, (70_000 if number else 0) + 40 * at, codes=codes) for at, x in enumerate(values)]
+            if number == 1 and codes:
+                pending = [one._replace(scale_inv=odd(one.scale_inv)) for one in pending]
+            if number == 2:
+                pending[0] = pending[0]._replace(places=ColumnPlaces(maxima=3))
+            sums, maxima = vectors(80_000)
+            (group,) = module.group_by_launch(pending)
+            module.add_group(group, *((odd(sums), odd(maxima)) if number == 3 else (sums, maxima)))
+            _, specialization, options = binder(*launch.arguments, **launch.options)
+            key = module._shared_launch(pending[0])
+            specializations.setdefault(key, set()).add(str((specialization, options)))
+    assert [len(of_key) for of_key in specializations.values()] == [1, 1]
+
+
+class Compiled:
+    """In the place of a kernel and of what it compiles to: keeps the arguments of launches."""
+
+    def __init__(self, arg_names: Sequence[str] = (), error: Exception | None = None) -> None:
+        self.arg_names = arg_names
+        self._error = error
+        self.bound: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.direct: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*arguments: Any, stream: int | None = None, **constants: Any) -> Any:
+            if stream is None:
+                self.bound.append((arguments, constants))
+                return self
+            self.direct.append(arguments)
+            if self._error is not None:
+                raise self._error
+            return None
+
+        return launch
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_direct_launch_has_all_arguments_in_order(codes: bool) -> None:
+    """Tensors as addresses, and constants too."""
+    module = fresh_kernel()
+    function = module._measure
+    compiled = Compiled(function.arg_names)
+    vars(module)["_measure"] = compiled
+    pending = [pending_of(normal(16, 3 + at), 50 * at, codes=codes) for at in range(3)]
+    into = vectors(200)
+    for _ in range(2):
+        by_kernel(module)(pending, *into)
+    ((arguments, constants),) = compiled.bound
+    named_constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    expected = inspect.signature(function.fn).bind(*arguments, **named_constants).arguments.values()
+    addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expected]
+    assert compiled.direct == [tuple(addresses)]
+
+
+def test_another_interface_of_triton_is_reported_once(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = Compiled(error=TypeError("19 arguments"))
+    monkeypatch.setattr(kernel, "_measure", compiled)
+    monkeypatch.setattr(kernel, "_compiled", {})
+    for dtype in (torch.float32, torch.float16):
+        for _ in range(4):
+            by_kernel(kernel)([pending_of(normal(16, 3).to(dtype), 0)], *vectors(40))
+    assert len(compiled.bound) == 8
+    assert len(compiled.direct) == 2, "one for each dtype"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "19 arguments" in caplog.text
 
 
 # --- the program that merges ------------------------------------------------------------------------------------------

@@ -15,15 +15,19 @@ See :mod:`~te_precision_callbacks.engine.kernels.triton_parts` for error bounds.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from te_precision_callbacks.base.devices import raw_stream
+from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import ROUNDING, ColumnPlaces, Pending, layout
 from te_precision_callbacks.engine.kernels.triton_parts import (
@@ -54,6 +58,8 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     total_of,
 )
 
+logger = logging.getLogger(__name__)
+
 _MAX_DIMENSIONS = 5
 # Elements of a tile per thread, without and with codes: enough loads in flight to hide the memory latency, but few
 # enough for the registers of all programs on a processor.
@@ -61,11 +67,21 @@ _ELEMENTS_PER_THREAD = {False: 32, True: 16}
 
 # Arguments that differ between tensors. If specialized, Triton would compile separate kernels.
 _GENERAL = [
+    *(f"scale_inv{tensor or ''}" for tensor in range(MOST_TOGETHER)),
+    *("merged_sums", "merged_maxima"),
     *("begin1", "begin2", "begin3"),
     *(f"{name}{tensor}" for tensor in range(MOST_TOGETHER) for name in ColumnPlaces._fields),
 ]
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_GENERAL)
+
+_Key = tuple[torch.device, torch.dtype, bool, bool, bool]
+"""Device and dtype of tensors that can share a launch; whether they have codes, of E5M2, and a histogram."""
+
+_compiled: dict[_Key, tuple[Any, Sequence[Any]]] = {}
+"""The compiled kernel, if it can be launched without Triton's binder, and the values of its constants."""
+
+_notices = Notices()
 
 
 def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
@@ -81,7 +97,7 @@ def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
         ValueError: codes and values differ in shape or device, or ``scale_inv`` does not have exactly one element.
     """
     groups: list[list[Pending]] = []
-    open_groups: dict[tuple[object, ...], list[Pending]] = {}
+    open_groups: dict[_Key, list[Pending]] = {}
     for tensor in pending:
         _check(tensor.values, tensor.codes, tensor.scale_inv)
         key = _shared_launch(tensor)
@@ -103,17 +119,63 @@ def _overlap(places: ColumnPlaces, others: ColumnPlaces) -> bool:
     return any(place == other >= 0 for place, other in zip(places, others, strict=True))
 
 
-def _shared_launch(one: Pending) -> tuple[object, ...] | None:
-    """Return a key that is equal for tensors that can share a launch; None for a tensor that cannot."""
+def _shared_launch(one: Pending) -> _Key | None:
+    """Return a key that is equal for tensors that can share a launch; None for a tensor that cannot.
+
+    The key determines the compiled kernel: all that Triton specializes on depends on nothing else.
+    """
     values, codes = one.values, one.codes
     if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
         return None
     if codes is not None and codes.data_ptr() % 16:
         return None
-    ((_, *strides), *others) = _collapse(values, codes)
-    if others or strides != [1, 0 if codes is None else 1]:
-        return None
-    return values.dtype, codes is None, one.e5m2, one.places.exponents >= 0
+    if not values.is_contiguous() or not (codes is None or codes.is_contiguous()):
+        ((_, *strides), *others) = _collapse(values, codes)
+        if others or strides != [1, 0 if codes is None else 1]:
+            return None
+    return values.device, values.dtype, codes is not None, one.e5m2, one.places.exponents >= 0
+
+
+class _Form(NamedTuple):
+    """Launches of tensors that are alike.
+
+    Attributes:
+        tile: elements.
+        row: length of a program's row of results.
+        constants: the constants of the kernel, for several tensors.
+    """
+
+    tile: int
+    row: int
+    constants: Mapping[str, Any]
+
+
+@functools.cache
+def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool) -> _Form:
+    name, _, not_finite = FORMATS[dtype]
+    code_name, largest = CODE_FORMATS[e5m2]
+    vector = BYTES_PER_LOAD // dtype.itemsize
+    rows = _ELEMENTS_PER_THREAD[with_codes] // vector
+    _, columns, extremes = layout(codes=with_codes, histogram=False)
+    constants = {
+        "FORMAT": name,
+        "NOT_FINITE": not_finite,
+        "CODES": code_name if with_codes else "",
+        "LARGEST": largest * ROUNDING,
+        "HISTOGRAM": histogram,
+        "ALONE": False,
+        "WHOLE_RUNS": False,
+        "SMALL": True,
+        "ROWS": rows,
+        "PER_THREAD": rows * vector,
+        "VECTOR": vector,
+        "COLUMNS": columns,
+        "EXTREMES": extremes,
+        **MEASURING,
+        # An FMA would not round the product of code and scale before subtracting it.
+        "enable_fp_fusion": not with_codes,
+    }
+    return _Form(rows * vector * THREADS, columns + extremes, constants)
 
 
 def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -125,65 +187,81 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
     Args:
         sums, maxima: float64, 1-D, on the device of the tensors.
     """
-    values, codes, _, e5m2, places, *_ = first = together[0]
+    first = together[0]
+    values, codes = first.values, first.codes
     if values.numel() == 0:
         return eager.add(together, sums, maxima)
-    histogram = places.exponents >= 0
-    _, columns, extremes = layout(codes=codes is not None, histogram=False)
-    loaded = [loadable(tensor.values.detach()) for tensor in together]
-    elements, decoding = [element for element, _ in loaded], loaded[0][1]
-    all_codes = [tensor.codes for tensor in together]
-    dimensions = _collapse(elements[0], codes)
-    if len(dimensions) > _MAX_DIMENSIONS:
-        elements = [elements[0].contiguous()]
-        all_codes = [None if codes is None else codes.contiguous()]
-        dimensions = _collapse(elements[0], all_codes[0])
-    outer, *inner = dimensions
-    inner = [*reversed(inner), *[(1, 0, 0)] * (_MAX_DIMENSIONS - 1 - len(inner))]
+    form = _form(values.dtype, codes is not None, first.e5m2, first.places.exponents >= 0)
+    constants = form.constants
+    key = _shared_launch(first)
+    if key is not None:
+        # Sizes and strides of one dimension.
+        geometry = [1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, int(codes is not None)]
+    else:
+        dimensions = _collapse(values, codes)
+        if len(dimensions) > _MAX_DIMENSIONS:
+            codes = None if codes is None else codes.contiguous()
+            return add_group([first._replace(values=values.contiguous(), codes=codes)], sums, maxima)
+        outer, *others = dimensions
+        inner = [*reversed(others), *[(1, 0, 0)] * (_MAX_DIMENSIONS - 1 - len(others))]
+        geometry = [size for size, _, _ in inner]
+        geometry += [stride for _, stride, _ in [*inner, outer]]
+        geometry += [stride for _, _, stride in [*inner, outer]]
+        whole_runs = bool(others) and inner[0][0] % (THREADS * constants["VECTOR"]) == 0
+        constants = {**constants, "ALONE": True, "WHOLE_RUNS": whole_runs, "SMALL": values.numel() < 2**31}
 
-    vector = BYTES_PER_LOAD // elements[0].element_size()
-    run = THREADS * vector
-    rows = _ELEMENTS_PER_THREAD[codes is not None] // vector
     most = program_count(values.device)
-    ends = list(itertools.accumulate(min(most, -(-tensor.values.numel() // (rows * run))) for tensor in together))
-    code_name, largest = CODE_FORMATS[e5m2]
-    alone = len(together) == 1
-    begins = _pad_arguments(ends[:-1], ends[-1])[:-1]
+    ends = list(itertools.accumulate([min(most, -(-one.values.numel() // form.tile)) for one in together]))
+    programs = ends[-1]
+    unused = MOST_TOGETHER - len(together)
+    padded = [*together, *[first] * unused]
+    numbers = [one.values.numel() for one in padded]
+    numbers += [*ends[:-1], *[programs] * unused]
+    for one in padded:
+        numbers += one.places
     with torch.cuda.device(values.get_device()):
-        _measure[(ends[-1],)](
-            *_pad_arguments(elements, None if alone else elements[0]),
-            *_pad_arguments(all_codes, None if alone else all_codes[0]),
-            *_pad_arguments([tensor.scale_inv for tensor in together], None if alone else first.scale_inv),
-            *_pad_arguments([tensor.values.numel() for tensor in together], None if alone else values.numel()),
-            *begins,
-            *scratch(values.device, ends[-1] * (columns + extremes)),
-            sums,
-            maxima,
-            *[place for tensor in _pad_arguments(together, first) for place in tensor.places],
-            *[size for size, _, _ in inner],
-            *[stride for _, stride, _ in [*inner, outer]],
-            *[stride for _, _, stride in [*inner, outer]],
-            CODES="" if codes is None else code_name,
-            LARGEST=largest * ROUNDING,
-            HISTOGRAM=histogram,
-            ALONE=alone,
-            WHOLE_RUNS=len(dimensions) > 1 and inner[0][0] % run == 0,
-            SMALL=values.numel() < 2**31,
-            ROWS=rows,
-            PER_THREAD=rows * vector,
-            VECTOR=vector,
-            COLUMNS=columns,
-            EXTREMES=extremes,
-            **decoding,
-            **MEASURING,
-            # An FMA would not round the product of code and scale before subtracting it.
-            enable_fp_fusion=codes is None,
-        )
+        memory = *scratch(values.device, programs * form.row), sums, maxima
+        _launch(key, programs, padded, memory, [*numbers, *geometry], constants)
     return None
 
 
-def _pad_arguments(given: Sequence[Any], filling: Any) -> list[Any]:
-    return [*given, *[filling] * (MOST_TOGETHER - len(given))]
+def _launch(
+    key: _Key | None,
+    programs: int,
+    padded: Sequence[Pending],
+    memory: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    constants: Mapping[str, Any],
+) -> None:
+    """Launch the kernel; after a key's first launch without Triton's binder, which takes longer than all the rest."""
+    of_codes = [*[one.codes for one in padded], *[one.scale_inv for one in padded]]
+    compiled, in_order = _compiled.get(key, (None, ())) if key is not None else (None, ())
+    failure: Exception | None = None
+    if compiled is not None:
+        pointers: list[int | None] = [one.values.data_ptr() for one in padded]
+        pointers += [None if tensor is None else tensor.data_ptr() for tensor in (*of_codes, *memory)]
+        try:
+            compiled[programs, 1, 1](*pointers, *numbers, *in_order, stream=raw_stream(memory[0].device))
+            return
+        except Exception as error:
+            failure = error
+    elements = [loadable(one.values.detach())[0] for one in padded]
+    compiled = _measure[(programs,)](*elements, *of_codes, *memory, *numbers, **constants)
+    if key is None or compiled is None:  # None in the interpreter
+        return
+    if failure is None:
+        in_order = [constants[name] for name in _measure.arg_names if name in constants]
+        _compiled.setdefault(key, (compiled, in_order))
+        return
+    _compiled[key] = None, ()
+    if _notices.first("binder"):
+        logger.warning(
+            "Statistics on the GPU take longer than necessary: Triton %s does not launch a compiled kernel as expected"
+            " (%s: %s). Results do not change.",
+            triton.__version__,
+            type(failure).__name__,
+            failure,
+        )
 
 
 def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
@@ -228,7 +306,7 @@ def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[in
 
 @_jit
 def _measure(
-    # Up to four tensors. Unused arguments repeat the first tensor, and no program reads them.
+    # Up to four tensors. Unused arguments repeat the first tensor, and no program reads them. All pointers come first.
     values: tl.tensor,
     values1: tl.tensor,
     values2: tl.tensor,
@@ -241,6 +319,10 @@ def _measure(
     scale_inv1: tl.tensor,
     scale_inv2: tl.tensor,
     scale_inv3: tl.tensor,
+    partials: tl.tensor,
+    counters: tl.tensor,  # one per tensor, 0
+    merged_sums: tl.tensor,
+    merged_maxima: tl.tensor,
     numel: tl.tensor,
     numel1: tl.tensor,
     numel2: tl.tensor,
@@ -249,10 +331,6 @@ def _measure(
     begin1: tl.tensor,
     begin2: tl.tensor,
     begin3: tl.tensor,
-    partials: tl.tensor,
-    counters: tl.tensor,  # one per tensor, 0
-    merged_sums: tl.tensor,
-    merged_maxima: tl.tensor,
     # Offsets of each tensor's columns.
     moments0: tl.tensor,
     maxima0: tl.tensor,

@@ -23,6 +23,7 @@ scales its elements by a power of two.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from te_precision_callbacks.base.devices import current_stream, is_capturing
+from te_precision_callbacks.base.devices import is_capturing, raw_stream
 
 # dtype -> name in the kernel, integer dtype to load it as, and a non-finite value. The kernel decodes all dtypes except
 # float32 and float16 from their bits, which is exact on every GPU.
@@ -75,6 +76,7 @@ MERGED_ROWS = tl.constexpr(64)
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 
+@functools.cache
 def program_count(device: torch.device) -> int:
     if device.type != "cuda":
         return PROGRAMS_OF_INTERPRETER
@@ -90,8 +92,7 @@ def scratch(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor
     """
     if is_capturing():
         return _new_scratch(device, size)
-    stream = current_stream(device)
-    key = (-1, 0) if stream is None else (stream.device_index, stream.cuda_stream)
+    key = device.index or 0, raw_stream(device)
     kept = _scratch.get(key)
     if kept is None or kept[0].numel() < size:
         kept = _scratch[key] = _new_scratch(device, size)
