@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -78,6 +79,30 @@ def test_step(mode: str) -> None:
         assert "torch" in case["machine"]
     compared = {"statistics": STEP_CASES["statistics"][:2], "overflow": STEP_CASES["overflow"]}.get(mode, [])
     assert [name for name, case in cases.items() if case["upstream_added_percent"]] == compared
+
+
+# --- host_path.py -----------------------------------------------------------------------------------------------------
+
+HOST_PATH = {
+    "Python functions per observed tensor": 385,
+    "calls per observed tensor, with builtins": 705,
+    "aten calls per observed GEMM": 24,
+    "allocations per observed GEMM": 5.2,
+}
+"""Limits of exact counts. A change that raises one makes every observed step slower."""
+
+
+@pytest.mark.slow  # it compiles kernels
+def test_host_path_has_no_more_work_than_before() -> None:
+    pytest.importorskip("triton")
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        pytest.skip("there is no C compiler, which the stub of libcuda needs")
+    values = {name: case["value"] for name, case in cases_of("host_path.py", "--layers", "1").items()}
+    assert values["observed tensors"] == 22
+    assert values["launches in a step"] == 18
+    assert values["microseconds of add_group, two tensors with codes"] > 0
+    for name, limit in HOST_PATH.items():
+        assert 0 < values[name] <= limit, name
 
 
 # --- gpu_check.py -----------------------------------------------------------------------------------------------------

@@ -29,6 +29,14 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def raw_stream(device: torch.device) -> int:
+    """Return the handle of the current stream, as Triton's launches read it; 0 for a device without streams."""
+    if device.type != "cuda":
+        return 0
+    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return handle
+
+
 def follow(stream: torch.cuda.Stream | None, tensors: Iterable[torch.Tensor]) -> None:
     """Make the current stream wait for the stream that wrote tensors, and keep their memory until then."""
     if stream is None:

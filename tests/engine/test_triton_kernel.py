@@ -1,6 +1,8 @@
 """The Triton kernel in Triton's interpreter, against float64; and what Triton makes of it for a Hopper GPU."""
 
 import importlib
+import inspect
+import itertools
 import math
 import operator
 import re
@@ -333,14 +335,13 @@ def test_the_host_neither_waits_nor_copies(
     kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     monkeypatch.setattr(kernel, "_measure", Launch())
-    monkeypatch.setattr(kernel, "_merge", Launch())
     values = view(torch.zeros(400, 300, dtype=torch.bfloat16))
     codes, scale_inv = torch.zeros(values.shape, dtype=torch.uint8), torch.ones(1)
     with Operations() as operations:
         measured_by(by_kernel(kernel), values, codes, scale_inv, histogram=True)
     assert operations.names <= {"detach", "view", "empty", "zeros", "full"}
     most = kernel.program_count(values.device)
-    assert operations.most <= most * (6 + 6 + 3 + 256 + 3 + 2)
+    assert operations.most <= max(most * (6 + 6 + 3 + 3 + 2), 6 + 6 + 3 + 256), "the partial results, or the sums"
 
 
 # --- several tensors in one launch ------------------------------------------------------------------------------------
@@ -380,6 +381,156 @@ def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType,
     assert torch.equal(together[1], by_hand[1])
 
 
+# --- launches without Triton's binder ---------------------------------------------------------------------------------
+
+
+def odd(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose address is no multiple of 16."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("codes", [False, True])
+def test_tensors_with_one_key_have_one_compiled_kernel(codes: bool) -> None:
+    """What Triton's binder makes of the arguments depends on nothing but the key."""
+    module, launch = fresh_kernel(), Launch()
+    function = module._measure
+    backend = triton.compiler.make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    binder = triton.runtime.jit.create_function_from_signature(function.signature, function.params, backend)
+    vars(module)["_measure"] = launch
+    specializations: dict[Any, set[str]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for number, shapes in enumerate(
+            [[(16, 1)], [(1, 16), (1, 16)], [(4096, 32), (16, 5), (3, 48)], [(64, 48)] * 4]
+        ):
+            values = [normal(*shape).to(dtype) for shape in shapes]
+            pending = [pending_of(x, (70_000 if number else 0) + 40 * at, codes=codes) for at, x in enumerate(values)]
+            if number == 1 and codes:
+                pending = [one._replace(scale_inv=odd(one.scale_inv)) for one in pending]
+            if number == 2:
+                pending[0] = pending[0]._replace(places=ColumnPlaces(maxima=3))
+            sums, maxima = vectors(80_000)
+            (group,) = module.group_by_launch(pending)
+            module.add_group(group, *((odd(sums), odd(maxima)) if number == 3 else (sums, maxima)))
+            _, specialization, options = binder(*launch.arguments, **launch.options)
+            key = module._shared_launch(pending[0])
+            specializations.setdefault(key, set()).add(str((specialization, options)))
+    assert [len(of_key) for of_key in specializations.values()] == [1, 1]
+
+
+class Compiled:
+    """In the place of a kernel and of what it compiles to: keeps the arguments of launches."""
+
+    def __init__(self, arg_names: Sequence[str] = (), error: Exception | None = None) -> None:
+        self.arg_names = arg_names
+        self._error = error
+        self.bound: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.direct: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*arguments: Any, stream: int | None = None, **constants: Any) -> Any:
+            if stream is None:
+                self.bound.append((arguments, constants))
+                return self
+            self.direct.append(arguments)
+            if self._error is not None:
+                raise self._error
+            return None
+
+        return launch
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_direct_launch_has_all_arguments_in_order(codes: bool) -> None:
+    """Tensors as addresses, and constants too."""
+    module = fresh_kernel()
+    function = module._measure
+    compiled = Compiled(function.arg_names)
+    vars(module)["_measure"] = compiled
+    pending = [pending_of(normal(16, 3 + at), 50 * at, codes=codes) for at in range(3)]
+    into = vectors(200)
+    for _ in range(2):
+        by_kernel(module)(pending, *into)
+    ((arguments, constants),) = compiled.bound
+    named_constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    expected = inspect.signature(function.fn).bind(*arguments, **named_constants).arguments.values()
+    addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expected]
+    assert compiled.direct == [tuple(addresses)]
+
+
+def test_another_interface_of_triton_is_reported_once(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = Compiled(error=TypeError("19 arguments"))
+    monkeypatch.setattr(kernel, "_measure", compiled)
+    monkeypatch.setattr(kernel, "_compiled", {})
+    for dtype in (torch.float32, torch.float16):
+        for _ in range(4):
+            by_kernel(kernel)([pending_of(normal(16, 3).to(dtype), 0)], *vectors(40))
+    assert len(compiled.bound) == 8
+    assert len(compiled.direct) == 2, "one for each dtype"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "19 arguments" in caplog.text
+
+
+# --- the program that merges ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def programs_in(order: Sequence[int]) -> Iterator[None]:
+    """The interpreter runs a launch's programs one by one, here in another order."""
+    builder = interpreter.interpreter_builder
+    original = builder.set_grid_idx
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "set_grid_idx", lambda x, y, z: original(order[x], y, z))
+        yield
+
+
+def in_order(kernel: ModuleType, pending: Sequence[Pending], order: Sequence[int] | None) -> list[torch.Tensor]:
+    sums, maxima = vectors(1200)
+    with programs_in(order or range(4 * len(pending))):
+        by_kernel(kernel)(pending, sums, maxima)
+    partials, counters = kernel.scratch(sums.device, 1)
+    assert not counters.any(), "the next launch counts from 0"
+    partials.fill_(NAN)  # the next launch reads nothing of this one
+    return [sums, maxima]
+
+
+def test_any_program_may_be_the_last(kernel: ModuleType) -> None:
+    """All orders of four programs. Their sums are rounded, so that another order of additions gives other bits."""
+    one = pending_of(normal(16, 3000), 0)
+    expected = in_order(kernel, [one], None)
+    for order in itertools.permutations(range(4)):
+        found = in_order(kernel, [one], order)
+        assert all(map(torch.equal, found, expected)), order
+
+
+def test_any_program_of_any_tensor_may_be_the_last(kernel: ModuleType) -> None:
+    shapes = [(16, 700), (16, 600), (16, 500)]
+    pending = [
+        pending_of(normal(*shape, seed=at), 300 * at, codes=True, histogram=True) for at, shape in enumerate(shapes)
+    ]
+    assert list(map(len, kernel.group_by_launch(pending))) == [3]
+    expected = in_order(kernel, pending, None)
+    programs = list(range(12))
+    for last in (1, 6, 11):
+        order = [program for program in reversed(programs) if program != last] + [last]
+        found = in_order(kernel, pending, order)
+        assert all(map(torch.equal, found, expected)), order
+
+
+def test_a_captured_launch_has_its_own_memory(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph may be replayed on any stream."""
+    kept = kernel.scratch(BYTES.device, 100)
+    assert all(map(operator.is_, kernel.scratch(BYTES.device, 50), kept))
+    monkeypatch.setitem(kernel.scratch.__globals__, "is_capturing", lambda: True)
+    captured = kernel.scratch(BYTES.device, 50)
+    assert not any(map(operator.is_, captured, kept))
+    assert not captured[1].any()
+
+
 def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of a GEMM, in two micro-batches, with statistics of their own and of codes."""
     names = ("mean", "std", "min", "max", "l1_norm", "l2_norm")
@@ -416,18 +567,19 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.int16: "*i16",
+    torch.int32: "*i32",
     torch.uint8: "*u8",
     torch.float64: "*fp64",
 }
 
 
 def compiled(
-    capability: int, values: torch.Tensor, *arguments: Any, together: int = 1, kernel: str = "_measure", **options: Any
+    capability: int, values: torch.Tensor, *arguments: Any, together: int = 1, **options: Any
 ) -> dict[str, Any]:
     """What Triton and ptxas make of the launch that these arguments make on a GPU: "ptx", "cubin", ..."""
     module = fresh_kernel()
-    function, launches = getattr(module, kernel), {name: Launch() for name in ("_measure", "_merge")}
-    vars(module).update(launches)
+    function, launch = module._measure, Launch()
+    vars(module)["_measure"] = launch
 
     def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
         (first,) = pending
@@ -436,7 +588,7 @@ def compiled(
         by_kernel(module)([first._replace(places=of_tensor) for of_tensor in places], sums, maxima)
 
     measured_by(add, values, *arguments, **options)
-    return compiled_launch(capability, function, launches[kernel])
+    return compiled_launch(capability, function, launch)
 
 
 def compiled_launch(capability: int, function: Any, launch: Launch) -> dict[str, Any]:
@@ -512,25 +664,23 @@ def test_codes_and_histogram_compile(dtype: torch.dtype, e5m2: bool, together: i
 
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "together", "with_codes", "capability"),
+    ("dtype", "together", "with_codes", "capability"),
     [
-        ("_measure", torch.float32, 1, True, 90),
-        ("_measure", torch.bfloat16, 1, False, 100),
-        ("_measure", torch.bfloat16, 3, True, 90),
-        ("_measure", torch.bfloat16, 3, True, 100),
-        ("_measure", torch.bfloat16, 3, False, 90),
-        ("_merge", torch.bfloat16, 3, True, 100),
-        ("_merge", torch.bfloat16, 3, False, 90),
+        (torch.float32, 1, True, 90),
+        (torch.bfloat16, 1, False, 100),
+        (torch.bfloat16, 3, True, 90),
+        (torch.bfloat16, 3, True, 100),
+        (torch.bfloat16, 3, False, 90),
     ],
 )
 def test_registers_are_not_spilled(
-    tmp_path: Path, kernel: str, dtype: torch.dtype, together: int, with_codes: bool, capability: int
+    tmp_path: Path, dtype: torch.dtype, together: int, with_codes: bool, capability: int
 ) -> None:
     """Each launch with and without codes, and for each GPU; the one with the most registers, of three tensors and their
     codes, for both GPUs."""
     values, codes = torch.zeros(64, 64, dtype=dtype), torch.zeros(64, 64, dtype=torch.uint8)
     of_codes = [codes, torch.ones(1)] if with_codes else []
-    made = compiled(capability, values, *of_codes, together=together, kernel=kernel)
+    made = compiled(capability, values, *of_codes, together=together)
     instructions = disassembled(made["cubin"], tmp_path)
     assert "LDG" in instructions
     assert "STL" not in instructions

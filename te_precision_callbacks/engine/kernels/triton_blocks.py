@@ -10,7 +10,7 @@ in float64.
 A program reads tiles of 16 x 128 elements of the codes' matrix, or several stacked tiles if a block is higher. Each
 thread has 16 elements of a tile. A block is reduced in each thread, then among its threads. All of them get the result,
 and totals use only the first thread's. (Triton up to 3.6 sums a result shared by several threads from the wrong
-threads.) Exponents are counted in registers and added by atomics; counts are integers, so their order does not matter.
+threads.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import triton.language as tl
 from te_precision_callbacks.base.numerics.layouts import SWIZZLE_ROWS
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
-    EXPONENT_BINS,
     LIMIT_SUMS,
     LOSS_MAXIMA,
     LOSS_SUMS,
@@ -45,19 +44,22 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     FORMATS,
     MEASURING,
-    MERGING,
     THREADS,
-    add_at,
+    add_exponents,
     comparison,
     decode,
     exponent_counts,
     from_above,
     is_finite,
+    is_last,
     jit,
     loadable,
+    merge_at,
     merge_rows,
+    nowhere,
+    placed,
     program_count,
-    raise_at,
+    scratch,
     store_comparison,
     store_extremes,
     store_moments,
@@ -74,14 +76,15 @@ _TILE_ROWS, _TILE_COLUMNS = 16, 128
 _COLUMN_VECTOR = 4
 _PER_THREAD = _TILE_ROWS * _TILE_COLUMNS // THREADS
 
-_NUMBERS = ["tiles", "tiles_across", "tile_stride"]
-_PLACES = ["programs", *(f"{name}_at" for name in (*ColumnPlaces._fields, *BlockPlaces._fields))]
-_jit_of_matrices: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_NUMBERS)
-_jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_PLACES)
+_GENERAL = [
+    *("tiles", "tiles_across", "tile_stride"),
+    *(f"{name}_at" for name in (*ColumnPlaces._fields, *BlockPlaces._fields)),
+]
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_GENERAL)
 
 
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure a tensor and its block-scaled form, and merge the results, in two launches.
+    """Measure a tensor and its block-scaled form, and merge the results, in one launch.
 
     The result is bit-identical for the same tensors, strides and device. Quantized values and overflows are defined as
     in :func:`te_precision_callbacks.engine.kernels.eager_blocks.columns`.
@@ -117,9 +120,6 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     tiles = -(-rows // tile_rows) * across
     programs = min(program_count(values.device), tiles)
     places, own = pending.places, pending.of_blocks
-    bins = EXPONENT_BINS if places.exponents >= 0 else 0
-    partials = torch.empty((programs, _COLUMNS + _EXTREMES), dtype=torch.float64, device=values.device)
-    counts = torch.zeros(bins, dtype=torch.float64, device=values.device) if bins else None
     matrix, decoding = loadable(matrix)
     vector = BYTES_PER_LOAD // matrix.element_size()
     if width == 1:  # each column of a thread is in another block
@@ -130,8 +130,11 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         _measure[(programs,)](
             matrix,
             *_quantized(quantized, compares=compares),
-            partials,
-            counts,
+            *scratch(values.device, programs * (_COLUMNS + _EXTREMES)),
+            sums,
+            maxima,
+            *places,
+            *own,
             rows,
             columns,
             *matrix.stride(),
@@ -149,7 +152,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             LIMITS=own.limits >= 0,
             SCALE_SOURCES=places.scales >= 0,
             RANGES=own.ranges >= 0,
-            EXPONENTS=bins > 0,
+            EXPONENTS=places.exponents >= 0,
             STEPS=tile_rows // _TILE_ROWS,
             TURNED=turned,
             ROWS=_PER_THREAD // vector,
@@ -164,19 +167,6 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             EXTREMES=_EXTREMES,
             # An FMA would not round the product of code and scale before subtracting it.
             enable_fp_fusion=False,
-        )
-        _merge[(1 + (bins > 0),)](
-            partials,
-            counts,
-            sums,
-            maxima,
-            programs,
-            *places,
-            *own,
-            COLUMNS=_COLUMNS,
-            EXTREMES=_EXTREMES,
-            BINS=bins,
-            **MERGING,
         )
 
 
@@ -208,14 +198,27 @@ def _formats(tensor: BlockScaledTensor, *, compares: bool, turned: bool) -> dict
     }
 
 
-@_jit_of_matrices
+@_jit
 def _measure(
     values: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
     amax: tl.tensor,
     partials: tl.tensor,
-    counts: tl.tensor,  # zeros
+    counters: tl.tensor,  # the first one is 0
+    merged_sums: tl.tensor,
+    merged_maxima: tl.tensor,
+    moments_at: tl.tensor,
+    maxima_at: tl.tensor,
+    compared_at: tl.tensor,
+    scales_at: tl.tensor,
+    scale_maxima_at: tl.tensor,
+    exponents_at: tl.tensor,
+    limits_at: tl.tensor,
+    losses_at: tl.tensor,
+    ranges_at: tl.tensor,
+    loss_maxima_at: tl.tensor,
+    range_maxima_at: tl.tensor,
     row_count: tl.tensor,
     column_count: tl.tensor,
     row_stride: tl.tensor,
@@ -261,8 +264,10 @@ def _measure(
     COLUMNS: tl.constexpr,
     EXTREMES: tl.constexpr,
 ) -> None:
-    """Write row ``program_id`` of ``partials`` (``COLUMNS`` sums and counts, ``EXTREMES`` maxima), and add to
-    ``counts``.
+    """Measure a matrix, and merge its columns into ``merged_sums`` and ``merged_maxima``.
+
+    A program writes row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then ``EXTREMES`` maxima. The last
+    one merges the rows.
 
     A step has [ROWS, THREADS, VECTOR] elements: a thread has VECTOR columns of ROWS rows, which are LANE_ROWS apart.
     """
@@ -476,73 +481,21 @@ def _measure(
         tl.store(maxima + 6, tl.max(range_max, 0))
         tl.store(maxima + 7, tl.max(negated_range_min, 0))
     if EXPONENTS:
-        bin_ = tl.arange(0, 256)  # the last one has inf and nan
-        tl.atomic_add(counts + bin_, exponents.to(tl.float64), mask=(bin_ < 255) & (exponents > 0), sem="relaxed")
+        add_exponents(merged_sums, exponents_at, exponents)
 
-
-@_jit_of_places
-def _merge(
-    partials: tl.tensor,
-    counts: tl.tensor,
-    sums: tl.tensor,
-    maxima: tl.tensor,
-    programs: tl.tensor,
-    moments_at: tl.tensor,
-    maxima_at: tl.tensor,
-    compared_at: tl.tensor,
-    scales_at: tl.tensor,
-    scale_maxima_at: tl.tensor,
-    exponents_at: tl.tensor,
-    limits_at: tl.tensor,
-    losses_at: tl.tensor,
-    ranges_at: tl.tensor,
-    loss_maxima_at: tl.tensor,
-    range_maxima_at: tl.tensor,
-    COLUMNS: tl.constexpr,
-    EXTREMES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BINS: tl.constexpr,  # of exponents; 0 if not counted
-) -> None:
-    """Merge the rows of ``partials``; a second program merges the counts of exponents, if any."""
-    part = tl.program_id(0)
-    if part == 0:
-        column = tl.arange(0, WIDTH)
-        total, largest = merge_rows(partials, 0, programs, column, COLUMNS, EXTREMES, ROWS)
-        _add_to(sums, moments_at, total, column, 0, 6)
-        _add_to(sums, compared_at, total, column, 6, 6)
-        _add_to(sums, scales_at, total, column, 12, 3)
-        _add_to(sums, limits_at, total, column, 15, 4)
-        _add_to(sums, losses_at, total, column, 19, 3)
-        _add_to(sums, ranges_at, total, column, 22, 2)
-        _raise_to(maxima, maxima_at, largest, column, COLUMNS, 3)
-        _raise_to(maxima, scale_maxima_at, largest, column, COLUMNS + 3, 2)
-        _raise_to(maxima, loss_maxima_at, largest, column, COLUMNS + 5, 1)
-        _raise_to(maxima, range_maxima_at, largest, column, COLUMNS + 6, 2)
-    else:
-        if BINS > 0:
-            at = tl.arange(0, BINS)
-            _add_to(sums, exponents_at, tl.load(counts + at), at, 0, BINS)
-
-
-@jit
-def _add_to(
-    sums: tl.tensor, place: tl.tensor, tensor: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
-) -> None:
-    """Add ``NUMBER`` columns from ``BEGIN`` on to ``sums`` at offset ``place``, unless it is -1."""
-    base = tl.where(column >= 0, place, 0)
-    kept = sums + base + column - BEGIN
-    add_at(kept, tensor, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
-
-
-@jit
-def _raise_to(
-    maxima: tl.tensor, place: tl.tensor, tensor: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
-) -> None:
-    """Like :func:`_add_to`, but merge by maximum."""
-    base = tl.where(column >= 0, place, 0)
-    kept = maxima + base + column - BEGIN
-    raise_at(kept, tensor, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
+    if is_last(counters, programs):
+        found, highest = merge_rows(partials, 0, programs, COLUMNS, EXTREMES)
+        sums_at = placed(nowhere(), moments_at, 0, 6)
+        sums_at = placed(sums_at, compared_at, 6, 6)
+        sums_at = placed(sums_at, scales_at, 12, 3)
+        sums_at = placed(sums_at, limits_at, 15, 4)
+        sums_at = placed(sums_at, losses_at, 19, 3)
+        sums_at = placed(sums_at, ranges_at, 22, 2)
+        extremes_at = placed(nowhere(), maxima_at, COLUMNS, 3)
+        extremes_at = placed(extremes_at, scale_maxima_at, COLUMNS + 3, 2)
+        extremes_at = placed(extremes_at, loss_maxima_at, COLUMNS + 5, 1)
+        extremes_at = placed(extremes_at, range_maxima_at, COLUMNS + 6, 2)
+        merge_at(merged_sums, sums_at, found, merged_maxima, extremes_at, highest)
 
 
 @jit

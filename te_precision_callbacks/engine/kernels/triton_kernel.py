@@ -15,34 +15,41 @@ See :mod:`~te_precision_callbacks.engine.kernels.triton_parts` for error bounds.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from te_precision_callbacks.base.devices import raw_stream
+from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import ROUNDING, ColumnPlaces, Pending, layout
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     CODE_FORMATS,
-    COLUMNS_TOGETHER,
     FORMATS,
     MEASURING,
-    MERGING,
+    MOST_TOGETHER,
     THREADS,
-    add_at,
+    add_exponents,
     comparison,
     decode,
     exponent_counts,
+    is_last,
     jit,
     loadable,
+    merge_at,
     merge_rows,
+    nowhere,
+    placed,
     program_count,
-    raise_at,
+    scratch,
     store_comparison,
     store_extremes,
     store_moments,
@@ -51,27 +58,34 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     total_of,
 )
 
+logger = logging.getLogger(__name__)
+
 _MAX_DIMENSIONS = 5
 # Elements of a tile per thread, without and with codes: enough loads in flight to hide the memory latency, but few
 # enough for the registers of all programs on a processor.
 _ELEMENTS_PER_THREAD = {False: 32, True: 16}
 
-_MOST_TOGETHER = 4
-"""Maximum number of tensors per launch; a GEMM has three."""
-
 # Arguments that differ between tensors. If specialized, Triton would compile separate kernels.
-_BEGINS = ["begin1", "begin2", "begin3"]
-_NUMBERS = [
-    *(f"end{tensor}" for tensor in range(_MOST_TOGETHER)),
-    *(f"{name}{tensor}" for tensor in range(_MOST_TOGETHER) for name in ColumnPlaces._fields),
+_GENERAL = [
+    *(f"scale_inv{tensor or ''}" for tensor in range(MOST_TOGETHER)),
+    *("merged_sums", "merged_maxima"),
+    *("begin1", "begin2", "begin3"),
+    *(f"{name}{tensor}" for tensor in range(MOST_TOGETHER) for name in ColumnPlaces._fields),
 ]
 
-_jit_of_tensors: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_BEGINS)
-_jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_NUMBERS)
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_GENERAL)
+
+_Key = tuple[torch.device, torch.dtype, bool, bool, bool]
+"""Device and dtype of tensors that can share a launch; whether they have codes, of E5M2, and a histogram."""
+
+_compiled: dict[_Key, tuple[Any, Sequence[Any]]] = {}
+"""The compiled kernel, if it can be launched without Triton's binder, and the values of its constants."""
+
+_notices = Notices()
 
 
 def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
-    """Group tensors by launch: up to :data:`_MOST_TOGETHER` similar dense tensors share a launch.
+    """Group tensors by launch: up to :data:`MOST_TOGETHER` similar dense tensors share a launch.
 
     Args:
         pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if more than 5
@@ -83,14 +97,14 @@ def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
         ValueError: codes and values differ in shape or device, or ``scale_inv`` does not have exactly one element.
     """
     groups: list[list[Pending]] = []
-    open_groups: dict[tuple[object, ...], list[Pending]] = {}
+    open_groups: dict[_Key, list[Pending]] = {}
     for tensor in pending:
         _check(tensor.values, tensor.codes, tensor.scale_inv)
         key = _shared_launch(tensor)
         group = None if key is None else open_groups.get(key)
         if (
             group is None
-            or len(group) == _MOST_TOGETHER
+            or len(group) == MOST_TOGETHER
             or any(_overlap(tensor.places, other.places) for other in group)
         ):
             group = []
@@ -105,17 +119,63 @@ def _overlap(places: ColumnPlaces, others: ColumnPlaces) -> bool:
     return any(place == other >= 0 for place, other in zip(places, others, strict=True))
 
 
-def _shared_launch(one: Pending) -> tuple[object, ...] | None:
-    """Return a key that is equal for tensors that can share a launch; None for a tensor that cannot."""
+def _shared_launch(one: Pending) -> _Key | None:
+    """Return a key that is equal for tensors that can share a launch; None for a tensor that cannot.
+
+    The key determines the compiled kernel: all that Triton specializes on depends on nothing else.
+    """
     values, codes = one.values, one.codes
     if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
         return None
     if codes is not None and codes.data_ptr() % 16:
         return None
-    ((_, *strides), *others) = _collapse(values, codes)
-    if others or strides != [1, 0 if codes is None else 1]:
-        return None
-    return values.dtype, codes is None, one.e5m2, one.places.exponents >= 0
+    if not values.is_contiguous() or not (codes is None or codes.is_contiguous()):
+        ((_, *strides), *others) = _collapse(values, codes)
+        if others or strides != [1, 0 if codes is None else 1]:
+            return None
+    return values.device, values.dtype, codes is not None, one.e5m2, one.places.exponents >= 0
+
+
+class _Form(NamedTuple):
+    """Launches of tensors that are alike.
+
+    Attributes:
+        tile: elements.
+        row: length of a program's row of results.
+        constants: the constants of the kernel, for several tensors.
+    """
+
+    tile: int
+    row: int
+    constants: Mapping[str, Any]
+
+
+@functools.cache
+def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool) -> _Form:
+    name, _, not_finite = FORMATS[dtype]
+    code_name, largest = CODE_FORMATS[e5m2]
+    vector = BYTES_PER_LOAD // dtype.itemsize
+    rows = _ELEMENTS_PER_THREAD[with_codes] // vector
+    _, columns, extremes = layout(codes=with_codes, histogram=False)
+    constants = {
+        "FORMAT": name,
+        "NOT_FINITE": not_finite,
+        "CODES": code_name if with_codes else "",
+        "LARGEST": largest * ROUNDING,
+        "HISTOGRAM": histogram,
+        "ALONE": False,
+        "WHOLE_RUNS": False,
+        "SMALL": True,
+        "ROWS": rows,
+        "PER_THREAD": rows * vector,
+        "VECTOR": vector,
+        "COLUMNS": columns,
+        "EXTREMES": extremes,
+        **MEASURING,
+        # An FMA would not round the product of code and scale before subtracting it.
+        "enable_fp_fusion": not with_codes,
+    }
+    return _Form(rows * vector * THREADS, columns + extremes, constants)
 
 
 def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -127,77 +187,81 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
     Args:
         sums, maxima: float64, 1-D, on the device of the tensors.
     """
-    values, codes, _, e5m2, places, *_ = first = together[0]
+    first = together[0]
+    values, codes = first.values, first.codes
     if values.numel() == 0:
         return eager.add(together, sums, maxima)
-    histogram = places.exponents >= 0
-    at, columns, extremes = layout(codes=codes is not None, histogram=histogram)
-    loaded = [loadable(tensor.values.detach()) for tensor in together]
-    elements, decoding = [element for element, _ in loaded], loaded[0][1]
-    all_codes = [tensor.codes for tensor in together]
-    dimensions = _collapse(elements[0], codes)
-    if len(dimensions) > _MAX_DIMENSIONS:
-        elements = [elements[0].contiguous()]
-        all_codes = [None if codes is None else codes.contiguous()]
-        dimensions = _collapse(elements[0], all_codes[0])
-    outer, *inner = dimensions
-    inner = [*reversed(inner), *[(1, 0, 0)] * (_MAX_DIMENSIONS - 1 - len(inner))]
+    form = _form(values.dtype, codes is not None, first.e5m2, first.places.exponents >= 0)
+    constants = form.constants
+    key = _shared_launch(first)
+    if key is not None:
+        # Sizes and strides of one dimension.
+        geometry = [1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, int(codes is not None)]
+    else:
+        dimensions = _collapse(values, codes)
+        if len(dimensions) > _MAX_DIMENSIONS:
+            codes = None if codes is None else codes.contiguous()
+            return add_group([first._replace(values=values.contiguous(), codes=codes)], sums, maxima)
+        outer, *others = dimensions
+        inner = [*reversed(others), *[(1, 0, 0)] * (_MAX_DIMENSIONS - 1 - len(others))]
+        geometry = [size for size, _, _ in inner]
+        geometry += [stride for _, stride, _ in [*inner, outer]]
+        geometry += [stride for _, _, stride in [*inner, outer]]
+        whole_runs = bool(others) and inner[0][0] % (THREADS * constants["VECTOR"]) == 0
+        constants = {**constants, "ALONE": True, "WHOLE_RUNS": whole_runs, "SMALL": values.numel() < 2**31}
 
-    vector = BYTES_PER_LOAD // elements[0].element_size()
-    run = THREADS * vector
-    rows = _ELEMENTS_PER_THREAD[codes is not None] // vector
     most = program_count(values.device)
-    ends = list(itertools.accumulate(min(most, -(-tensor.values.numel() // (rows * run))) for tensor in together))
-    partials = torch.empty((ends[-1], columns + extremes), dtype=torch.float64, device=values.device)
-    code_name, largest = CODE_FORMATS[e5m2]
-    alone = len(together) == 1
-    begins = _pad_arguments(ends[:-1], ends[-1])[:-1]
+    ends = list(itertools.accumulate([min(most, -(-one.values.numel() // form.tile)) for one in together]))
+    programs = ends[-1]
+    unused = MOST_TOGETHER - len(together)
+    padded = [*together, *[first] * unused]
+    numbers = [one.values.numel() for one in padded]
+    numbers += [*ends[:-1], *[programs] * unused]
+    for one in padded:
+        numbers += one.places
     with torch.cuda.device(values.get_device()):
-        _measure[(ends[-1],)](
-            *_pad_arguments(elements, None if alone else elements[0]),
-            *_pad_arguments(all_codes, None if alone else all_codes[0]),
-            *_pad_arguments([tensor.scale_inv for tensor in together], None if alone else first.scale_inv),
-            *_pad_arguments([tensor.values.numel() for tensor in together], None if alone else values.numel()),
-            *begins,
-            partials,
-            *[size for size, _, _ in inner],
-            *[stride for _, stride, _ in [*inner, outer]],
-            *[stride for _, _, stride in [*inner, outer]],
-            CODES="" if codes is None else code_name,
-            LARGEST=largest * ROUNDING,
-            HISTOGRAM=histogram,
-            ALONE=alone,
-            WHOLE_RUNS=len(dimensions) > 1 and inner[0][0] % run == 0,
-            SMALL=values.numel() < 2**31,
-            ROWS=rows,
-            PER_THREAD=rows * vector,
-            VECTOR=vector,
-            COLUMNS=columns,
-            EXTREMES=extremes,
-            **decoding,
-            **MEASURING,
-            # An FMA would not round the product of code and scale before subtracting it.
-            enable_fp_fusion=codes is None,
-        )
-        _merge[(len(together), -(-(columns + extremes) // COLUMNS_TOGETHER))](
-            partials,
-            sums,
-            maxima,
-            *_pad_arguments(ends, 0),
-            *[place for tensor in _pad_arguments(together, first) for place in tensor.places],
-            COMPARED=at.compared,
-            SCALES=at.scales,
-            EXPONENTS=at.exponents,
-            SCALE_MAXIMA=at.scale_maxima,
-            COLUMNS=columns,
-            EXTREMES=extremes,
-            **MERGING,
-        )
+        memory = *scratch(values.device, programs * form.row), sums, maxima
+        _launch(key, programs, padded, memory, [*numbers, *geometry], constants)
     return None
 
 
-def _pad_arguments(given: Sequence[Any], filling: Any) -> list[Any]:
-    return [*given, *[filling] * (_MOST_TOGETHER - len(given))]
+def _launch(
+    key: _Key | None,
+    programs: int,
+    padded: Sequence[Pending],
+    memory: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    constants: Mapping[str, Any],
+) -> None:
+    """Launch the kernel; after a key's first launch without Triton's binder, which takes longer than all the rest."""
+    of_codes = [*[one.codes for one in padded], *[one.scale_inv for one in padded]]
+    compiled, in_order = _compiled.get(key, (None, ())) if key is not None else (None, ())
+    failure: Exception | None = None
+    if compiled is not None:
+        pointers: list[int | None] = [one.values.data_ptr() for one in padded]
+        pointers += [None if tensor is None else tensor.data_ptr() for tensor in (*of_codes, *memory)]
+        try:
+            compiled[programs, 1, 1](*pointers, *numbers, *in_order, stream=raw_stream(memory[0].device))
+            return
+        except Exception as error:
+            failure = error
+    elements = [loadable(one.values.detach())[0] for one in padded]
+    compiled = _measure[(programs,)](*elements, *of_codes, *memory, *numbers, **constants)
+    if key is None or compiled is None:  # None in the interpreter
+        return
+    if failure is None:
+        in_order = [constants[name] for name in _measure.arg_names if name in constants]
+        _compiled.setdefault(key, (compiled, in_order))
+        return
+    _compiled[key] = None, ()
+    if _notices.first("binder"):
+        logger.warning(
+            "Statistics on the GPU take longer than necessary: Triton %s does not launch a compiled kernel as expected"
+            " (%s: %s). Results do not change.",
+            triton.__version__,
+            type(failure).__name__,
+            failure,
+        )
 
 
 def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
@@ -240,9 +304,9 @@ def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[in
     return collapsed or [(1, 1, 1)]
 
 
-@_jit_of_tensors
+@_jit
 def _measure(
-    # Up to four tensors. Unused arguments repeat the first tensor, and no program reads them.
+    # Up to four tensors. Unused arguments repeat the first tensor, and no program reads them. All pointers come first.
     values: tl.tensor,
     values1: tl.tensor,
     values2: tl.tensor,
@@ -255,6 +319,10 @@ def _measure(
     scale_inv1: tl.tensor,
     scale_inv2: tl.tensor,
     scale_inv3: tl.tensor,
+    partials: tl.tensor,
+    counters: tl.tensor,  # one per tensor, 0
+    merged_sums: tl.tensor,
+    merged_maxima: tl.tensor,
     numel: tl.tensor,
     numel1: tl.tensor,
     numel2: tl.tensor,
@@ -263,7 +331,31 @@ def _measure(
     begin1: tl.tensor,
     begin2: tl.tensor,
     begin3: tl.tensor,
-    partials: tl.tensor,
+    # Offsets of each tensor's columns.
+    moments0: tl.tensor,
+    maxima0: tl.tensor,
+    compared0: tl.tensor,
+    scales0: tl.tensor,
+    scale_maxima0: tl.tensor,
+    exponents0: tl.tensor,
+    moments1: tl.tensor,
+    maxima1: tl.tensor,
+    compared1: tl.tensor,
+    scales1: tl.tensor,
+    scale_maxima1: tl.tensor,
+    exponents1: tl.tensor,
+    moments2: tl.tensor,
+    maxima2: tl.tensor,
+    compared2: tl.tensor,
+    scales2: tl.tensor,
+    scale_maxima2: tl.tensor,
+    exponents2: tl.tensor,
+    moments3: tl.tensor,
+    maxima3: tl.tensor,
+    compared3: tl.tensor,
+    scales3: tl.tensor,
+    scale_maxima3: tl.tensor,
+    exponents3: tl.tensor,
     # Sizes and strides, innermost first. The last of 5 dimensions needs no size; unused ones have size 1 and stride 0.
     size0: tl.tensor,
     size1: tl.tensor,
@@ -296,13 +388,16 @@ def _measure(
     COLUMNS: tl.constexpr,
     EXTREMES: tl.constexpr,
 ) -> None:
-    """Write row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then ``EXTREMES`` maxima.
+    """Measure tensors, and merge their columns into ``merged_sums`` and ``merged_maxima``.
 
     A program reads tiles of [ROWS, THREADS, VECTOR] elements and reduces each to [THREADS] in registers; threads are
-    combined only at its end.
+    combined only at its end, into row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then ``EXTREMES``
+    maxima. The last program of a tensor merges its rows.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
+    which = program * 0
+    begin = program * 0
     if not ALONE:
         which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
         begin = _select(which, 0, begin1, begin2, begin3)
@@ -391,9 +486,11 @@ def _measure(
 
     # In the order of the module columns.
     sums = partials + tl.program_id(0).to(tl.int64) * (COLUMNS + EXTREMES)
+    maxima = sums + COLUMNS
     finite_total = total_of(finite_count)
     square_total = total_of(square_sum)
     store_moments(sums, finite_total, seen, nonzero_count, total, square_total, abs_sum)
+    store_extremes(maxima, maximum, negated_min, above_zero)
     if CODES != "":
         store_comparison(
             sums + 6,
@@ -410,91 +507,21 @@ def _measure(
         tl.store(sums + 12, tl.where(counted, 1.0, 0.0).to(tl.float64))
         tl.store(sums + 13, tl.where(counted, wide, 0.0))
         tl.store(sums + 14, tl.where(counted, wide * wide, 0.0))
-        tl.store(sums + COLUMNS + 3, tl.where(counted, wide, float("-inf")))
-        tl.store(sums + COLUMNS + 4, tl.where(counted, -wide, float("-inf")))
-    maxima = sums + COLUMNS
+        tl.store(maxima + 3, tl.where(counted, wide, float("-inf")))
+        tl.store(maxima + 4, tl.where(counted, -wide, float("-inf")))
     if HISTOGRAM:
-        bins = tl.arange(0, 256)
-        tl.store(maxima - 256 + bins, tl.where(bins == 255, 0, histogram).to(tl.float64))
-    store_extremes(maxima, maximum, negated_min, above_zero)
+        add_exponents(merged_sums, _select(which, exponents0, exponents1, exponents2, exponents3), histogram)
 
-
-@_jit_of_places
-def _merge(
-    partials: tl.tensor,
-    sums: tl.tensor,
-    maxima: tl.tensor,
-    # End of each tensor's rows, exclusive.
-    end0: tl.tensor,
-    end1: tl.tensor,
-    end2: tl.tensor,
-    end3: tl.tensor,
-    # Offsets of each tensor's columns.
-    moments0: tl.tensor,
-    maxima0: tl.tensor,
-    compared0: tl.tensor,
-    scales0: tl.tensor,
-    scale_maxima0: tl.tensor,
-    exponents0: tl.tensor,
-    moments1: tl.tensor,
-    maxima1: tl.tensor,
-    compared1: tl.tensor,
-    scales1: tl.tensor,
-    scale_maxima1: tl.tensor,
-    exponents1: tl.tensor,
-    moments2: tl.tensor,
-    maxima2: tl.tensor,
-    compared2: tl.tensor,
-    scales2: tl.tensor,
-    scale_maxima2: tl.tensor,
-    exponents2: tl.tensor,
-    moments3: tl.tensor,
-    maxima3: tl.tensor,
-    compared3: tl.tensor,
-    scales3: tl.tensor,
-    scale_maxima3: tl.tensor,
-    exponents3: tl.tensor,
-    COMPARED: tl.constexpr,  # offsets in a row; -1 if absent
-    SCALES: tl.constexpr,
-    EXPONENTS: tl.constexpr,
-    SCALE_MAXIMA: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EXTREMES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """Merge the rows of tensor ``program_id(0)``, columns from ``program_id(1) * WIDTH`` on."""
-    which = tl.program_id(0)
-    first = _select(which, 0, end0, end1, end2)
-    end = _select(which, end0, end1, end2, end3)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    is_sum = column < COLUMNS
-    is_maximum = (column >= COLUMNS) & (column < COLUMNS + EXTREMES)
-
-    total, largest = merge_rows(partials, first, end, column, COLUMNS, EXTREMES, ROWS)
-
-    begin = _select(which, moments0, moments1, moments2, moments3)
-    base = tl.where(column >= 0, begin, 0)
-    within = column
-    if COMPARED >= 0:
-        compared = _select(which, compared0, compared1, compared2, compared3)
-        scales = _select(which, scales0, scales1, scales2, scales3)
-        base = tl.where(column >= SCALES, scales, tl.where(column >= COMPARED, compared, base))
-        within = column - tl.where(column >= SCALES, SCALES, tl.where(column >= COMPARED, COMPARED, 0))
-    if EXPONENTS >= 0:
-        exponents = _select(which, exponents0, exponents1, exponents2, exponents3)
-        base = tl.where(column >= EXPONENTS, exponents, base)
-        within = tl.where(column >= EXPONENTS, column - EXPONENTS, within)
-    add_at(sums + base + within, total, is_sum & (base >= 0))
-
-    extreme = column - COLUMNS
-    base = tl.where(column >= 0, _select(which, maxima0, maxima1, maxima2, maxima3), 0)
-    within = extreme
-    if COMPARED >= 0:
-        scale_maxima = _select(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
-        base = tl.where(extreme >= SCALE_MAXIMA, scale_maxima, base)
-        within = tl.where(extreme >= SCALE_MAXIMA, extreme - SCALE_MAXIMA, extreme)
-    raise_at(maxima + base + within, largest, is_maximum & (base >= 0))
+    if is_last(counters + which, programs):
+        found, highest = merge_rows(partials, begin, begin + programs, COLUMNS, EXTREMES)
+        sums_at = placed(nowhere(), _select(which, moments0, moments1, moments2, moments3), 0, 6)
+        maxima_at = placed(nowhere(), _select(which, maxima0, maxima1, maxima2, maxima3), COLUMNS, 3)
+        if CODES != "":
+            sums_at = placed(sums_at, _select(which, compared0, compared1, compared2, compared3), 6, 6)
+            sums_at = placed(sums_at, _select(which, scales0, scales1, scales2, scales3), 12, 3)
+            scales_at = _select(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
+            maxima_at = placed(maxima_at, scales_at, COLUMNS + 3, 2)
+        merge_at(merged_sums, sums_at, found, merged_maxima, maxima_at, highest)
 
 
 @jit

@@ -14,12 +14,16 @@ of the relative errors are (N. J. Higham, Accuracy and Stability of Numerical Al
   k = 10.
 - ``error_square_sum`` and ``underflow_square_sum``: (k + 3) u.
 
+The programs of a launch write partial results. The last one of a tensor to finish merges them in the order of programs,
+so results do not depend on which one is last.
+
 :func:`_careful_moments` handles tiles with inf or NaN, or with squares that might leave float32's range: each thread
 scales its elements by a power of two.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,6 +31,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from te_precision_callbacks.base.devices import is_capturing, raw_stream
 
 # dtype -> name in the kernel, integer dtype to load it as, and a non-finite value. The kernel decodes all dtypes except
 # float32 and float16 from their bits, which is exact on every GPU.
@@ -49,32 +55,53 @@ BYTES_PER_LOAD = 16
 _PROGRAMS_PER_PROCESSOR = 4
 PROGRAMS_OF_INTERPRETER = 4
 
-COLUMNS_TOGETHER = 32
-"""Number of columns that one program of the merge handles."""
-
 MEASURING: Mapping[str, Any] = {
     "SMALLEST_PLAIN": PLAIN[0],
     "LARGEST_PLAIN": PLAIN[1],
     "THREADS": THREADS,
     "num_warps": THREADS // 32,
 }
-MERGING: Mapping[str, Any] = {
-    "WIDTH": COLUMNS_TOGETHER,
-    "ROWS": 64,
-    "num_warps": THREADS // 32,
-    "enable_fp_fusion": True,
-}
 """Settings of all launches."""
+
+MOST_TOGETHER = 4
+"""Maximum number of tensors per launch; a GEMM has three."""
+
+_scratch: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # device and stream -> partials and counters
+
+MERGED_COLUMNS = tl.constexpr(32)
+MERGED_ROWS = tl.constexpr(64)
+"""Tile of the merge; a program's row of results has at most so many columns."""
 
 # triton has no types: this keeps the module typed.
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 
+@functools.cache
 def program_count(device: torch.device) -> int:
     if device.type != "cuda":
         return PROGRAMS_OF_INTERPRETER
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
     return processors * _PROGRAMS_PER_PROCESSOR
+
+
+def scratch(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for ``size`` partial results, and a counter of 0 for each tensor of a launch.
+
+    Launches on a stream run one after the other and share the memory; each leaves counters of 0. A captured launch gets
+    its own, since its graph may be replayed on another stream.
+    """
+    if is_capturing():
+        return _new_scratch(device, size)
+    key = device.index or 0, raw_stream(device)
+    kept = _scratch.get(key)
+    if kept is None or kept[0].numel() < size:
+        kept = _scratch[key] = _new_scratch(device, size)
+    return kept
+
+
+def _new_scratch(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    partials = torch.empty(size, dtype=torch.float64, device=device)
+    return partials, torch.zeros(MOST_TOGETHER, dtype=torch.int32, device=device)
 
 
 def loadable(values: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
@@ -184,37 +211,77 @@ def store_extremes(at: tl.tensor, maximum: tl.tensor, negated_min: tl.tensor, ab
 
 
 @jit
+def is_last(counter: tl.tensor, programs: tl.tensor) -> tl.tensor:
+    """Return whether this program is the last of a tensor to finish, and may read the partial results of all.
+
+    It resets the counter for the next launch.
+    """
+    tl.debug_barrier()  # the stores of all threads come before the counter
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1
+    tl.store(counter, 0, mask=last)
+    return last
+
+
+@jit
 def merge_rows(
-    partials: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    column: tl.tensor,
-    COLUMNS: tl.constexpr,
-    EXTREMES: tl.constexpr,
-    ROWS: tl.constexpr,
+    partials: tl.tensor, first: tl.tensor, end: tl.tensor, COLUMNS: tl.constexpr, EXTREMES: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Sum and maximum of columns over the rows ``first`` to ``end`` of ``partials``, exclusive."""
+    """Sum and maximum of columns, [32], over the rows ``first`` to ``end`` of ``partials``, exclusive.
+
+    The order of the additions depends on the number of rows alone. Loads bypass the L1 cache, which may hold older
+    values.
+    """
+    column = tl.arange(0, MERGED_COLUMNS)
     is_sum = column < COLUMNS
     is_maximum = (column >= COLUMNS) & (column < COLUMNS + EXTREMES)
-    total = tl.full([column.shape[0]], 0, tl.float64)
-    largest = tl.full([column.shape[0]], float("-inf"), tl.float64)
-    for above in range(first, end, ROWS):
-        row = above + tl.arange(0, ROWS)
+    total = tl.full([MERGED_COLUMNS], 0, tl.float64)
+    largest = tl.full([MERGED_COLUMNS], float("-inf"), tl.float64)
+    for above in range(first, end, MERGED_ROWS):
+        row = above + tl.arange(0, MERGED_ROWS)
         at = partials + row[:, None].to(tl.int64) * (COLUMNS + EXTREMES) + column[None, :]
         is_row = row[:, None] < end
-        total += tl.sum(tl.load(at, mask=is_row & is_sum[None, :], other=0.0), 0)
-        largest = tl.maximum(largest, tl.max(tl.load(at, mask=is_row & is_maximum[None, :], other=float("-inf")), 0))
+        sums = tl.load(at, mask=is_row & is_sum[None, :], other=0.0, cache_modifier=".cg")
+        total += tl.sum(sums, 0)
+        maxima = tl.load(at, mask=is_row & is_maximum[None, :], other=float("-inf"), cache_modifier=".cg")
+        largest = tl.maximum(largest, tl.max(maxima, 0))
     return total, largest
 
 
 @jit
-def add_at(kept: tl.tensor, found: tl.tensor, is_kept: tl.tensor) -> None:
-    tl.store(kept, tl.load(kept, mask=is_kept, other=0.0) + found, mask=is_kept)
+def placed(places: tl.tensor, place: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr) -> tl.tensor:
+    """Set the offsets of ``NUMBER`` columns from ``BEGIN`` on to ``place`` and the following, unless it is -1."""
+    column = tl.arange(0, MERGED_COLUMNS)
+    is_set = (column >= BEGIN) & (column < BEGIN + NUMBER) & (place >= 0)
+    return tl.where(is_set, place + column - BEGIN, places)
 
 
 @jit
-def raise_at(kept: tl.tensor, found: tl.tensor, is_kept: tl.tensor) -> None:
-    tl.store(kept, tl.maximum(tl.load(kept, mask=is_kept, other=0.0), found), mask=is_kept)
+def nowhere() -> tl.tensor:
+    """Offsets of columns that are not merged: -1."""
+    return tl.full([MERGED_COLUMNS], -1, tl.int32)
+
+
+@jit
+def merge_at(
+    sums: tl.tensor,
+    sums_at: tl.tensor,
+    total: tl.tensor,
+    maxima: tl.tensor,
+    maxima_at: tl.tensor,
+    largest: tl.tensor,
+) -> None:
+    """Add ``total`` to ``sums``, and merge ``largest`` into ``maxima``, at the offsets from 0 on."""
+    added = tl.load(sums + sums_at, mask=sums_at >= 0, other=0.0) + total
+    raised = tl.maximum(tl.load(maxima + maxima_at, mask=maxima_at >= 0, other=0.0), largest)
+    tl.store(sums + sums_at, added, mask=sums_at >= 0)
+    tl.store(maxima + maxima_at, raised, mask=maxima_at >= 0)
+
+
+@jit
+def add_exponents(sums: tl.tensor, place: tl.tensor, counts: tl.tensor) -> None:
+    """Add the counts of :func:`exponent_counts`. Counts are integers, so the order of programs does not matter."""
+    bins = tl.arange(0, 256)  # the last one has zeros and non-finite elements
+    tl.atomic_add(sums + place + bins, counts.to(tl.float64), mask=(bins < 255) & (counts > 0), sem="relaxed")
 
 
 @jit

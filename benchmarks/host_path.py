@@ -1,0 +1,242 @@
+"""Work of the host when it observes on a GPU, measured on a CPU.
+
+    python benchmarks/host_path.py [--layers 4] [--json]
+
+``te.TransformerLayer`` train in FP8 on the reference backend. All statistics of all tensors are collected in every
+step, on the fused path. Triton's binder and its launcher in C run against a stub of libcuda, which is compiled into a
+temporary folder: kernels are compiled for a Hopper GPU, launched, and do nothing, so the statistics are wrong.
+
+Counts are of one step, and exact: a step with a session minus a step without one. Calls inside the reference backend
+are not counted. On a GPU, torch's own calls for streams come on top. The time is the best of several loops, by
+processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import CDLL, RTLD_GLOBAL, c_long
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from gpu_parts.rows import Settings
+from gpu_parts.training import PATHS, Training
+from measuring import Case, arguments, as_in_a_long_run, report
+from step import Run, with_ours, without
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_precision_callbacks import reference
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending, layout
+
+GEMMS_OF_LAYER = 12
+"""fprop, dgrad and wgrad of qkv, proj, fc1 and fc2."""
+
+_CPU = torch.device("cpu")
+_REFERENCE = str(Path(reference.__file__).parent)
+
+_STUB = """
+static long launches = 0;
+long launch_count(void) { return launches; }
+int cuLaunchKernel(void) { launches++; return 0; }
+int cuLaunchKernelEx(void) { launches++; return 0; }
+int cuCtxGetCurrent(void **context) { *context = &launches; return 0; }
+int cuDeviceGetAttribute(int *value) { *value = 1024; return 0; }
+int cuFuncGetAttribute(int *value) { *value = 1024; return 0; }
+int cuPointerGetAttribute(void) { return 0; }
+"""
+
+
+# --- a GPU without a GPU ----------------------------------------------------------------------------------------------
+
+
+def stub_driver(folder: Path) -> Callable[[], int]:
+    """Make Triton launch through a stub of libcuda; return the function that counts launches."""
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.backends.nvidia import driver
+    except ImportError as error:
+        raise SystemExit(f"Triton is missing: pip install triton ({error}).") from error
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise SystemExit("There is no C compiler: install gcc, or set CC.")
+    source, library = folder / "libcuda.c", folder / "libcuda.so.1"
+    needed = set(re.findall(r"\b(cu[A-Z]\w*)\(", Path(driver.__file__).with_name("driver.c").read_text()))
+    others = [f"int {name}(void) {{ return 0; }}\n" for name in needed if f" {name}(" not in _STUB]
+    source.write_text(_STUB + "".join(others))
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+    os.environ |= {"TRITON_LIBCUDA_PATH": str(folder), "TRITON_INTERPRET": "0"}
+    stub = CDLL(str(library), mode=RTLD_GLOBAL)
+
+    class Driver(driver.CudaDriver):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.get_device_capability = lambda device=0: (9, 0)
+            self.get_current_device = lambda: 0
+            self.get_current_stream = abs  # of device 0 stream 0, from a function in C as torch's
+            self.set_current_device = lambda device: None
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 90, 32)
+
+    triton.runtime.driver.set_active(Driver())
+    stub.launch_count.restype = c_long
+    launch_count: Callable[[], int] = stub.launch_count
+    return launch_count
+
+
+class TritonPass:
+    """The pass of a GPU, for tensors on a CPU."""
+
+    def __init__(self) -> None:
+        self.tensors = 0
+
+    def __call__(self, pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+        self.tensors += len(pending)
+        kernels._on_gpu(pending, sums, maxima)
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        original = kernels._on_gpu
+        with mock.patch.object(kernels, "_pass_for", return_value=self):
+            yield
+        if kernels._on_gpu is not original:
+            raise SystemExit("A Triton kernel failed; the reason is logged above.")
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """Counts calls in this thread, outside of the reference backend."""
+
+    def __init__(self) -> None:
+        self.functions = 0
+        self.builtins = 0
+        self._depth = 0  # of calls inside the reference backend
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if self._depth:
+            self._depth += (event == "call") - (event == "return")
+        elif event == "c_call":
+            self.builtins += 1
+        elif event == "call":
+            if frame.f_code.co_filename.startswith(_REFERENCE):
+                self._depth = 1
+            else:
+                self.functions += 1
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations of torch, and those that allocate their result, outside of the reference backend."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = 0
+        self.allocations = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and not frame.f_code.co_filename.startswith(_REFERENCE):
+            frame = frame.f_back
+        if frame is None:
+            self.operations += 1
+            self.allocations += any(made.alias_info is None for made in function._schema.returns)
+        return function(*args, **kwargs or {})
+
+
+def counted(training: Training, way: Run, launch_count: Callable[[], int]) -> dict[str, int]:
+    """Count in steps after the first ones, which set things up."""
+    calls, operations, triton_pass = Calls(), Operations(), TritonPass()
+    with triton_pass.taken(), way() as end:
+        for _ in range(4):
+            training.step(end)
+        launches, tensors = launch_count(), triton_pass.tensors
+        with operations:
+            training.step(end)
+        launches, tensors = launch_count() - launches, triton_pass.tensors - tensors
+        gc.collect()
+        gc.disable()  # a collection would call finalizers
+        sys.setprofile(calls)
+        try:
+            training.step(end)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+    return {
+        "launches": launches,
+        "tensors": tensors,
+        "functions": calls.functions,
+        "calls": calls.functions + calls.builtins,
+        "operations": operations.operations,
+        "allocations": operations.allocations,
+    }
+
+
+def add_group_microseconds(repeats: int = 7, loop: int = 500) -> float:
+    """Time ``add_group`` of the two operands of a GEMM, with their codes."""
+    from te_precision_callbacks.engine.kernels import triton_kernel
+
+    places, width, _ = layout(codes=True, histogram=False)
+    moved = ColumnPlaces(*(place + width if place >= 0 else place for place in places))
+    values = torch.zeros(64, 64, dtype=torch.bfloat16)
+    codes = torch.zeros(64, 64, dtype=torch.uint8)
+    operands = [Pending(values.clone(), codes.clone(), torch.ones(1), False, at) for at in (places, moved)]
+    sums, maxima = torch.zeros(2 * width, dtype=torch.float64), torch.zeros(2 * width, dtype=torch.float64)
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        for _ in range(loop):
+            triton_kernel.add_group(operands, sums, maxima)
+        times.append(time.process_time() - start)
+    return 1e6 * min(times) / loop
+
+
+def cases_of(options: argparse.Namespace, launch_count: Callable[[], int]) -> list[Case]:
+    settings = Settings(_CPU, "reference")
+    training = Training(settings, layers=options.layers, hidden=16, sequence=8, batch=2)
+    session = functools.partial(with_ours, training.model, PATHS["fused"](fp8=True), "fused")
+    base, observed = (counted(training, way, launch_count) for way in (without, session))
+    extra = {name: observed[name] - base[name] for name in base}
+    tensors, gemms = extra["tensors"], GEMMS_OF_LAYER * options.layers
+    values = {
+        "launches in a step": extra["launches"],
+        "observed tensors": tensors,
+        "Python functions per observed tensor": extra["functions"] / tensors,
+        "calls per observed tensor, with builtins": extra["calls"] / tensors,
+        "aten calls per observed GEMM": extra["operations"] / gemms,
+        "allocations per observed GEMM": extra["allocations"] / gemms,
+        "microseconds of add_group, two tensors with codes": add_group_microseconds(),
+    }
+    return [{"case": name, "value": value, "layers": options.layers} for name, value in values.items()]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--layers", type=int, default=4, help="Transformer layers (default: %(default)s)")
+    options = parser.parse_args()
+    logging.getLogger("te_precision_callbacks").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory() as folder, as_in_a_long_run():
+        cases = cases_of(options, stub_driver(Path(folder)))
+    report(cases, {"host path": "case", "value": "value"}, _CPU, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
