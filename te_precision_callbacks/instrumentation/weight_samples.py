@@ -55,7 +55,11 @@ def raw_codes(weight: torch.Tensor) -> torch.Tensor:
 
 
 def sampled_view(tensor: torch.Tensor, thin: int = 1) -> torch.Tensor:
-    """Return a plain tensor's sampled elements, of each ``thin``-th column, as a view if strides allow: [rows, columns]."""
+    """Return a plain tensor's sampled elements, as a view if strides allow: [rows, columns].
+
+    Args:
+        thin: every how many sampled columns are returned.
+    """
     layout = _layout_of_sample(tensor.shape, tensor.stride(), thin)
     return _sampled_elements(tensor, thin) if layout is None else tensor.as_strided(*layout)
 
