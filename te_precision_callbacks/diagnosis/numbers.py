@@ -5,7 +5,7 @@ A step is two arrays, series and values. Most steps have the same series, and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -30,7 +30,7 @@ class Column(NamedTuple):
 
     def at(self, layers: Places, missing: float) -> Values:
         """[layers]: the values of some layers; ``missing`` for layers without one."""
-        if np.array_equal(layers, self.layers):  # the usual case for statistics of one tensor
+        if layers is self.layers or np.array_equal(layers, self.layers):  # the usual case for statistics of one tensor
             return self.values
         known = dict(zip(self.layers.tolist(), self.values.tolist(), strict=True))
         return np.array([known.get(layer, missing) for layer in layers.tolist()])
@@ -41,6 +41,11 @@ class Column(NamedTuple):
             bits: Values = np.log2(self.values)
         bits[~np.isfinite(bits)] = np.nan
         return bits
+
+
+def are_in(layers: Places, others: Places) -> npt.NDArray[np.bool_]:
+    """[layers]: whether each is among the others."""
+    return np.full(len(layers), True) if layers is others else np.isin(layers, others)
 
 
 def extend_rows(table: npt.NDArray[ScalarT], layers: Places, fill: object) -> npt.NDArray[ScalarT]:
@@ -61,11 +66,17 @@ class StepNumbers:
         self.names = names
         self.rank = rank
         self._columns = columns
+        self._by_statistic: dict[str, list[Column]] = {}
+        for family, column in columns.items():
+            name = family.statistic if family.request is None else family.request.statistic.name
+            self._by_statistic.setdefault(name, []).append(column)
+        self._found: dict[tuple[str, int], list[Column]] = {}  # many rules read the same columns
+        self._masked: dict[int, tuple[Column, Column]] = {}
 
     def names_of(self, column: Column) -> list[str]:
         return [self.names[layer] for layer in column.layers.tolist()]
 
-    def columns(self, statistic: str, tensors: Iterable[str] = (), facts: Facts | None = None) -> Iterator[Column]:
+    def columns(self, statistic: str, tensors: Collection[str] = (), facts: Facts | None = None) -> list[Column]:
         """The columns of a statistic of tensors, or of their quantized data.
 
         Hypothetical values are left out: statistics of a recipe that the layer does not run, and statistics of
@@ -76,14 +87,17 @@ class StepNumbers:
             tensors: by default all.
             facts: the recipe of each layer; None leaves out statistics of named recipes.
         """
-        wanted = frozenset(tensors)
+        key = statistic, id(facts)
+        if key not in self._found:
+            self._found[key] = list(self._find(statistic, facts))
+        found = self._found[key]
+        return [column for column in found if column.family.tensor in tensors] if tensors else found
+
+    def _find(self, statistic: str, facts: Facts | None) -> Iterator[Column]:
         if statistic == "cur_amax":
-            yield from self._amaxes(wanted)
-        for family, column in self._columns.items():
-            request = family.request
-            name = family.statistic if request is None else request.statistic.name
-            if name != statistic or (wanted and family.tensor not in wanted):
-                continue
+            yield from self._amaxes()
+        for column in self._by_statistic.get(statistic, ()):
+            request = column.family.request
             if request is None or (request.recipe is None and not request.columnwise):
                 yield column
             elif request.columnwise:
@@ -91,10 +105,10 @@ class StepNumbers:
             elif request.recipe == OWN_RECIPE or (facts is not None and request.e5m2 is None):
                 yield from self._quantized(column, request.recipe, facts)
 
-    def _amaxes(self, wanted: frozenset[str]) -> Iterator[Column]:
+    def _amaxes(self) -> Iterator[Column]:
         own = {family.tensor for family in self._columns if family.statistic == "cur_amax"}
         for family, column in self._columns.items():
-            if family.statistic != "max" or family.tensor in own or (wanted and family.tensor not in wanted):
+            if family.statistic != "max" or family.tensor in own:
                 continue
             least = self._columns.get(family_of(family.tensor, "min"))
             if least is not None:
@@ -119,13 +133,18 @@ class StepNumbers:
 
     def mask_nonfinite(self, column: Column) -> Column:
         """Replace values of tensors that contain inf or nan by nan, since statistics ignore these elements."""
+        known = self._masked.get(id(column))
+        if known is not None:
+            return known[1]
         lost = self.column("nonfinite_num", column.family.tensor)
-        if lost is None:
-            return column
-        return column._replace(values=np.where(lost.at(column.layers, 0.0) > 0, np.nan, column.values))
+        masked = column
+        if lost is not None and (lost.values > 0).any():
+            masked = column._replace(values=np.where(lost.at(column.layers, 0.0) > 0, np.nan, column.values))
+        self._masked[id(column)] = column, masked
+        return masked
 
     def column(self, statistic: str, tensor: str, facts: Facts | None = None) -> Column | None:
-        return next(self.columns(statistic, (tensor,), facts), None)
+        return next(iter(self.columns(statistic, (tensor,), facts)), None)
 
 
 class Splitter:
@@ -168,10 +187,11 @@ class Splitter:
         order = np.argsort(families, kind="stable")
         begins = np.flatnonzero(np.diff(families[order], prepend=-1))
         known = list(self._families)
+        equal: dict[bytes, Places] = {}  # equal arrays become one, which is compared faster
         self._split = [
-            (known[int(families[places[0]])], places, self._layer_of[series[places]])
+            (known[int(families[places[0]])], places, equal.setdefault(layers.tobytes(), layers))
             for places in np.split(order, begins[1:])
-            if len(places)
+            if len(layers := self._layer_of[series[places]])
         ]
         self._last = series.copy()
 

@@ -161,6 +161,9 @@ class ColumnStreaks:
             reported: [layers of the column]: whether to report the layer; None for all layers.
             key: distinguishes several conditions on a column; see :class:`Sighting`.
         """
+        if not holds.any():
+            self.end(column, key)
+            return
         before = self._held.get((column.family, key), {})
         held = {}
         for layer in column.layers[holds].tolist():
@@ -177,6 +180,11 @@ class ColumnStreaks:
         place = numbers.names_of(column).index(layers[0])
         text = seen.format(*(column_of_values[place] for column_of_values in values))
         yield Sighting(tuple(layers), tensor, column.family.statistic, text, since, severity, key=key)
+
+    def end(self, column: Column, *keys: str) -> None:
+        """End the streaks of a column, as :meth:`sightings` does where the condition holds for no layer."""
+        for key in keys if self._held else ():
+            self._held.pop((column.family, key), None)
 
     def sightings_by_severity(
         self,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.base.vocabulary import GEMMS, name_of_format
+from te_precision_callbacks.coverage.model_watch import hide_operators
 from te_precision_callbacks.coverage.precision_audit import (
     LayerGemm,
     PrecisionAudit,
@@ -78,7 +79,8 @@ class DelayedScalingLayers:
         states = list(delayed_states(module)) if module.fp8 else []
         known = self._snapshots.get(id(module))
         if states and (known is None or known.scale is not states[0].scale):
-            is_empty = torch.stack([_is_empty(state) for state in states]).any()
+            with hide_operators():  # in the step whose operators are counted
+                is_empty = torch.stack([_is_empty(state) for state in states]).any()
             self._snapshots[id(module)] = _ScalingSnapshot(states[0].scale, iteration, is_empty)
 
     def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Collection[str]) -> frozenset[str]:

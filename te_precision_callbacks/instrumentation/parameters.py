@@ -76,7 +76,8 @@ OTHERWISE, REPLACED = 8.0, 0.5
 norm."""
 
 THIN = 4
-"""Every how many columns of a sample are kept for comparisons with overwritten weights."""
+"""Every how many columns of a sample are kept for comparisons with overwritten weights: three samples of each weight
+are kept."""
 
 LATE = 8
 """Optimizer steps after which a weight that is equal to its first sample again was restored."""
@@ -169,6 +170,7 @@ class _Parameter:
         still: iterations of the first sample, and of the last with few differences, or -1.
         moves: iterations with an optimizer step that should have changed it.
         zeroed: last consecutive sampled iterations with only gradients of 0.
+        kept: last sampled iterations after which gradients came, and whether they were added to uncleared ones.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
     """
@@ -186,6 +188,7 @@ class _Parameter:
     still: tuple[int, int] = (-1, -1)
     moves: tuple[int, ...] = ()
     zeroed: tuple[int, ...] = ()
+    kept: tuple[tuple[int, bool], ...] = ()
     writes: _Writes = field(default_factory=_Writes)
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
@@ -226,21 +229,21 @@ class _Arrivals:
 
     def __init__(self, parameter: _Parameter, failures: ObservationFailures) -> None:
         self.was_kept: torch.Tensor | bool | None = None
-        self._parameter = parameter
+        self.parameter = parameter
         self._failures = failures
         self._old: torch.Tensor | bool = False
 
     @outside_of_dynamo
     def before(self, _: torch.Tensor) -> None:
         self._old = False
-        gradient = self._parameter.weight.grad
+        gradient = self.parameter.weight.grad
         try:
             if gradient is None or self.was_kept is False:
                 return
             if gradient.layout is torch.strided and not is_capturing():
                 self._old = local_part(gradient).any()
         except Exception as error:  # in a backward of the training
-            self._failures.report("reading the gradient of", self._parameter.name, error)
+            self._failures.report("reading the gradient of", self.parameter.name, error)
 
     @outside_of_dynamo
     def after(self, _: torch.Tensor) -> None:  # torch.autograd.grad() does not get here
@@ -307,11 +310,13 @@ class ParameterWatch:
         self._failures = failures
         self._iteration = 0
         self._parameters: dict[int, _Parameter] = {}
+        self._listed: list[tuple[int, int]] | None = None  # id and size of the parameters at the last refresh
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
-        self._arrivals: dict[_Parameter, dict[int, list[_Arrivals]]] = {}  # sampled iteration -> optimizer steps
-        self._clearing: dict[int, tuple[RemovableHandle, ...]] = {}  # by id: hooks stay when an optimizer is gone
+        self._arrivals: dict[int, list[_Arrivals]] = {}  # of sampled iterations, until they are read
+        # Id of an optimizer, as hooks stay when it is gone -> its sampled iteration, and the hooks.
+        self._clearing: dict[int, tuple[int, tuple[RemovableHandle, ...]]] = {}
         self._batches = BatchedChecks()
         self._pending_read: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
@@ -336,6 +341,7 @@ class ParameterWatch:
             self._end_clearing(number)
         for cache in (self._parameters, self._held, self._masters, self._arrivals):
             cache.clear()
+        self._listed = None
 
     # ------------------------------------------------------------------ before a step of an optimizer
 
@@ -354,8 +360,9 @@ class ParameterWatch:
                 self._stepped = iteration
             known = [float(rate) for rate in rates if isinstance(rate, (int, float))]
             self._schedules.setdefault(optimizer, _Schedule()).note(max(known, default=0.0), iteration)
-            gradients = ((entry.parameter.name, _gradient(entry)) for entry in held)
-            self._finite.before_step(optimizer, [(name, given) for name, given in gradients if given is not None])
+            gradients = [_gradient(entry) for entry in held]
+            named = ((entry.parameter.name, given) for entry, given in zip(held, gradients, strict=True))
+            self._finite.before_step(optimizer, [(name, given) for name, given in named if given is not None])
             for entry in held:
                 entry.parameter.held_until = iteration
             self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
@@ -365,7 +372,7 @@ class ParameterWatch:
             if self._is_due:
                 self._has_sampled = True
                 self._watch_clearing(optimizer, held)
-                self._sample(optimizer, held)
+                self._sample(optimizer, held, gradients)
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
             self._batches.launch()
@@ -401,7 +408,7 @@ class ParameterWatch:
         weight, samples = local_part(parameter.weight), parameter.writes.samples
         if weight.dim() < 2 or is_quantized(weight) or not samples:
             return
-        now, iteration = _thin_sample(weight), self._iteration
+        now, iteration = sampled_view(weight, THIN), self._iteration
         first, at_first = samples[0]
         last, at_last = samples[-1]
         self._has_sampled = True
@@ -417,6 +424,13 @@ class ParameterWatch:
             self._batches.add((what, iteration, last), compare, tensors, note)
 
     def _refresh(self) -> None:
+        """List the parameters, unless they are the same as before; their names take long to find."""
+        modules = itertools.chain.from_iterable(root.modules() for root in self._model.roots)
+        weights = itertools.chain.from_iterable(module._parameters.values() for module in modules)
+        listed = [(id(weight), weight.numel()) for weight in weights if weight is not None]
+        if listed == self._listed:
+            return
+        self._listed = listed
         known, self._parameters = self._parameters, {}
         for name, weight, module in self._model.named_parameters():
             if id(weight) not in known:
@@ -509,18 +523,19 @@ class ParameterWatch:
             weight: Any = parameter.weight
             if tensor is weight and weight.grad is not None:
                 arrivals: Any = _Arrivals(parameter, self._failures)
-                self._arrivals.setdefault(parameter, {}).setdefault(self._iteration, []).append(arrivals)
+                self._arrivals.setdefault(self._iteration, []).append(arrivals)
                 handles.append(weight.register_hook(arrivals.before))  # type: ignore[no-untyped-call]
                 handle = weight.register_post_accumulate_grad_hook(arrivals.after)  # type: ignore[no-untyped-call]
                 handles.append(handle)
         if handles:
-            self._clearing[id(optimizer)] = tuple(handles)
+            self._clearing[id(optimizer)] = self._iteration, tuple(handles)
 
     def _end_clearing(self, optimizer: int) -> None:
-        for handle in self._clearing.pop(optimizer, ()):
+        _, handles = self._clearing.pop(optimizer, (0, ()))
+        for handle in handles:
             handle.remove()
 
-    def _sample(self, optimizer: Optimizer, all_held: list[_Held]) -> None:
+    def _sample(self, optimizer: Optimizer, all_held: list[_Held], gradients: Iterable[torch.Tensor | None]) -> None:
         iteration, batches = self._iteration, self._batches
         masters = [
             (held, sampled_view(master)) for held in all_held if (master := _master(optimizer, held)) is not None
@@ -530,18 +545,18 @@ class ParameterWatch:
         first: list[tuple[_Parameter, torch.Tensor]] = []
         values: list[tuple[_Parameter, torch.Tensor]] = []
         is_nonzero = functools.partial(torch.ne, other=0)
-        for held in all_held:
+        for held, gradient in zip(all_held, gradients, strict=True):
             parameter, weight = held.parameter, held.parameter.weight
             if not weight.requires_grad:
                 continue
-            if weight.dim() > 1 and not is_quantized(local_part(weight)):
-                values.append((parameter, _thin_sample(local_part(weight))))
-            gradient = _gradient(held)
-            if gradient is not None:
+            if weight.dim() > 1 and not is_quantized(own := local_part(weight)):
+                values.append((parameter, sampled_view(own, THIN)))
+            is_compared = not parameter.has_moved or parameter.reference is not None
+            if gradient is not None and (is_compared or weight.dim() > 1):
                 gradient = sampled_view(local_part(gradient))
                 if weight.dim() > 1:
                     batches.add("zero", is_nonzero, (gradient,), functools.partial(parameter.note_gradient, iteration))
-            if parameter.has_moved and parameter.reference is None:
+            if not is_compared:
                 continue
             elements, reference = sampled_view(raw_codes(weight)), parameter.reference
             if reference is None:
@@ -649,11 +664,11 @@ class ParameterWatch:
         return bool(self._optimizer_steps) or any(parameter.has_gradient for parameter in self._parameters.values())
 
     def _without_gradient(self) -> list[tuple[_Parameter, _Gap]]:
-        held = self._held_parameters()
         gaps = [(parameter, parameter.gap) for parameter in self._parameters.values() if parameter.gap is not None]
-        return (
-            [(parameter, gap) for parameter, gap in gaps if id(parameter) in held or not held] if self._trains else []
-        )
+        if not gaps or not self._trains:
+            return []
+        held = self._held_parameters()
+        return [(parameter, gap) for parameter, gap in gaps if id(parameter) in held or not held]
 
     def _held_parameters(self) -> set[int]:
         return {id(entry.parameter) for _, held in self._held.values() for entry in held}
@@ -756,18 +771,8 @@ class ParameterWatch:
     def _kept_gradients(self) -> Iterator[Problem]:
         """Find gradients that are not cleared."""
         self._read_arrivals()
-        kept: dict[str, int] = {}
-        decided = 0
-        for parameter, arrivals_of_steps in self._arrivals.items():
-            steps = [
-                (iteration, any(arrivals.was_kept is True for arrivals in all_arrivals))
-                for iteration, all_arrivals in arrivals_of_steps.items()
-                if any(arrivals.was_kept is not None for arrivals in all_arrivals) and self._is_read(iteration)
-            ][-UNCHANGED:]
-            if len(steps) == UNCHANGED:
-                decided += 1
-                if all(is_kept for _, is_kept in steps):
-                    kept[parameter.name] = steps[0][0]
+        decided = [parameter for parameter in self._parameters.values() if len(parameter.kept) == UNCHANGED]
+        kept = {state.name: state.kept[0][0] for state in decided if all(is_kept for _, is_kept in state.kept)}
         if not decided:
             return
         self.checked.add("kept-gradient")
@@ -777,24 +782,27 @@ class ParameterWatch:
             for name, since in kept.items():
                 yield Problem("kept", name, since, UNCHANGED)
 
-    def _is_read(self, iteration: int) -> bool:
-        return iteration + 2 < self._ended
-
     def _read_arrivals(self) -> None:
         """Read which gradients were there, in one copy per device, 2 steps later, when the device has computed it."""
-        unread: dict[torch.device, list[tuple[_Arrivals, torch.Tensor]]] = {}
-        for arrivals_of_steps in self._arrivals.values():
-            for iteration in [*arrivals_of_steps][: -2 * UNCHANGED]:
-                if self._is_read(iteration):
-                    del arrivals_of_steps[iteration]
-            for iteration, all_arrivals in arrivals_of_steps.items():
-                for arrivals in all_arrivals if self._is_read(iteration) else ():
-                    if isinstance(arrivals.was_kept, torch.Tensor):
-                        unread.setdefault(arrivals.was_kept.device, []).append((arrivals, arrivals.was_kept))
-        for of_device in unread.values():
-            values = torch.stack([flag for _, flag in of_device]).tolist()
-            for (arrivals, _), was_kept in zip(of_device, values, strict=True):
-                arrivals.was_kept = was_kept
+        unfinished = {iteration for iteration, _ in self._clearing.values()}
+        for iteration in [sampled for sampled in self._arrivals if sampled + 2 < self._ended]:
+            unread: dict[torch.device, list[tuple[_Arrivals, torch.Tensor]]] = {}
+            all_arrivals = self._arrivals[iteration] if iteration in unfinished else self._arrivals.pop(iteration)
+            for arrivals in all_arrivals:
+                if isinstance(arrivals.was_kept, torch.Tensor):
+                    unread.setdefault(arrivals.was_kept.device, []).append((arrivals, arrivals.was_kept))
+            for of_device in unread.values():
+                values = torch.stack([flag for _, flag in of_device]).tolist()
+                for (arrivals, _), was_kept in zip(of_device, values, strict=True):
+                    arrivals.was_kept = was_kept
+            shown: dict[_Parameter, bool] = {}
+            for arrivals in all_arrivals:
+                if arrivals.was_kept is not None:
+                    is_kept = arrivals.was_kept is True or shown.get(arrivals.parameter, False)
+                    shown[arrivals.parameter] = is_kept
+            for parameter, is_kept in shown.items():
+                others = [step for step in parameter.kept if step[0] != iteration]
+                parameter.kept = tuple(sorted([*others, (iteration, is_kept)])[-UNCHANGED:])
 
     def _unheld_parameters(self) -> Iterator[Problem]:
         held = self._held_parameters()
@@ -872,11 +880,6 @@ def _is_converted(module: torch.nn.Module) -> bool:
     return precision == "fp8" and type(module).__module__.startswith("transformer_engine.")
 
 
-def _thin_sample(weight: torch.Tensor) -> torch.Tensor:
-    """Return few elements of a weight as a view, since three samples of each weight are kept: [rows, columns]."""
-    return sampled_view(weight)[:, ::THIN]
-
-
 def _is_emptied(now: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     emptied = (now == 0).flatten(1).all(1) & (last != 0).flatten(1).any(1)
     return emptied[:, None, None].expand_as(now)
@@ -920,24 +923,25 @@ def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
     None for a float32 weight: TE's FusedAdam keeps a master weight, but does not step it.
     """
     weight = held.parameter.weight
+    if weight.dtype not in (torch.bfloat16, torch.float16) and not is_quantized(local_part(weight)):
+        return None
     tensor: Any = held.tensor
     if tensor is weight:
         state = optimizer.state.get(tensor, {})
         tensor = next((value for name, value in state.items() if "master" in str(name)), None)
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
         return None
-    own, is_rounded = (
-        local_part(tensor),
-        is_quantized(local_part(weight)) or weight.dtype in (torch.bfloat16, torch.float16),
-    )
-    return own if is_rounded and (own.shape == local_part(weight).shape or held.start is not None) else None
+    own = local_part(tensor)
+    return own if own.shape == local_part(weight).shape or held.start is not None else None
 
 
 def _gradient(held: _Held) -> torch.Tensor | None:
     for owner, name in ((held.tensor, "grad"), (held.parameter.weight, "grad"), (held.parameter.weight, "main_grad")):
         gradient = getattr(owner, name, None)
         if isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided:
-            return gradient if local_part(gradient).shape == local_part(held.parameter.weight).shape else None
+            weight = held.parameter.weight
+            own: torch.Tensor = getattr(weight, "_local_tensor", weight)
+            return gradient if local_part(gradient).shape == own.shape else None
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,8 @@ class WeightSample(NamedTuple):
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is torch.Tensor and not tensor.requires_grad:  # the usual gradient, without a call of torch
+        return tensor
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part.detach()
 
@@ -51,10 +54,29 @@ def raw_codes(weight: torch.Tensor) -> torch.Tensor:
     return own  # type: ignore[no-any-return]
 
 
-def sampled_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor's sampled elements, as a view if strides allow: [rows, columns]."""
+def sampled_view(tensor: torch.Tensor, thin: int = 1) -> torch.Tensor:
+    """Return a plain tensor's sampled elements, as a view if strides allow: [rows, columns].
+
+    Args:
+        thin: every how many sampled columns are returned.
+    """
+    layout = _layout_of_sample(tensor.shape, tensor.stride(), thin)
+    return _sampled_elements(tensor, thin) if layout is None else tensor.as_strided(*layout)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of_sample(
+    shape: torch.Size, stride: tuple[int, ...], thin: int
+) -> tuple[torch.Size, tuple[int, ...]] | None:
+    """Return shape and stride of a sample, so that one operation makes the view; None if strides do not allow that."""
+    tensor = torch.empty_strided(shape, stride, device="meta")
+    elements = _sampled_elements(tensor, thin)
+    return (elements.shape, elements.stride()) if elements._base is tensor else None
+
+
+def _sampled_elements(tensor: torch.Tensor, thin: int) -> torch.Tensor:
     matrix = tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
-    return matrix[_grid(*matrix.shape)]
+    return matrix[_grid(*matrix.shape)][:, ::thin]
 
 
 def _grid(rows: int, columns: int) -> tuple[slice, slice]:

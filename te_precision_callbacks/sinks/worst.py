@@ -110,16 +110,18 @@ class RunStatistics:
 
     def _grow(self) -> None:
         """Add rows for new series; after an interruption, the next step adds them."""
-        families = (self._table[number].family for number in range(len(self._summaries), len(self._table)))
-        new = [
-            (
+        families = [self._table[number].family for number in range(len(self._summaries), len(self._table))]
+        if not families:
+            return
+        without_values = {
+            family: (
                 *(math.nan, math.nan, math.nan, -1, sign_of(family.worse)),
                 *(family.has_direction, False, family.is_of_delayed_scaling),
             )
-            for family in families
-        ]
-        if new:
-            self._summaries = np.append(self._summaries, np.array(new, _SUMMARY))
+            for family in dict.fromkeys(families)
+        }
+        new = [without_values[family] for family in families]
+        self._summaries = np.append(self._summaries, np.array(new, _SUMMARY))
 
 
 def worst_first(most: int, family: Family, values: Mapping[_Place, float]) -> list[_Place]:

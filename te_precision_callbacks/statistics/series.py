@@ -108,7 +108,7 @@ class SeriesTable:
     def __init__(self) -> None:
         self._series: list[Series] = []
         self._numbers: dict[tuple[str, str, str, str | None], int] = {}
-        self._families: dict[Family, Family] = {}
+        self._families: dict[tuple[str, str, str | None], Family] = {}
 
     def __len__(self) -> int:
         return len(self._series)
@@ -129,9 +129,11 @@ class SeriesTable:
         key = (layer, tensor, statistic, gemm)
         number = self._numbers.get(key)
         if number is None:
-            family = family_of(tensor, statistic, gemm)
+            family = self._families.get(key[1:])
+            if family is None:
+                family = self._families[key[1:]] = family_of(tensor, statistic, gemm)
             number = len(self._series)
-            self._series.append(Series(layer, self._families.setdefault(family, family)))
+            self._series.append(Series(layer, family))
             self._numbers[key] = number  # last, so that no series gets a used number after a MemoryError
         return number
 

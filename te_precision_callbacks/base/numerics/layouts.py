@@ -154,6 +154,8 @@ def is_quantized(tensor: Any) -> bool:
 
 def scaling_mode(tensor: Any) -> str | None:
     """Return the scaling mode of a quantized tensor or its storage; None for an unknown format."""
+    if type(tensor) is torch.Tensor:  # the most frequent case, for which hasattr is slow
+        return None
     if hasattr(tensor, "_fp8_dtype"):
         if hasattr(tensor, "_transpose_invalid"):
             return PER_TENSOR

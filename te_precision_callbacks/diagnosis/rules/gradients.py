@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, are_in, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, loses_too_much, underflow_threshold
 from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_scaler
@@ -78,11 +78,13 @@ class DeadGradient(Judge):
         self._rhythms.note_training(gradient.layers[~zero & ~np.isnan(gradient.values)], numbers.iteration)
         if activation is not None:
             activation = numbers.mask_nonfinite(activation)
-            active = activation.layers[activation.values != 0]
-            zero &= np.isin(gradient.layers, active) | ~np.isin(gradient.layers, activation.layers)
-            names = numbers.names_of(activation)
-            learns = np.array([name in facts.layers and not facts.layers[name].is_frozen for name in names])
-            absent = ~np.isin(activation.layers, gradient.layers) & (activation.values != 0) & learns
+            if zero.any():
+                active = activation.layers[activation.values != 0]
+                zero &= np.isin(gradient.layers, active) | ~are_in(gradient.layers, activation.layers)
+            absent = ~are_in(activation.layers, gradient.layers) & (activation.values != 0)
+            for place in np.flatnonzero(absent).tolist():
+                layer = facts.layers.get(numbers.names[activation.layers[place]])
+                absent[place] = layer is not None and not layer.is_frozen
             for sighting in self._dead(numbers, facts, activation, absent, "the layer has no backward", "absent"):
                 yield sighting._replace(tensor="gradient")
         for sighting in self._dead(numbers, facts, gradient, zero, "all elements are 0", "zero"):
@@ -96,7 +98,7 @@ class DeadGradient(Judge):
         self, numbers: StepNumbers, facts: Facts, column: Column, holds: npt.NDArray[np.bool_], seen: str, key: str
     ) -> Iterator[Sighting]:
         self._rhythms.note_idle(column.layers[holds], numbers.iteration)
-        reported = ~self._rhythms.explain(column.layers)
+        reported = ~self._rhythms.explain(column.layers) if holds.any() else holds
         if key == "absent" and (numbers.iteration < RHYTHM or self._all_trained < numbers.iteration):
             reported &= self._rhythms.has_trained(column.layers)  # others may train only in other steps
         return self.streaks.sightings(numbers, facts, column, holds, seen, reported=reported, key=key)
@@ -171,13 +173,15 @@ class Growth(Judge):
             with np.errstate(invalid="ignore"):
                 holds = grown >= GROWTH
                 is_far = grown >= FAR_GROWN.get(column.family.tensor, FAR_GROWN_ELSE)
-            hurts = holds & loses_too_much(
-                numbers,
-                facts,
-                column,
-                underflows=lambda lost: underflow_threshold(numbers, facts, lost) / 2,
-                overflows=lambda lost: OVERFLOW,
-            )
+            hurts = holds
+            if holds.any():
+                hurts = holds & loses_too_much(
+                    numbers,
+                    facts,
+                    column,
+                    underflows=lambda lost: underflow_threshold(numbers, facts, lost) / 2,
+                    overflows=lambda lost: OVERFLOW,
+                )
             for sighting in self.streaks.sightings_by_severity(
                 numbers,
                 facts,
@@ -209,6 +213,8 @@ class FirstValues:
     def add(self, layers: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
         self._known = extend_rows(self._known, layers, np.nan)
         missing = np.isnan(self._known[layers])
+        if not missing.any():
+            return
         new = missing.any(axis=1) & np.isfinite(values)
         self._known[layers[new], missing.argmax(axis=1)[new]] = values[new]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.sinks.step_records import Event
@@ -157,18 +157,23 @@ class FromZero:
     """
 
     def __init__(self) -> None:
-        self._first: dict[str, dict[int, float]] = {}
+        self._begins: dict[str, npt.NDArray[np.int8]] = {}  # [layers]: 1 if the first value is 0, 0 if not, else -1
 
     def note(self, numbers: StepNumbers, facts: Facts) -> None:
         for column in numbers.columns("cur_amax", facts=facts) if numbers.iteration < FROM_ZERO else ():
-            first = self._first.setdefault(column.family.tensor, {})
-            for layer, value in zip(column.layers.tolist(), column.values.tolist(), strict=True):
-                first.setdefault(layer, value)
+            tensor = column.family.tensor
+            begins = extend_rows(self._begins.get(tensor, np.empty(0, np.int8)), column.layers, -1)
+            known = begins[column.layers]
+            begins[column.layers] = np.where(known < 0, column.values == 0, known)
+            self._begins[tensor] = begins
 
     def grow(self, numbers: StepNumbers, column: Column) -> npt.NDArray[np.bool_]:
         """[layers of the column]: whether the layer started from 0, and the run is in its first steps."""
-        first = self._first.get(column.family.tensor, {}) if numbers.iteration < FROM_ZERO else {}
-        return np.array([first.get(layer) == 0 for layer in column.layers.tolist()], bool)
+        begins = self._begins.get(column.family.tensor)
+        if begins is None or numbers.iteration >= FROM_ZERO:
+            return np.zeros(len(column.layers), bool)
+        from_zero: npt.NDArray[np.bool_] = extend_rows(begins, column.layers, -1)[column.layers] == 1
+        return from_zero
 
 
 class Overflow(_LowPrecisionJudge):
@@ -277,8 +282,9 @@ def loses_too_much(
     lossy = np.zeros(len(column.layers), bool)
     for statistic, most in (("underflows%", underflows), ("overflows%", overflows)):
         lost = numbers.column(statistic, column.family.tensor, facts)
-        if lost is not None:
-            lossy |= np.isin(column.layers, lost.layers[lost.values >= most(lost)])
+        is_lossy = np.zeros(0, bool) if lost is None else lost.values >= most(lost)
+        if lost is not None and is_lossy.any():
+            lossy |= np.isin(column.layers, lost.layers[is_lossy])
     return lossy
 
 

@@ -163,10 +163,11 @@ class StaleScale(_ScaleJudge):
                 begin = np.where(rises & (begin == 0), amaxes, begin)
                 risen = rises & (amaxes >= 2**RISEN * begin)
                 self._begins[tensor] = scales._replace(values=begin)
-                overflows = loses_too_much(
-                    numbers, facts, scales, overflows=lambda lost: overflow_threshold(lost.family.tensor)
-                )
-                small = (above <= -FAR) | ((above <= -TOO_SMALL) & overflows)
+                small = above <= -TOO_SMALL
+                if small.any():
+                    small &= (above <= -FAR) | loses_too_much(
+                        numbers, facts, scales, overflows=lambda lost: overflow_threshold(lost.family.tensor)
+                    )
                 large = (above >= TOO_LARGE) & (losing >= LOST)
             counts, initial = self._count_unmoved(scales, amaxes, largest)
             follows = ~initial & (counts < UNMOVED_STEPS)  # otherwise the rule scale-never-updated applies

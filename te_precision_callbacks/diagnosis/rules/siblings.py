@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import (
     LOST_NORM,
@@ -91,10 +91,13 @@ class Sibling(Judge):
         """
         shares = np.nan_to_num(numbers.mask_nonfinite(column).values)
         others, odd = np.zeros(len(shares)), np.zeros(len(shares), bool)
-        for places in self._similar_layers(numbers, facts, column):
-            if len(places) < LEAST_OF_SHARES:
-                continue
+        groups = [places for places in self._similar_layers(numbers, facts, column) if len(places) >= LEAST_OF_SHARES]
+        if groups:
             self.note_data(numbers.iteration)
+        if shares.max() < SHARES[statistic]:
+            self.streaks.end(column, "share, warning", "share, note")
+            return
+        for places in groups:
             if shares[places].max() < SHARES[statistic]:
                 continue
             ordinary = np.sort(shares[places])[: len(places) - max(1, len(places) // MOST_ODD)]
@@ -134,11 +137,22 @@ class Sibling(Judge):
     def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         tensor = column.family.tensor
         bits = numbers.mask_nonfinite(column).bits
+        of_amax_alone = tensor == "activation" and statistic == "cur_amax"
+        far_at = OF_WEIGHTS.get(statistic, FAR) if tensor == "weight" else FAR
+        least = min(NEAR, far_at)
+        groups = self._similar_layers(numbers, facts, column)
+        spread = self._spread(numbers, facts, column, bits)
+        if groups and not np.isnan(spread).all():
+            self.note_data(numbers.iteration)
+        groups = [places for places, is_near in zip(groups, (spread < least).tolist(), strict=True) if not is_near]
+        if not groups:
+            self._near.end(column, "lossy")
+            self.streaks.end(column, "amax" if of_amax_alone else "")
+            return
         jumps = np.zeros(len(bits))
         of_many = np.zeros(len(bits), bool)
-        far_from = np.full(len(bits), OF_WEIGHTS.get(statistic, FAR) if tensor == "weight" else FAR)
-        least = min(NEAR, far_from.min(initial=NEAR))
-        for places in self._similar_layers(numbers, facts, column):
+        far_from = np.full(len(bits), far_at)
+        for places in groups:
             known = places[np.isfinite(bits[places])]
             if len(known) < LEAST_ALIKE:
                 continue
@@ -159,7 +173,6 @@ class Sibling(Judge):
         far, some = np.abs(jumps) >= far_from, np.abs(jumps) >= NEAR
         lossy = some & of_many
         lossy = lossy & _loses(numbers, facts, column) if lossy.any() else lossy
-        of_amax_alone = tensor == "activation" and statistic == "cur_amax"
         seen = f"{statistic.removeprefix('cur_')} is {{:.3g}}, {{:.3g}} times {{}} than in similar layers"
         values = column.values, np.exp2(np.abs(jumps)), np.where(jumps < 0, "smaller", "larger")
         yield from self._near.sightings(numbers, facts, column, lossy, seen, *values, key="lossy")
@@ -177,6 +190,21 @@ class Sibling(Judge):
 
     def _similar_layers(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
         return facts.cached("alike", column.family.tensor, column.layers, lambda: self._groups(numbers, facts, column))
+
+    def _spread(self, numbers: StepNumbers, facts: Facts, column: Column, bits: Values) -> Values:
+        """[groups of similar layers]: largest minus smallest value; nan for a group with an unknown value."""
+
+        def make() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+            groups = self._similar_layers(numbers, facts, column)
+            sizes = [len(places) for places in groups]
+            return np.concatenate([np.empty(0, np.int64), *groups]), np.cumsum([0, *sizes[:-1]])[: len(groups)]
+
+        order, begins = facts.cached("order of alike", column.family.tensor, column.layers, make)
+        if not len(begins):
+            return np.empty(0)
+        in_order = bits[order]
+        spread: Values = np.maximum.reduceat(in_order, begins) - np.minimum.reduceat(in_order, begins)
+        return spread
 
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
         tensor = column.family.tensor
