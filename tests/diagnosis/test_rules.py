@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -745,6 +746,42 @@ def test_gradients_that_are_reduced_in_low_precision_over_micro_batches() -> Non
         "the optimizer keeps its state in bfloat16",
         "gradients are reduced over ranks in bfloat16 over 8 micro-batches",
     ]
+
+
+def test_a_healthy_step_takes_no_call_for_each_layer() -> None:
+    """The layers of each tensor are checked as arrays."""
+
+    def calls_of_a_step(blocks: int) -> int:
+        layers = [f"h.{block}.fc1" for block in range(blocks)]
+        diagnosis, table = Diagnosis(), SeriesTable()
+        splitter = Splitter(table.__getitem__)
+        diagnosis.set_facts(facts(layers, recipe="fp8_delayed_scaling"), 0)
+        numbers = ordinary()
+        rows = [
+            Row(layer, tensor, None, statistic, value)
+            for layer in layers
+            for (of, tensor, statistic), value in numbers.items()
+            if of == LAYERS[0]
+        ]
+        count = 0
+
+        def profile(*call: Any) -> None:
+            nonlocal count
+            count += call[1] in ("call", "c_call")
+
+        for iteration in range(6):
+            records = records_from_rows(iteration, iteration, rows, table=table)
+            step = splitter.step(iteration, records.series, np.frombuffer(records.values))
+            count = 0
+            sys.setprofile(profile)
+            try:
+                diagnosis.step(step)
+            finally:
+                sys.setprofile(None)
+        assert not diagnosis.verdict.findings
+        return count
+
+    assert calls_of_a_step(80) == calls_of_a_step(20) < 2100
 
 
 def test_a_rule_that_fails_is_not_judged_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,29 @@ def test_sampled_weights_take_no_operation_each(tmp_path: Path) -> None:
     assert 0 < counts[True] - counts[False] < 90
 
 
+def test_sampled_weights_take_few_calls_each(tmp_path: Path) -> None:
+    """In the optimizer's step and at the end of the step, and at the end of the next, which reads the samples."""
+
+    def calls_by_step(count: int) -> list[int]:
+        net, counts = Stack(count), []
+        optimizer = torch.optim.Adam(net.parameters())
+        with session_of(net, tmp_path / str(count)) as session:
+            for _ in range(12):
+                train(net)
+                with called_functions() as result:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    session.step()
+                counts.append(len(result))
+        return counts
+
+    few, many = calls_by_step(FEW), calls_by_step(MANY)
+    before, sampled, after, idle = [(many[step] - few[step]) / (MANY - FEW) for step in (7, 8, 9, 10)]
+    assert [is_due(step) for step in (7, 8, 9, 10)] == [False, True, False, False]
+    assert sampled - before < 2 * 120, "a layer has two parameters"
+    assert 0 < after - idle < 2 * 20
+
+
 # ------------------------------------------------------------------ what is nevertheless seen
 
 
