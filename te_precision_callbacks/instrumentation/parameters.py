@@ -170,7 +170,6 @@ class _Parameter:
         still: iterations of the first sample, and of the last with few differences, or -1.
         moves: iterations with an optimizer step that should have changed it.
         zeroed: last consecutive sampled iterations with only gradients of 0.
-        kept: last sampled iterations after which gradients came, and whether they were added to uncleared ones.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
     """
@@ -188,7 +187,6 @@ class _Parameter:
     still: tuple[int, int] = (-1, -1)
     moves: tuple[int, ...] = ()
     zeroed: tuple[int, ...] = ()
-    kept: tuple[tuple[int, bool], ...] = ()
     writes: _Writes = field(default_factory=_Writes)
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
@@ -315,6 +313,8 @@ class ParameterWatch:
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
         self._arrivals: dict[int, list[_Arrivals]] = {}  # of sampled iterations, until they are read
+        # The last sampled iterations after which gradients came, and whether they were added to uncleared ones.
+        self._kept: weakref.WeakKeyDictionary[_Parameter, list[tuple[int, bool]]] = weakref.WeakKeyDictionary()
         # Id of an optimizer, as hooks stay when it is gone -> its sampled iteration, and the hooks.
         self._clearing: dict[int, tuple[int, tuple[RemovableHandle, ...]]] = {}
         self._batches = BatchedChecks()
@@ -771,8 +771,8 @@ class ParameterWatch:
     def _kept_gradients(self) -> Iterator[Problem]:
         """Find gradients that are not cleared."""
         self._read_arrivals()
-        decided = [parameter for parameter in self._parameters.values() if len(parameter.kept) == UNCHANGED]
-        kept = {state.name: state.kept[0][0] for state in decided if all(is_kept for _, is_kept in state.kept)}
+        decided = {parameter.name: steps for parameter, steps in self._kept.items() if len(steps) == UNCHANGED}
+        kept = {name: steps[0][0] for name, steps in decided.items() if all(is_kept for _, is_kept in steps)}
         if not decided:
             return
         self.checked.add("kept-gradient")
@@ -801,8 +801,8 @@ class ParameterWatch:
                     is_kept = arrivals.was_kept is True or shown.get(arrivals.parameter, False)
                     shown[arrivals.parameter] = is_kept
             for parameter, is_kept in shown.items():
-                others = [step for step in parameter.kept if step[0] != iteration]
-                parameter.kept = tuple(sorted([*others, (iteration, is_kept)])[-UNCHANGED:])
+                others = [step for step in self._kept.get(parameter, ()) if step[0] != iteration]
+                self._kept[parameter] = sorted([*others, (iteration, is_kept)])[-UNCHANGED:]
 
     def _unheld_parameters(self) -> Iterator[Problem]:
         held = self._held_parameters()
