@@ -130,6 +130,8 @@ CHANGES = {
     "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
+    "engine.kernels.triton_kernel": {"_compiled", "_notices"},
+    "engine.kernels.triton_parts": {"_scratch"},  # memory of launches, one for each device and stream
 }
 
 
