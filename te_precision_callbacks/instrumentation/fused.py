@@ -11,12 +11,13 @@ Values that a fused norm or activation function writes only in the GEMM's format
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.base.numerics.layouts import has_scale, is_quantized
 from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe, class_names
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
@@ -25,7 +26,7 @@ from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.planning import LayerPlan, Plan
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.schemas import LogGemmError
-from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.engine.engine import Prepared, StatisticsEngine
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, Watched
@@ -192,10 +193,12 @@ class _Due(NamedTuple):
 
     Attributes:
         upcoming: the next iteration that must query features, if any.
+        number: equal for equal watchers.
     """
 
     watchers: Mapping[str, Sequence[Watcher]]
     upcoming: int | None
+    number: int = -1
 
 
 _Watchers = tuple[tuple[str, tuple["Watcher", ...]], ...]
@@ -206,22 +209,27 @@ class FusedObservation:
     """Passes tensors from the tap to the features of layers on their fused path.
 
     A layer's features are looked up once, and queried once per iteration for all layers with the same options.
+
+    Attributes:
+        iteration: the debug iteration of the last query.
+        due: layer -> the features that observe its tensors.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
         self._engine = engine
         self._report = report
         self._api: Any = None
-        self._iteration = -1
+        self.iteration = -1
         self._modules: dict[str, Any] = {}
         self._watchers: dict[str, _Watchers] = {}
         self._shared: dict[tuple[object, ...], _Watchers] = {}
         self._due_of_watchers: dict[int, _Due] = {}
-        self._due: dict[str, _Due] = {}
+        self.due: dict[str, _Due] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         self._modules = {layer.name: named.module for named in modules for layer in named.layers}
-        for cache in (self._watchers, self._shared, self._due_of_watchers, self._due):
+        for cache in (self._watchers, self._shared, self._due_of_watchers, self.due, self._numbers):
             cache.clear()
 
     def query(self, layers: Sequence[str], iteration: int) -> int | None:
@@ -229,17 +237,17 @@ class FusedObservation:
         import nvdlfw_inspect.api as debug_api
 
         self._api = debug_api.transformer_engine
-        if iteration != self._iteration:
-            self._iteration = iteration
+        if iteration != self.iteration:
+            self.iteration = iteration
             self._due_of_watchers.clear()
         for layer in layers:
-            self._due[layer] = self._query_layer(layer, iteration)
-        return min((due.upcoming for layer in layers if (due := self._due[layer]).upcoming is not None), default=None)
+            self.due[layer] = self._query_layer(layer, iteration)
+        return min((due.upcoming for layer in layers if (due := self.due[layer]).upcoming is not None), default=None)
 
     def leave(self, layers: Sequence[str]) -> None:
         """Stop observing layers until the next query, since their module takes the debug path."""
         for layer in layers:
-            self._due.pop(layer, None)
+            self.due.pop(layer, None)
 
     def _query_layer(self, layer: str, iteration: int) -> _Due:
         watchers = self._watchers.get(layer)
@@ -249,32 +257,26 @@ class FusedObservation:
             except Exception as error:
                 self._report("finding what to observe of", layer, error)
                 return _Due({}, None)
-            key = tuple(
-                (tensor, *((watcher.name, id(watcher.options)) for watcher in watchers))
-                for tensor, watchers in of_tensors
-            )
+            key = tuple((tensor, *map(_identity, watchers)) for tensor, watchers in of_tensors)
             watchers = self._watchers[layer] = self._shared.setdefault(key, of_tensors)
         answer = self._due_of_watchers.get(id(watchers))
         if answer is None:
-            answer = self._due_of_watchers[id(watchers)] = _query_watchers(watchers, iteration)
+            answer = _query_watchers(watchers, iteration)
+            same = tuple((tensor, *map(_identity, watching)) for tensor, watching in answer.watchers.items())
+            answer = answer._replace(number=self._numbers.setdefault(same, len(self._numbers)))
+            self._due_of_watchers[id(watchers)] = answer
         return answer
 
     def needed_tensors(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
-        return frozenset((index, tensor) for index, layer in enumerate(layers) for tensor in self._due[layer].watchers)
+        return frozenset((index, tensor) for index, layer in enumerate(layers) for tensor in self.due[layer].watchers)
 
     def __call__(self, event: GemmEvent) -> None:
-        due = self._due.get(event.layer)
+        due = self.due.get(event.layer)
         if due is None or not due.watchers or event.kind is not ForwardKind.OBSERVED:
             return
-        module = self._modules[event.layer]
-        group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
-        for tensor, high, given in _tensors(event):
-            watchers = due.watchers.get(tensor)
-            if not watchers:
-                continue
-            never_high = tensor == RESULT[event.gemm] and is_quantized(high)
-            quantizer = getattr(given, "_quantizer", None)
-            watched = Watched(event.layer, tensor, self._iteration, high, given, given, quantizer, group)
+        for watched, watchers in self._watched(event, due):
+            tensor = watched.tensor
+            never_high = tensor == RESULT[event.gemm] and is_quantized(watched.values)
             for name, feature, options in watchers:
                 try:
                     if never_high:
@@ -290,6 +292,44 @@ class FusedObservation:
             self._engine.measure()
         except Exception as error:
             self._report("observing", f"{event.layer} {event.gemm}", error)
+
+    def _watched(self, event: GemmEvent, due: _Due) -> Iterator[tuple[Watched, Sequence[Watcher]]]:
+        module = self._modules[event.layer]
+        group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
+        for tensor, high, given in _tensors(event):
+            watchers = due.watchers.get(tensor)
+            if watchers:
+                quantizer = getattr(given, "_quantizer", None)
+                yield Watched(event.layer, tensor, self.iteration, high, given, given, quantizer, group), watchers
+
+    def prepare(self, event: GemmEvent) -> list[tuple[int, Prepared]] | None:
+        """Prepare to measure tensors like those of a GEMM: 0 for operand A, 1 for B, 2 for the result.
+
+        None if a feature does more than measure, or a statistic needs more than a pass over its tensor.
+        """
+        from te_precision_callbacks.features.base import StatisticsFeature
+
+        due = self.due.get(event.layer)
+        if due is None:
+            return []
+        watching = itertools.chain.from_iterable(due.watchers.values())
+        if any(type(feature).look is not StatisticsFeature.look for _, feature, _ in watching):
+            return None
+        places = {event.a.tensor: 0, event.b.tensor: 1}
+        tensors = []
+        for watched, watchers in self._watched(event, due):
+            requested = [options.requests_for(is_quantized=has_scale(watched.rowwise)) for _, _, options in watchers]
+            asked = [requests for requests in requested if requests]
+            prepared = self._engine.prepare(watched, asked) if asked else None
+            if prepared is not None:
+                tensors.append((places.get(watched.tensor, 2), prepared))
+            elif asked:
+                return None
+        return tensors
+
+
+def _identity(watcher: Watcher) -> tuple[str, int]:
+    return watcher.name, id(watcher.options)
 
 
 def _query_watchers(watchers: _Watchers, iteration: int) -> _Due:

@@ -55,6 +55,7 @@ from te_precision_callbacks.instrumentation.handed import (
     operation_methods,
     single_gemm,
 )
+from te_precision_callbacks.instrumentation.planned import GemmPlans, Key
 from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved_forward
 from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
 from te_precision_callbacks.layers.forwards import (
@@ -106,6 +107,7 @@ class GemmTap:
         self.operations = OperationsTap(classify, self._running, self._report_silent)
         self._listeners: tuple[Listener, ...] = ()
         self._before: BeforeSum | None = None
+        self._plans: GemmPlans | None = None
         self._layers: Mapping[int, Sequence[str]] = {}
         self._observed: Mapping[int, Any] = {}
         self._callers = Callers()
@@ -139,15 +141,23 @@ class GemmTap:
         self._compiled.begin_iteration()
         self.operations.check_recipes(check_all=all_operations)
 
-    def listen(self, *listeners: Listener, before: BeforeSum | None = None, ranges: bool = False) -> None:
+    def listen(
+        self,
+        *listeners: Listener,
+        before: BeforeSum | None = None,
+        ranges: bool = False,
+        plans: GemmPlans | None = None,
+    ) -> None:
         """Set the listeners; without listeners and ranges, remove the tap.
 
         Args:
             *listeners: called after each GEMM.
             before: called before a GEMM accumulates into its result.
             ranges: put torch.profiler ranges around layers and their GEMMs.
+            plans: the plans of GEMMs that need no listener.
         """
         self._listeners, self._before = listeners, before
+        self._plans = plans
         self._running.has_ranges = ranges
         if (listeners or ranges) and not self._seams:
             self._install()
@@ -248,6 +258,8 @@ class GemmTap:
             entered.wanted = () if self._enter is None else self._enter(module, kind, compiled)
             if entered.wanted:
                 entered.high = {}
+            if self._plans is not None and compiled is None:
+                entered.plans = self._plans.of_module(module, entered.layers)
         except ObservationError:
             raise
         except Exception as error:
@@ -404,6 +416,20 @@ class GemmTap:
             if is_compiled:
                 layout = {"layout": "TN", **name_arguments(operands), **keywords}["layout"]
                 forward = self._find_compiled(GEMM_OF_LAYOUT[layout])
+            plans = None if forward is None or grouped or len(operands) != 2 else self._plans
+            if plans is not None and forward is not None and forward.plans is not None:
+                current.in_gemm = True
+                try:
+                    result = upstream(*operands, **keywords)
+                finally:
+                    current.in_gemm = False
+                key = plans.follow(forward, operands, keywords, result)
+                if key is None:
+                    next(self._running.gemm_counter)
+                else:
+                    arguments = {"layout": "TN", **name_arguments(operands), **keywords}
+                    self._emit(forward, arguments, result, gemms, (), key=key)
+                return result
             call = (
                 self._call_in_range(forward, upstream, name_arguments, grouped=grouped)
                 if self._running.has_ranges
@@ -483,7 +509,8 @@ class GemmTap:
         gemms: GemmsOfCall,
         before: Sequence[Any],
         *,
-        grouped: bool,
+        grouped: bool = False,
+        key: Key = (),
     ) -> None:
         try:
             layout = arguments["layout"]
@@ -513,6 +540,8 @@ class GemmTap:
                 )
                 for listener in self._listeners:
                     listener(event)
+                if self._plans is not None and key:
+                    self._plans.record(owner, key, event)
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:
