@@ -247,17 +247,22 @@ class StatisticsEngine:
         asked_again = [(*pair, of_pair) for pair, of_pair in zip(ready.asked, labels, strict=True)]
         return Prepared(passes, asked_again, ready.moves, ready.device, self._placements, frozenset(once))
 
-    def pending_again(self, tensors: Iterable[tuple[Prepared, torch.Tensor, Any]]) -> list[Pending]:
+    def pending_again(
+        self, tensors: Iterable[tuple[int, Prepared]], all_values: Sequence[Any], operands: Sequence[Any]
+    ) -> list[Pending]:
         """Return what is left to measure of tensors that are measured like earlier ones.
 
         Args:
-            tensors: how to measure each, the tensor, and the operand of its GEMM.
+            tensors: the place of each tensor in the two other arguments, and how to measure it.
+            all_values: the operands and the result of a GEMM, in high precision.
+            operands: the operands as its GEMM reads them.
 
         Raises:
             Differs: a tensor must be measured by :meth:`note` and :meth:`measure`.
         """
         pending: list[Pending] = []
-        for prepared, values, given in tensors:
+        for place, prepared in tensors:
+            values = all_values[place]
             if prepared.moves != self._slots.moves or prepared.placements is not self._placements:
                 raise Differs("placement")
             if values.device != prepared.device:
@@ -271,16 +276,18 @@ class StatisticsEngine:
             if type(values) is not torch.Tensor:
                 values = values.detach()
             for (form, places, of_blocks), e5m2 in prepared.passes:
+                one: tuple[object, ...]
                 if form is None:
                     one = values, None, None, False, places, None, BlockPlaces()
                 elif of_blocks is None:
+                    given = operands[place]
                     codes = given._data
                     codes = per_tensor_codes(given) if codes is None else codes
                     if codes is None or codes.shape != values.shape:
                         raise Differs("shape")
                     one = values, codes, given._scale_inv, e5m2, places, None, BlockPlaces()
                 else:
-                    held = read(given, columnwise=form.columnwise)
+                    held = read(operands[place], columnwise=form.columnwise)
                     if not isinstance(held, BlockScaledTensor) or not held.fits(values):
                         raise Differs("shape")
                     one = values, None, None, False, places, held, of_blocks
@@ -288,13 +295,13 @@ class StatisticsEngine:
         return pending
 
     def measure_again(
-        self, tensors: Sequence[tuple[Prepared, torch.Tensor, Any]], pending: Sequence[Pending], iteration: int
+        self, tensors: Iterable[tuple[int, Prepared]], pending: Sequence[Pending], iteration: int
     ) -> None:
         """Measure what :meth:`pending_again` returned, without autograd."""
         self.has_news, self.iteration = True, iteration
         if pending:
             kernels.add(pending, *self._slots.on(pending[0].values.device))
-        for prepared, _, _ in tensors:
+        for _, prepared in tensors:
             for segment, requests, labels in prepared.asked:
                 segment.measured = True
                 if segment.last_requests is not requests:

@@ -198,7 +198,7 @@ class ForwardHooks:
             self._tap.observe(self._watched.layers, self.products.attentions)
         else:
             self._tap.observe(self._watched.armed)
-        plans = None if self.products.counting or self._has_ranges else self.plans
+        plans = None if self.products.counting or self._has_ranges or not listeners else self.plans
         self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges, plans=plans)
         # Bypass the CUDA graphs of layers to observe in this step only.
         all_graphs = self.products.counting or self._tap.operations.has_new

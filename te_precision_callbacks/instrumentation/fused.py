@@ -201,6 +201,8 @@ class _Due(NamedTuple):
     number: int = -1
 
 
+_NOTHING_DUE = _Due({}, None)
+
 _Watchers = tuple[tuple[str, tuple["Watcher", ...]], ...]
 """The tensors of a layer, with the features that may observe them."""
 
@@ -226,10 +228,11 @@ class FusedObservation:
         self._due_of_watchers: dict[int, _Due] = {}
         self.due: dict[str, _Due] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
+        self._needed: dict[tuple[int, ...], frozenset[tuple[int, str]]] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         self._modules = {layer.name: named.module for named in modules for layer in named.layers}
-        for cache in (self._watchers, self._shared, self._due_of_watchers, self.due, self._numbers):
+        for cache in (self._watchers, self._shared, self._due_of_watchers, self.due, self._numbers, self._needed):
             cache.clear()
 
     def query(self, layers: Sequence[str], iteration: int) -> int | None:
@@ -240,9 +243,14 @@ class FusedObservation:
         if iteration != self.iteration:
             self.iteration = iteration
             self._due_of_watchers.clear()
+        upcoming = None
         for layer in layers:
-            self.due[layer] = self._query_layer(layer, iteration)
-        return min((due.upcoming for layer in layers if (due := self.due[layer]).upcoming is not None), default=None)
+            due = self._due_of_watchers.get(id(self._watchers.get(layer)))
+            due = self._query_layer(layer, iteration) if due is None else due
+            self.due[layer] = due
+            if due.upcoming is not None:
+                upcoming = due.upcoming if upcoming is None else min(upcoming, due.upcoming)
+        return upcoming
 
     def leave(self, layers: Sequence[str]) -> None:
         """Stop observing layers until the next query, since their module takes the debug path."""
@@ -256,7 +264,7 @@ class FusedObservation:
                 of_tensors = tuple((tensor, self._api.watchers(layer, tensor)) for tensor in TENSORS)
             except Exception as error:
                 self._report("finding what to observe of", layer, error)
-                return _Due({}, None)
+                return _NOTHING_DUE
             key = tuple((tensor, *map(_identity, watchers)) for tensor, watchers in of_tensors)
             watchers = self._watchers[layer] = self._shared.setdefault(key, of_tensors)
         answer = self._due_of_watchers.get(id(watchers))
@@ -268,7 +276,12 @@ class FusedObservation:
         return answer
 
     def needed_tensors(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
-        return frozenset((index, tensor) for index, layer in enumerate(layers) for tensor in self.due[layer].watchers)
+        numbers = tuple([self.due[layer].number for layer in layers])
+        needed = self._needed.get(numbers)
+        if needed is None:
+            watched = [(index, tensor) for index, layer in enumerate(layers) for tensor in self.due[layer].watchers]
+            needed = self._needed[numbers] = frozenset(watched)
+        return needed
 
     def __call__(self, event: GemmEvent) -> None:
         due = self.due.get(event.layer)
@@ -315,7 +328,7 @@ class FusedObservation:
         watching = itertools.chain.from_iterable(due.watchers.values())
         if any(type(feature).look is not StatisticsFeature.look for _, feature, _ in watching):
             return None
-        places = {event.a.tensor: 0, event.b.tensor: 1}
+        places: dict[str, int] = {event.a.tensor: 0, event.b.tensor: 1}
         tensors = []
         for watched, watchers in self._watched(event, due):
             requested = [options.requests_for(is_quantized=has_scale(watched.rowwise)) for _, _, options in watchers]

@@ -47,6 +47,10 @@ class Plan(NamedTuple):
     tensors: Sequence[tuple[int, Prepared]]
 
 
+Plans: TypeAlias = dict[Key, Plan | None]
+"""The plans of a module's GEMMs; None for a GEMM that always goes to the listeners."""
+
+
 class GemmPlans:
     """The plans of a session.
 
@@ -70,12 +74,12 @@ class GemmPlans:
         self._engine = engine
         self._selected = selected
         self._report = report
-        self._of_modules: dict[int, dict[Key, Plan] | None] = {}
+        self._of_modules: dict[int, Plans | None] = {}
 
     def forget(self) -> None:
         self._of_modules.clear()
 
-    def of_module(self, module: Any, layers: Sequence[str]) -> dict[Key, Plan] | None:
+    def of_module(self, module: Any, layers: Sequence[str]) -> Plans | None:
         """Return the plans of a module; None if its GEMMs have none, since a feature selects GEMMs of its layers."""
         if id(module) not in self._of_modules:
             try:
@@ -118,11 +122,9 @@ class GemmPlans:
             key = tuple(fields)
             plan = plans.get(key)
             if plan is None:
-                raise Differs(_difference(key, plans))
+                raise Differs("not planned" if key in plans else _difference(key, plans))
             values.append(out)
-            given_all = (*operands, None)
-            tensors = [(prepared, values[which], given_all[which]) for which, prepared in plan.tensors]
-            pending = self._engine.pending_again(tensors)
+            pending = self._engine.pending_again(plan.tensors, values, operands)
             if pending and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_capturing()):
                 raise Differs("autograd or capture")
         except Exception as error:
@@ -140,8 +142,8 @@ class GemmPlans:
             high.pop(place, None)
         try:
             self._audit.note_seen(layer, gemm, forward.recipe, plan.seen)
-            if tensors:
-                self._engine.measure_again(tensors, pending, self._fused.iteration)
+            if plan.tensors:
+                self._engine.measure_again(plan.tensors, pending, self._fused.iteration)
         except ObservationError:
             raise
         except Exception as error:
@@ -151,18 +153,17 @@ class GemmPlans:
     def record(self, forward: Forward, key: Key, event: GemmEvent) -> None:
         """Record the plan of a GEMM that the listeners have observed."""
         plans = forward.plans
-        if plans is None or not key or key in plans or event.kind is not ForwardKind.OBSERVED:
+        if plans is None or not key or key in plans:
             return
-        try:
-            tensors = self._fused.prepare(event)
-        except Exception as error:
-            self.declined[type(error).__name__] += 1
-            return
-        if tensors is None or not all(map(_has_known_format, event.operands)):
-            return
+        tensors = None
+        if all(map(_has_known_format, event.operands)):
+            try:
+                tensors = self._fused.prepare(event)
+            except Exception as error:
+                self.declined[type(error).__name__] += 1
         if len(plans) >= _MOST_PLANS:
             plans.clear()
-        plans[key] = Plan(event.layer, seen_operands(event), tensors)
+        plans[key] = None if tensors is None else Plan(event.layer, seen_operands(event), tensors)
 
 
 def _has_known_format(operand: GemmOperand) -> bool:
@@ -170,7 +171,7 @@ def _has_known_format(operand: GemmOperand) -> bool:
     return type(given) in _PLAIN or (scaling_mode(given) is not None and not getattr(given, "custom", False))
 
 
-def _difference(key: Key, plans: Mapping[Key, Plan]) -> str:
+def _difference(key: Key, plans: Plans) -> str:
     """Return the first field in which a GEMM differs from the last planned one of its layer; ``new`` for the first."""
     others = [other for other in plans if other[:2] == key[:2]]
     if not others:

@@ -258,8 +258,8 @@ class GemmTap:
             entered.wanted = () if self._enter is None else self._enter(module, kind, compiled)
             if entered.wanted:
                 entered.high = {}
-            if self._plans is not None and compiled is None:
-                entered.plans = self._plans.of_module(module, entered.layers)
+                if self._plans is not None and compiled is None:
+                    entered.plans = self._plans.of_module(module, entered.layers)
         except ObservationError:
             raise
         except Exception as error:
@@ -416,20 +416,6 @@ class GemmTap:
             if is_compiled:
                 layout = {"layout": "TN", **name_arguments(operands), **keywords}["layout"]
                 forward = self._find_compiled(GEMM_OF_LAYOUT[layout])
-            plans = None if forward is None or grouped or len(operands) != 2 else self._plans
-            if plans is not None and forward is not None and forward.plans is not None:
-                current.in_gemm = True
-                try:
-                    result = upstream(*operands, **keywords)
-                finally:
-                    current.in_gemm = False
-                key = plans.follow(forward, operands, keywords, result)
-                if key is None:
-                    next(self._running.gemm_counter)
-                else:
-                    arguments = {"layout": "TN", **name_arguments(operands), **keywords}
-                    self._emit(forward, arguments, result, gemms, (), key=key)
-                return result
             call = (
                 self._call_in_range(forward, upstream, name_arguments, grouped=grouped)
                 if self._running.has_ranges
@@ -437,8 +423,12 @@ class GemmTap:
             )
             if (forward is not None and not forward.has_events) or not self._listeners:
                 return call(*operands, **keywords)
-            arguments = {"layout": "TN", **name_arguments(operands), **keywords}
-            before = self._before_sums(forward, arguments, grouped=grouped)
+            planned = not grouped and forward is not None and forward.plans is not None and len(operands) == 2
+            plans = self._plans if planned else None
+            before: Sequence[Any] = ()  # no listener needs the sums of modules with plans
+            if plans is None:
+                arguments = {"layout": "TN", **name_arguments(operands), **keywords}
+                before = self._before_sums(forward, arguments, grouped=grouped)
             current.in_gemm = True
             try:
                 result = call(*operands, **keywords)
@@ -447,7 +437,14 @@ class GemmTap:
             if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
                 self._warn_captured(forward)
                 return result
-            self._emit(forward, arguments, result, gemms, before, grouped=grouped)
+            key: Key | None = ()
+            if plans is not None and forward is not None:
+                key = plans.follow(forward, operands, keywords, result)
+                if key is None:
+                    next(self._running.gemm_counter)
+                    return result
+                arguments = {"layout": "TN", **name_arguments(operands), **keywords}
+            self._emit(forward, arguments, result, gemms, before, grouped=grouped, key=key)
             if is_compiled and forward is not None and forward.high:
                 forward.high = {}
             return result
@@ -509,8 +506,8 @@ class GemmTap:
         gemms: GemmsOfCall,
         before: Sequence[Any],
         *,
-        grouped: bool = False,
-        key: Key = (),
+        grouped: bool,
+        key: Key | None,
     ) -> None:
         try:
             layout = arguments["layout"]
