@@ -278,14 +278,14 @@ class StatisticsEngine:
             for (form, places, of_blocks), e5m2 in prepared.passes:
                 one: tuple[object, ...]
                 if form is None:
-                    one = values, None, None, False, places, None, BlockPlaces()
+                    one = values, None, None, False, places, None, _NO_BLOCKS
                 elif of_blocks is None:
                     given = operands[place]
                     codes = given._data
                     codes = per_tensor_codes(given) if codes is None else codes
                     if codes is None or codes.shape != values.shape:
                         raise Differs("shape")
-                    one = values, codes, given._scale_inv, e5m2, places, None, BlockPlaces()
+                    one = values, codes, given._scale_inv, e5m2, places, None, _NO_BLOCKS
                 else:
                     held = read(operands[place], columnwise=form.columnwise)
                     if not isinstance(held, BlockScaledTensor) or not held.fits(values):
@@ -582,6 +582,9 @@ class _CachedPasses(NamedTuple):
     device: torch.device
     passes: Sequence[_Pass]
     asked: Sequence[tuple[SlotRange, Sequence[Request]]]
+
+
+_NO_BLOCKS = BlockPlaces()
 
 
 class _PreparedPass(NamedTuple):
