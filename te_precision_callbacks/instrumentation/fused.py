@@ -265,13 +265,19 @@ class FusedObservation:
             except Exception as error:
                 self._report("finding what to observe of", layer, error)
                 return _NOTHING_DUE
-            key = tuple((tensor, *map(_identity, watchers)) for tensor, watchers in of_tensors)
+            key = tuple(
+                (tensor, *((watcher.name, id(watcher.options)) for watcher in watchers))
+                for tensor, watchers in of_tensors
+            )
             watchers = self._watchers[layer] = self._shared.setdefault(key, of_tensors)
         answer = self._due_of_watchers.get(id(watchers))
         if answer is None:
             answer = _query_watchers(watchers, iteration)
-            same = tuple((tensor, *map(_identity, watching)) for tensor, watching in answer.watchers.items())
-            answer = answer._replace(number=self._numbers.setdefault(same, len(self._numbers)))
+            same: list[object] = []
+            for tensor, watching in answer.watchers.items():
+                same += [tensor, *map(id, watching)]
+            number = self._numbers.setdefault(tuple(same), len(self._numbers))
+            answer = answer._replace(number=number)
             self._due_of_watchers[id(watchers)] = answer
         return answer
 
@@ -339,10 +345,6 @@ class FusedObservation:
             elif asked:
                 return None
         return tensors
-
-
-def _identity(watcher: Watcher) -> tuple[str, int]:
-    return watcher.name, id(watcher.options)
 
 
 def _query_watchers(watchers: _Watchers, iteration: int) -> _Due:

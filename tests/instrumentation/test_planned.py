@@ -85,7 +85,7 @@ class Trained:
             hooks: Any = session._run.hooks  # type: ignore[union-attr]
             order = hooks.order.forward, hooks.order.backward
         rows = [sorted(repr(row) for row in records) for records in keeper.steps]
-        facts = [str(session.precision), str(session.coverage()), str(session.findings)]
+        facts = [str(session.precision), str(session.coverage()), [str(finding) for finding in session.findings]]
         weights = [parameter.detach().clone() for parameter in self.net.parameters()]
         self.shown = repr((rows, order, facts, [weight.tolist() for weight in weights]))
 
@@ -147,6 +147,7 @@ def test_planned_results_are_those_of_events_in_any_training(draw: random.Random
 
         def step(number: int, net: Net) -> None:
             for micro_batch, rows, checkpoint, needs in of_steps[number]:
+                needs |= checkpoint == "reentrant"  # it has no backward otherwise
                 train(net, micro_batch, rows, checkpoint, needs=needs)
 
         both(module, config, steps, step)
@@ -342,8 +343,8 @@ def test_nothing_of_a_step_is_kept() -> None:
 
 
 FUNCTIONS_PER_TENSOR = 17
-"""Most Python functions from a layer's forward to the launch of the kernel, for each observed tensor, beside the queries
-of features, which are the same for any number of layers."""
+"""Most Python functions from a layer's forward to the launch of the kernel, for each observed tensor, beside the
+queries of features, which are as many for any number of layers."""
 
 BEFORE_THE_LAUNCH = re.compile(
     "/te_precision_callbacks/(instrumentation|engine/engine|engine/slots|coverage/precision_audit|layers|session)"
