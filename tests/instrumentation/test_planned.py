@@ -30,6 +30,7 @@ from tests.instrumentation.gemm_spy import (
     BLACKWELL,
     CHECKPOINTS,
     GEMM_OF,
+    INSIDE,
     MODULES,
     RECIPES,
     ROWS,
@@ -98,7 +99,10 @@ def forward(net: Net, recipe: Any, rows: int = ROWS, checkpoint: str = "none", *
 
 
 def train(net: Net, recipe: Any, rows: int = ROWS, checkpoint: str = "none", *, needs: bool = True) -> None:
-    forward(net, recipe, rows, checkpoint, needs=needs).float().pow(2).mean().backward()
+    out = forward(net, recipe, rows, checkpoint, needs=needs)
+    # torch's checkpoints recompute in the autocast of the backward.
+    with te.autocast(enabled=recipe is not None and checkpoint in INSIDE, recipe=recipe):
+        out.float().pow(2).mean().backward()
 
 
 def both(module: str, config: Any, steps: int, step: Step) -> GemmPlans:
@@ -147,7 +151,7 @@ def test_planned_results_are_those_of_events_in_any_training(draw: random.Random
 
         def step(number: int, net: Net) -> None:
             for micro_batch, rows, checkpoint, needs in of_steps[number]:
-                needs |= checkpoint == "reentrant"  # it has no backward otherwise
+                needs |= checkpoint != "none"  # a reentrant one has no backward otherwise
                 train(net, micro_batch, rows, checkpoint, needs=needs)
 
         both(module, config, steps, step)
