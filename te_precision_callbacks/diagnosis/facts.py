@@ -145,7 +145,7 @@ class Facts:
     states: Mapping[str, frozenset[str]] = field(default_factory=dict)
     micro_batches: int = 1
     settings: Settings | None = None
-    _kept: dict[tuple[str, str, bytes], Any] = field(default_factory=dict)
+    _kept: dict[tuple[str, str, bytes], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_rows(
