@@ -75,7 +75,7 @@ def _dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: A
     place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     on_meta = place.type == "meta"
     failures: list[Exception] = []
-    products = ModelProducts(lambda doing, what, error: failures.append(error), lambda: False, lambda: False)
+    products = ModelProducts(lambda doing, what, error: failures.append(error), lambda: False)
     arguments, keywords = _arguments(_move_to(batch, place))
     in_backward = False
     try:

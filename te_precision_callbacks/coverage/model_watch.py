@@ -83,7 +83,6 @@ class ModelWatch:
 
     Args:
         is_paused: returns whether the integration evaluates.
-        in_gemm_layer: returns whether a layer of Transformer Engine is running GEMMs, which the tap counts.
         count: called before the first counted call of a step, to enable the tap.
 
     Attributes:
@@ -96,7 +95,6 @@ class ModelWatch:
         self,
         report: Callable[[str, str, Exception], None],
         is_paused: Callable[[], bool],
-        in_gemm_layer: Callable[[], bool],
         count: Callable[[], None] = lambda: None,
     ) -> None:
         self.active = self.counting = False
@@ -109,7 +107,6 @@ class ModelWatch:
         self._modules: Mapping[int, tuple[str, torch.nn.Module]] = {}
         self._report = report
         self._is_paused = is_paused
-        self._in_gemm_layer = in_gemm_layer
         self._count = count
         self._is_muted = False
         self._replaced = Replacements(keeps_later=True)
@@ -319,7 +316,7 @@ class ModelWatch:
             self.operators.nodes.enter_outer(arguments)
 
     def after_operator(self, operator: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
-        if not self._is_muted and not self._in_gemm_layer():
+        if not self._is_muted:
             self.operators.look(operator, arguments, keywords, result)
 
 

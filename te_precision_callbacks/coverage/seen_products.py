@@ -36,10 +36,9 @@ class ModelProducts(ModelWatch):
         self,
         report: Callable[[str, str, Exception], None],
         is_paused: Callable[[], bool],
-        in_gemm_layer: Callable[[], bool],
         count: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(report, is_paused, in_gemm_layer, count)
+        super().__init__(report, is_paused, count)
         self.attentions: Mapping[int, str] = {}
         self.recomputed_outside: set[str] = set()
         self._first_in_recipe: set[str] = set()

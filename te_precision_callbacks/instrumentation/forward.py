@@ -110,9 +110,7 @@ class ForwardHooks:
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
         self.order = ExecutionOrder()
         running = Running()
-        self.products = ModelProducts(
-            failures.report, lambda: classify.paused, running.is_in_layer, self._update_listeners
-        )
+        self.products = ModelProducts(failures.report, lambda: classify.paused, self._update_listeners)
         classify.in_training_call = lambda: self.products.calls.current is not None
         self._tap = GemmTap(
             classify,

@@ -137,10 +137,6 @@ class Running:
     def forget(self) -> None:
         self.thread_state = _ThreadState()
 
-    def is_in_layer(self) -> bool:
-        """Return whether this thread runs a layer's GEMMs: all products have events."""
-        return self.thread_state.in_gemm or self.thread_state.running is not None
-
     def call(
         self, forward: Forward | None, backward: bool, function: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> Any:
