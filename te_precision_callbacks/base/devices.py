@@ -12,17 +12,12 @@ import torch
 
 def is_capturing() -> bool:
     """Return whether the current stream captures a CUDA graph; synchronizing would then raise an error."""
-    if not _in_use():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     try:
         return torch.cuda.is_current_stream_capturing()
     except RuntimeError:  # the GPU is lost; the next CUDA call raises again
         return False
-
-
-def _in_use() -> bool:
-    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return in_use
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -56,7 +51,8 @@ def is_lost(error: BaseException) -> bool:
     """
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return False
-    if not _in_use() or is_capturing():  # a query would end the stream's capture
+    # A query would end the stream's capture.
+    if not torch.cuda.is_initialized() or is_capturing():  # type: ignore[no-untyped-call]
         return False
     try:
         torch.cuda.current_stream().query()

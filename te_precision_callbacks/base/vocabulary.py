@@ -221,9 +221,15 @@ def format_of_class(kind: type) -> str | None:
     return next((_FORMATS[name] for name in _names_of_class(kind) if name in _FORMATS), None)
 
 
+_NAMES_OF_RECIPES: dict[type, str | None] = {}
+
+
 def name_of_recipe(recipe: Any) -> str | None:
     """Return the name of a Transformer Engine recipe in :data:`RECIPES`; None for a custom recipe."""
-    return next((row.name for row in _ROWS if getattr(recipe, row.question)()), None)
+    kind: type = type(recipe)
+    if kind not in _NAMES_OF_RECIPES:
+        _NAMES_OF_RECIPES[kind] = next((row.name for row in _ROWS if getattr(recipe, row.question)()), None)
+    return _NAMES_OF_RECIPES[kind]
 
 
 def recipe_of_quantizer(quantizer: Any) -> str:

@@ -61,6 +61,9 @@ class LayerOperand(NamedTuple):
     tensor: str
 
 
+SeenOperand = tuple[LayerOperand, Format]
+
+
 class LayerGemm(NamedTuple):
     layer: str
     gemm: GemmName
@@ -82,10 +85,6 @@ class _Notes:
     left_out: dict[GemmName, str] = field(default_factory=dict)
     excluded: bool = False
     had_backward: bool = False
-
-    def put(self, operand: LayerOperand, made: Format, *, seen: bool) -> None:
-        formats = self.formats.setdefault(operand, {})
-        formats[made] = seen or formats.get(made, False)
 
     def facts(self) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
         facts = {gemm: GemmFact((), NO_BACKWARD) for gemm in (self.expected if self.had_backward else ())}
@@ -190,7 +189,7 @@ class PrecisionAudit:
         for operand, made in formats.items():
             notes = self._now[operand.layer]
             notes.excluded |= excluded and not made.recipe
-            notes.put(operand, made, seen=False)
+            notes.formats.setdefault(operand, {}).setdefault(made, False)
 
     def expect(self, gemms: Iterable[LayerGemm]) -> None:
         for layer, gemm in gemms:
@@ -207,14 +206,25 @@ class PrecisionAudit:
     def look(self, event: GemmEvent) -> None:
         if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return
-        self._had_backward |= event.gemm != "fprop"
-        notes = self._now[event.layer]
-        if event.gemm == "fprop" and not (event.recipe or is_in_backward()) and _is_in_autocast():
+        self.note_seen(event.layer, event.gemm, event.recipe, seen_operands(event))
+
+    def note_seen(self, layer: str, gemm: GemmName, recipe: str, operands: Iterable[SeenOperand]) -> None:
+        self._had_backward |= gemm != "fprop"
+        notes = self._now[layer]
+        if gemm == "fprop" and not (recipe or is_in_backward()) and _is_in_autocast():
             notes.excluded = True
-        for operand in event.operands:
-            text = format_of_data(operand.data)
-            text += MODIFIED if _is_modified(operand) else ""
-            notes.put(LayerOperand(event.layer, event.gemm, operand.tensor), Format(text, event.recipe), seen=True)
+        for operand, made in operands:
+            notes.formats.setdefault(operand, {})[made] = True
+
+
+def seen_operands(event: GemmEvent) -> tuple[SeenOperand, ...]:
+    return tuple(
+        (
+            LayerOperand(event.layer, event.gemm, operand.tensor),
+            Format(format_of_data(operand.data) + (MODIFIED if _is_modified(operand) else ""), event.recipe),
+        )
+        for operand in event.operands
+    )
 
 
 def _is_in_autocast() -> bool:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.formats import E5M2
-from te_precision_callbacks.base.numerics.layouts import fp8_format
+from te_precision_callbacks.base.numerics.layouts import fp8_format, per_tensor_codes
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
@@ -228,6 +228,86 @@ class StatisticsEngine:
             self.has_news, self.iteration = True, noted[-1][0].iteration
             with _without_autograd():
                 self._measure(noted)
+
+    def prepare(self, watched: Watched, asked: Sequence[Sequence[Request]]) -> Prepared | None:
+        """Return how a tensor was measured, for :meth:`measure_again`; None if one pass did not measure all requests.
+
+        Args:
+            asked: the requests of each feature, as they were noted.
+        """
+        if watched.values is None:
+            return None
+        measuring = _Measurement(self, watched)
+        ready = self._plan(asked, measuring.unquantized_as).ready.get(measuring.key)
+        if ready is None:
+            return None
+        passes = [_PreparedPass(pass_, fp8_format(watched.rowwise) is E5M2) for pass_ in ready.passes]
+        once = [segment.key for segment, _ in ready.asked] if watched.tensor == _WEIGHT else []
+        labels = [frozenset(request.label for request in requests) for _, requests in ready.asked]
+        asked_again = [(*pair, of_pair) for pair, of_pair in zip(ready.asked, labels, strict=True)]
+        return Prepared(passes, asked_again, ready.moves, ready.device, self._placements, frozenset(once))
+
+    def pending_again(
+        self, tensors: Iterable[tuple[int, Prepared]], all_values: Sequence[Any], operands: Sequence[Any]
+    ) -> list[Pending]:
+        """Return what is left to measure of tensors that are measured like earlier ones.
+
+        Args:
+            tensors: the place of each tensor in the two other arguments, and how to measure it.
+            all_values: the operands and the result of a GEMM, in high precision.
+            operands: the operands as its GEMM reads them.
+
+        Raises:
+            Differs: a tensor must be measured by :meth:`note` and :meth:`measure`.
+        """
+        pending: list[Pending] = []
+        for place, prepared in tensors:
+            values = all_values[place]
+            if prepared.moves != self._slots.moves or prepared.placements is not self._placements:
+                raise Differs("placement")
+            if values.device != prepared.device:
+                raise Differs("device")
+            if not values.numel():
+                raise Differs("empty")
+            if prepared.once and not prepared.once.isdisjoint(self._weights_seen):
+                if prepared.once <= self._weights_seen:
+                    continue
+                raise Differs("weight")
+            if type(values) is not torch.Tensor:
+                values = values.detach()
+            for (form, places, of_blocks), e5m2 in prepared.passes:
+                one: tuple[object, ...]
+                if form is None:
+                    one = values, None, None, False, places, None, _NO_BLOCKS
+                elif of_blocks is None:
+                    given = operands[place]
+                    codes = given._data
+                    codes = per_tensor_codes(given) if codes is None else codes
+                    if codes is None or codes.shape != values.shape:
+                        raise Differs("shape")
+                    one = values, codes, given._scale_inv, e5m2, places, None, _NO_BLOCKS
+                else:
+                    held = read(operands[place], columnwise=form.columnwise)
+                    if not isinstance(held, BlockScaledTensor) or not held.fits(values):
+                        raise Differs("shape")
+                    one = values, None, None, False, places, held, of_blocks
+                pending.append(tuple.__new__(Pending, one))  # Pending() would call a Python function
+        return pending
+
+    def measure_again(
+        self, tensors: Iterable[tuple[int, Prepared]], pending: Sequence[Pending], iteration: int
+    ) -> None:
+        """Measure what :meth:`pending_again` returned, without autograd."""
+        self.has_news, self.iteration = True, iteration
+        if pending:
+            kernels.add(pending, *self._slots.on(pending[0].values.device))
+        for _, prepared in tensors:
+            for segment, requests, labels in prepared.asked:
+                segment.measured = True
+                if segment.last_requests is not requests:
+                    segment.last_requests = requests
+                    segment.due |= labels
+            self._weights_seen |= prepared.once
 
     def _warn_captured(self, watched: Watched) -> None:
         if self.notices.first("captured"):
@@ -504,6 +584,35 @@ class _CachedPasses(NamedTuple):
     asked: Sequence[tuple[SlotRange, Sequence[Request]]]
 
 
+_NO_BLOCKS = BlockPlaces()
+
+
+class _PreparedPass(NamedTuple):
+    pass_: _Pass
+    e5m2: bool
+
+
+class Prepared(NamedTuple):
+    """How a tensor was measured.
+
+    Attributes:
+        asked: the segments, with their requests and the labels of these.
+        moves, device, placements: if they differ, the slots do too.
+        once: the segments of a weight, which is measured once in a step.
+    """
+
+    passes: Sequence[_PreparedPass]
+    asked: Sequence[tuple[SlotRange, Sequence[Request], frozenset[str]]]
+    moves: int
+    device: torch.device
+    placements: Mapping[str, Placement]
+    once: frozenset[SegmentKey]
+
+
+class Differs(Exception):
+    """A tensor cannot be measured like an earlier one."""
+
+
 def _group_by_kind(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
     wanted: dict[_SegmentKind, list[Request]] = {}
     for request in itertools.chain.from_iterable(asked):
@@ -548,6 +657,10 @@ class _Measurement:
             return None
         return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
+    @property
+    def key(self) -> _Key:
+        return self._watched.layer, self._watched.tensor, self._shard
+
     def run(self, plan: _Plan) -> tuple[_CachedPasses, Sequence[Pending]] | None:
         """Measure the requested kinds.
 
@@ -555,7 +668,7 @@ class _Measurement:
             Passes to launch before :meth:`end`; None if nothing is left to do.
         """
         slots, seen = self._engine._slots, self._engine._weights_seen
-        key = self._watched.layer, self._watched.tensor, self._shard
+        key = self.key
         ready = plan.ready.get(key)
         if ready is not None and ready.moves == slots.moves and ready.device == self._values.device:
             again = self._reuse_passes(ready)

@@ -75,6 +75,7 @@ class _Vectors:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None, lengths: tuple[int, int]) -> None:
         self.stream = stream
+        self.lengths = lengths  # len() of a tensor calls a Python function
         self.sums = torch.full((lengths[0],), 0.0, dtype=torch.float64, device=device)
         self.maxima = torch.full((lengths[1],), NOTHING, dtype=torch.float64, device=device)
 
@@ -93,7 +94,7 @@ class _Device:
         stream = current_stream(self._device)
         sums, maxima = self.used
         for vectors in self._vectors:
-            if vectors.stream == stream and len(vectors.sums) >= sums and len(vectors.maxima) >= maxima:
+            if vectors.stream == stream and vectors.lengths[0] >= sums and vectors.lengths[1] >= maxima:
                 return vectors
         lengths = max(_FIRST_CAPACITY, 2 * sums), max(_FIRST_CAPACITY, 2 * maxima)
         made = _Vectors(self._device, stream, lengths)

@@ -14,16 +14,18 @@ the scale is 1, so most of a small gradient underflows, unless the run was resum
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from te_precision_callbacks.base.vocabulary import GEMMS, name_of_format
+from te_precision_callbacks.coverage.gemm_precision import Format
 from te_precision_callbacks.coverage.model_watch import hide_operators
 from te_precision_callbacks.coverage.precision_audit import (
     LayerGemm,
+    LayerOperand,
     PrecisionAudit,
     backward_override,
     formats_of_fused_path,
@@ -76,8 +78,11 @@ class DelayedScalingLayers:
 
     def snapshot(self, module: torch.nn.Module, iteration: int) -> None:
         """Read a module's state in a training forward, without waiting for the device."""
-        states = list(delayed_states(module)) if module.fp8 else []
         known = self._snapshots.get(id(module))
+        first = (vars(module).get("fp8_meta") or {}).get("scaling_fwd")
+        if known is not None and known.scale is getattr(first, "scale", None):
+            return
+        states = list(delayed_states(module)) if module.fp8 else []
         if states and (known is None or known.scale is not states[0].scale):
             with hide_operators():  # in the step whose operators are counted
                 is_empty = torch.stack([_is_empty(state) for state in states]).any()
@@ -132,6 +137,20 @@ def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[
                     yield f"{layer}_{tensor}_cur_amax", history[-1, position]
 
 
+class _Expected(NamedTuple):
+    """The GEMMs that a forward and its backward will run.
+
+    Attributes:
+        state: what they follow from.
+        formats: of their operands, if no feature acts.
+    """
+
+    state: Sequence[object]
+    left_out: Mapping[LayerGemm, str]
+    gemms: Sequence[LayerGemm]
+    formats: Mapping[LayerOperand, Format]
+
+
 class DebugPathDecisions:
     """The replacements of ``is_debug_iter`` and ``no_debug_features_active``.
 
@@ -166,6 +185,7 @@ class DebugPathDecisions:
         self._checked_cache: set[int] = set()
         self._failures = failures
         self._idle_in_evaluation: dict[int, int] = {}
+        self._expected: dict[int, _Expected] = {}
         self._captured: dict[int, tuple[torch.nn.Module, tuple[Schedule, ...] | None]] = {}
 
     def forget_forwards(self) -> None:
@@ -175,6 +195,7 @@ class DebugPathDecisions:
     def forget_modules(self) -> None:
         self.unwatched.clear()
         self._idle_in_evaluation.clear()
+        self._expected.clear()
         self._captured.clear()
 
     def forget(self) -> None:
@@ -296,24 +317,12 @@ class DebugPathDecisions:
         try:
             fp8 = bool(module.fp8) if graph_in_fp8 is None else graph_in_fp8
             self.watched.resting.note_training(module, idle=idle, fp8=fp8)
-            layers, left_out = self.watched.layers[id(module)], dict[LayerGemm, str]()
-            if not fprop_only:
-                left_out = gemms_left_out(module, layers, input_needs_gradient=self.current.input_needs_gradient)
-                self._audit.leave_out(left_out)
-            gemms = [LayerGemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
-            self._audit.expect(gemm for gemm in gemms if gemm not in left_out)
-            if graph_in_fp8 is not None:
-                return
-            if idle:
-                formats = formats_of_fused_path(module, layers, fp8=module.fp8)
-                formats = select_fprop(formats) if fprop_only else formats
-                self._audit.expect_unseen(
-                    {
-                        operand: made
-                        for operand, made in formats.items()
-                        if LayerGemm(operand.layer, operand.gemm) not in left_out
-                    }
-                )
+            sees_all = graph_in_fp8 is not None
+            expected = self._expected_gemms(module, fprop_only=fprop_only, has_formats=idle and not sees_all)
+            self._audit.leave_out(expected.left_out)
+            self._audit.expect(expected.gemms)
+            self._audit.expect_unseen(expected.formats)
+            if sees_all or idle:
                 return
         except Exception as error:
             self._failures.report("reading the precision of", str(module.name), error)
@@ -325,6 +334,31 @@ class DebugPathDecisions:
                 f"the recipe has backward_override={backward_override(module)!r}, so the backward runs in high"
                 " precision outside of the debug path, where no feature is called",
             )
+
+    def _expected_gemms(self, module: Any, *, fprop_only: bool, has_formats: bool) -> _Expected:
+        layers = self.watched.layers[id(module)]
+        needs = self.current.input_needs_gradient
+        trained = [parameter.requires_grad for parameter in module._parameters.values() if parameter is not None]
+        state = [layers, fprop_only, has_formats, needs, trained]
+        if has_formats:
+            recipe = module.fp8_meta["recipe"] if module.fp8 else None
+            state += [type(recipe), getattr(recipe, "backward_override", None), module.activation_dtype]
+            for quantizers in (module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]):
+                for quantizer in quantizers:
+                    state += [type(quantizer), getattr(quantizer, "dtype", None)]
+                    if hasattr(quantizer, "rowwise_quantizer"):
+                        state.append(object())  # it has the formats of other quantizers
+        known = self._expected.get(id(module))
+        if known is not None and known.state == state:
+            return known
+        left_out = {} if fprop_only else gemms_left_out(module, layers, input_needs_gradient=needs)
+        gemms = [LayerGemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
+        formats = formats_of_fused_path(module, layers, fp8=module.fp8) if has_formats else {}
+        formats = select_fprop(formats) if fprop_only else formats
+        run = [gemm for gemm in gemms if gemm not in left_out]
+        unseen = {operand: made for operand, made in formats.items() if operand[:2] not in left_out}
+        self._expected[id(module)] = expected = _Expected(state, left_out, run, unseen)
+        return expected
 
     def check_scales(self, module: Any, iteration: int) -> None:
         try:

@@ -36,6 +36,7 @@ from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
 from te_precision_callbacks.instrumentation.parameters import is_due as weights_are_sampled
+from te_precision_callbacks.instrumentation.planned import GemmPlans
 from te_precision_callbacks.instrumentation.refusals import is_captured
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.running import Running
@@ -108,6 +109,8 @@ class ForwardHooks:
         self._fused_observation = FusedObservation(engine, failures.report)
         self.gemm_errors = GemmErrors(engine, failures.report)
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
+        selected = self.gemm_errors.selected, self._gemm_records.selected
+        self.plans = GemmPlans(audit, self._fused_observation, engine, selected, failures.report)
         self.order = ExecutionOrder()
         running = Running()
         self.products = ModelProducts(failures.report, lambda: classify.paused, self._update_listeners)
@@ -153,6 +156,7 @@ class ForwardHooks:
         self._tap.watch(self._watched.modules, self._watched.layers, operations)
         self.gemm_errors.watch(modules)
         self._gemm_records.watch(modules)
+        self.plans.forget()
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
         in_graphs = *self._watched.modules, *(id(operation.module) for operation in operations)
         self._graphs.watch(roots, frozenset(in_graphs))
@@ -192,7 +196,8 @@ class ForwardHooks:
             self._tap.observe(self._watched.layers, self.products.attentions)
         else:
             self._tap.observe(self._watched.armed)
-        self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges)
+        plans = None if self.products.counting or self._has_ranges or not listeners else self.plans
+        self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges, plans=plans)
         # Bypass the CUDA graphs of layers to observe in this step only.
         all_graphs = self.products.counting or self._tap.operations.has_new
         if (self._watched.armed or all_graphs) and not is_captured():

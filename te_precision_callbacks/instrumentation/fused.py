@@ -11,12 +11,13 @@ Values that a fused norm or activation function writes only in the GEMM's format
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.base.numerics.layouts import has_scale, is_quantized
 from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe, class_names
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
@@ -25,7 +26,7 @@ from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.planning import LayerPlan, Plan
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.schemas import LogGemmError
-from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.engine.engine import Prepared, StatisticsEngine
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, Watched
@@ -192,11 +193,15 @@ class _Due(NamedTuple):
 
     Attributes:
         upcoming: the next iteration that must query features, if any.
+        number: equal for equal watchers.
     """
 
     watchers: Mapping[str, Sequence[Watcher]]
     upcoming: int | None
+    number: int = -1
 
+
+_NOTHING_DUE = _Due({}, None)
 
 _Watchers = tuple[tuple[str, tuple["Watcher", ...]], ...]
 """The tensors of a layer, with the features that may observe them."""
@@ -206,22 +211,28 @@ class FusedObservation:
     """Passes tensors from the tap to the features of layers on their fused path.
 
     A layer's features are looked up once, and queried once per iteration for all layers with the same options.
+
+    Attributes:
+        iteration: the debug iteration of the last query.
+        due: layer -> the features that observe its tensors.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
         self._engine = engine
         self._report = report
         self._api: Any = None
-        self._iteration = -1
+        self.iteration = -1
         self._modules: dict[str, Any] = {}
         self._watchers: dict[str, _Watchers] = {}
         self._shared: dict[tuple[object, ...], _Watchers] = {}
         self._due_of_watchers: dict[int, _Due] = {}
-        self._due: dict[str, _Due] = {}
+        self.due: dict[str, _Due] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._needed: dict[tuple[int, ...], frozenset[tuple[int, str]]] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         self._modules = {layer.name: named.module for named in modules for layer in named.layers}
-        for cache in (self._watchers, self._shared, self._due_of_watchers, self._due):
+        for cache in (self._watchers, self._shared, self._due_of_watchers, self.due, self._numbers, self._needed):
             cache.clear()
 
     def query(self, layers: Sequence[str], iteration: int) -> int | None:
@@ -229,17 +240,22 @@ class FusedObservation:
         import nvdlfw_inspect.api as debug_api
 
         self._api = debug_api.transformer_engine
-        if iteration != self._iteration:
-            self._iteration = iteration
+        if iteration != self.iteration:
+            self.iteration = iteration
             self._due_of_watchers.clear()
+        upcoming = None
         for layer in layers:
-            self._due[layer] = self._query_layer(layer, iteration)
-        return min((due.upcoming for layer in layers if (due := self._due[layer]).upcoming is not None), default=None)
+            due = self._due_of_watchers.get(id(self._watchers.get(layer)))
+            due = self._query_layer(layer, iteration) if due is None else due
+            self.due[layer] = due
+            if due.upcoming is not None:
+                upcoming = due.upcoming if upcoming is None else min(upcoming, due.upcoming)
+        return upcoming
 
     def leave(self, layers: Sequence[str]) -> None:
         """Stop observing layers until the next query, since their module takes the debug path."""
         for layer in layers:
-            self._due.pop(layer, None)
+            self.due.pop(layer, None)
 
     def _query_layer(self, layer: str, iteration: int) -> _Due:
         watchers = self._watchers.get(layer)
@@ -248,7 +264,7 @@ class FusedObservation:
                 of_tensors = tuple((tensor, self._api.watchers(layer, tensor)) for tensor in TENSORS)
             except Exception as error:
                 self._report("finding what to observe of", layer, error)
-                return _Due({}, None)
+                return _NOTHING_DUE
             key = tuple(
                 (tensor, *((watcher.name, id(watcher.options)) for watcher in watchers))
                 for tensor, watchers in of_tensors
@@ -256,25 +272,30 @@ class FusedObservation:
             watchers = self._watchers[layer] = self._shared.setdefault(key, of_tensors)
         answer = self._due_of_watchers.get(id(watchers))
         if answer is None:
-            answer = self._due_of_watchers[id(watchers)] = _query_watchers(watchers, iteration)
+            answer = _query_watchers(watchers, iteration)
+            same: list[object] = []
+            for tensor, watching in answer.watchers.items():
+                same += [tensor, *map(id, watching)]
+            number = self._numbers.setdefault(tuple(same), len(self._numbers))
+            answer = answer._replace(number=number)
+            self._due_of_watchers[id(watchers)] = answer
         return answer
 
     def needed_tensors(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
-        return frozenset((index, tensor) for index, layer in enumerate(layers) for tensor in self._due[layer].watchers)
+        numbers = tuple([self.due[layer].number for layer in layers])
+        needed = self._needed.get(numbers)
+        if needed is None:
+            watched = [(index, tensor) for index, layer in enumerate(layers) for tensor in self.due[layer].watchers]
+            needed = self._needed[numbers] = frozenset(watched)
+        return needed
 
     def __call__(self, event: GemmEvent) -> None:
-        due = self._due.get(event.layer)
+        due = self.due.get(event.layer)
         if due is None or not due.watchers or event.kind is not ForwardKind.OBSERVED:
             return
-        module = self._modules[event.layer]
-        group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
-        for tensor, high, given in _tensors(event):
-            watchers = due.watchers.get(tensor)
-            if not watchers:
-                continue
-            never_high = tensor == RESULT[event.gemm] and is_quantized(high)
-            quantizer = getattr(given, "_quantizer", None)
-            watched = Watched(event.layer, tensor, self._iteration, high, given, given, quantizer, group)
+        for watched, watchers in self._watched(event, due):
+            tensor = watched.tensor
+            never_high = tensor == RESULT[event.gemm] and is_quantized(watched.values)
             for name, feature, options in watchers:
                 try:
                     if never_high:
@@ -290,6 +311,40 @@ class FusedObservation:
             self._engine.measure()
         except Exception as error:
             self._report("observing", f"{event.layer} {event.gemm}", error)
+
+    def _watched(self, event: GemmEvent, due: _Due) -> Iterator[tuple[Watched, Sequence[Watcher]]]:
+        module = self._modules[event.layer]
+        group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
+        for tensor, high, given in _tensors(event):
+            watchers = due.watchers.get(tensor)
+            if watchers:
+                quantizer = getattr(given, "_quantizer", None)
+                yield Watched(event.layer, tensor, self.iteration, high, given, given, quantizer, group), watchers
+
+    def prepare(self, event: GemmEvent) -> list[tuple[int, Prepared]] | None:
+        """Prepare to measure tensors like those of a GEMM: 0 for operand A, 1 for B, 2 for the result.
+
+        None if a feature does more than measure, or a statistic needs more than a pass over its tensor.
+        """
+        from te_precision_callbacks.features.base import StatisticsFeature
+
+        due = self.due.get(event.layer)
+        if due is None:
+            return []
+        watching = itertools.chain.from_iterable(due.watchers.values())
+        if any(type(feature).look is not StatisticsFeature.look for _, feature, _ in watching):
+            return None
+        places: dict[str, int] = {event.a.tensor: 0, event.b.tensor: 1}
+        tensors = []
+        for watched, watchers in self._watched(event, due):
+            requested = [options.requests_for(is_quantized=has_scale(watched.rowwise)) for _, _, options in watchers]
+            asked = [requests for requests in requested if requests]
+            prepared = self._engine.prepare(watched, asked) if asked else None
+            if prepared is not None:
+                tensors.append((places.get(watched.tensor, 2), prepared))
+            elif asked:
+                return None
+        return tensors
 
 
 def _query_watchers(watchers: _Watchers, iteration: int) -> _Due:

@@ -100,10 +100,7 @@ class SelectedGemms(Generic[_OptionsT]):
         self._options.clear()
 
     def due(self, layer: str, gemm: str, kept: dict[Any, Any]) -> tuple[_OptionsT, int] | None:
-        of_layer = self._options.get(layer)
-        if of_layer is None:
-            of_layer = self._options[layer] = self._read(layer) if layer in self._layers else {}
-        options = of_layer.get(gemm)
+        options = self.of_layer(layer).get(gemm)
         if options is None:
             return None
         iteration = kept.get("iteration")
@@ -112,6 +109,12 @@ class SelectedGemms(Generic[_OptionsT]):
 
             iteration = kept["iteration"] = int(TEDebugState.get_iteration())
         return (options, iteration) if options.schedule.at(iteration)[0] else None
+
+    def of_layer(self, layer: str) -> Mapping[str, _OptionsT]:
+        of_layer = self._options.get(layer)
+        if of_layer is None:
+            of_layer = self._options[layer] = self._read(layer) if layer in self._layers else {}
+        return of_layer
 
     def _read(self, layer: str) -> dict[str, _OptionsT]:
         import nvdlfw_inspect.api as debug_api
@@ -133,7 +136,7 @@ class GemmErrors:
         self._engine = engine
         self._report = report
         self.operands = engine.gemm_operands = GemmOperands()
-        self._selected = SelectedGemms(LogGemmErrorItem)
+        self.selected = SelectedGemms(LogGemmErrorItem)
         self._weights: dict[tuple[str, str], _Kept] = {}
         self.not_measured: dict[tuple[str, str], str] = {}
         self._measured: set[tuple[str, str, bool]] = set()
@@ -143,7 +146,7 @@ class GemmErrors:
         return "" if self._measured else next(iter(self.not_measured.values()), "")
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        self._selected.watch(modules)
+        self.selected.watch(modules)
         self._weights.clear()
         self.operands.forget()
         self.operands.modules = {layer.name: id(named.module) for named in modules for layer in named.layers}
@@ -154,7 +157,7 @@ class GemmErrors:
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Thin | None:
         """Multiply the accumulated tensor with the probes before a GEMM adds to it."""
-        due = self._selected.due(layer, gemm, kept)
+        due = self.selected.due(layer, gemm, kept)
         if due is None or not isinstance(out, torch.Tensor) or is_quantized(out) or not out.numel() or is_capturing():
             return None
         item, iteration = due
@@ -170,7 +173,7 @@ class GemmErrors:
         try:
             if event.gemm == "fprop":
                 self._prepare(event)
-            due = self._selected.due(event.layer, event.gemm, event.kept)
+            due = self.selected.due(event.layer, event.gemm, event.kept)
             if due is not None:
                 self._measure(event, *due)
         except ObservationError:
@@ -211,7 +214,7 @@ class GemmErrors:
         """Multiply the forward's operands with the probes of all GEMMs that have them as operand A."""
         layer = event.layer
         for gemm, tensor in _FORWARD_OPERAND.items():
-            due = self._selected.due(layer, gemm, event.kept)
+            due = self.selected.due(layer, gemm, event.kept)
             if due is None:
                 continue
             item, iteration = due
@@ -410,11 +413,11 @@ class GemmRecords:
         self._operands = operands
         self._report = report
         self._notices = Notices()
-        self._selected = SelectedGemms(DumpOptions)
-        self.watch = self._selected.watch
+        self.selected = SelectedGemms(DumpOptions)
+        self.watch = self.selected.watch
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> None:
-        if isinstance(out, torch.Tensor) and not is_capturing() and self._selected.due(layer, gemm, kept) is not None:
+        if isinstance(out, torch.Tensor) and not is_capturing() and self.selected.due(layer, gemm, kept) is not None:
             kept[_BEFORE, layer, gemm] = out.detach().clone()
 
     def __call__(self, event: GemmEvent) -> None:
@@ -422,7 +425,7 @@ class GemmRecords:
         if event.kind is not ForwardKind.OBSERVED:
             return
         try:
-            due = self._selected.due(event.layer, event.gemm, event.kept)
+            due = self.selected.due(event.layer, event.gemm, event.kept)
             if due is not None:
                 self._record(event, before, *due)
         except ObservationError:

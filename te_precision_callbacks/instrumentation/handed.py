@@ -29,6 +29,8 @@ GROUPED_TENSOR_GEMM = ("A", "B", "out")
 user's wrapper with ``*arguments``.
 """
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 _READ = {"A", "B", "out", "layout", "accumulate", "m_splits", "inp", "weight", "fc1_weight", "fc2_weight"}
 
 
@@ -145,7 +147,9 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any
 
 def plain_tensors(tensors: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
     return {
-        key: tensor for key, tensor in tensors.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
+        key: tensor
+        for key, tensor in tensors.items()
+        if type(tensor) in _PLAIN or (isinstance(tensor, torch.Tensor) and not is_quantized(tensor))
     }
 
 

@@ -30,12 +30,13 @@ class Forward:
         wanted: (layer index, tensor name) of tensors that listeners need before quantization.
         high: (layer index, tensor name) -> tensor before quantization; None if ``wanted`` is empty.
         recomputed: keys of tensors recomputed because a fused kernel quantized them.
+        read: keys of tensors that a GEMM has read.
+        plans: the plans of the module's GEMMs; None if they have none.
         kept: values that listeners keep until the backward has run.
     """
 
     __slots__ = (
         "_halves",
-        "_read",
         "events",
         "half",
         "has_events",
@@ -43,6 +44,8 @@ class Forward:
         "kept",
         "kind",
         "layers",
+        "plans",
+        "read",
         "recipe",
         "recomputed",
         "wanted",
@@ -62,16 +65,17 @@ class Forward:
         self.kept: dict[Any, Any] = {}
         self._halves = halves
         self.half = 0
-        self._read: set[tuple[int, str]] = set()
+        self.read: set[tuple[int, str]] = set()
+        self.plans: dict[tuple[object, ...], Any] | None = None
 
     def wants(self, index: int, tensor: str) -> bool:
         """Return whether listeners need a tensor that no GEMM has read yet."""
-        return (index, tensor) in self.wanted and (index, tensor) not in self._read
+        return (index, tensor) in self.wanted and (index, tensor) not in self.read
 
     def operand(self, index: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
         key = index, tensor
-        first = key not in self._read
-        self._read.add(key)
+        first = key not in self.read
+        self.read.add(key)
         high = None if self.high is None else self.high.pop(key, None)
         return GemmOperand(tensor, given, columnwise, high, first, key in self.recomputed)
 

@@ -55,6 +55,7 @@ from te_precision_callbacks.instrumentation.handed import (
     operation_methods,
     single_gemm,
 )
+from te_precision_callbacks.instrumentation.planned import GemmPlans, Key
 from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved_forward
 from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
 from te_precision_callbacks.layers.forwards import (
@@ -106,6 +107,7 @@ class GemmTap:
         self.operations = OperationsTap(classify, self._running, self._report_silent)
         self._listeners: tuple[Listener, ...] = ()
         self._before: BeforeSum | None = None
+        self._plans: GemmPlans | None = None
         self._layers: Mapping[int, Sequence[str]] = {}
         self._observed: Mapping[int, Any] = {}
         self._callers = Callers()
@@ -139,15 +141,23 @@ class GemmTap:
         self._compiled.begin_iteration()
         self.operations.check_recipes(check_all=all_operations)
 
-    def listen(self, *listeners: Listener, before: BeforeSum | None = None, ranges: bool = False) -> None:
+    def listen(
+        self,
+        *listeners: Listener,
+        before: BeforeSum | None = None,
+        ranges: bool = False,
+        plans: GemmPlans | None = None,
+    ) -> None:
         """Set the listeners; without listeners and ranges, remove the tap.
 
         Args:
             *listeners: called after each GEMM.
             before: called before a GEMM accumulates into its result.
             ranges: put torch.profiler ranges around layers and their GEMMs.
+            plans: the plans of GEMMs that need no listener.
         """
         self._listeners, self._before = listeners, before
+        self._plans = plans
         self._running.has_ranges = ranges
         if (listeners or ranges) and not self._seams:
             self._install()
@@ -248,6 +258,8 @@ class GemmTap:
             entered.wanted = () if self._enter is None else self._enter(module, kind, compiled)
             if entered.wanted:
                 entered.high = {}
+                if self._plans is not None and compiled is None:
+                    entered.plans = self._plans.of_module(module, entered.layers)
         except ObservationError:
             raise
         except Exception as error:
@@ -411,8 +423,12 @@ class GemmTap:
             )
             if (forward is not None and not forward.has_events) or not self._listeners:
                 return call(*operands, **keywords)
-            arguments = {"layout": "TN", **name_arguments(operands), **keywords}
-            before = self._before_sums(forward, arguments, grouped=grouped)
+            planned = not grouped and forward is not None and forward.plans is not None and len(operands) == 2
+            plans = self._plans if planned else None
+            before: Sequence[Any] = ()  # no listener needs the sums of modules with plans
+            if plans is None:
+                arguments = {"layout": "TN", **name_arguments(operands), **keywords}
+                before = self._before_sums(forward, arguments, grouped=grouped)
             current.in_gemm = True
             try:
                 result = call(*operands, **keywords)
@@ -421,7 +437,14 @@ class GemmTap:
             if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
                 self._warn_captured(forward)
                 return result
-            self._emit(forward, arguments, result, gemms, before, grouped=grouped)
+            key: Key | None = ()
+            if plans is not None and forward is not None:
+                key = plans.follow(forward, operands, keywords, result)
+                if key is None:
+                    next(self._running.gemm_counter)
+                    return result
+                arguments = {"layout": "TN", **name_arguments(operands), **keywords}
+            self._emit(forward, arguments, result, gemms, before, grouped=grouped, key=key)
             if is_compiled and forward is not None and forward.high:
                 forward.high = {}
             return result
@@ -484,6 +507,7 @@ class GemmTap:
         before: Sequence[Any],
         *,
         grouped: bool,
+        key: Key | None,
     ) -> None:
         try:
             layout = arguments["layout"]
@@ -513,6 +537,8 @@ class GemmTap:
                 )
                 for listener in self._listeners:
                     listener(event)
+                if self._plans is not None and key:
+                    self._plans.record(owner, key, event)
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:

@@ -75,7 +75,9 @@ class WatchedModules:
 
     def is_on_fused_path(self, module: torch.nn.Module, iteration: int) -> bool:
         changed = self.fused.get(id(module))
-        return changed is not None and not any(schedule.at(iteration)[0] for schedule in changed)
+        if not changed:
+            return changed is not None
+        return not any(schedule.at(iteration)[0] for schedule in changed)
 
     def next_change(self, module: torch.nn.Module, iteration: int) -> int | None:
         """Return the next iteration with a feature that changes the precision of a module on its fused path."""

@@ -131,7 +131,7 @@ class ForwardClassifier:
     def __call__(self, module: torch.nn.Module) -> ForwardKind:
         if self.abandoned is not None and self.abandoned():
             return ForwardKind.UNTOUCHED
-        if self.paused or (self.eval_mode_counts and not module.training):
+        if self._paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
         if is_in_backward():
             # A forward inside a backward is recomputed for an activation checkpoint. A reentrant checkpoint (an
