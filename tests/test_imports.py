@@ -128,6 +128,7 @@ CHANGES = {
     "transformers.callback": {"_TRAININGS"},  # trainings that a Trainer has left without closing
     "overflow.grad_scaler": {"_listeners"},  # the listeners to torch's GradScaler
     "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
+    "base.vocabulary": {"_NAMES_OF_RECIPES"},  # class -> name
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
     "engine.kernels.triton_kernel": {"_compiled", "_notices"},
