@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -56,6 +57,14 @@ Kind = Literal[
     "large-weight",
     "unmoved-scales",
     "squeezed-gradient",
+    "old-weight",
+    "zeroed-weight",
+    "nan-gradient",
+    "kept-gradient",
+    "not-in-optimizer",
+    "zero-loss",
+    "block-not-fp8",
+    "rising-rate",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -158,6 +167,32 @@ TABLE: Mapping[Kind, Table] = {
         "the gradient of a block's MLP is scaled by 2^-18, in E4M3, with an amax history of 1024 steps",
         ("underflow", "stale-scale", "dead-gradient", "sibling"),
         recipes=("delayed",),
+    ),
+    "old-weight": Table(
+        "a weight is overwritten with its values of the first step", ("weight-jump",), starts=(12, 25), steps=41
+    ),
+    "zeroed-weight": Table(
+        "a weight is set to 0 in one step", ("weight-jump", "dead-gradient", "sibling"), starts=(3, 18), steps=41
+    ),
+    "nan-gradient": Table(
+        "an element of a weight's gradient is NaN in one step, after the backward", ("nonfinite",), starts=(3, 18)
+    ),
+    "kept-gradient": Table("the gradients of a block are never cleared", ("kept-gradient",), starts=(0, 0)),
+    "not-in-optimizer": Table(
+        "the optimizer does not have the parameters of a block", ("missing-gradient",), starts=(0, 0)
+    ),
+    "zero-loss": Table(
+        "the loss is multiplied by 0",
+        ("dead-gradient", "missing-gradient", "below-eps"),
+        starts=(0, 9),
+        whole_model=True,
+    ),
+    "block-not-fp8": Table("a block is called outside of te.autocast", ("hole",), starts=(0, 0), inner=True),
+    "rising-rate": Table(
+        "the learning rate rises again from 0 on, as a cosine schedule does that is stepped twice as often",
+        ("learning-rate",),
+        starts=(20, 20),
+        whole_model=True,
     ),
 }
 """Most trainings are as long as the default config needs for three steps with statistics after the defect."""
@@ -281,6 +316,9 @@ def _exact_layers(defect: Defect, built: Built) -> list[str] | None:
         "nan",
         "wrong-kernel",
         "large-weight",
+        "old-weight",
+        "zeroed-weight",
+        "nan-gradient",
     ):
         return [_target(defect, built)]
     if defect.kind == "growth":
@@ -530,6 +568,63 @@ def _unmoved_scales(defect: Defect, built: Built) -> None:
         block.forward = checkpointed(block.forward)
 
 
+def _old_weight(defect: Defect, built: Built) -> None:
+    weight = cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight)
+    first = weight.detach().clone()
+    _on_weight(defect, built, lambda weight: weight.copy_(first))
+
+
+def _nan_gradient(defect: Defect, built: Built) -> None:
+    weight = cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight)
+
+    def hurt() -> None:
+        if built.step == defect.start and weight.grad is not None:
+            weight.grad[0, 0] = torch.nan
+
+    built.after_backward.append(hurt)
+
+
+def _in_block(defect: Defect, built: Built) -> list[torch.nn.Parameter]:
+    return list(built.model.get_submodule(built.blocks[cast(int, defect.block)].path).parameters())
+
+
+def _without_block(defect: Defect, built: Built) -> list[torch.nn.Parameter]:
+    left_out = set(map(id, _in_block(defect, built)))
+    return [parameter for parameter in built.model.parameters() if id(parameter) not in left_out]
+
+
+def _kept_gradient(defect: Defect, built: Built) -> None:
+    """Only the gradients of the other parameters are cleared."""
+    others = _without_block(defect, built)
+
+    def clear() -> None:
+        for parameter in others:
+            parameter.grad = None
+
+    built.optimizer.zero_grad = clear  # type: ignore[method-assign,assignment]
+
+
+def _not_in_optimizer(defect: Defect, built: Built) -> None:
+    built.optimizer = torch.optim.AdamW(_without_block(defect, built), lr=1e-3, weight_decay=0.01)
+
+
+def _zero_loss(defect: Defect, built: Built) -> None:
+    def from_start() -> None:
+        if built.step + 1 >= defect.start:
+            built.loss_scale = 0.0
+
+    if defect.start == 0:
+        built.loss_scale = 0.0
+    built.after_step.append(from_start)
+
+
+def _rising_rate(defect: Defect, built: Built) -> None:
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        built.optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / defect.start))
+    )
+    built.after_step.append(schedule.step)
+
+
 _PLANT: Mapping[Kind, Callable[[Defect, Built], Planted]] = {
     "growing-activation": _growing_activation,
     "small-gradient": _changed_mlp(lambda x: _scaled(x, 2.0**-18)),
@@ -548,4 +643,14 @@ _PLANT: Mapping[Kind, Callable[[Defect, Built], Planted]] = {
     "large-weight": _large_weight,
     "unmoved-scales": _unmoved_scales,
     "squeezed-gradient": _changed_mlp(lambda x: _scaled(x, 2.0**-18)),
+    "old-weight": _old_weight,
+    "zeroed-weight": lambda defect, built: _on_weight(defect, built, torch.Tensor.zero_),
+    "nan-gradient": _nan_gradient,
+    "kept-gradient": _kept_gradient,
+    "not-in-optimizer": _not_in_optimizer,
+    "zero-loss": _zero_loss,
+    "block-not-fp8": lambda defect, built: _leave_autocast(
+        built.model.get_submodule(built.blocks[cast(int, defect.block)].path)
+    ),
+    "rising-rate": _rising_rate,
 }

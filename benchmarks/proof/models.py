@@ -1,4 +1,4 @@
-"""Six small models that learn, for planted defects and for healthy trainings.
+"""Twelve small models that learn, for planted defects and for healthy trainings.
 
     built = build("llama", "delayed", "autocast", seed=3)
     for _ in range(30):
@@ -18,14 +18,27 @@ from typing import Any, Literal, get_args
 
 import torch
 
-ModelName = Literal["bytes", "gpt", "llama", "vit", "mixer", "parallel"]
+ModelName = Literal[
+    "bytes",
+    "gpt",
+    "llama",
+    "vit",
+    "mixer",
+    "parallel",
+    "post-norm",
+    "sandwich",
+    "linear-attention",
+    "recurrent",
+    "convolution",
+    "neox",
+]
 RecipeName = Literal["delayed", "current", "blocks", "mxfp8", "nvfp4", "none"]
 Precision = Literal["float32", "autocast", "bfloat16"]
 MODELS: tuple[ModelName, ...] = get_args(ModelName)
-HELD_BACK: tuple[ModelName, ...] = ("mixer", "parallel")
+HELD_BACK: tuple[ModelName, ...] = MODELS[4:]
 """Models by which no threshold was chosen."""
 
-FLOAT32_NORMS: tuple[ModelName, ...] = ("llama", "mixer")
+FLOAT32_NORMS: tuple[ModelName, ...] = ("llama", "mixer", "post-norm")
 """Models whose norms give float32 under autocast, which NVFP4 does not take."""
 
 RECIPES: tuple[RecipeName, ...] = ("delayed", "current", "blocks", "mxfp8", "nvfp4")
@@ -124,19 +137,62 @@ class Built:
 
 
 class _Attention(torch.nn.Module):
-    """Attention of torch between two layers of Transformer Engine."""
+    """Attention of torch between two layers of Transformer Engine; ``first``: the class of the first."""
 
-    def __init__(self, te: Any, dtype: torch.dtype, *, causal: bool) -> None:
+    def __init__(self, te: Any, dtype: torch.dtype, *, causal: bool, first: str = "LayerNormLinear") -> None:
         super().__init__()
         self.causal = causal
-        self.qkv = te.LayerNormLinear(HIDDEN, 3 * HIDDEN, params_dtype=dtype)
+        self.qkv = getattr(te, first)(HIDDEN, 3 * HIDDEN, params_dtype=dtype)
         self.proj = te.Linear(HIDDEN, HIDDEN, params_dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> Any:
         batch, length, _ = x.shape
         query, key, value = self.qkv(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        mixed = self.mix(query, key, value)
         return self.proj(mixed.transpose(1, 2).reshape(batch, length, HIDDEN))
+
+    def mix(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+
+
+class _LinearAttention(_Attention):
+    """Causal attention with positive features instead of a softmax."""
+
+    def mix(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        features, of_keys = (torch.nn.functional.elu(part) + 1 for part in (query, key))
+        shares = (features @ of_keys.transpose(-1, -2)).tril()
+        return shares / shares.sum(-1, keepdim=True) @ value
+
+
+class _Recurrence(torch.nn.Module):
+    """A gated linear recurrence over the tokens, between two layers of Transformer Engine."""
+
+    def __init__(self, te: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gates = te.LayerNormLinear(HIDDEN, 3 * HIDDEN, params_dtype=dtype)
+        self.proj = te.Linear(HIDDEN, HIDDEN, params_dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        keep, value, out = self.gates(x).chunk(3, -1)
+        keep = keep.sigmoid()
+        state = torch.zeros_like(value[:, 0])
+        states = []
+        for at in range(x.shape[1]):
+            state = torch.lerp(value[:, at], state, keep[:, at])
+            states.append(state)
+        return self.proj(torch.stack(states, 1) * torch.nn.functional.silu(out))
+
+
+class _Convolution(torch.nn.Module):
+    """A convolution of each channel over the patches, and a product over the channels."""
+
+    def __init__(self, te: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.across = torch.nn.Conv1d(HIDDEN, HIDDEN, 7, padding=3, groups=HIDDEN, dtype=dtype)
+        self.proj = te.Linear(HIDDEN, HIDDEN, params_dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.proj(self.across(x.transpose(1, 2)).transpose(1, 2).contiguous())
 
 
 class _Block(torch.nn.Module):
@@ -151,10 +207,24 @@ class _Block(torch.nn.Module):
         return x + self.mlp(x)
 
 
-class _Mlp(torch.nn.Module):
+class _PostNormBlock(torch.nn.Module):
+    """Attention and an MLP, each with a norm behind its residual connection, as in BERT."""
+
     def __init__(self, te: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        self.fc1 = te.LayerNormLinear(HIDDEN, 4 * HIDDEN, params_dtype=dtype)
+        self.attention = _Attention(te, dtype, causal=False, first="Linear")
+        self.mlp = _Mlp(te, dtype, first="Linear")
+        self.norms = torch.nn.ModuleList(te.LayerNorm(HIDDEN, dtype=dtype) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.norms[0](x + self.attention(x))
+        return self.norms[1](x + self.mlp(x))
+
+
+class _Mlp(torch.nn.Module):
+    def __init__(self, te: Any, dtype: torch.dtype, first: str = "LayerNormLinear") -> None:
+        super().__init__()
+        self.fc1 = getattr(te, first)(HIDDEN, 4 * HIDDEN, params_dtype=dtype)
         self.fc2 = te.Linear(4 * HIDDEN, HIDDEN, params_dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -257,25 +327,25 @@ class _Vision(torch.nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
-def _llama(count: int, dtype: torch.dtype) -> torch.nn.Module:
-    """A Llama of transformers, converted to Transformer Engine by Accelerate."""
+def _converted(family: str, count: int, dtype: torch.dtype, **more: Any) -> torch.nn.Module:
+    """A language model of transformers, converted to Transformer Engine by Accelerate."""
+    import transformers
     from accelerate import Accelerator
     from accelerate.utils.transformer_engine import convert_model
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     Accelerator(cpu=True)  # the conversion needs its state
-    config = LlamaConfig(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=2 * HIDDEN,
         num_hidden_layers=count,
         num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
         max_position_embeddings=WINDOW,
         tie_word_embeddings=False,
         use_cache=False,
+        **more,
     )
-    model: torch.nn.Module = LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
+    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
     with torch.no_grad():
         convert_model(model)
     return model
@@ -334,6 +404,24 @@ _PARTS: Mapping[ModelName, tuple[str, tuple[str, ...], str, tuple[str, ...], str
         "mlp.fc2",
     ),
     "parallel": ("blocks.{}", ("query", "key_value", "proj", "mlp.2"), "mlp", ("mlp.0.weight",), "mlp.2"),
+    "post-norm": (
+        "blocks.{}",
+        ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2"),
+        "mlp",
+        ("mlp.fc1.weight",),
+        "mlp.fc2",
+    ),
+    "sandwich": ("blocks.{}", ("attention.0.proj",), "mlp.0", ("mlp.0.fc1_weight",), "mlp.0.fc2"),
+    "linear-attention": ("blocks.{}", ("attention.proj", "mlp.fc2"), "mlp", ("mlp.fc1.weight",), "mlp.fc2"),
+    "recurrent": ("blocks.{}", ("attention.proj",), "mlp", ("mlp.fc1_weight",), "mlp.fc2"),
+    "convolution": ("blocks.{}", ("attention.proj", "mlp.fc2"), "mlp", ("mlp.fc1.weight",), "mlp.fc2"),
+    "neox": (
+        "gpt_neox.layers.{}",
+        ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+        "mlp",
+        ("mlp.dense_h_to_4h.weight",),
+        "mlp.dense_4h_to_h",
+    ),
 }
 """Model -> path of a block, and the rest of :class:`Block` below it."""
 
@@ -380,15 +468,37 @@ def build(
             dtype,
         ),
         "gpt": lambda: _Language(lambda: _GptBlock(te, dtype), count, dtype),
-        "llama": lambda: _llama(count, dtype),
+        "llama": lambda: _converted("Llama", count, dtype, num_key_value_heads=HEADS),
         "vit": lambda: _Vision(
             lambda: _Block(_Attention(te, dtype, causal=False), _Mlp(te, dtype)), count, PATCHES, dtype
         ),
         "mixer": lambda: _Vision(lambda: _Block(_Mixer(te, dtype), _Mlp(te, dtype)), count, 2 * PATCHES, dtype),
         "parallel": lambda: _Language(lambda: _ParallelBlock(te, dtype), count, dtype),
+        "post-norm": lambda: _Vision(lambda: _PostNormBlock(te, dtype), count, PATCHES, dtype),
+        "sandwich": lambda: _Language(
+            lambda: _Block(
+                torch.nn.Sequential(_Attention(te, dtype, causal=True), te.RMSNorm(HIDDEN, dtype=dtype)),
+                torch.nn.Sequential(
+                    te.LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="geglu", params_dtype=dtype),
+                    te.RMSNorm(HIDDEN, dtype=dtype),
+                ),
+            ),
+            count,
+            dtype,
+        ),
+        "linear-attention": lambda: _Language(
+            lambda: _Block(_LinearAttention(te, dtype, causal=True), _Mlp(te, dtype)), count, dtype
+        ),
+        "recurrent": lambda: _Language(
+            lambda: _Block(_Recurrence(te, dtype), te.LayerNormMLP(HIDDEN, 2 * HIDDEN, params_dtype=dtype)),
+            count,
+            dtype,
+        ),
+        "convolution": lambda: _Vision(lambda: _Block(_Convolution(te, dtype), _Mlp(te, dtype)), count, PATCHES, dtype),
+        "neox": lambda: _converted("GPTNeoX", count, dtype),
     }
     model = makers[name]().to(device)
-    patches = {"vit": PATCHES, "mixer": 2 * PATCHES}.get(name)
+    patches = {"vit": PATCHES, "mixer": 2 * PATCHES, "post-norm": PATCHES, "convolution": PATCHES}.get(name)
     batches = _sequences(seed) if patches is None else _images(seed, patches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     blocks = [_block_of(name, number) for number in range(count)]

@@ -200,6 +200,9 @@ class Diagnosis:
                 self._failed[rule.id] = f"the rule failed in step {iteration}: {type(error).__name__}: {error}"
                 continue
             for sighting in sightings:
+                if sighting.withdraws:
+                    self._findings.pop((rule.id, sighting.tensor, sighting.key), None)
+                    continue
                 # Facts are collected after they begin, and at different times in live and recorded runs.
                 since = sighting.since if is_fact else None
                 key, finding, is_new = self._record(

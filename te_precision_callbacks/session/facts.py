@@ -65,12 +65,19 @@ class RunFacts:
         self._results = context.results
         self._front_door = context.loop.front_door
         self._taken: object = None
+        self._taken_changes = -1
         self._rests_until = 0.0
         self._machine: Row | None = None
 
-    def has_changed(self, *, at_last: bool = False) -> bool:
-        """Return whether there are new facts to collect. False for a while after a collection, unless ``at_last``."""
-        return self._state != self._taken and (at_last or time.perf_counter() >= self._rests_until)
+    def has_changed(self, *, at_last: bool = False, has_statistics: bool = False) -> bool:
+        """Return whether there are new facts to collect.
+
+        False for a while after a collection, unless ``at_last``, or if statistics were collected in another precision:
+        the rules that check them depend on it.
+        """
+        is_due = at_last or time.perf_counter() >= self._rests_until
+        is_due |= has_statistics and self._results.audit.changes != self._taken_changes
+        return is_due and self._state != self._taken
 
     @property
     def _state(self) -> object:
@@ -82,7 +89,7 @@ class RunFacts:
 
     @without_collections()
     def take(self) -> FactTables:
-        begun, state = time.perf_counter(), self._state
+        begun, state, changes = time.perf_counter(), self._state, self._results.audit.changes
         self._rests_until = begun + REST_AFTER_A_FAILURE
         infos = self._results.layers
         precision = list(self._results.audit.history.spans())
@@ -100,7 +107,8 @@ class RunFacts:
         }
         facts = FactTables(self._run(precision), tables)
         now = time.perf_counter()
-        self._taken, self._rests_until = state, now + (now - begun) / MOST_SHARE
+        self._taken, self._taken_changes = state, changes
+        self._rests_until = now + (now - begun) / MOST_SHARE
         return facts
 
     # ------------------------------------------------------------------ run.json

@@ -306,14 +306,14 @@ class Run:
             inspector.iteration = ending.iteration + 1  # inspector.step() may have failed before counting
             self._collector.collect_local()
 
-    def _check_facts(self, iteration: int, *, at_last: bool = False) -> None:
+    def _check_facts(self, iteration: int, *, at_last: bool = False, has_statistics: bool = False) -> None:
         results, records = self.context.results, self._files.records
         try:
             results.adds_eps = self._updates.adds_eps
             results.scales_loss |= any(map(self.model.is_trained_by, self._scaled.take()))
             if at_last and records is not None and results.iterations.last is not None:
                 records.last = results.iterations.last
-            if not self._facts.has_changed(at_last=at_last):
+            if not self._facts.has_changed(at_last=at_last, has_statistics=has_statistics):
                 return
             facts = self._facts.take()
             if records is not None and records.writes_reduced:
@@ -332,6 +332,8 @@ class Run:
         records = self._collector.read(ending)
         if records is None:
             return None
+        if len(records.series):
+            self._check_facts(ending.iteration, has_statistics=True)
         try:
             records = self._rules.records(records)
             self._send()

@@ -190,6 +190,17 @@ def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -
     assert ends == ([("no-low-precision", "note", None)] if explicit else [("hole", "warning", 12)])
 
 
+@pytest.mark.parametrize("begin", [1, 12])
+def test_low_precision_that_begins_after_a_warm_up(tmp_path: Path, begin: int) -> None:
+    net = te.Linear(32, 32)
+    verdict = trained(
+        tmp_path, net, sgd(net), steps=20, around=lambda step: te.autocast(enabled=step >= begin), logs=False
+    )
+    for judged in (verdict, diagnose(tmp_path)):
+        assert not [item for item in judged if item.rule in ("hole", "no-low-precision")]
+        assert "no-low-precision" in judged.judged
+
+
 def test_layers_that_leave_low_precision_without_a_majority_of_alike_ones(tmp_path: Path) -> None:
     net = torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(4)))
 

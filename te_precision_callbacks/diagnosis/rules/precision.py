@@ -130,11 +130,12 @@ class NoLowPrecision(Judge):
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self._facts = facts
-        self._has_low |= any(layer.low or _is_recomputed(layer) for layer in facts.layers.values())
+        if not self._has_low and any(layer.low or _is_recomputed(layer) for layer in facts.layers.values()):
+            self._has_low = True
+            yield Sighting((), "", "", "", None, withdraws=True)
         self.judged |= self._has_low
         has_unobserved = any(layer.is_unobserved for layer in facts.layers.values())
         self.applies = self._has_low or not has_unobserved
-        yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         if self._has_low or not self.applies:
