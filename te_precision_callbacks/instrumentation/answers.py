@@ -137,7 +137,7 @@ def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[
                     yield f"{layer}_{tensor}_cur_amax", history[-1, position]
 
 
-class _Expected(NamedTuple):
+class _ExpectedGemms(NamedTuple):
     """The GEMMs that a forward and its backward will run.
 
     Attributes:
@@ -185,7 +185,7 @@ class DebugPathDecisions:
         self._checked_cache: set[int] = set()
         self._failures = failures
         self._idle_in_evaluation: dict[int, int] = {}
-        self._expected: dict[int, _Expected] = {}
+        self._expected: dict[int, _ExpectedGemms] = {}
         self._captured: dict[int, tuple[torch.nn.Module, tuple[Schedule, ...] | None]] = {}
 
     def forget_forwards(self) -> None:
@@ -335,7 +335,7 @@ class DebugPathDecisions:
                 " precision outside of the debug path, where no feature is called",
             )
 
-    def _expected_gemms(self, module: Any, *, fprop_only: bool, has_formats: bool) -> _Expected:
+    def _expected_gemms(self, module: Any, *, fprop_only: bool, has_formats: bool) -> _ExpectedGemms:
         layers = self.watched.layers[id(module)]
         needs = self.current.input_needs_gradient
         trained = [parameter.requires_grad for parameter in module._parameters.values() if parameter is not None]
@@ -357,7 +357,7 @@ class DebugPathDecisions:
         formats = select_fprop(formats) if fprop_only else formats
         run = [gemm for gemm in gemms if gemm not in left_out]
         unseen = {operand: made for operand, made in formats.items() if operand[:2] not in left_out}
-        self._expected[id(module)] = expected = _Expected(state, left_out, run, unseen)
+        self._expected[id(module)] = expected = _ExpectedGemms(state, left_out, run, unseen)
         return expected
 
     def check_scales(self, module: Any, iteration: int) -> None:

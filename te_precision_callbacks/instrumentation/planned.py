@@ -35,7 +35,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST_PLANS = 64
 
 
-class Plan(NamedTuple):
+class GemmPlan(NamedTuple):
     """A plan of a GEMM.
 
     Attributes:
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     tensors: Sequence[tuple[int, Prepared]]
 
 
-Plans: TypeAlias = dict[Key, Plan | None]
+Plans: TypeAlias = dict[Key, GemmPlan | None]
 """The plans of a module's GEMMs; None for a GEMM that always goes to the listeners."""
 
 
@@ -163,7 +163,7 @@ class GemmPlans:
                 self.declined[type(error).__name__] += 1
         if len(plans) >= _MOST_PLANS:
             plans.clear()
-        plans[key] = None if tensors is None else Plan(event.layer, seen_operands(event), tensors)
+        plans[key] = None if tensors is None else GemmPlan(event.layer, seen_operands(event), tensors)
 
 
 def _has_known_format(operand: GemmOperand) -> bool:

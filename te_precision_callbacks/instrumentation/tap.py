@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,6 +76,14 @@ from te_precision_callbacks.layers.naming import NamedOperation
 logger = logging.getLogger(__name__)
 
 
+class _Listening(NamedTuple):
+    """See :meth:`GemmTap.listen`."""
+
+    listeners: tuple[Listener, ...] = ()
+    before: BeforeSum | None = None
+    plans: GemmPlans | None = None
+
+
 class GemmTap:
     """Calls listeners after each GEMM.
 
@@ -105,9 +113,7 @@ class GemmTap:
         self._attention = AttentionTap(classify, report, self._running, attention)
         self._unfused = UnfusedTensors(self._running, report)
         self.operations = OperationsTap(classify, self._running, self._report_silent)
-        self._listeners: tuple[Listener, ...] = ()
-        self._before: BeforeSum | None = None
-        self._plans: GemmPlans | None = None
+        self._listening = _Listening()
         self._layers: Mapping[int, Sequence[str]] = {}
         self._observed: Mapping[int, Any] = {}
         self._callers = Callers()
@@ -156,8 +162,7 @@ class GemmTap:
             ranges: put torch.profiler ranges around layers and their GEMMs.
             plans: the plans of GEMMs that need no listener.
         """
-        self._listeners, self._before = listeners, before
-        self._plans = plans
+        self._listening = _Listening(listeners, before, plans)
         self._running.has_ranges = ranges
         if (listeners or ranges) and not self._seams:
             self._install()
@@ -258,8 +263,9 @@ class GemmTap:
             entered.wanted = () if self._enter is None else self._enter(module, kind, compiled)
             if entered.wanted:
                 entered.high = {}
-                if self._plans is not None and compiled is None:
-                    entered.plans = self._plans.of_module(module, entered.layers)
+                plans = self._listening.plans
+                if plans is not None and compiled is None:
+                    entered.plans = plans.of_module(module, entered.layers)
         except ObservationError:
             raise
         except Exception as error:
@@ -421,10 +427,10 @@ class GemmTap:
                 if self._running.has_ranges
                 else upstream
             )
-            if (forward is not None and not forward.has_events) or not self._listeners:
+            if (forward is not None and not forward.has_events) or not self._listening.listeners:
                 return call(*operands, **keywords)
             planned = not grouped and forward is not None and forward.plans is not None and len(operands) == 2
-            plans = self._plans if planned else None
+            plans = self._listening.plans if planned else None
             before: Sequence[Any] = ()  # no listener needs the sums of modules with plans
             if plans is None:
                 arguments = {"layout": "TN", **name_arguments(operands), **keywords}
@@ -462,13 +468,14 @@ class GemmTap:
 
     def _before_sums(self, forward: Forward | None, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
         """Call ``before`` with each tensor that a GEMM of this call accumulates into, and return the results."""
-        if self._before is None or forward is None or not forward.layers or not arguments.get("accumulate"):
+        before = self._listening.before
+        if before is None or forward is None or not forward.layers or not arguments.get("accumulate"):
             return ()
         try:
             gemm, sums = GEMM_OF_LAYOUT[arguments["layout"]], arguments["out"]
             if not grouped:
-                return [self._before(forward.layers[forward.peek_layer_index(gemm)], gemm, sums, forward.kept)]
-            return [self._before(forward.layers[index], gemm, total, forward.kept) for index, total in enumerate(sums)]
+                return [before(forward.layers[forward.peek_layer_index(gemm)], gemm, sums, forward.kept)]
+            return [before(forward.layers[index], gemm, total, forward.kept) for index, total in enumerate(sums)]
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:
@@ -535,10 +542,10 @@ class GemmTap:
                     before=before[index] if before else None,
                     kept=owner.kept,
                 )
-                for listener in self._listeners:
+                for listener in self._listening.listeners:
                     listener(event)
-                if self._plans is not None and key:
-                    self._plans.record(owner, key, event)
+                if self._listening.plans is not None and key:
+                    self._listening.plans.record(owner, key, event)
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:
