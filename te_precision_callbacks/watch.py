@@ -36,6 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.base.exits import raise_exit
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.base.replaced import Replacements
 
@@ -112,6 +113,7 @@ class ScriptWatch:
         self._replace(torch.amp.GradScaler, "step", self._before_scaler_step, after=self._after_scaler_step)
         if torch.distributed.is_available():
             self._replace(torch.distributed, "destroy_process_group", self._before_group_ends)
+        self._replaced.replace(sys, "exit", raise_exit)
         self._replace(os, "_exit", lambda status: self.stop(SystemExit(status) if status else None))
         # Runs before the session's finalizer, which stops the session.
         self._at_exit = Finalize(None, self._finish, exitpriority=101)

@@ -499,6 +499,7 @@ def test_wrong_settings(settings: list[str], message: str) -> None:
 
 SCRIPT = """
 import os, sys
+from sys import exit
 import torch
 import transformer_engine.pytorch as te
 torch.manual_seed(0)
@@ -518,13 +519,15 @@ if sys.argv[1] == "leaves":
 if sys.argv[1] == "leaves with 3":
     os._exit(3)
 if sys.argv[1] == "exits with 2":
-    sys.exit(2)
+    exit(2)
 """
 
 
-def call(folder: Path, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+def call(
+    folder: Path, command: list[str], python: str | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    return run([executable(), *command], cwd=folder, TE_PRECISION_QUIET="0", **variables)
+    return run([python or executable(), *command], cwd=folder, TE_PRECISION_QUIET="0", **variables)
 
 
 RUN = ["-m", "te_precision_callbacks", "run"]
@@ -553,6 +556,15 @@ def test_processes(tmp_path: Path) -> None:
         assert "te-precision: " in result.stderr
         (segment,) = open_run(tmp_path / name).segments
         assert segment.status == ("failed" if status else "ended")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_exit_status_in_a_python_of_its_own(tmp_path: Path) -> None:
+    """The server of forked processes handles the exception, which changes it."""
+    result = call(tmp_path, [*RUN, "--watch", "--log-dir", "logs", "train.py", "exits with 2"], sys.executable)
+    assert result.returncode == 2
+    assert "te-precision: stopped: SystemExit: 2" in result.stderr
 
 
 @pytest.mark.processes

@@ -1,7 +1,8 @@
 """The SystemExit that ends the process, which Python shows to no hook.
 
 Python reads the attribute ``code`` of an uncaught SystemExit while no Python frame is on the stack, and then runs the
-functions of ``atexit`` (3.10 to 3.13, ``Python/pythonrun.c: _Py_HandleSystemExit``).
+functions of ``atexit`` (3.10 to 3.13, ``Python/pythonrun.c: _Py_HandleSystemExit``). Up to 3.11, an exception of the
+builtin ``sys.exit`` has no instance, and so no attribute, until Python code handles it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 _CODE: Any = vars(SystemExit)["code"]
 
@@ -37,6 +38,11 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
+def raise_exit(status: object = None, /) -> NoReturn:
+    """Exit as ``sys.exit`` does, by an exception with an instance."""
+    raise SystemExit if status is None else SystemExit(status)
+
+
 class ExitWatch:
     """The SystemExit that ends the process, from :meth:`begin` to :meth:`end`.
 
@@ -48,11 +54,15 @@ class ExitWatch:
 
     def __init__(self) -> None:
         self.error: SystemExit | None = None
+        self._exit = sys.exit
 
     def begin(self) -> None:
         _set_code(self)
+        self._exit, sys.exit = sys.exit, raise_exit
 
     def end(self) -> None:
+        if sys.exit is raise_exit:
+            sys.exit = self._exit
         if vars(SystemExit)["code"] is self:
             _set_code(_CODE)
 

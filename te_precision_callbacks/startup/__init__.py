@@ -72,6 +72,10 @@ def install_when_needed() -> None:
     is_asked = os.environ.get(ENVIRONMENT_VARIABLE) or _watch_setting()
     if is_asked and not any(isinstance(finder, _Trigger) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Trigger())
+        if _watch_setting():
+            from te_precision_callbacks.base.exits import raise_exit
+
+            sys.exit = raise_exit  # before the script imports it by name
 
 
 class _Trigger(MetaPathFinder, PendingInstallation):

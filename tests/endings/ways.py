@@ -22,6 +22,24 @@ class Way(NamedTuple):
 _BLOCKED = "lock = (ctypes.c_char * 64)(); c = ctypes.CDLL(None); c.pthread_mutex_lock(lock);"
 _KILL_SOON = "threading.Timer(0.2, kill, [15]).start();"
 
+_SAVE = "torch.save(session.state_dict(), Path(folder, 'state'));"
+
+_FIRST_STEP = """
+model, optimizer = build()
+with InspectSession(model=model, log_dir=folder):
+    backward(model)
+    raise ValueError('bad batch')
+"""
+
+_FULL_DISK = """
+model, optimizer = build()
+with InspectSession(model=model, log_dir=folder) as session:
+    train(model, optimizer, session, steps=3)
+    session.flush()
+    with files_up_to(1 << 14):
+        train(model, optimizer, session)
+"""
+
 WAYS = (
     Way("a block ends", "with", ""),
     Way("stop() is not called", "session", ""),
@@ -41,24 +59,33 @@ WAYS = (
     Way("os.abort()", "session", "session.flush(); os.abort()"),
     Way("sys.exit() in a block", "with", "sys.exit()"),
     Way("sys.exit(3) in a block", "with", "sys.exit(3)"),
-    Way("sys.exit(0)", "session", "sys.exit(0)"),
     Way("sys.exit(3)", "session", "sys.exit(3)"),
     Way("sys.exit(text)", "session", "sys.exit('no data')"),
     Way("sys.exit(3), watched", "watch", "sys.exit(3)"),
     Way("sys.exit(text), watched", "watch", "sys.exit('no data')"),
-    Way("sys.exit('0'), watched", "watch", "sys.exit('0')"),
     Way("exit(1)", "watch", "import builtins, _sitebuiltins; _sitebuiltins.Quitter('exit', '')(1)"),
     Way("raise SystemExit(1)", "watch", "raise SystemExit(1)"),
     Way("raise SystemExit(1) in a session", "session", "raise SystemExit(1)"),
     Way("raise SystemExit(1) in a function", "watch", "f(1)"),
-    Way("raise SystemExit(True)", "watch", "f(True)"),
     Way("raise SystemExit(256)", "watch", "f(256)"),
     Way("raise SystemExit", "watch", "raise SystemExit"),
-    Way("raise SystemExit(None)", "watch", "f(None)"),
-    Way("raise SystemExit(False)", "watch", "f(False)"),
     Way("SystemExit(1) in a thread", "watch", "t = threading.Thread(target=f, args=(1,)); t.start(); t.join()"),
     Way("SystemExit(1) that the script catches", "watch", "try: f(1)\nexcept SystemExit: pass"),
     Way("os._exit(0)", "watch", "os._exit(0)"),
     Way("os._exit(3)", "watch", "os._exit(3)"),
     Way("os._exit(3) in a session", "session", "session.flush(); os._exit(3)"),
+    Way("no step", "plain", "InspectSession(model=build()[0], log_dir=folder).start().stop()"),
+    Way("no model", "plain", "InspectSession(log_dir=folder).start().stop()"),
+    Way("exception in the first step", "plain", _FIRST_STEP),
+    Way("a watched script without a backward", "watched plain", "build()[0](torch.randn(32, 32))"),
+    Way("two trainings in a process", "watched plain", "train(*build()); train(*build())"),
+    Way("two trainings, the second fails", "watched plain", "train(*build()); train(*build()); f(1)"),
+    Way("two trainings, the first diverges", "watched plain", "train(*build(), factor=math.nan); train(*build())"),
+    Way("full disk", "plain", _FULL_DISK),
+    Way("exception, then resumed", "session", f"{_SAVE} raise ValueError('bad batch')", resumed=True),
+    Way("SIGTERM, then resumed", "session", f"{_SAVE} kill(15); time.sleep(60)", resumed=True),
+    Way("SIGKILL, then resumed", "session", f"{_SAVE} session.flush(); kill(9)", resumed=True),
+    Way("two ranks", "with", "", ranks=2),
+    Way("exception on rank 1", "with", "if rank == 1: raise ValueError('bad batch')", ranks=2),
+    Way("SIGKILL of rank 1", "with", "session.flush()\nif rank == 1: kill(9)", ranks=2),
 )
