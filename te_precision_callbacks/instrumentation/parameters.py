@@ -90,6 +90,8 @@ must find it.
 
 _NEVER_REACHED = ("no_gradient", "checkpointed", "frozen_held")
 
+_ENDS_BY_A_GRADIENT = ("no_gradient", "checkpointed", "lost_gradient")
+
 _RANGES = "_get_model_param_range_map"
 """Identifies a distributed optimizer of Megatron."""
 
@@ -98,8 +100,8 @@ class Problem(NamedTuple):
     """A problem of a parameter.
 
     Attributes:
-        what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
-            ``converted``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``,
+        what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``arrived``, ``left_out``, ``not_held``,
+            ``frozen_held``, ``converted``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``,
             ``all_kept``, ``rises_again``, ``idle``, ``emptied``, ``restored``, ``replaced``,
             ``nonfinite`` or ``nonfinite_gradient``; from :mod:`replicas`, ``differs``, ``differs_from_start``,
             ``no_reduction`` or ``no_sum``.
@@ -320,6 +322,7 @@ class ParameterWatch:
         self._batches = BatchedChecks()
         self._pending_read: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
+        self._arrived: list[Problem] = []
         self._stepped = 0
         self._first = self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -500,9 +503,16 @@ class ParameterWatch:
             self._count_missing_gradient(parameter)
             return
         if parameter.gap is not None:
+            self._end_problems(parameter, parameter.gap)
             parameter.longest = max(parameter.longest, parameter.gap.steps)
             parameter.gap.unhook()
             parameter.gap = None
+
+    def _end_problems(self, parameter: _Parameter, gap: _Gap) -> None:
+        ended = {(what, parameter.name) for what in _ENDS_BY_A_GRADIENT} & self._reported
+        if ended:
+            self._reported -= {*ended, ("arrived", parameter.name)}
+            self._arrived.append(Problem("arrived", parameter.name, gap.since, gap.steps))
 
     def _count_missing_gradient(self, parameter: _Parameter) -> None:
         gap = parameter.gap
@@ -651,6 +661,7 @@ class ParameterWatch:
     def _new_problems(self) -> list[Problem]:
         problems = [problem for problem in self._problems() if (problem.what, problem.name) not in self._reported]
         self._reported.update((problem.what, problem.name) for problem in problems)
+        self._arrived.clear()
         without = [parameter for parameter, _ in self._without_gradient()]
         if self._trains and all(
             parameter.has_gradient or any((what, parameter.name) in self._reported for what in _NEVER_REACHED)
@@ -680,6 +691,7 @@ class ParameterWatch:
         )
         idle = self._idle_experts()
         yield from idle.values()
+        yield from self._arrived
         for parameter, gap in without:
             if parameter in idle:
                 continue

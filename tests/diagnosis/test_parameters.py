@@ -524,6 +524,32 @@ def test_what_changes_in_a_run(tmp_path: Path, change: Any, steps: int, place: t
     assert seen in result.seen
 
 
+@pytest.mark.parametrize("joins", [2, 1])
+def test_heads_that_join_the_training_late(tmp_path: Path, joins: int) -> None:
+    model = Model()
+    model.first, model.second = te.Linear(32, 16), te.Linear(32, 16)
+
+    def loss(step: int) -> torch.Tensor:
+        heads = (model.first, model.second)[: joins if step >= 9 else 0]
+        return sum((head(torch.randn(16, 32)).square().mean() for head in heads), model.loss(step))
+
+    (result,) = of_parameters(trained(tmp_path, model, adamw(model), steps=16, loss=loss))
+    assert (result.severity, result.layers) == ("note" if joins == 2 else "warning", ("first", "second"))
+    assert ("from step 0 on, and later did again" in result.seen) == (joins == 2)
+
+
+@pytest.mark.parametrize("gaps", [1, 2])
+def test_a_block_that_leaves_the_training_for_a_while(tmp_path: Path, gaps: int) -> None:
+    model = Model(4)
+
+    def loss(step: int) -> torch.Tensor:
+        model.blocks[1].cut = 4 <= step < 16 or (gaps == 2 and step >= 20)
+        return model.loss(step)
+
+    (result,) = of_parameters(trained(tmp_path, model, adamw(model), steps=56, loss=loss))
+    assert (result.severity, result.layers) == ("note" if gaps == 1 else "warning", OF_BLOCK_1)
+
+
 def test_a_compiled_block_without_a_gradient_stays_one_graph(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))

@@ -20,28 +20,36 @@ class _Kind(NamedTuple):
     """A kind of :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
 
     ``seen`` is the description, with places for ``names``, ``all_names``, ``number`` and ``since``; remedy and
-    severity are by default the rule's.
+    severity are by default the rule's. ``ends_by_a_gradient``: a later gradient makes it a note.
     """
 
     seen: str
     remedy: str = ""
     severity: Severity | None = None
+    ends_by_a_gradient: bool = False
 
 
 _WRITTEN = "{names}: other code than the optimizer"
 
 _KINDS: Mapping[str, Mapping[str, _Kind]] = {
     "missing-gradient": {
-        "no_gradient": _Kind("{names} received no gradient in {number:.0f} optimizer steps"),
+        "no_gradient": _Kind("{names} received no gradient in {number:.0f} optimizer steps", ends_by_a_gradient=True),
         "checkpointed": _Kind(
             "{names} received no gradient in {number:.0f} optimizer steps, because a reentrant checkpoint ran the"
             " forward and none of its inputs needs a gradient",
             "Checkpoint with use_reentrant=False, or let the input of the checkpoints need a gradient:"
             " model.enable_input_require_grads() in transformers and PEFT, or x.requires_grad_() on the output of a"
             " frozen embedding",
+            ends_by_a_gradient=True,
         ),
         "lost_gradient": _Kind(
-            "{names} had gradients, and received none since step {since}, although the module still runs"
+            "{names} had gradients, and received none since step {since}, although the module still runs",
+            ends_by_a_gradient=True,
+        ),
+        "arrived": _Kind(
+            "{all_names} received no gradient in {number:.0f} optimizer steps from step {since} on, and later did"
+            " again",
+            severity="note",
         ),
         "left_out": _Kind(
             "{names}: not used in any forward in {number:.0f} steps, since step {since}",
@@ -163,6 +171,7 @@ class ParameterRule(Judge):
         self._rule = rule
         self._on_several_ranks = on_several_ranks
         self.applies = not on_several_ranks
+        self._missing: dict[str, set[str]] = {}
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         if self._on_several_ranks:
@@ -183,7 +192,20 @@ class ParameterRule(Judge):
                 places = {"names": names, "all_names": all_names, "number": row["number"], "since": row["since"]}
                 seen = kind.seen.format(**places)
                 layers, key = layers_of(row["names"]), row["what"]
+                if key == "arrived":
+                    yield from self._ended(row["names"], Sighting(layers, "", "", seen, row["since"], kind.severity))
+                    continue
+                if kind.ends_by_a_gradient:
+                    self._missing.setdefault(key, set()).update(row["names"])
                 yield Sighting(layers, "", "", seen, row["since"], kind.severity, key=key, remedy=kind.remedy)
+
+    def _ended(self, names: Sequence[str], sighting: Sighting) -> Iterator[Sighting]:
+        """Yield the note on a problem once none of its parameters has it any more."""
+        for what, missing in self._missing.items():
+            had = bool(missing)
+            missing.difference_update(names)
+            if had and not missing:
+                yield sighting._replace(key=what, replaces=True)
 
 
 def layers_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -205,7 +227,7 @@ RULES = (
             " in which its module runs, twice its longest gap so far. Or a parameter has gradients, and no optimizer"
             " of the process contains it. A parameter with requires_grad=False in an optimizer is a note, and so is one"
             " without a gradient other than 0 for 60 steps while similar ones have others, as of an expert without"
-            " tokens"
+            " tokens. A gradient that comes later makes the finding a note"
         ),
         silent=(
             "frozen parameters, and copies such as an EMA, that are not in an optimizer; optimizers that step less"
