@@ -101,8 +101,8 @@ class Problem(NamedTuple):
 
     Attributes:
         what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``arrived``, ``left_out``, ``not_held``,
-            ``frozen_held``, ``converted``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``, ``kept``,
-            ``all_kept``, ``rises_again``, ``idle``, ``emptied``, ``restored``, ``replaced``,
+            ``frozen_held``, ``converted``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``,
+            ``kept``, ``all_kept``, ``rises_again``, ``idle``, ``emptied``, ``restored``, ``replaced``,
             ``nonfinite`` or ``nonfinite_gradient``; from :mod:`replicas`, ``differs``, ``differs_from_start``,
             ``no_reduction`` or ``no_sum``.
         name: the parameter; empty for a problem of the model.

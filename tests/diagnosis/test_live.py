@@ -190,6 +190,20 @@ def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -
     assert ends == ([("no-low-precision", "note", None)] if explicit else [("hole", "warning", 12)])
 
 
+def test_the_second_half_outside_of_autocast(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(4)))
+
+    def loss(step: int) -> torch.Tensor:
+        with in_fp8(step):
+            out = net[:2](torch.randn(16, 32))
+        return net[2:](out).square().sum()
+
+    verdict = trained(tmp_path, net, sgd(net, 1e-6), loss=loss, around=outside)
+    (finding,) = (item for item in verdict if item.rule == "hole")
+    assert (finding.severity, finding.layers) == ("note", ("2", "3"))
+    assert finding.seen == "2 of 4 similar layers run outside of te.autocast"
+
+
 @pytest.mark.parametrize("begin", [1, 12])
 def test_low_precision_that_begins_after_a_warm_up(tmp_path: Path, begin: int) -> None:
     net = te.Linear(32, 32)

@@ -1,6 +1,7 @@
 """Each rule, on numbers that are made: what it finds, and what it leaves alone; and the order of findings."""
 
 import dataclasses
+import functools
 import math
 import re
 import sys
@@ -395,6 +396,11 @@ def never(why: str) -> Facts:
     return facts(changed={"h.4.fc2": {"runs": "never", "not_run": why}})
 
 
+def gradients_times(factor: float, blocks: int) -> Numbers:
+    layers = [f"h.{block}.{name}" for block in range(blocks) for name in ("fc1", "fc2")]
+    return functools.reduce(lambda step, layer: times(factor, step, layer, "gradient"), layers, ordinary())
+
+
 NO_BACKWARD = never("no backward has reached it")
 GRADIENTS = [
     finds("a gradient of 0", "dead-gradient", [DEAD] * 3, layers=("h.4.fc2",), seen="all elements are 0"),
@@ -416,6 +422,16 @@ GRADIENTS = [
         )
         for tensor, bits in (("weight", 8), ("gradient", 11), ("activation", 12))
         for power, severity in ((bits - 0.5, "note"), (bits, "warning"))
+    ),
+    *(
+        finds(
+            f"gradients of {2 * blocks} of 20 layers that grow together",
+            "growth",
+            [*[ordinary()] * 3, *[gradients_times(2.0**12, blocks)] * 2],
+            alone=False,
+            severity=severity,
+        )
+        for blocks, severity in ((5, "warning"), (6, "note"))
     ),
 ]
 

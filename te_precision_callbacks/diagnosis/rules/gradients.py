@@ -34,6 +34,9 @@ activations of healthy models, :data:`FAR_GROWN_ELSE`."""
 
 FAR_GROWN_ELSE = 12.0
 
+LEAST_TOGETHER, TOGETHER = 4, 0.5
+"""Layers, and the share of them, whose gradients grow together: then far growth alone is no warning."""
+
 _FROM_LOSS = (
     "Look at the loss first: is it multiplied by 0, masked or clamped everywhere, or computed from detached values?"
     " Then at what follows the last layer"
@@ -173,6 +176,9 @@ class Growth(Judge):
             with np.errstate(invalid="ignore"):
                 holds = grown >= GROWTH
                 is_far = grown >= FAR_GROWN.get(column.family.tensor, FAR_GROWN_ELSE)
+            # Gradients that begin near 0 in all blocks, as with LayerScale, are healthy.
+            if column.family.tensor == "gradient" and len(holds) >= LEAST_TOGETHER and holds.mean() > TOGETHER:
+                is_far &= False
             hurts = holds
             if holds.any():
                 hurts = holds & loses_too_much(
@@ -281,7 +287,9 @@ RULES = (
             f"amax is at least 2^{GROWTH:g} times its minimum over the first {BEGIN} collection steps, in"
             f" {GROWTH_STEPS} collection steps in a row. A note. A warning if elements overflow, or half as many"
             f" underflow as the rule underflow needs; or if the factor is at least 2^{FAR_GROWN['weight']:g} for a"
-            f" weight, 2^{FAR_GROWN['gradient']:g} for a gradient and 2^{FAR_GROWN_ELSE:g} for other tensors"
+            f" weight, 2^{FAR_GROWN['gradient']:g} for a gradient and 2^{FAR_GROWN_ELSE:g} for other tensors. For"
+            f" gradients, the factor alone is a note if more than {100 * TOGETHER:g} % of at least {LEAST_TOGETHER}"
+            " layers grow together"
         ),
         silent="nothing: growth without quantization loss is a note, because healthy models have massive activations",
         severity="warning",
@@ -290,7 +298,10 @@ RULES = (
             "outliers grow before an FP8 run diverges, and one large element makes the scale too coarse for all"
             " elements that share it"
         ),
-        disproof="amax stops growing, and quantization loses no elements",
+        disproof=(
+            "amax stops growing, and quantization loses no elements. Gradients of blocks that begin with a tiny scale,"
+            " as in LayerScale, grow with it"
+        ),
         remedy=(
             "Find the cause of the growth: learning rate, weight decay, missing gradient clipping, or a factor in the"
             " forward or the loss. High precision in the layers that read the tensor (often fc2), or a block recipe,"

@@ -20,6 +20,9 @@ LEAST_STEPS = 3
 LEAST_LOW = 3
 """Alike layers in low precision that make another one a hole."""
 
+LEAST_OUTSIDE = 2
+"""Alike layers outside of te.autocast that are no exception for a first or last layer."""
+
 OF_A_BLOCK = 1.5
 """How many times the weights of a block without Transformer Engine layers the similar blocks may have."""
 
@@ -53,8 +56,8 @@ class Hole(Judge):
             alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
             low = [layer for layer in alike if "fprop" in layer.low]
             holes = [layer for layer in alike[1:-1] if _is_hole(layer) and layer.name not in self._low]
-            outside = [layer for layer in holes if layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST"]
-            if low and len(outside) >= len(low):
+            outside = [layer for layer in alike if _is_outside(layer) and layer.name not in self._low]
+            if low and len(outside) >= max(len(low), LEAST_OUTSIDE):
                 count = f"{len(alike) - len(low)} of {len(alike)} similar layers run outside of te.autocast"
                 names = [layer.name for layer in outside]
                 yield Sighting(tuple(names), "", "", count, None, severity="note", key=form_of(low[0].name))
@@ -68,7 +71,7 @@ class Hole(Judge):
                 seen = f"ran in high precision: {_describe_reason(*reason)}; {_low_alike(low)}"
                 yield Sighting(tuple(names), "", "", seen, None, key=f"{form_of(names[0])} {reason[0]}")
         if explicit:
-            seen = "run inside te.autocast(enabled=False), and most similar layers in low precision"
+            seen = "run inside te.autocast(enabled=False), and similar layers in low precision"
             yield Sighting(tuple(explicit), "", "", seen, None, "note", key="explicit")
 
     def _left_low_precision(self, facts: Facts) -> Iterator[Sighting]:
@@ -115,6 +118,10 @@ def _blocks_in_high_precision(facts: Facts) -> Iterator[Sighting]:
 def _describe_reason(reason: str, exactly: str) -> str:
     text = Reason[reason].value if reason in Reason.__members__ else reason
     return exactly or text if exactly in ("", text, EXCLUDED) else f"{text} ({exactly})"
+
+
+def _is_outside(layer: LayerFacts) -> bool:
+    return _is_hole(layer) and layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST"
 
 
 def _is_hole(layer: LayerFacts) -> bool:
@@ -248,8 +255,8 @@ RULES = (
             "a layer's forward GEMM runs in high precision, but it ran in low precision in earlier steps, or most"
             f" similar layers (names that differ only in numbers; at least {LEAST_LOW}) run in low precision. Or a"
             " single block has no Transformer Engine layers, but at least two thirds of the weights of the similar"
-            " blocks. If most of the similar layers run outside of te.autocast, or if te.autocast(enabled=False) keeps"
-            " a few of them in high precision, the finding is a note"
+            " blocks. If as many of the similar layers run outside of te.autocast as in low precision, or if"
+            " te.autocast(enabled=False) keeps a few of them in high precision, the finding is a note"
         ),
         silent=(
             "layers that a section of the config or the recipe keeps in high precision; the first and the last of the"

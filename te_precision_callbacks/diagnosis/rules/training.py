@@ -291,7 +291,8 @@ RULES = (
         disproof="the limit is small on purpose, to normalize all gradients",
         remedy=(
             "Look for a loss, or an auxiliary loss, that is a sum instead of a mean over tokens or micro-batches. With"
-            " a GradScaler, call scaler.unscale_(optimizer) before clipping"
+            " a GradScaler, call scaler.unscale_(optimizer) before clipping. If the loss is right, raise the limit to"
+            " the usual norm"
         ),
         judge=GradientSize,
     ),
