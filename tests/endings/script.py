@@ -22,7 +22,6 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.session.session import running_session
 from te_precision_callbacks.watch import ScriptWatch
-from tests.full_disk import files_up_to  # noqa: F401
 
 STEPS = 22
 

@@ -31,15 +31,6 @@ with InspectSession(model=model, log_dir=folder):
     raise ValueError('bad batch')
 """
 
-_FULL_DISK = """
-model, optimizer = build()
-with InspectSession(model=model, log_dir=folder) as session:
-    train(model, optimizer, session, steps=3)
-    session.flush()
-    with files_up_to(1 << 14):
-        train(model, optimizer, session)
-"""
-
 WAYS = (
     Way("a block ends", "with", ""),
     Way("stop() is not called", "session", ""),
@@ -81,7 +72,6 @@ WAYS = (
     Way("two trainings in a process", "watched plain", "train(*build()); train(*build())"),
     Way("two trainings, the second fails", "watched plain", "train(*build()); train(*build()); f(1)"),
     Way("two trainings, the first diverges", "watched plain", "train(*build(), factor=math.nan); train(*build())"),
-    Way("full disk", "plain", _FULL_DISK),
     Way("exception, then resumed", "session", f"{_SAVE} raise ValueError('bad batch')", resumed=True),
     Way("SIGTERM, then resumed", "session", f"{_SAVE} kill(15); time.sleep(60)", resumed=True),
     Way("SIGKILL, then resumed", "session", f"{_SAVE} session.flush(); kill(9)", resumed=True),
