@@ -31,7 +31,7 @@ class Sighting(NamedTuple):
         severity, remedy: by default the rule's.
         key: distinguishes findings of a rule and a tensor.
         replaces: whether severity and description replace those of the finding, at the end of a run.
-        withdraws: whether the finding was only true of the first steps, and no longer is one.
+        withdraws: whether the finding only held in the first steps, and is dropped.
     """
 
     layers: tuple[str, ...]

@@ -322,7 +322,7 @@ class FusedObservation:
                 yield Watched(event.layer, tensor, self.iteration, high, given, given, quantizer, group), watchers
 
     def prepare(self, event: GemmEvent) -> list[tuple[int, Prepared]] | None:
-        """Prepare to measure tensors like those of a GEMM: 0 for operand A, 1 for B, 2 for the result.
+        """Prepare to measure tensors like a GEMM's: 0 for operand A, 1 for B, 2 for the result.
 
         None if a feature does more than measure, or a statistic needs more than a pass over its tensor.
         """
