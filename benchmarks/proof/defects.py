@@ -302,6 +302,10 @@ def _target(defect: Defect, built: Built) -> str:
     return linears[defect.variant % len(linears)]
 
 
+def _weight(defect: Defect, built: Built) -> torch.nn.Parameter:
+    return cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight)
+
+
 def _exact_layers(defect: Defect, built: Built) -> list[str] | None:
     """Return the defect's first layers; a finding may name any layer of the block."""
     if defect.block is None:
@@ -364,7 +368,7 @@ def _on_output(layer: torch.nn.Module, change: Callable[[torch.Tensor], torch.Te
 
 def _on_weight(defect: Defect, built: Built, change: Callable[[torch.Tensor], object]) -> None:
     """Change a layer's weight once."""
-    weight = cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight)
+    weight = _weight(defect, built)
 
     @torch.no_grad()
     def once() -> None:
@@ -544,7 +548,7 @@ def _hurt(out: torch.Tensor, variant: int) -> None:
 
 @torch.no_grad()
 def _large_weight(defect: Defect, built: Built) -> None:
-    cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight).mul_(1000.0)
+    _weight(defect, built).mul_(1000.0)
 
 
 def _unmoved_scales(defect: Defect, built: Built) -> None:
@@ -569,13 +573,12 @@ def _unmoved_scales(defect: Defect, built: Built) -> None:
 
 
 def _old_weight(defect: Defect, built: Built) -> None:
-    weight = cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight)
-    first = weight.detach().clone()
+    first = _weight(defect, built).detach().clone()
     _on_weight(defect, built, lambda weight: weight.copy_(first))
 
 
 def _nan_gradient(defect: Defect, built: Built) -> None:
-    weight = cast(torch.nn.Parameter, built.model.get_submodule(_target(defect, built)).weight)
+    weight = _weight(defect, built)
 
     def hurt() -> None:
         if built.step == defect.start and weight.grad is not None:
@@ -584,12 +587,12 @@ def _nan_gradient(defect: Defect, built: Built) -> None:
     built.after_backward.append(hurt)
 
 
-def _in_block(defect: Defect, built: Built) -> list[torch.nn.Parameter]:
-    return list(built.model.get_submodule(built.blocks[cast(int, defect.block)].path).parameters())
+def _block(defect: Defect, built: Built) -> torch.nn.Module:
+    return built.model.get_submodule(built.blocks[cast(int, defect.block)].path)
 
 
 def _without_block(defect: Defect, built: Built) -> list[torch.nn.Parameter]:
-    left_out = set(map(id, _in_block(defect, built)))
+    left_out = set(map(id, _block(defect, built).parameters()))
     return [parameter for parameter in built.model.parameters() if id(parameter) not in left_out]
 
 
@@ -649,8 +652,6 @@ _PLANT: Mapping[Kind, Callable[[Defect, Built], Planted]] = {
     "kept-gradient": _kept_gradient,
     "not-in-optimizer": _not_in_optimizer,
     "zero-loss": _zero_loss,
-    "block-not-fp8": lambda defect, built: _leave_autocast(
-        built.model.get_submodule(built.blocks[cast(int, defect.block)].path)
-    ),
+    "block-not-fp8": lambda defect, built: _leave_autocast(_block(defect, built)),
     "rising-rate": _rising_rate,
 }

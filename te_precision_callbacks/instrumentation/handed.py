@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
 from te_precision_callbacks.layers.forwards import running_forward
 
 ArgumentNamer = Callable[[Sequence[Any]], dict[str, Any]]
@@ -28,8 +28,6 @@ GROUPED_TENSOR_GEMM = ("A", "B", "out")
 """First parameters in 2.20 of ``general_gemm``, ``general_grouped_gemm``, and the function for grouped tensors: for a
 user's wrapper with ``*arguments``.
 """
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _READ = {"A", "B", "out", "layout", "accumulate", "m_splits", "inp", "weight", "fc1_weight", "fc2_weight"}
 
@@ -149,7 +147,7 @@ def plain_tensors(tensors: dict[tuple[int, str], Any]) -> dict[tuple[int, str], 
     return {
         key: tensor
         for key, tensor in tensors.items()
-        if type(tensor) in _PLAIN or (isinstance(tensor, torch.Tensor) and not is_quantized(tensor))
+        if type(tensor) in PLAIN or (isinstance(tensor, torch.Tensor) and not is_quantized(tensor))
     }
 
 

@@ -16,7 +16,7 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.numerics.layouts import scaling_mode
+from te_precision_callbacks.base.numerics.layouts import PLAIN, scaling_mode
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit, SeenOperand, seen_operands
 from te_precision_callbacks.engine.engine import Differs, Prepared, StatisticsEngine
@@ -31,7 +31,6 @@ Key: TypeAlias = tuple[object, ...]
 
 _OPERAND = ("class", "dtype", "quantizer", "order", "high precision")
 _FIELDS = ("gemm", "layer", "recipe", "features", "class", *_OPERAND, *_OPERAND)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST_PLANS = 64
 
 
@@ -114,7 +113,7 @@ class GemmPlans:
                 place = index, tensor
                 before = high.get(place)
                 values.append(given if before is None else before)
-                if kind in _PLAIN:
+                if kind in PLAIN:
                     fields += kind, given.dtype, None, place in read, before is None
                 else:
                     dtype = int(getattr(given, "_fp8_dtype", -1))
@@ -168,7 +167,7 @@ class GemmPlans:
 
 def _has_known_format(operand: GemmOperand) -> bool:
     given = operand.given
-    return type(given) in _PLAIN or (scaling_mode(given) is not None and not getattr(given, "custom", False))
+    return type(given) in PLAIN or (scaling_mode(given) is not None and not getattr(given, "custom", False))
 
 
 def _difference(key: Key, plans: Plans) -> str:

@@ -64,8 +64,7 @@ class RunFacts:
         self._model = model
         self._results = context.results
         self._front_door = context.loop.front_door
-        self._taken: object = None
-        self._taken_changes = -1
+        self._taken: tuple[object, ...] = (None,)
         self._rests_until = 0.0
         self._machine: Row | None = None
 
@@ -76,20 +75,21 @@ class RunFacts:
         the rules that check them depend on it.
         """
         is_due = at_last or time.perf_counter() >= self._rests_until
-        is_due |= has_statistics and self._results.audit.changes != self._taken_changes
+        is_due |= has_statistics and self._results.audit.changes != self._taken[0]
         return is_due and self._state != self._taken
 
     @property
-    def _state(self) -> object:
+    def _state(self) -> tuple[object, ...]:
+        """What the facts depend on; first the changes of precision."""
         results = self._results
         coverage = results.coverage
-        changes = results.layers, results.audit.changes, coverage.changes
+        changes = results.audit.changes, results.layers, coverage.changes
         settings = results.scales_loss, results.adds_eps, self._unmeasured, len(results.not_measured)
         return *changes, len(coverage.other_ranks_products), len(results.unconverted), *settings
 
     @without_collections()
     def take(self) -> FactTables:
-        begun, state, changes = time.perf_counter(), self._state, self._results.audit.changes
+        begun, state = time.perf_counter(), self._state
         self._rests_until = begun + REST_AFTER_A_FAILURE
         infos = self._results.layers
         precision = list(self._results.audit.history.spans())
@@ -107,8 +107,7 @@ class RunFacts:
         }
         facts = FactTables(self._run(precision), tables)
         now = time.perf_counter()
-        self._taken, self._taken_changes = state, changes
-        self._rests_until = now + (now - begun) / MOST_SHARE
+        self._taken, self._rests_until = state, now + (now - begun) / MOST_SHARE
         return facts
 
     # ------------------------------------------------------------------ run.json

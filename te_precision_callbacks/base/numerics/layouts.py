@@ -148,6 +148,10 @@ class Stored:
         return rows, columns * 2 if self.element_format.bits == 4 else columns
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors that are not quantized, for a check without a call."""
+
+
 def is_quantized(tensor: Any) -> bool:
     return scaling_mode(tensor) is not None
 
