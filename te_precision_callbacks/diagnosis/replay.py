@@ -107,8 +107,8 @@ class _Record:
         if run.segments and run.segments[-1].status == "stopped without an end":
             step = int(run.steps["iteration"][-1].as_py()) if len(run.steps) else 0
             text = (
-                f"the run stopped after step {step} without recording an end, and the data of its last steps are"
-                " missing"
+                f"{run.segments[-1].who_stopped} stopped after step {step} without recording an end, and the data of"
+                " its last steps are missing"
             )
             self.ends.append((0, Event("stopped", text, step)))
         self.logged = sorted(logged.items(), key=lambda item: item[0])

@@ -112,7 +112,8 @@ def format_status(run: RecordedRun) -> str:
 def outcome_notes(run: RecordedRun) -> list[str]:
     status = run.segments[-1].status if run.segments else "unknown"
     if status == "stopped without an end":
-        return ["The run stopped without an end: its process is gone and did not close the records."]
+        who = run.segments[-1].who_stopped
+        return [f"{who[0].upper()}{who[1:]} stopped without an end: its process is gone and did not close the records."]
     if status != "failed":
         return []
     text, step = _error_at_the_end(run, run.segments[-1])

@@ -51,7 +51,7 @@ from te_precision_callbacks.runs.run_files import (
     DataFile,
     data_files,
     gaps,
-    has_ended,
+    is_gone,
     is_silent,
     rank_name,
     ranks_of,
@@ -236,6 +236,7 @@ class _Reader:
         folder, given: the folder of the run, and the path that the user gave.
         spans: segment -> first and last recorded iteration.
         ends: segment -> end of its valid iterations, exclusive: a later segment begins, or the run was opened.
+        counts: folder of a rank -> table -> number of files, if recorded.
     """
 
     folder: Path
@@ -246,6 +247,7 @@ class _Reader:
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     thinned: list[Thinned] = field(default_factory=list)
+    counts: dict[Path, Mapping[str, object]] = field(default_factory=dict)
 
     def run(self) -> RecordedRun:
         segments = tuple(self._segment(number, folder) for number, folder in self.folders.items())
@@ -306,11 +308,16 @@ class _Reader:
                 f" schema {schema!r}; this version reads only schema {SCHEMA_VERSION}. Read the run with the version"
                 " that recorded it."
             )
+        if isinstance(counts := facts.get("files"), dict):
+            self.counts[folder / rank_name(0)] = counts
         if facts.get("not_written"):
             self._note(f"The end of segment {number} is not recorded: {facts['not_written']}")
-        status = facts.get("status")
-        if status not in ("ended", "failed"):
-            status = "stopped without an end" if has_ended(path, facts) else "running"
+        status, without_end = facts.get("status"), ()
+        if status == "ended" and is_gone(path, facts):  # until then, other ranks may still write
+            others = (item for item in ranks_of(folder).items() if item[0])
+            without_end = tuple(rank for rank, own in others if any(file.is_open for file in data_files(own)[0]))
+        if without_end or status not in ("ended", "failed"):
+            status = "stopped without an end" if without_end or is_gone(path, facts) else "running"
         return Segment(
             number=number,
             status=cast("Status", status),
@@ -319,6 +326,7 @@ class _Reader:
             first_iteration=_whole(facts.get("first_iteration"), 0),
             world=_whole(facts.get("world"), 1),
             facts=facts,
+            without_end=without_end,
         )
 
     def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
@@ -345,7 +353,9 @@ class _Reader:
 
     def _files(self, folder: Path, name: str) -> list[DataFile]:
         files = [file for file in data_files(folder)[0] if file.table == name]
-        missing = gaps(((file.first, file.last) for file in files), 1)
+        count = self.counts.get(folder, {}).get(name)
+        end = [(count + 1, count)] if isinstance(count, int) else []
+        missing = gaps([*((file.first, file.last) for file in files), *end], 1)
         if missing:
             self._note(f"{folder}: files of {name} are missing: {missing}.", "unread")
         return files

@@ -79,6 +79,7 @@ class Segment:
         world: number of ranks.
         facts: content of run.json: versions, environment, config_text, config_hash, recipes, front_door, gpu,
             capability, te_backend, ...
+        without_end: ranks without a recorded end, where rank 0 has recorded one.
     """
 
     number: int
@@ -88,6 +89,12 @@ class Segment:
     first_iteration: int
     world: int
     facts: Mapping[str, Any]
+    without_end: tuple[int, ...] = ()
+
+    @property
+    def who_stopped(self) -> str:
+        """Return the subject of a sentence on a segment that stopped without an end."""
+        return f"rank {', '.join(map(str, self.without_end))}" if self.without_end else "the run"
 
 
 class Thinned(NamedTuple):

@@ -275,16 +275,18 @@ def _pid_namespace() -> str:
         return ""
 
 
-def has_ended(run_file: Path, facts: Mapping[str, Any] | None = None) -> bool:
-    """Return whether the process of a segment has ended, by run.json, the process table, or unchanged files."""
-    if facts is None:
-        try:
-            facts = read_json(run_file)
-        except (OSError, ValueError):
-            facts = {}
+def has_ended(run_file: Path) -> bool:
+    """Return whether a segment has ended, by run.json or its process."""
+    try:
+        facts = read_json(run_file)
+    except (OSError, ValueError):
+        facts = {}
+    return facts.get("status") in ("ended", "failed") or is_gone(run_file, facts)
+
+
+def is_gone(run_file: Path, facts: Mapping[str, Any]) -> bool:
+    """Return whether the process of a segment is gone, by the process table, or by its unchanged files."""
     namespace, pid = facts.get("pid_namespace"), facts.get("pid")
-    if facts.get("status") in ("ended", "failed"):
-        return True
     if namespace and namespace == _pid_namespace() and isinstance(pid, int):
         return _started(pid) != facts.get("pid_started")
     return is_silent(run_file if run_file.exists() else run_file.parent)

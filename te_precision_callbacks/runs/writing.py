@@ -86,6 +86,7 @@ class _Table:
 
     Attributes:
         waiting: upper bound of the bytes of new rows, if counted.
+        count: number of files.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class _Table:
         self._batch = batch
         self._close_bytes = close_bytes
         self._rows: list[Any] = []
-        self._number = 0
+        self.count = 0
         self._file: AppendedFile | None = None
         self._stream: Any = None
         self._since = 0.0
@@ -114,7 +115,7 @@ class _Table:
 
     @property
     def _path(self) -> Path:
-        return self._folder / f"{self._name}-{self._number:04d}{OPEN}"
+        return self._folder / f"{self._name}-{self.count:04d}{OPEN}"
 
     def add(self, row: Any, waiting: int = 0) -> None:
         self._rows.append(row)
@@ -124,7 +125,7 @@ class _Table:
         """Append the new rows as one batch; close the file if it is large or old."""
         if self._rows:
             if self._file is None:
-                self._number += 1
+                self.count += 1
                 self._file = AppendedFile(self._path)
                 self._stream = pa.ipc.new_stream(
                     self._file, self._schema, options=pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
@@ -378,7 +379,7 @@ class RunWriter:
         for table in self._tables.values():
             table.flush()
 
-    def close(self, status: Status = "ended", **facts: Any) -> None:
+    def close(self, status: Status = "ended") -> None:
         """Write and close all files; rank 0 records the status in run.json, even after a failure."""
         self.status = status
         try:
@@ -387,7 +388,8 @@ class RunWriter:
                 table.close()
             self.leave()
             if self._facts:
-                self.put_run(ended_at=time_text(), **facts)
+                files = {name: table.count for name, table in self._tables.items()}
+                self.put_run(ended_at=time_text(), files=files)
         except OSError as error:
             self.put_lost(error)
             raise

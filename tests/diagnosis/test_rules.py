@@ -737,6 +737,19 @@ def test_a_layer_that_trains_in_a_rhythm_is_not_dead(trains_in: range, since: in
     assert [finding.since for finding in results] == ([] if since is None else [since])
 
 
+@pytest.mark.parametrize(("trained", "severity"), [(2, "warning"), (3, "note")])
+@pytest.mark.parametrize("dead", [DEAD, ABSENT], ids=["0", "absent"])
+def test_a_gradient_that_comes_later(dead: Numbers, trained: int, severity: str) -> None:
+    def findings(steps: list[Numbers]) -> list[tuple[str, tuple[str, ...]]]:
+        verdict = judged(steps, CURRENT)
+        return [(item.severity, item.layers) for item in verdict if item.rule == "dead-gradient"]
+
+    steps = [*[dead] * 4, *[ordinary()] * trained]
+    assert findings(steps) == [(severity, ("h.4.fc2",))]
+    assert findings([*steps, *[dead] * 4]) == [("warning", ("h.4.fc2",))]
+    assert findings([*steps, *[DEAD | dead] * 2, ordinary()]) == [(severity, ("h.4.fc2",))]
+
+
 @pytest.mark.parametrize("checked_at", [0, 1, None])
 def test_a_layer_that_trained_only_outside_of_collection_steps_is_not_dead(checked_at: int | None) -> None:
     """By the check of parameters; without it, nothing says that the layer ever trained."""
@@ -911,6 +924,15 @@ def test_a_loss_that_is_not_finite(name: str, value: float) -> None:
     finding = only(told({name: 2.0}, {name: value}, {name: 2.0}, {name: value}), "nonfinite-loss")
     assert (finding.severity, finding.layers, finding.seen) == ("error", (), f"{name} is {value}")
     assert (finding.since, finding.last_good, finding.until) == (1, 0, 3)
+
+
+@pytest.mark.parametrize(("finite", "severity"), [(2, "error"), (3, "note")])
+def test_a_loss_that_is_finite_again(finite: int, severity: str) -> None:
+    """As where the script skips a batch; nan in the weights would last."""
+    steps = [{"loss": 2.0}, {"loss": math.inf}, {"loss": math.nan}, *[{"loss": 2.0}] * finite]
+    assert only(told(*steps), "nonfinite-loss").severity == severity
+    again = only(told(*steps, {"loss": math.nan}), "nonfinite-loss")
+    assert (again.severity, again.seen) == ("error", "loss is inf" if finite == 2 else "loss is nan")
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,32 @@ def test_missing_ranks_segments_and_run_files_are_noted(tmp_path: Path) -> None:
     assert any("run.json is missing" in note for note in open_run(tmp_path).notes)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_missing_file_of_an_ended_run_is_noted(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "CLOSE_BYTES", 1)
+    run = RunWriter.begin(tmp_path)
+    for iteration in range(2):
+        write_steps(run, range(iteration, iteration + 1))
+        run.flush()
+    run.close()
+    assert open_run(tmp_path).notes == ()
+    (rank_folder(tmp_path) / f"values-000{number}.parquet").unlink()
+    assert open_run(tmp_path).notes == (f"{rank_folder(tmp_path)}: files of values are missing: {number}.",)
+
+
+def test_a_rank_that_was_killed_after_the_end_of_rank_0(tmp_path: Path) -> None:
+    run_id = write_run(tmp_path, range(2), world=3, writing_ranks=[0, 1, 2])
+    run_file = tmp_path / "precision_records" / run_id / "seg-000" / "run.json"
+    other = RunWriter(run_file.parent.parent, 0, 2)
+    write_steps(other, range(2))
+    assert open_run(tmp_path).segments[0].status == "ended", "another rank may be closing its files"
+    run_file.write_text(run_file.read_text().replace(f'"pid": {os.getpid()}', '"pid": 4194305'))
+    segment = open_run(tmp_path).segments[0]
+    assert (segment.status, segment.who_stopped) == ("stopped without an end", "rank 2")
+    other.close()
+    assert open_run(tmp_path).segments[0].status == "ended"
+
+
 def test_events(tmp_path: Path) -> None:
     run = RunWriter.begin(tmp_path)
     run.add_event("finding", "second \ud800", iteration=2, wall_time=3.0)

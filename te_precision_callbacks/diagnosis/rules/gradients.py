@@ -51,6 +51,7 @@ class DeadGradient(Judge):
         self._rhythms = Rhythms()
         self._lacks_backward = False
         self._all_trained = math.inf  # the iteration by which all parameters had a gradient
+        self._reported: dict[str, dict[str, int]] = {}  # key -> layer -> steps in a row with a gradient since then
 
     @property
     def why_not(self) -> str:
@@ -78,7 +79,8 @@ class DeadGradient(Judge):
         self.note_data(numbers.iteration)
         gradient = numbers.mask_nonfinite(gradient)
         zero = gradient.values == 0
-        self._rhythms.note_training(gradient.layers[~zero & ~np.isnan(gradient.values)], numbers.iteration)
+        trained = gradient.layers[~zero & ~np.isnan(gradient.values)]
+        self._rhythms.note_training(trained, numbers.iteration)
         if activation is not None:
             activation = numbers.mask_nonfinite(activation)
             if zero.any():
@@ -96,6 +98,15 @@ class DeadGradient(Judge):
                 seen = f"all gradients are 0, in all {len(sighting.layers)} layers: from the loss or the last layers on"
                 sighting = sighting._replace(layers=(), seen=seen, remedy=remedy or _FROM_LOSS)
             yield sighting._replace(remedy=remedy or sighting.remedy)
+        yield from self._note_trained(numbers, {numbers.names[layer] for layer in trained.tolist()})
+
+    def _note_trained(self, numbers: StepNumbers, trained: set[str]) -> Iterator[Sighting]:
+        for key, steps in list(self._reported.items()):
+            steps.update({layer: count + 1 if layer in trained else 0 for layer, count in steps.items()})
+            if min(steps.values()) >= DEAD_STEPS:
+                del self._reported[key]
+                seen = f"the gradient was 0 or missing before, but is there in step {numbers.iteration}"
+                yield Sighting((), "gradient", "", seen, None, "note", key=key, replaces=True)
 
     def _dead(
         self, numbers: StepNumbers, facts: Facts, column: Column, holds: npt.NDArray[np.bool_], seen: str, key: str
@@ -104,7 +115,9 @@ class DeadGradient(Judge):
         reported = ~self._rhythms.explain(column.layers) if holds.any() else holds
         if key == "absent" and (numbers.iteration < RHYTHM or self._all_trained < numbers.iteration):
             reported &= self._rhythms.has_trained(column.layers)  # others may train only in other steps
-        return self.streaks.sightings(numbers, facts, column, holds, seen, reported=reported, key=key)
+        for sighting in self.streaks.sightings(numbers, facts, column, holds, seen, reported=reported, key=key):
+            self._reported.setdefault(key, {}).update(dict.fromkeys(sighting.layers, 0))
+            yield sighting
 
 
 class Rhythms:
@@ -235,7 +248,7 @@ RULES = (
         condition=(
             f"in {DEAD_STEPS} collection steps in a row with an activation that is not 0, the gradient of a layer is"
             " 0, or a layer with a trainable weight has no backward. For a layer that never had a backward, only"
-            f" from step {RHYTHM} on"
+            f" from step {RHYTHM} on. A note if they then have gradients in {DEAD_STEPS} collection steps in a row"
         ),
         silent=(
             f"layers that train periodically, at least every {RHYTHM} steps, such as a GAN's generator; layers that"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from te_precision_callbacks.base.counts import some_of
+from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -18,6 +18,9 @@ from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 
 WINDOW, OF_MEAN, MEANS = 30, 8, (1, 8, 64, 512)
 """Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
+
+FINITE_AGAIN = 3
+"""Logged steps in a row with a finite loss, after which inf or nan is a note: in weights with nan, it would last."""
 
 RISE = 1.0
 """Powers of two by which the median norm of a window's last third is above that of its first third."""
@@ -69,6 +72,7 @@ class NonfiniteLoss(Judge):
         super().__init__()
         self._others: dict[str, None] = {}
         self._is_filtered = self._has_unfiltered = False
+        self._bad = self._finite = 0  # logged steps with inf or nan, and finite ones since the last of them
 
     @property
     def why_not(self) -> str:
@@ -101,8 +105,14 @@ class NonfiniteLoss(Judge):
             self._others.update(dict.fromkeys(others))
         for name in loss_first(losses):
             if not math.isfinite(values[name]):
+                self._bad, self._finite = self._bad + 1, 0
                 yield Sighting((), "", "", f"{name} is {values[name]}", iteration)
                 return
+        if losses and self._bad:
+            self._finite += 1
+            if self._finite == FINITE_AGAIN:
+                seen = f"the loss was inf or nan in {many(self._bad, 'logged step')}, and is finite again"
+                yield Sighting((), "", "", seen, None, "note", replaces=True)
 
 
 class GradientNorm(Judge):
@@ -226,7 +236,10 @@ RULES = (
         subject="model",
         needs="the logged training loss",
         collect='session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss',
-        condition=("the logged training loss (loss, train_loss, train/loss or similar) is inf or nan"),
+        condition=(
+            "the logged training loss (loss, train_loss, train/loss or similar) is inf or nan. A note if it is then"
+            f" finite in {FINITE_AGAIN} logged steps in a row, as where the script skips a batch"
+        ),
         silent=(
             "evaluation losses; parts of the loss and other metrics, which may be nan without a value; overflow of"
             " gradients scaled for float16, which leaves the loss finite"
@@ -234,7 +247,7 @@ RULES = (
         severity="error",
         source="arithmetic",
         why="the gradients become inf or nan in all layers, and the optimizer step breaks the weights",
-        disproof="the script skips the batch, for example a batch without labels, and the next losses are finite",
+        disproof="the script skips the batch, for example a batch without labels",
         remedy=(
             "Resume from an earlier checkpoint and pass debug='activation_overflow' to the callback or session. It"
             " stops at the module and batch with the first inf or nan"
