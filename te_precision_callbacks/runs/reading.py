@@ -312,7 +312,8 @@ class _Reader:
             self.counts[folder / rank_name(0)] = counts
         if facts.get("not_written"):
             self._note(f"The end of segment {number} is not recorded: {facts['not_written']}")
-        status, without_end = facts.get("status"), ()
+        status = facts.get("status")
+        without_end: tuple[int, ...] = ()
         if status == "ended" and is_gone(path, facts):  # until then, other ranks may still write
             others = (item for item in ranks_of(folder).items() if item[0])
             without_end = tuple(rank for rank, own in others if any(file.is_open for file in data_files(own)[0]))
