@@ -129,10 +129,10 @@ CHANGES = {
     "overflow.grad_scaler": {"_listeners"},  # the listeners to torch's GradScaler
     "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
     "base.vocabulary": {"_NAMES_OF_RECIPES"},  # class -> name
-    "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do
+    "engine.kernels": {"_on_gpu", "_repeat"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
-    "engine.kernels.triton_kernel": {"_compiled", "_notices"},
-    "engine.kernels.triton_parts": {"_scratch"},  # memory of launches, one for each device and stream
+    "engine.kernels.triton_kernel": {"_compiled", "_known", "_notices"},
+    "engine.kernels.triton_parts": {"kept_scratch"},  # memory of launches, one for each device and stream
 }
 
 

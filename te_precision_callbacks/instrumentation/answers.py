@@ -88,18 +88,18 @@ class DelayedScalingLayers:
                 is_empty = torch.stack([_is_empty(state) for state in states]).any()
             self._snapshots[id(module)] = _ScalingSnapshot(states[0].scale, iteration, is_empty)
 
-    def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Collection[str]) -> frozenset[str]:
+    def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Iterable[str]) -> frozenset[str]:
         """Return the layers that ran without a scale in a step: their state was new and empty.
 
         Args:
             layers: the layers with statistics; layers of other ranks count if one of this rank does.
         """
-        ours = {layer.name: id(module.module) for module in modules for layer in module.layers}
         new = {key: snapshot.is_empty for key, snapshot in self._snapshots.items() if snapshot.iteration == iteration}
         if not new:
             return frozenset()
         device = next(iter(new.values())).device
         empty = torch.stack([flag.to(device) for flag in new.values()]).tolist()
+        ours = {layer.name: id(module.module) for module in modules for layer in module.layers}
         without = {key for key, is_empty in zip(new, empty, strict=True) if is_empty}
         unscaled = frozenset(name for name, key in ours.items() if key in without)
         return unscaled.union(layer for layer in layers if layer not in ours) if unscaled else unscaled

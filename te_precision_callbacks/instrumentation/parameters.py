@@ -364,8 +364,9 @@ class ParameterWatch:
             known = [float(rate) for rate in rates if isinstance(rate, (int, float))]
             self._schedules.setdefault(optimizer, _Schedule()).note(max(known, default=0.0), iteration)
             gradients = [_gradient(entry) for entry in held]
-            named = ((entry.parameter.name, given) for entry, given in zip(held, gradients, strict=True))
-            self._finite.before_step(optimizer, [(name, given) for name, given in named if given is not None])
+            pairs = zip(held, gradients, strict=True)
+            named = [(entry.parameter.name, given) for entry, given in pairs if given is not None]
+            self._finite.before_step(optimizer, named)
             for entry in held:
                 entry.parameter.held_until = iteration
             self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
@@ -953,7 +954,7 @@ def _gradient(held: _Held) -> torch.Tensor | None:
         if isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided:
             weight = held.parameter.weight
             own: torch.Tensor = getattr(weight, "_local_tensor", weight)
-            return gradient if local_part(gradient).shape == own.shape else None
+            return gradient if getattr(gradient, "_local_tensor", gradient).shape == own.shape else None
     return None
 
 

@@ -115,7 +115,7 @@ class StepCollector:
         # When ranks are disconnected, sinks get the first rank's values; at the end, each rank writes its remainder.
         left_to_first = local and not ending.is_remainder and not ranks.leads
         reduced = len(series) - len(own) if left_to_first or (ranks.several and not local) else 0
-        layers = {table[number].layer for number in series.tolist()}
+        layers = (table[number].layer for number in series.tolist())
         records = StepRecords(
             iteration=ending.iteration,
             logging_step=ending.logging_step,

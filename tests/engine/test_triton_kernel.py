@@ -422,42 +422,107 @@ def test_tensors_with_one_key_have_one_compiled_kernel(codes: bool) -> None:
 class Compiled:
     """In the place of a kernel and of what it compiles to: keeps the arguments of launches."""
 
-    def __init__(self, arg_names: Sequence[str] = (), error: Exception | None = None) -> None:
+    function, packed_metadata = 7, (4, 1)
+
+    def __init__(self, arg_names: Sequence[str] = (), error: Exception | None = None, fails_from: int = 0) -> None:
         self.arg_names = arg_names
         self._error = error
+        self._fails_from = fails_from
         self.bound: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.direct: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def launch(*arguments: Any, stream: int | None = None, **constants: Any) -> Any:
-            if stream is None:
-                self.bound.append((arguments, constants))
-                return self
-            self.direct.append(arguments)
-            if self._error is not None:
-                raise self._error
-            return None
+        def launch(*arguments: Any, **constants: Any) -> Any:
+            self.bound.append(((*grid, *arguments), constants))
+            return self
 
         return launch
 
+    def run(self, *arguments: Any) -> None:
+        self.direct.append(arguments)
+        if self._error is not None and len(self.direct) > self._fails_from:
+            raise self._error
+
+
+def measured_again(module: ModuleType, pending: Sequence[Pending], into: Sequence[torch.Tensor]) -> list[Pending]:
+    """The tensors that were left, and then were measured and remembered."""
+    left = list(module.repeat(pending, *into))
+    if left:
+        groups = module.group_by_launch(left)
+        for together in groups:
+            module.add_group(together, *into)
+        module.remember(left, groups)
+    return left
+
 
 @pytest.mark.usefixtures("compiles")
-@pytest.mark.parametrize("codes", [False, True])
-def test_a_direct_launch_has_all_arguments_in_order(codes: bool) -> None:
-    """Tensors as addresses, and constants too."""
+@pytest.mark.parametrize("codes", [(), (0, 1), (0, 1, 2)], ids=len)
+def test_a_direct_launch_has_all_arguments_in_order(codes: Sequence[int]) -> None:
+    """Tensors as addresses, and constants too, of tensors of any size."""
     module = fresh_kernel()
     function = module._measure
     compiled = Compiled(function.arg_names)
     vars(module)["_measure"] = compiled
-    pending = [pending_of(normal(16, 3 + at), 50 * at, codes=codes) for at in range(3)]
     into = vectors(200)
-    for _ in range(2):
-        by_kernel(module)(pending, *into)
-    ((arguments, constants),) = compiled.bound
-    named_constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    expected = inspect.signature(function.fn).bind(*arguments, **named_constants).arguments.values()
-    addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expected]
-    assert compiled.direct == [tuple(addresses)]
+    module.scratch(into[0].device, 1 << 12)  # not too small later
+    for sizes in ((3, 4, 5), (3, 4, 5), (3000, 1, 70)):
+        pending = [pending_of(normal(16, size), 50 * at, codes=at in codes) for at, size in enumerate(sizes)]
+        left = measured_again(module, pending, into)
+        assert bool(left) == (not compiled.direct)
+        launches = len(module.group_by_launch(pending))
+        for arguments in compiled.direct[-launches:] if not left else ():
+            assert arguments[1:9] == (1, 1, 0, 7, (4, 1), None, None, None)
+    compiled.bound.clear()
+    by_kernel(module)(pending, *into)
+    assert len(compiled.bound) == launches == (1 if len(codes) in (0, 3) else 2)
+    for (bound, constants), direct in zip(compiled.bound, compiled.direct[-launches:], strict=True):
+        named_constants = {name: value for name, value in constants.items() if name in function.arg_names}
+        expected = inspect.signature(function.fn).bind(*bound[1:], **named_constants).arguments.values()
+        addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expected]
+        assert (direct[0], *direct[9:]) == (bound[0], *addresses)
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: one._replace(values=one.values.to(torch.bfloat16)),
+        lambda one: one._replace(values=normal(16, 6)[:, ::2]),
+        lambda one: one._replace(values=normal(15, 3)),
+        lambda one: one._replace(values=odd(one.values)),
+        lambda one: one._replace(codes=odd(one.codes)),
+        lambda one: one._replace(codes=one.codes.t()),
+        lambda one: one._replace(codes=None, scale_inv=None),
+        lambda one: one._replace(scale_inv=one.scale_inv.double()),
+        lambda one: one._replace(scale_inv=torch.ones(2)),
+        lambda one: one._replace(e5m2=True),
+        lambda one: one._replace(places=one.places._replace(moments=9)),
+        lambda one: one._replace(values=torch.empty(0, 3), codes=torch.empty(0, 3, dtype=torch.uint8)),
+    ],
+)
+def test_other_tensors_are_not_launched_again(change: Callable[[Any], Pending]) -> None:
+    module = fresh_kernel()
+    compiled = Compiled(module._measure.arg_names)
+    vars(module)["_measure"] = compiled
+    one, into = pending_of(normal(16, 3), 0, codes=True), vectors(40)
+    assert measured_again(module, [one], into)
+    assert not measured_again(module, [one], into)
+    other = change(one)
+    assert module.repeat([other], *into) == [other]
+    assert module.repeat([one, one], *into) == [one, one]
+    assert len(compiled.direct) == 1
+
+
+@pytest.mark.usefixtures("compiles")
+def test_a_launch_that_fails_leaves_its_tensors_and_the_later_ones() -> None:
+    module = fresh_kernel()
+    compiled = Compiled(module._measure.arg_names, TypeError("19 arguments"), fails_from=1)
+    vars(module)["_measure"] = compiled
+    into, codes = vectors(200), (False, True, False)
+    pending = [pending_of(normal(16, 3 + at), 50 * at, codes=has) for at, has in enumerate(codes)]
+    assert measured_again(module, pending, into) == pending
+    assert module.repeat(pending, *into) == [pending[1]], "the first launch has two tensors"
+    assert module.repeat(pending, *into) == pending
 
 
 def test_another_interface_of_triton_is_reported_once(
@@ -465,10 +530,11 @@ def test_another_interface_of_triton_is_reported_once(
 ) -> None:
     compiled = Compiled(error=TypeError("19 arguments"))
     monkeypatch.setattr(kernel, "_measure", compiled)
-    monkeypatch.setattr(kernel, "_compiled", {})
+    for state in ("_compiled", "_known"):
+        monkeypatch.setattr(kernel, state, {})
     for dtype in (torch.float32, torch.float16):
         for _ in range(4):
-            by_kernel(kernel)([pending_of(normal(16, 3).to(dtype), 0)], *vectors(40))
+            measured_again(kernel, [pending_of(normal(16, 3).to(dtype), 0)], vectors(40))
     assert len(compiled.bound) == 8
     assert len(compiled.direct) == 2, "one for each dtype"
     assert [record.levelname for record in caplog.records] == ["WARNING"]

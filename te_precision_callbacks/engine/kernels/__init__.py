@@ -34,6 +34,8 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
         with torch.no_grad():
             add(pending, sums, maxima)
         return
+    if _repeat is not None:
+        pending = _repeat(pending, sums, maxima)
     for taken, together in itertools.groupby(pending, _pass_of):
         taken(list(together), sums, maxima)
 
@@ -59,14 +61,17 @@ def _pass_for(values: torch.Tensor) -> Pass:
 
 def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
     """Measure with Triton, or in plain torch once Triton is missing or the kernel has failed to compile."""
-    global _on_gpu
+    global _on_gpu, _repeat
     left = list(pending)
     try:
         from te_precision_callbacks.engine.kernels import triton_blocks, triton_kernel
 
-        for together in triton_kernel.group_by_launch([tensor for tensor in pending if tensor.in_blocks is None]):
+        groups = triton_kernel.group_by_launch([tensor for tensor in pending if tensor.in_blocks is None])
+        for together in groups:
             triton_kernel.add_group(together, sums, maxima)
             left = [tensor for tensor in left if not any(tensor is done for done in together)]
+        triton_kernel.remember(pending, groups)
+        _repeat = triton_kernel.repeat
         while left:
             triton_blocks.add(left[0], sums, maxima)
             del left[0]
@@ -75,7 +80,7 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
     except Exception as error:
         if is_lost(error):
             raise  # nothing can run on this GPU any more
-        _on_gpu = eager.add
+        _on_gpu, _repeat = eager.add, None
         logger.warning(
             "Statistics on the GPU use plain torch operations, which are slower but give the same results: the"
             " Triton kernel failed (%s: %s).",
@@ -86,3 +91,6 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
 
 
 _on_gpu: Pass = _with_triton
+
+_repeat: Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], Sequence[Pending]] | None = None
+"""Launches again what Triton has launched for tensors alike, and returns the tensors that are left."""

@@ -19,7 +19,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     exponent_counts,
     is_last,
     jit,
+    kept_scratch,
     loadable,
     merge_at,
     merge_rows,
@@ -78,8 +79,33 @@ _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_GENERA
 _Key = tuple[torch.device, torch.dtype, bool, bool, bool]
 """Device and dtype of tensors that can share a launch; whether they have codes, of E5M2, and a histogram."""
 
-_compiled: dict[_Key, tuple[Any, Sequence[Any]]] = {}
-"""The compiled kernel, if it can be launched without Triton's binder, and the values of its constants."""
+_compiled: dict[_Key | None, Any] = {}
+
+
+class _Launch(NamedTuple):
+    """A launch without Triton's binder, which takes longer than all the rest.
+
+    Attributes:
+        tensors: places of :data:`MOST_TOGETHER` tensors; unused ones repeat the first.
+        used: number of tensors.
+        tile: elements.
+        most: maximum number of programs of a tensor.
+        size: of the partial results of all launches of the signature, at most.
+        arguments: the arguments after the first programs: columns, geometry and constants.
+    """
+
+    compiled: Any
+    run: Callable[..., object]
+    tensors: Sequence[int]
+    used: int
+    tile: int
+    most: int
+    size: int
+    arguments: Sequence[Any]
+
+
+_known: dict[tuple[object, ...] | None, list[_Launch]] = {}
+"""Signature of tensors -> their launches; empty after a failure."""
 
 _notices = Notices()
 
@@ -150,6 +176,10 @@ class _Form(NamedTuple):
     constants: Mapping[str, Any]
 
 
+def _form_of(one: Pending) -> _Form:
+    return _form(one.values.dtype, one.codes is not None, one.e5m2, one.places.exponents >= 0)
+
+
 @functools.cache
 def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool) -> _Form:
     name, _, not_finite = FORMATS[dtype]
@@ -191,12 +221,11 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
     values, codes = first.values, first.codes
     if values.numel() == 0:
         return eager.add(together, sums, maxima)
-    form = _form(values.dtype, codes is not None, first.e5m2, first.places.exponents >= 0)
+    form = _form_of(first)
     constants = form.constants
     key = _shared_launch(first)
     if key is not None:
-        # Sizes and strides of one dimension.
-        geometry = [1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, int(codes is not None)]
+        geometry = _one_dimension(codes is not None)
     else:
         dimensions = _collapse(values, codes)
         if len(dimensions) > _MAX_DIMENSIONS:
@@ -217,50 +246,118 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
     padded = [*together, *[first] * unused]
     numbers = [one.values.numel() for one in padded]
     numbers += [*ends[:-1], *[programs] * unused]
-    for one in padded:
-        numbers += one.places
     with torch.cuda.device(values.get_device()):
         memory = *scratch(values.device, programs * form.row), sums, maxima
-        _launch(key, programs, padded, memory, [*numbers, *geometry], constants)
+        elements = [loadable(one.values.detach())[0] for one in padded]
+        of_codes = [*[one.codes for one in padded], *[one.scale_inv for one in padded]]
+        compiled = _measure[(programs,)](
+            *elements, *of_codes, *memory, *numbers, *_columns_of(padded), *geometry, **constants
+        )
+    if key is not None and compiled is not None:  # None in the interpreter
+        _compiled.setdefault(key, compiled)
     return None
 
 
-def _launch(
-    key: _Key | None,
-    programs: int,
-    padded: Sequence[Pending],
-    memory: Sequence[torch.Tensor],
-    numbers: Sequence[int],
-    constants: Mapping[str, Any],
-) -> None:
-    """Launch the kernel; after a key's first launch without Triton's binder, which takes longer than all the rest."""
-    of_codes = [*[one.codes for one in padded], *[one.scale_inv for one in padded]]
-    compiled, in_order = _compiled.get(key, (None, ())) if key is not None else (None, ())
-    failure: Exception | None = None
-    if compiled is not None:
-        pointers: list[int | None] = [one.values.data_ptr() for one in padded]
-        pointers += [None if tensor is None else tensor.data_ptr() for tensor in (*of_codes, *memory)]
+def _columns_of(padded: Iterable[Pending]) -> Iterable[int]:
+    return itertools.chain.from_iterable(one.places for one in padded)
+
+
+# Sizes and strides of one dimension.
+def _one_dimension(has_codes: bool) -> list[int]:
+    return [1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, int(has_codes)]
+
+
+def remember(pending: Sequence[Pending], groups: Iterable[Sequence[Pending]]) -> None:
+    """Keep the launches of tensors for :func:`repeat`, if all can be launched without Triton's binder."""
+    signature = _signature(pending)
+    compiled: list[Any] = [_compiled.get(_shared_launch(together[0])) for together in groups]
+    if signature is None or signature in _known or None in compiled:
+        return
+    launches = []
+    most = program_count(pending[0].values.device)
+    forms = [_form_of(together[0]) for together in groups]
+    size = most * MOST_TOGETHER * max(form.row for form in forms)
+    for kernel, form, together in zip(compiled, forms, groups, strict=True):
+        first = together[0]
+        padded = [*together, *[first] * (MOST_TOGETHER - len(together))]
+        places = [next(place for place, one in enumerate(pending) if one is tensor) for tensor in padded]
+        constants = [form.constants[name] for name in _measure.arg_names if name in form.constants]
+        arguments = [*_columns_of(padded), *_one_dimension(first.codes is not None), *constants]
+        launches.append(_Launch(kernel, kernel.run, places, len(together), form.tile, most, size, arguments))
+    _known[signature] = launches
+
+
+def _signature(pending: Iterable[Pending]) -> tuple[object, ...] | None:
+    """Return what determines the launches of dense tensors besides their sizes; None for others."""
+    signature: list[object] = []
+    for values, codes, scale_inv, e5m2, places, in_blocks, _ in pending:
+        numel = values.numel()
+        if in_blocks is not None or numel % 16 or not 0 < numel < 2**31 or values.data_ptr() % 16:
+            return None
+        if not values.is_contiguous():
+            return None
+        signature += values.device, values.dtype, e5m2, places
+        if codes is None or scale_inv is None:
+            signature.append(codes is None)
+        elif codes.data_ptr() % 16 or not codes.is_contiguous() or codes.shape != values.shape:
+            return None
+        else:
+            signature += codes.device, codes.dtype, scale_inv.device, scale_inv.dtype, scale_inv.numel()
+    return tuple(signature)
+
+
+def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> Sequence[Pending]:
+    """Launch what was launched for tensors like these, and return the tensors that are left."""
+    signature = _signature(pending)
+    launches = _known.get(signature, ())
+    if not launches:
+        return pending
+    device = sums.get_device()
+    if device >= 0 and (torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing()):
+        return pending
+    stream = raw_stream(sums.device)
+    memory = kept_scratch.get((max(device, 0), stream))
+    if memory is None or memory[0].numel() < launches[0].size:
+        memory = scratch(sums.device, launches[0].size)
+    memory_at = memory[0].data_ptr(), memory[1].data_ptr(), sums.data_ptr(), maxima.data_ptr()
+    for done, (compiled, run, tensors, used, tile, most, _, arguments) in enumerate(launches):
+        values_at: list[int] = []
+        codes_at: list[int | None] = []
+        scales_at: list[int | None] = []
+        sizes: list[int] = []
+        begins: list[int] = []
+        programs = 0
+        for place in tensors:
+            values, codes, scale_inv, *_ = pending[place]
+            numel = values.numel()
+            if len(sizes) < used:
+                programs += min(most, -(-numel // tile))
+            values_at.append(values.data_ptr())
+            codes_at.append(None if codes is None else codes.data_ptr())
+            scales_at.append(None if scale_inv is None else scale_inv.data_ptr())
+            sizes.append(numel)
+            begins.append(programs)
+        begins.pop()
+        pointers = *values_at, *codes_at, *scales_at, *memory_at
+        launch = programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None
         try:
-            compiled[programs, 1, 1](*pointers, *numbers, *in_order, stream=raw_stream(memory[0].device))
-            return
+            run(*launch, *pointers, *sizes, *begins, *arguments)
         except Exception as error:
-            failure = error
-    elements = [loadable(one.values.detach())[0] for one in padded]
-    compiled = _measure[(programs,)](*elements, *of_codes, *memory, *numbers, **constants)
-    if key is None or compiled is None:  # None in the interpreter
-        return
-    if failure is None:
-        in_order = [constants[name] for name in _measure.arg_names if name in constants]
-        _compiled.setdefault(key, (compiled, in_order))
-        return
-    _compiled[key] = None, ()
+            _known[signature] = []
+            _report_binder(error)
+            left = {place for launch in launches[done:] for place in launch.tensors}
+            return [one for place, one in enumerate(pending) if place in left]
+    return ()
+
+
+def _report_binder(error: Exception) -> None:
     if _notices.first("binder"):
         logger.warning(
             "Statistics on the GPU take longer than necessary: Triton %s does not launch a compiled kernel as expected"
             " (%s: %s). Results do not change.",
             triton.__version__,
-            type(failure).__name__,
-            failure,
+            type(error).__name__,
+            error,
         )
 
 

@@ -66,7 +66,9 @@ MEASURING: Mapping[str, Any] = {
 MOST_TOGETHER = 4
 """Maximum number of tensors per launch; a GEMM has three."""
 
-_scratch: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # device and stream -> partials and counters
+kept_scratch: dict[
+    tuple[int, int], tuple[torch.Tensor, torch.Tensor]
+] = {}  # device and stream -> partials and counters
 
 MERGED_COLUMNS = tl.constexpr(32)
 MERGED_ROWS = tl.constexpr(64)
@@ -93,9 +95,9 @@ def scratch(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor
     if is_capturing():
         return _new_scratch(device, size)
     key = device.index or 0, raw_stream(device)
-    kept = _scratch.get(key)
+    kept = kept_scratch.get(key)
     if kept is None or kept[0].numel() < size:
-        kept = _scratch[key] = _new_scratch(device, size)
+        kept = kept_scratch[key] = _new_scratch(device, size)
     return kept
 
 
