@@ -116,7 +116,9 @@ TABLE: Mapping[Kind, Table] = {
     "large-gradient": Table(
         "the gradient of a block's MLP is scaled by 2^14", ("sibling", "overflow", "stale-scale", "growth")
     ),
-    "outlier-row": Table("a row of a weight is multiplied by 2^12", ("sibling", "underflow", "overflow", "growth")),
+    "outlier-row": Table(  # which is written between two steps
+        "a row of a weight is multiplied by 2^12", ("sibling", "underflow", "overflow", "growth", "weight-jump")
+    ),
     "outlier-channel": Table(
         "a channel of a layer's input is multiplied by 2^14",
         ("sibling", "underflow", "overflow", "growth"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -160,23 +160,31 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
     """Order findings so that each follows a finding that can explain it; otherwise most severe first.
 
     The explanation is the earliest finding of a rule in ``causes`` (rule -> the rules that can cause its findings) that
-    began no later. The beginning may be any step after ``last_good``. A note explains only notes.
+    began no later. The beginning may be any step after ``last_good``. A note explains only notes. Of two findings that
+    can explain each other, the earlier is explained first.
     """
-    ordered = sorted(findings, key=_first_step)
-    cause_of = [
-        next((at for at, other in enumerate(ordered) if _explains(other, finding, causes)), None) for finding in ordered
-    ]
-    groups: dict[int, list[Finding]] = {}
-    for place, (finding, cause) in enumerate(zip(ordered, cause_of, strict=True)):
-        root, above = place, cause
-        while above is not None:
-            root, above = above, cause_of[above]
-        if cause is not None:
-            finding = replace(finding, caused_by=f"{ordered[cause].rule} of {ordered[cause].subject}")
-        groups.setdefault(root, []).append(finding)
 
     def severity(finding: Finding) -> int:
         return SEVERITIES.index(finding.severity)
+
+    ordered = sorted(findings, key=lambda finding: (_first_step(finding), severity(finding)))
+    cause_of: dict[int, int | None] = {}
+
+    def chain(place: int | None) -> Iterator[int]:
+        while place is not None:
+            yield place
+            place = cause_of.get(place)
+
+    for place, finding in enumerate(ordered):
+        explaining = (at for at, other in enumerate(ordered) if _explains(other, finding, causes))
+        cause_of[place] = next((at for at in explaining if place not in chain(at)), None)
+    groups: dict[int, list[Finding]] = {}
+    for place, finding in enumerate(ordered):
+        *_, root = chain(place)
+        cause = cause_of[place]
+        if cause is not None:
+            finding = replace(finding, caused_by=f"{ordered[cause].rule} of {ordered[cause].subject}")
+        groups.setdefault(root, []).append(finding)
 
     worst = sorted((groups[root] for root in sorted(groups)), key=lambda group: min(map(severity, group)))
     return [finding for group in worst for finding in sorted(group, key=lambda f: (bool(f.caused_by), severity(f)))]
@@ -191,7 +199,7 @@ def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[st
     return (
         cause.rule in causes.get(finding.rule, ())
         and (cause.severity != "note" or finding.severity == "note")
-        and begun <= _first_step(finding)
+        and begun + (finding.rule in causes.get(cause.rule, ())) <= _first_step(finding)
     )
 
 

@@ -104,10 +104,11 @@ class _Record:
             elif (sighting := _from_rank(row)) is not None:
                 of_step.from_ranks.append(sighting)
         self.ends += [(0, Event("earlier_start", text, step)) for step, text in failed_starts(run)]
-        if run.segments and run.segments[-1].status == "stopped without an end":
+        last = run.segments[-1] if run.segments else None
+        if last is not None and (last.without_end or last.status == "stopped without an end"):
             step = int(run.steps["iteration"][-1].as_py()) if len(run.steps) else 0
             text = (
-                f"{run.segments[-1].who_stopped} stopped after step {step} without recording an end, and the data of"
+                f"{last.who_stopped} stopped after step {step} without recording an end, and the data of"
                 " its last steps are missing"
             )
             self.ends.append((0, Event("stopped", text, step)))

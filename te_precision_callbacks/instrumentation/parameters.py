@@ -68,6 +68,9 @@ LIKELY = 4.0
 AT_ZERO, RISEN, RISING_STEPS = 0.005, 0.05, 5
 """Share of the largest learning rate that counts as 0, the share it rises to, and the steps in which it rises."""
 
+DECAYS = 0.02
+"""Share of a weight that weight decay removes in a step: half of it in 34 steps."""
+
 IDLE = 60
 """Steps between the first and the last sampled gradient of 0 of a parameter whose similar parameters have gradients."""
 
@@ -102,7 +105,7 @@ class Problem(NamedTuple):
     Attributes:
         what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``arrived``, ``left_out``, ``not_held``,
             ``frozen_held``, ``converted``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``,
-            ``kept``, ``all_kept``, ``rises_again``, ``idle``, ``emptied``, ``restored``, ``replaced``,
+            ``kept``, ``all_kept``, ``rises_again``, ``decays``, ``idle``, ``emptied``, ``restored``, ``replaced``,
             ``nonfinite`` or ``nonfinite_gradient``; from :mod:`replicas`, ``differs``, ``differs_from_start``,
             ``no_reduction`` or ``no_sum``.
         name: the parameter; empty for a problem of the model.
@@ -323,6 +326,7 @@ class ParameterWatch:
         self._pending_read: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
         self._arrived: list[Problem] = []
+        self._decays: dict[str, Problem] = {}
         self._stepped = 0
         self._first = self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -376,6 +380,7 @@ class ParameterWatch:
             if self._is_due:
                 self._has_sampled = True
                 self._watch_clearing(optimizer, held)
+                self._note_decay(optimizer, held)
                 self._sample(optimizer, held, gradients)
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
@@ -546,6 +551,15 @@ class ParameterWatch:
         for handle in handles:
             handle.remove()
 
+    def _note_decay(self, optimizer: Optimizer, held: list[_Held]) -> None:
+        """Note parameters that lose a large share in a step by weight decay."""
+        is_share = isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD))
+        for parameter, _, group, _ in held:
+            share = group.get("lr", 0.0) * group.get("weight_decay", 0.0)
+            if (is_share or group.get("decoupled_weight_decay")) and isinstance(share, float) and share >= DECAYS:
+                problem = Problem("decays", parameter.name, self._iteration, 100 * share)
+                self._decays.setdefault(parameter.name, problem)
+
     def _sample(self, optimizer: Optimizer, all_held: list[_Held], gradients: Iterable[torch.Tensor | None]) -> None:
         iteration, batches = self._iteration, self._batches
         masters = [
@@ -693,6 +707,7 @@ class ParameterWatch:
         idle = self._idle_experts()
         yield from idle.values()
         yield from self._arrived
+        yield from self._decays.values()
         for parameter, gap in without:
             if parameter in idle:
                 continue

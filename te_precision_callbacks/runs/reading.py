@@ -297,7 +297,7 @@ class _Reader:
             facts = read_json(path)
         except FileNotFoundError:
             if is_silent(folder) or any(folder.glob(f"{rank_name(0)}/*")):  # rank 0 makes the folder first
-                self._note(f"{path} is missing: the facts of segment {number} are unknown.", "unread")
+                self._note(f"{path} is missing: the facts of segment {number} are unknown.", "damaged")
         except (OSError, ValueError) as error:
             self._note(f"{path} is damaged ({error}): the facts of segment {number} are unknown.", "damaged")
         schema, versions = facts.get("schema", SCHEMA_VERSION), facts.get("versions")
@@ -314,10 +314,10 @@ class _Reader:
             self._note(f"The end of segment {number} is not recorded: {facts['not_written']}")
         status = facts.get("status")
         without_end: tuple[int, ...] = ()
-        if status == "ended" and is_gone(path, facts):  # until then, other ranks may still write
+        if status in ("ended", "failed") and is_gone(path, facts):  # until then, other ranks may still write
             others = (item for item in ranks_of(folder).items() if item[0])
             without_end = tuple(rank for rank, own in others if any(file.is_open for file in data_files(own)[0]))
-        if without_end or status not in ("ended", "failed"):
+        if status not in ("ended", "failed") or (without_end and status == "ended"):
             status = "stopped without an end" if without_end or is_gone(path, facts) else "running"
         return Segment(
             number=number,
@@ -358,7 +358,7 @@ class _Reader:
         end = [(count + 1, count)] if isinstance(count, int) else []
         missing = gaps([*((file.first, file.last) for file in files), *end], 1)
         if missing:
-            self._note(f"{folder}: files of {name} are missing: {missing}.", "unread")
+            self._note(f"{folder}: files of {name} are missing: {missing}.", "damaged")
         return files
 
     def _load(self, path: Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table | None:
@@ -476,6 +476,8 @@ class _Reader:
         path, schema = folder / f"{name}{CLOSED}", FACTS[name]
         table = self._load(path, schema.names, schema) if path.exists() else None
         if table is None:
+            if self.counts.get(folder / rank_name(0), {}).get(name) and not path.exists():
+                self._note(f"{path} is missing.", "damaged")
             return schema.empty_table()
         if following is None or "until" not in schema.names:
             return table

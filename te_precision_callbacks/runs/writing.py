@@ -194,6 +194,7 @@ class RunWriter:
         self.own.mkdir(exist_ok=True)
         self.status: Status = "running"
         self._facts: dict[str, Any] = {}
+        self._fact_names: set[str] = set()
         self._names = _SeriesNames()
         small = max(close_bytes, small_bytes)
         kinds: dict[str, tuple[pa.Schema, Callable[[list[Any]], pa.RecordBatch], float]] = {
@@ -234,6 +235,7 @@ class RunWriter:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
         folder = self.own if self.rank else self.folder
         write_table(pa.Table.from_pylist([*rows], schema=FACTS[name]), folder / f"{name}{CLOSED}")
+        self._fact_names.add(name)
 
     def put_lost(self, error: BaseException) -> None:
         """Record in run.json that recording has failed, in place; errors are ignored."""
@@ -389,7 +391,7 @@ class RunWriter:
             self.leave()
             if self._facts:
                 files = {name: table.count for name, table in self._tables.items()}
-                self.put_run(ended_at=time_text(), files=files)
+                self.put_run(ended_at=time_text(), files=files | dict.fromkeys(sorted(self._fact_names), 1))
         except OSError as error:
             self.put_lost(error)
             raise

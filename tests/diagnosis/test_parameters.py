@@ -159,6 +159,29 @@ def test_a_learning_rate_that_ends_at_0(tmp_path: Path, steps: int, finds: bool)
     assert not finds or "with a learning rate above 0" in verdict.findings[0].seen
 
 
+@pytest.mark.parametrize(
+    ("kind", "rate", "decay", "finds"),
+    [
+        (torch.optim.AdamW, 1e-3, 20.0, True),
+        (torch.optim.AdamW, 1e-3, 1.0, False),
+        (torch.optim.SGD, 0.5, 0.05, True),
+        (torch.optim.Adam, 1e-3, 20.0, False),
+    ],
+)
+def test_a_decay_that_leaves_nothing(tmp_path: Path, kind: Any, rate: float, decay: float, finds: bool) -> None:
+    """Of one block; Adam adds it to the gradient."""
+    model = Model()
+    block = list(model.blocks[1].parameters())
+    others = [weight for weight in model.parameters() if not any(weight is of_block for of_block in block)]
+    groups: Any = [{"params": others}, {"params": block, "weight_decay": decay}]
+    optimizer = kind(groups, lr=rate, weight_decay=0.0)
+    for group in groups[:1]:
+        group["lr"] = 1e-3
+    results = [item for item in train(tmp_path, model, optimizer) if item.rule == "learning-rate"]
+    assert [(item.severity, item.layers) for item in results] == [("warning", ("blocks.1.fc1", "blocks.1.fc2"))] * finds
+    assert not finds or f"weight decay removes {100 * rate * decay:.3g} % of blocks.1" in results[0].seen
+
+
 def test_a_tiny_learning_rate_moves_elements_near_0(tmp_path: Path) -> None:
     model = Model()
     with torch.no_grad():

@@ -18,6 +18,7 @@ from te_precision_callbacks.diagnosis.finding import Severity, root_causes_first
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge
 from te_precision_callbacks.sinks.step_records import Event, Row
+from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 from te_precision_callbacks.statistics.series import SeriesTable
 from tests.step_records import records_from_rows
 
@@ -737,7 +738,7 @@ def test_a_layer_that_trains_in_a_rhythm_is_not_dead(trains_in: range, since: in
     assert [finding.since for finding in results] == ([] if since is None else [since])
 
 
-@pytest.mark.parametrize(("trained", "severity"), [(2, "warning"), (3, "note")])
+@pytest.mark.parametrize(("trained", "severity"), [(1, "warning"), (2, "note")])
 @pytest.mark.parametrize("dead", [DEAD, ABSENT], ids=["0", "absent"])
 def test_a_gradient_that_comes_later(dead: Numbers, trained: int, severity: str) -> None:
     def findings(steps: list[Numbers]) -> list[tuple[str, tuple[str, ...]]]:
@@ -924,6 +925,22 @@ def test_a_loss_that_is_not_finite(name: str, value: float) -> None:
     finding = only(told({name: 2.0}, {name: value}, {name: 2.0}, {name: value}), "nonfinite-loss")
     assert (finding.severity, finding.layers, finding.seen) == ("error", (), f"{name} is {value}")
     assert (finding.since, finding.last_good, finding.until) == (1, 0, 3)
+
+
+@pytest.mark.parametrize(("tensor", "severity"), [("gradient", "note"), ("activation", "error")])
+def test_inf_in_a_step_that_a_scaler_skips(tensor: str, severity: str) -> None:
+    scaled = facts(settings=Settings(loss_is_scaled=True, float16=True))
+    broken: Numbers = {**ordinary(), ("h.4.fc2", "gradient", "nonfinite_num"): 3.0}
+    broken[("h.4.fc2", tensor, "nonfinite_num")] = 3.0
+    finding = only(judged([broken, ordinary()], scaled), "nonfinite")
+    assert (finding.severity, "GradScaler skips" in finding.remedy) == (severity, severity == "note")
+    assert [item.severity for item in judged([broken], facts()) if item.rule == "nonfinite"] == ["error"]
+
+
+@pytest.mark.parametrize(("norm", "severity"), [(100.0, "note"), (2e4, "warning")])
+def test_a_norm_far_above_the_limit_of_clipping(norm: float, severity: str) -> None:
+    step = {"loss": 2.0, CLIPPED_NORM: norm, CLIPPING_LIMIT: 1.0}
+    assert only(told(*[step] * 30), "gradient-size").severity == severity
 
 
 @pytest.mark.parametrize(("finite", "severity"), [(2, "error"), (3, "note")])
@@ -1127,6 +1144,17 @@ def test_a_chain_of_causes_begins_with_its_root() -> None:
         ("stale-scale", "growth of of growth"),
         ("underflow", "stale-scale of of stale-scale"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("since", "last_good", "first"), [(5, 2, "diverging-loss"), (50, 20, "weight-jump"), (2, 1, "weight-jump")]
+)
+def test_a_jump_of_weights_and_a_loss_that_diverges(since: int, last_good: int, first: str) -> None:
+    """Weights that a large learning rate changes jump after the loss; others before it, and may be seen later."""
+    loss = caused("diverging-loss", 2 if since == 5 else since if since < 50 else 26, 1 if since < 50 else 25, "error")
+    causes = {rule.id: rule.consequence_of for rule in RULES}
+    root, other = root_causes_first([caused("weight-jump", since, last_good), loss], causes)
+    assert (root.rule, root.caused_by, bool(other.caused_by)) == (first, "", True)
 
 
 def test_a_cause_may_be_seen_a_collection_step_later() -> None:

@@ -275,6 +275,95 @@ def test_a_tensor_and_its_codes(measure: Measure, name: str) -> None:
     assert_same(result, columns(values, codes, scale, e5m2=e5m2, histogram_too=True))
 
 
+# --- whole tiles of dense tensors -------------------------------------------------------------------------------------
+
+# Two whole tiles for two of the four programs, and one that is not whole; with codes twice as many.
+DENSE = normal(6 * 4096 + 160)
+
+
+def with_at(place: int | slice, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def put(values: torch.Tensor) -> torch.Tensor:
+        values = values.clone()
+        values[place] = value
+        return values
+
+    return put
+
+
+A_TILE = slice(4096, 2 * 4096)
+TILES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "usual": lambda x: x,
+    "only whole ones": lambda x: x[: 6 * 4096],
+    "inf": with_at(5000, INF),
+    "-inf in a second tile of a program": with_at(5 * 4096 + 3, -INF),
+    "nan": with_at(4096, NAN),
+    "nan in the tile that is not whole": with_at(-2, NAN),
+    "a tile of nan": with_at(A_TILE, NAN),
+    "a large number": with_at(9000, 2.0**70),
+    "all large": lambda x: x * 2.0**70,
+    "all small": lambda x: x * 2.0**-70,
+    "a small tile": lambda x: with_at(A_TILE, 2.0**-70)(x),
+    "zeros": lambda x: x * 0,
+    "a tile of zeros": with_at(A_TILE, 0.0),
+    "many zeros": with_at(slice(0, None, 3), 0.0),
+    "far from zero": lambda x: x / 1000 + 3000,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TILES)
+def test_dense_tiles(measure: Measure, name: str, dtype: torch.dtype) -> None:
+    values = TILES[name](DENSE).to(dtype)
+    assert_same(measure(values, histogram=True), columns(values, histogram_too=True))
+
+
+def decoded(values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, e5m2: bool) -> torch.Tensor:
+    return codes.view(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn).float() * scale
+
+
+OF_CODES: dict[str, Callable[..., torch.Tensor]] = {
+    "no error": decoded,
+    "one small error": lambda x, *codes: decoded(x, *codes) + with_at(77, 2.0**-60)(torch.zeros_like(x)),
+    "small losses": lambda x, *codes: torch.where(x.abs() < 1, 2.0**-60, x),
+    "zeros with codes": lambda x, *codes: x * 0,
+}
+
+
+@pytest.mark.parametrize("converts", [False, True], ids=["bits", "instruction"])
+@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("name", [*TILES, *OF_CODES])
+def test_dense_tiles_and_their_codes(
+    kernel: ModuleType, measure: Measure, monkeypatch: pytest.MonkeyPatch, name: str, e5m2: bool, converts: bool
+) -> None:
+    monkeypatch.setattr(kernel, "converts_fp8", lambda device: converts)
+    values = TILES.get(name, TILES["usual"])(DENSE)
+    largest = values[values.isfinite()].abs().max().item()
+    codes, scale = quantized(values.nan_to_num(0.0), largest / 300 or 1.0, e5m2=e5m2)
+    if name in OF_CODES:
+        values = OF_CODES[name](values, codes, scale, e5m2)
+        if name == "small losses":
+            codes = torch.where(values == 2.0**-60, 0, codes)
+    assert_same(measure(values, codes, scale, e5m2=e5m2), columns(values, codes, scale, e5m2=e5m2))
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_usual_tiles_are_read_once(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, codes: bool) -> None:
+    read_again: list[int] = []
+    careful = kernel.careful_moments
+
+    def noted(x: Any) -> Any:
+        read_again.append(1)
+        return careful(x)
+
+    monkeypatch.setattr(kernel, "careful_moments", noted)
+    for elements in (6 * 4096, 6 * 4096 + 16):
+        read_again.clear()
+        values = normal(elements)
+        measured_by(by_kernel(kernel), values, *(quantized(values, 0.01) if codes else ()))
+        rows = kernel._ELEMENTS_PER_THREAD[codes] // 4
+        assert len(read_again) == (rows if elements % 4096 else 0), "only the tile that is not whole"
+
+
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -645,7 +734,7 @@ def compiled(
     """What Triton and ptxas make of the launch that these arguments make on a GPU: "ptx", "cubin", ..."""
     module = fresh_kernel()
     function, launch = module._measure, Launch()
-    vars(module)["_measure"] = launch
+    vars(module).update(_measure=launch, converts_fp8=lambda device: True)
 
     def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
         (first,) = pending
@@ -659,7 +748,7 @@ def compiled(
 
 def compiled_launch(capability: int, function: Any, launch: Launch) -> dict[str, Any]:
     given = launch.options
-    compile_options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in given}
+    compile_options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion", "maxnreg") if name in given}
     # Triton makes constants of None and 1, and knows which numbers and addresses are multiples of 16.
     signature, constants, multiples = {}, dict(given), {}
     for position, (name, argument) in enumerate(zip(function.arg_names, launch.arguments, strict=False)):
@@ -713,7 +802,7 @@ def loads(code: str) -> list[str]:
 )
 def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype, together: int) -> None:
     code = ptx(torch.zeros(64, 64, dtype=dtype).t(), together=together)
-    assert loads(code) == ["v4.b32"] * (32 * dtype.itemsize // 16)
+    assert loads(code) == ["v4.b32"] * (32 * dtype.itemsize // 16 + 1), "a whole tile, and a row of a tile with care"
     assert ".ftz" not in code  # subnormal numbers stay
 
 
@@ -748,8 +837,9 @@ def test_registers_are_not_spilled(
     of_codes = [codes, torch.ones(1)] if with_codes else []
     made = compiled(capability, values, *of_codes, together=together)
     instructions = disassembled(made["cubin"], tmp_path)
-    assert "LDG" in instructions
-    assert "STL" not in instructions
+    loops = re.findall(r"^\.(L_x_\d+):\n(.*?) BRA[^`\n]*`\(\.\1\)", instructions, flags=re.MULTILINE | re.DOTALL)
+    (whole_tiles,) = [loop for name, loop in loops if "LDG" in loop and "BAR" not in loop]
+    assert len(re.findall(r"\b(STL|LDL)\b", whole_tiles)) <= 2
 
 
 def disassembled(cubin: bytes, folder: Path) -> str:

@@ -191,6 +191,15 @@ def test_a_missing_file_of_an_ended_run_is_noted(tmp_path: Path, number: int, mo
     assert open_run(tmp_path).notes == ()
     (rank_folder(tmp_path) / f"values-000{number}.parquet").unlink()
     assert open_run(tmp_path).notes == (f"{rank_folder(tmp_path)}: files of values are missing: {number}.",)
+    with pytest.raises(RunError, match=f"files of values are missing: {number}"):
+        open_run(tmp_path).require_undamaged()
+
+
+def test_missing_facts_of_an_ended_run_are_noted(tmp_path: Path) -> None:
+    write_run(tmp_path, range(2))
+    path = rank_folder(tmp_path).parent / "layers.parquet"
+    path.unlink()
+    assert open_run(tmp_path).notes == (f"{path} is missing.",)
 
 
 def test_a_rank_that_was_killed_after_the_end_of_rank_0(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, 
 from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_scaler
 from te_precision_callbacks.sinks.step_records import Event
 
-DEAD_STEPS = 3
-"""Due steps in a row in which a gradient is 0."""
+DEAD_STEPS, TRAINED_STEPS = 3, 2
+"""Due steps in a row in which a gradient is 0; and in which it is there again, for a note."""
 
 RHYTHM = 5
 """The most steps of a rhythm in which a layer may train: a generator every fifth step (WGAN, arXiv 1701.07875)."""
@@ -103,7 +103,7 @@ class DeadGradient(Judge):
     def _note_trained(self, numbers: StepNumbers, trained: set[str]) -> Iterator[Sighting]:
         for key, steps in list(self._reported.items()):
             steps.update({layer: count + 1 if layer in trained else 0 for layer, count in steps.items()})
-            if min(steps.values()) >= DEAD_STEPS:
+            if min(steps.values()) >= TRAINED_STEPS:
                 del self._reported[key]
                 seen = f"the gradient was 0 or missing before, but is there in step {numbers.iteration}"
                 yield Sighting((), "gradient", "", seen, None, "note", key=key, replaces=True)
@@ -248,7 +248,7 @@ RULES = (
         condition=(
             f"in {DEAD_STEPS} collection steps in a row with an activation that is not 0, the gradient of a layer is"
             " 0, or a layer with a trainable weight has no backward. For a layer that never had a backward, only"
-            f" from step {RHYTHM} on. A note if they then have gradients in {DEAD_STEPS} collection steps in a row"
+            f" from step {RHYTHM} on. A note if they then have gradients in {TRAINED_STEPS} collection steps in a row"
         ),
         silent=(
             f"layers that train periodically, at least every {RHYTHM} steps, such as a GAN's generator; layers that"
@@ -264,8 +264,8 @@ RULES = (
         ),
         essential=True,
         remedy=(
-            "Look for detach(), no_grad() or a multiplication by 0 after the layer. If the gradient is 0 only in low"
-            " precision, keep the following layers in high precision"
+            "Look for detach(), no_grad() or a multiplication by 0 around or after the layer. If the gradient is 0 only"
+            " in low precision, keep the following layers in high precision"
         ),
         judge=DeadGradient,
     ),

@@ -452,5 +452,6 @@ RULES = (
             " sharded weights, copying master weights, in-place quantization. Resume from an earlier checkpoint"
         ),
         judge=WeightJump,
+        consequence_of=("diverging-loss",),
     ),
 )

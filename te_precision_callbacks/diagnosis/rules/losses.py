@@ -15,6 +15,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
+from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.sinks.step_records import Event
 
 FROM_ZERO = 20
@@ -60,6 +61,13 @@ _REMEDY_OF_ALL_GRADIENTS = (
     " at the module and batch with the first inf or nan"
 )
 
+_SKIPPED = (
+    "Nothing, as long as it ends: the GradScaler skips such a step, and halves its scale. With a smaller init_scale= it"
+    " skips fewer steps"
+)
+
+_OF_BACKWARD = ("gradient", "dgrad", "wgrad")
+
 NEARLY_ALL = 90.0
 """Percent of the parameters, whose gradients then have inf or nan from the loss or the last layers."""
 
@@ -86,7 +94,10 @@ class Nonfinite(Judge):
                 broken[numbers.names[layer], column.family.tensor] = (
                     f"{many(round(count), 'element')} {'is' if round(count) == 1 else 'are'} inf or nan"
                 )
-        if broken:
+        if broken and is_scaled(facts) and all(tensor in _OF_BACKWARD for _, tensor in broken):
+            skipped = _first_nonfinite(broken, before, numbers.iteration, facts)
+            yield skipped._replace(severity="note", key="scaled", remedy=_SKIPPED)
+        elif broken:
             self._first = self._first or _first_nonfinite(broken, before, numbers.iteration, facts)
             yield self._first
 
@@ -299,7 +310,7 @@ RULES = (
             "a tensor has an inf or nan element, or the gradient of a parameter has one when its optimizer steps; the"
             " first such tensor in execution order is reported"
         ),
-        silent="nothing: gradients scaled for FP16 are inf in steps that a GradScaler skips, and are reported too",
+        silent="nothing: in gradients that a GradScaler has scaled for float16, inf and nan are a note",
         severity="error",
         source="arithmetic",
         why="inf and nan spread to all weights in the next optimizer step, and training does not recover",

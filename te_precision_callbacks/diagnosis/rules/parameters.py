@@ -119,6 +119,11 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
         "rises_again": _Kind(
             "the learning rate fell to 0 in step {since} and has risen to {number:.2g} % of its largest value again"
         ),
+        "decays": _Kind(
+            "weight decay removes {number:.3g} % of {names} in each step",
+            "Lower weight_decay= of the optimizer's parameter group. Times the learning rate, it is the share of the"
+            " weights that a step removes",
+        ),
     },
     "weight-jump": {
         "emptied": _Kind(f"{_WRITTEN} set them to 0 before step {{since}}"),
@@ -281,18 +286,20 @@ RULES = (
     ),
     Rule(
         id="learning-rate",
-        title="the learning rate rises again after its schedule has ended",
+        title="the learning rate rises again after its schedule has ended, or weight decay is too large",
         subject="model",
         needs="a torch.optim optimizer",
         collect=_COLLECT,
         condition=(
-            "the learning rate falls to 0.5 % of its largest value, and then rises in 5 steps to 5 % of it again"
+            "the learning rate falls to 0.5 % of its largest value, and then rises in 5 steps to 5 % of it again. Or"
+            " the learning rate times weight_decay=, in a step of SGD or of a torch optimizer with decoupled decay, is"
+            " 0.02 or more"
         ),
-        silent="warm restarts, which rise in one step; learning rates in tensors on a device",
+        silent="warm restarts, which rise in one step; learning rates in tensors on a device; Adam's coupled decay",
         severity="warning",
         source="torch's CosineAnnealingLR, which rises again after T_max steps; this project",
-        why="the weights leave the minimum that the schedule has reached",
-        disproof="the schedule is cyclic on purpose",
+        why="the weights leave the minimum that the schedule has reached, or lose what they learn",
+        disproof="the schedule is cyclic on purpose, or the weights should shrink",
         remedy=(
             "End the training where the schedule ends, or make the schedule as long as the training: check its number"
             " of steps, and whether the scheduler steps more than once per optimizer step"

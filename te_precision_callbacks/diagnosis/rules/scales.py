@@ -13,6 +13,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses_too_much, overflow_threshold
+from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.sinks.step_records import Event
 
 FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3
@@ -120,9 +121,17 @@ class ScaleNeverUpdated(_ScaleJudge):
             place = numbers.names_of(scales).index(layers[0])
             value = "1, its initial value," if initial[place] else f"{scales.values[place]:.3g}"
             seen = f"its scale is {value} in all {counts[place]:.0f} collection steps; amax is {amaxes[place]:.3g}"
-            remedy = _REMEDY_OF_GRADIENT if tensor == "gradient" else ""
+            remedy = ""
+            if tensor == "gradient":
+                remedy = _REMEDY_OF_SCALED if is_scaled(facts) else _REMEDY_OF_GRADIENT
             yield Sighting(tuple(layers), tensor, "scale_inv_max", seen, since, remedy=remedy)
 
+
+_REMEDY_OF_SCALED = (
+    "A step that the GradScaler has skipped leaves amaxes of inf in the history: choose a smaller init_scale=, a"
+    " shorter amax_history_len=, or Float8CurrentScaling. If no step was skipped, make sure that the first layer inside"
+    " te.autocast has a backward"
+)
 
 _REMEDY_OF_GRADIENT = (
     "Make sure that the first layer inside te.autocast has a backward, which updates the scales of all gradients. If"

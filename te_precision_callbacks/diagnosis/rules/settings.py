@@ -33,6 +33,13 @@ def needs_scaler(facts: Facts) -> bool:
     return facts.settings is not None and not facts.settings.loss_is_scaled and _has_float16(facts)
 
 
+def is_scaled(facts: Facts) -> bool:
+    """Return whether a GradScaler scales the loss for float16, and skips steps with inf or nan."""
+    return (
+        facts.settings is not None and facts.settings.loss_is_scaled and (facts.settings.float16 or _has_float16(facts))
+    )
+
+
 def _has_float16(facts: Facts) -> bool:
     formats = (text for layer in facts.layers.values() for text in layer.formats.values())
     weights = (layer.weight_dtype for layer in facts.layers.values())

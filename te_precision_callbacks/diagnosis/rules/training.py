@@ -34,6 +34,9 @@ FLAT, RISING = 0.01, 0.10
 CLIPPED, CLIPPED_STEPS, NEARLY_ALL_CLIPPED = 50.0, 20, 0.9
 """How many times the limit a gradient norm is before clipping, the last steps with clipping, and their share."""
 
+FAR_CLIPPED = 1e4
+"""The same for a warning: with SGD, next to nothing is left of a gradient."""
+
 NEAR_GUESS = 0.1
 """The relative difference between a first loss and a multiple of the loss of a uniform guess."""
 
@@ -208,7 +211,8 @@ class GradientSize(Judge):
                 f"the gradient norm was at least {least:.3g} times the limit of clipping ({limit:.3g}) in"
                 f" {sum(ratio >= least for ratio in clipped)} of {CLIPPED_STEPS} steps"
             )
-            yield Sighting((), "", "", seen, self._ratios[0][0], key="clipped")
+            severity: Severity = "warning" if least >= FAR_CLIPPED else "note"
+            yield Sighting((), "", "", seen, self._ratios[0][0], severity, key="clipped")
 
     def _check_first_loss(self) -> Iterator[Sighting]:
         if self._first is None:
@@ -221,7 +225,7 @@ class GradientSize(Judge):
                     f"the first {name} is {loss:.3g}, {count} times that of a uniform guess among {classes} classes"
                     f" ({guess:.3g}), and a step has {count} micro-batches"
                 )
-                yield Sighting((), "", "", seen, iteration, key="first loss", remedy=_DIVIDE)
+                yield Sighting((), "", "", seen, iteration, "note", key="first loss", remedy=_DIVIDE)
 
 
 _DIVIDE = (
@@ -291,11 +295,12 @@ RULES = (
         collect="clipping by torch.nn.utils.clip_grad_norm_, which a session observes",
         condition=(
             f"before clipping, the gradient norm is at least {CLIPPED:g} times the limit in"
-            f" {100 * NEARLY_ALL_CLIPPED:g} % of {CLIPPED_STEPS} steps. Or the first loss is, within"
+            f" {100 * NEARLY_ALL_CLIPPED:g} % of {CLIPPED_STEPS} steps; a warning from"
+            f" {FAR_CLIPPED:,.0f} times on. Or the first loss is, within"
             f" {100 * NEAR_GUESS:g} %, N times ln(outputs of the model's last layer), and a step has N micro-batches"
         ),
         silent="clipping by a limit of inf, which only measures the norm; clipping by DeepSpeed, Megatron or FSDP",
-        severity="note",
+        severity="warning",
         source="Megatron-LM issue 1532: a loss that was a sum over tokens; the thresholds are this project's",
         why=(
             "clipping then sets the size of each step, and the part of the gradient that is too large hides all other"

@@ -38,9 +38,14 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     MOST_TOGETHER,
     THREADS,
     add_exponents,
+    are_plain,
+    careful_moments,
     comparison,
+    converts_fp8,
     decode,
+    decode_codes,
     exponent_counts,
+    is_exact,
     is_last,
     jit,
     kept_scratch,
@@ -49,6 +54,8 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     merge_rows,
     nowhere,
     placed,
+    plain_comparison,
+    plain_moments,
     program_count,
     scratch,
     store_comparison,
@@ -65,6 +72,8 @@ _MAX_DIMENSIONS = 5
 # Elements of a tile per thread, without and with codes: enough loads in flight to hide the memory latency, but few
 # enough for the registers of all programs on a processor.
 _ELEMENTS_PER_THREAD = {False: 32, True: 16}
+_REGISTERS = 64
+"""Maximum per thread; more are needed only outside of the loop over whole tiles."""
 
 # Arguments that differ between tensors. If specialized, Triton would compile separate kernels.
 _GENERAL = [
@@ -177,11 +186,13 @@ class _Form(NamedTuple):
 
 
 def _form_of(one: Pending) -> _Form:
-    return _form(one.values.dtype, one.codes is not None, one.e5m2, one.places.exponents >= 0)
+    has_codes = one.codes is not None
+    converts = has_codes and converts_fp8(one.values.device)
+    return _form(one.values.dtype, has_codes, one.e5m2, one.places.exponents >= 0, converts)
 
 
 @functools.cache
-def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool) -> _Form:
+def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, converts: bool) -> _Form:
     name, _, not_finite = FORMATS[dtype]
     code_name, largest = CODE_FORMATS[e5m2]
     vector = BYTES_PER_LOAD // dtype.itemsize
@@ -193,6 +204,7 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool) -> 
         "CODES": code_name if with_codes else "",
         "LARGEST": largest * ROUNDING,
         "HISTOGRAM": histogram,
+        "CONVERTS": converts,
         "ALONE": False,
         "WHOLE_RUNS": False,
         "SMALL": True,
@@ -202,6 +214,7 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool) -> 
         "COLUMNS": columns,
         "EXTREMES": extremes,
         **MEASURING,
+        "maxnreg": _REGISTERS,
         # An FMA would not round the product of code and scale before subtracting it.
         "enable_fp_fusion": not with_codes,
     }
@@ -237,7 +250,13 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
         geometry += [stride for _, stride, _ in [*inner, outer]]
         geometry += [stride for _, _, stride in [*inner, outer]]
         whole_runs = bool(others) and inner[0][0] % (THREADS * constants["VECTOR"]) == 0
-        constants = {**constants, "ALONE": True, "WHOLE_RUNS": whole_runs, "SMALL": values.numel() < 2**31}
+        constants = {
+            **constants,
+            "maxnreg": None,
+            "ALONE": True,
+            "WHOLE_RUNS": whole_runs,
+            "SMALL": values.numel() < 2**31,
+        }
 
     most = program_count(values.device)
     ends = list(itertools.accumulate([min(most, -(-one.values.numel() // form.tile)) for one in together]))
@@ -307,7 +326,7 @@ def _signature(pending: Iterable[Pending]) -> tuple[object, ...] | None:
 
 
 def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> Sequence[Pending]:
-    """Launch what was launched for tensors like these, and return the tensors that are left."""
+    """Repeat the launches of earlier, similar tensors, and return the tensors that are left."""
     signature = _signature(pending)
     launches = _known.get(signature, ())
     if not launches:
@@ -475,6 +494,7 @@ def _measure(
     SMALLEST_PLAIN: tl.constexpr,
     LARGEST_PLAIN: tl.constexpr,
     HISTOGRAM: tl.constexpr,
+    CONVERTS: tl.constexpr,  # the GPU converts FP8
     ALONE: tl.constexpr,  # one tensor; several have one dimension, and numel and addresses are multiples of 16
     WHOLE_RUNS: tl.constexpr,  # innermost size is a multiple of THREADS * VECTOR
     SMALL: tl.constexpr,  # every index fits int32
@@ -489,7 +509,8 @@ def _measure(
 
     A program reads tiles of [ROWS, THREADS, VECTOR] elements and reduces each to [THREADS] in registers; threads are
     combined only at its end, into row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then ``EXTREMES``
-    maxima. The last program of a tensor merges its rows.
+    maxima. Of dense tensors, whole tiles are read as if their elements were usual; a program where this does not hold
+    reads them again. The last program of a tensor merges its rows.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -507,8 +528,10 @@ def _measure(
             scale_inv = _select(which, scale_inv, scale_inv1, scale_inv2, scale_inv3)
 
     run: tl.constexpr = THREADS * VECTOR
-    row = (tl.arange(0, ROWS) * run)[:, None, None].to(tl.int64)
-    lane = (tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[None, :, :]
+    tile: tl.constexpr = ROWS * run
+    lane = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    first_tile = program.to(tl.int64) * tile
+    stride = programs.to(tl.int64) * tile
 
     # int32 suffices for a thread's counts: 2^31 elements per thread would be 2^38 per program.
     finite_count = tl.full([THREADS], 0, tl.int32)
@@ -528,58 +551,116 @@ def _measure(
         scale = tl.load(scale_inv)
         largest = scale * LARGEST
 
-    tile: tl.constexpr = ROWS * run
-    seen = tl.full([], 0, tl.int64)
-    for first in range(program.to(tl.int64) * tile, numel, programs.to(tl.int64) * tile):
-        seen += tl.minimum(numel - first, tile)
-        index = first + row + lane
-        mask = index < numel
-        # Divisions dominate the cost with several dimensions; a run within a row needs one for all of its elements.
-        divided = first + row if WHOLE_RUNS else index
-        if SMALL:
-            divided = divided.to(tl.int32)
-        offset = _offset(divided, size0, size1, size2, size3, stride0, stride1, stride2, stride3, stride4)
-        if WHOLE_RUNS:
-            offset += lane.to(tl.int64) * stride0
-
-        # Elements beyond the end load as non-finite, so that they are excluded like inf and NaN.
-        x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
-        count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
-            x, PER_THREAD, SMALLEST_PLAIN, LARGEST_PLAIN
-        )
-        finite_count += count
-        nonzero_count += nonzero
-        total += sum_
-        square_sum += squares
-        abs_sum += magnitudes
-        maximum = tl.maximum(maximum, high)
-        negated_min = tl.maximum(negated_min, low)
-        above_zero = tl.maximum(above_zero, above)
-
+    # Whole tiles, as if all their elements were finite, and their squares in float32's range.
+    whole = tl.full([], 0, tl.int32)
+    with_care = whole == 0
+    if not ALONE:
+        element = (tl.arange(0, ROWS) * run)[:, None, None] + lane[None, :, :]
+        for first in range(first_tile, numel.to(tl.int64) - (tile - 1), stride):
+            x = decode(tl.load(values + first + element), FORMAT)
+            nonzero, sum_, squares, magnitudes, above, high, low = plain_moments(x, PER_THREAD)
+            nonzero_count += nonzero
+            total += sum_
+            square_sum += squares
+            abs_sum += magnitudes
+            maximum = tl.maximum(maximum, high)
+            negated_min = tl.maximum(negated_min, low)
+            above_zero = tl.maximum(above_zero, above)
+            if CODES != "":
+                y = decode_codes(tl.load(codes + first + element), CODES, CONVERTS) * scale
+                underflows, overflows, squared_error, squared_loss = plain_comparison(x, y, largest)
+                underflow_count += underflows
+                overflow_count += overflows
+                error_square_sum += squared_error
+                underflow_square_sum += squared_loss
+            if HISTOGRAM:
+                histogram += exponent_counts(x, tile)
+            whole += 1
+        holds = are_plain(maximum, negated_min, abs_sum, SMALLEST_PLAIN, LARGEST_PLAIN)
         if CODES != "":
-            offset = _offset(
-                divided,
-                size0,
-                size1,
-                size2,
-                size3,
-                code_stride0,
-                code_stride1,
-                code_stride2,
-                code_stride3,
-                code_stride4,
-            )
-            if WHOLE_RUNS:
-                offset += lane.to(tl.int64) * code_stride0
-            y = decode(tl.load(codes + offset, mask=mask, other=0), CODES) * scale
-            underflows, overflows, squared_error, squared_loss = comparison(x, y, largest)
-            underflow_count += thread_sum(underflows)
-            overflow_count += thread_sum(overflows)
-            error_square_sum += squared_error
-            underflow_square_sum += squared_loss
+            holds &= is_exact(error_square_sum, tl.max(tl.maximum(maximum, negated_min), 0) != 0.0)
+            holds &= is_exact(underflow_square_sum, tl.max(underflow_count, 0) > 0)
+        with_care = ~holds  # all tiles are read again
+        whole = tl.where(holds, whole, 0)
+        finite_count += whole * PER_THREAD
+        nonzero_count = tl.where(holds, nonzero_count, 0)
+        total = tl.where(holds, total, 0.0)
+        square_sum = tl.where(holds, square_sum, 0.0)
+        abs_sum = tl.where(holds, abs_sum, 0.0)
+        maximum = tl.where(holds, maximum, float("-inf"))
+        negated_min = tl.where(holds, negated_min, float("-inf"))
+        above_zero = tl.where(holds, above_zero, 0)
+        underflow_count = tl.where(holds, underflow_count, 0)
+        overflow_count = tl.where(holds, overflow_count, 0)
+        error_square_sum = tl.where(holds, error_square_sum, 0.0)
+        underflow_square_sum = tl.where(holds, underflow_square_sum, 0.0)
+        histogram = tl.where(holds, histogram, 0)
+    seen = whole.to(tl.int64) * tile
 
-        if HISTOGRAM:
-            histogram += exponent_counts(x, tile)
+    # Few rows at a time need few registers, which decide how many programs a processor runs at once.
+    rows: tl.constexpr = ROWS if ALONE else 1
+    row = (tl.arange(0, rows) * run)[:, None, None].to(tl.int64)
+    # The bounds of a loop must not depend on what was measured, or Triton loads single elements.
+    for tile_begin in range(first_tile, numel, stride):
+        if with_care | (numel - tile_begin < tile):
+            for part in range(ROWS // rows):
+                first = tile_begin + part * (rows * run)
+                seen += tl.maximum(tl.minimum(numel - first, rows * run), 0)
+                # Elements beyond the end load as non-finite, so that they are excluded like inf and NaN.
+                if ALONE:
+                    index = first + row + lane[None, :, :]
+                    # Divisions dominate the cost; a run within a row needs one for all its elements.
+                    divided = first + row if WHOLE_RUNS else index
+                    if SMALL:
+                        divided = divided.to(tl.int32)
+                    offset = _offset(divided, size0, size1, size2, size3, stride0, stride1, stride2, stride3, stride4)
+                    if WHOLE_RUNS:
+                        offset += lane[None, :, :].to(tl.int64) * stride0
+                    x = decode(tl.load(values + offset, mask=index < numel, other=NOT_FINITE), FORMAT)
+                    count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
+                        x, PER_THREAD, SMALLEST_PLAIN, LARGEST_PLAIN
+                    )
+                else:
+                    at = first + lane  # with a third dimension, the loads are of single elements
+                    x = decode(tl.load(values + at, mask=at < numel, other=NOT_FINITE), FORMAT)[None, :, :]
+                    count, nonzero, sum_, squares, magnitudes, above, high, low = careful_moments(x)
+                finite_count += count
+                nonzero_count += nonzero
+                total += sum_
+                square_sum += squares
+                abs_sum += magnitudes
+                maximum = tl.maximum(maximum, high)
+                negated_min = tl.maximum(negated_min, low)
+                above_zero = tl.maximum(above_zero, above)
+
+                if CODES != "":
+                    if ALONE:
+                        offset = _offset(
+                            divided,
+                            size0,
+                            size1,
+                            size2,
+                            size3,
+                            code_stride0,
+                            code_stride1,
+                            code_stride2,
+                            code_stride3,
+                            code_stride4,
+                        )
+                        if WHOLE_RUNS:
+                            offset += lane[None, :, :].to(tl.int64) * code_stride0
+                        loaded = tl.load(codes + offset, mask=index < numel, other=0)
+                    else:
+                        loaded = tl.load(codes + at, mask=at < numel, other=0)[None, :, :]
+                    y = decode_codes(loaded, CODES, CONVERTS) * scale
+                    underflows, overflows, squared_error, squared_loss = comparison(x, y, largest)
+                    underflow_count += thread_sum(underflows)
+                    overflow_count += thread_sum(overflows)
+                    error_square_sum += squared_error
+                    underflow_square_sum += squared_loss
+
+                if HISTOGRAM:
+                    histogram += exponent_counts(x, rows * run)
 
     # In the order of the module columns.
     sums = partials + tl.program_id(0).to(tl.int64) * (COLUMNS + EXTREMES)

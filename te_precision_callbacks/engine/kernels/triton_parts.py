@@ -17,8 +17,10 @@ of the relative errors are (N. J. Higham, Accuracy and Stability of Numerical Al
 The programs of a launch write partial results. The last one of a tensor to finish merges them in the order of programs,
 so results do not depend on which one is last.
 
-:func:`_careful_moments` handles tiles with inf or NaN, or with squares that might leave float32's range: each thread
-scales its elements by a power of two.
+:func:`careful_moments` handles tiles with inf or NaN, or with squares that might leave float32's range: each thread
+scales its elements by a power of two. Whole tiles of dense tensors are first read without this care and without a
+reduction over threads. The results then show whether that was right (:func:`are_plain`, :func:`is_exact`); otherwise
+the program reads its tiles again.
 """
 
 from __future__ import annotations
@@ -45,10 +47,13 @@ FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None, float | int]] = {
 }
 CODE_FORMATS = {False: ("e4m3", 448.0), True: ("e5m2", 57344.0)}  # whether E5M2 -> name in the kernel, largest number
 
-# Range of a tile's largest magnitude for :func:`_plain_moments`. Above it, a sum of 32 squares of twice the magnitude
+# Range of a tile's largest magnitude for :func:`plain_moments`. Above it, a sum of 32 squares of twice the magnitude
 # might overflow. Below it, squared distances under 2^-126, which float32 cannot represent, might matter, since a number
 # has digits down to 2^-24 of its magnitude.
 PLAIN = (2.0**-36, 2.0**60)
+
+# A program has fewer than 2^22 elements per thread, and a square below 2^-126 is off by at most 2^-150.
+SMALLEST_SQUARES = tl.constexpr(2.0**-96)
 
 THREADS = 128
 BYTES_PER_LOAD = 16
@@ -86,6 +91,11 @@ def program_count(device: torch.device) -> int:
     return processors * _PROGRAMS_PER_PROCESSOR
 
 
+@functools.cache
+def converts_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def scratch(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return memory for ``size`` partial results, and a counter of 0 for each tensor of a launch.
 
@@ -116,7 +126,7 @@ def loadable(values: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
 def tile_moments(
     x: tl.tensor, PER_THREAD: tl.constexpr, SMALLEST_PLAIN: tl.constexpr, LARGEST_PLAIN: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Moments of a tile, [rows, threads, elements], per thread, in the order of :func:`_careful_moments`.
+    """Moments of a tile, [rows, threads, elements], per thread, in the order of :func:`careful_moments`.
 
     Elements beyond the end must be inf or NaN.
     """
@@ -126,10 +136,10 @@ def tile_moments(
     top = tl.max(here, 0)
     is_plain = (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
     if is_plain:
-        high, low = highest, negated_lowest
-        count, nonzero, sum_, squares, magnitudes, above = _plain_moments(x, float_sum, PER_THREAD)
+        count = tl.full([x.shape[1]], PER_THREAD, tl.int32)
+        nonzero, sum_, squares, magnitudes, above, high, low = plain_moments(x, PER_THREAD)
     else:
-        count, nonzero, sum_, squares, magnitudes, above, high, low = _careful_moments(x)
+        count, nonzero, sum_, squares, magnitudes, above, high, low = careful_moments(x)
     return count, nonzero, sum_, squares, magnitudes, above, high, low
 
 
@@ -305,26 +315,79 @@ def decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Moments without extremes of a tile without inf and NaN, if the squares fit float32."""
+def decode_codes(loaded: tl.tensor, FORMAT: tl.constexpr, CONVERTS: tl.constexpr) -> tl.tensor:
+    """Convert FP8 codes to float32, exactly. ``CONVERTS``: by the GPU's instruction."""
+    if not CONVERTS:
+        y = decode(loaded, FORMAT)
+    elif FORMAT == "e5m2":
+        y = loaded.to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        y = loaded.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return y
+
+
+@jit
+def plain_moments(x: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Moments of a tile without inf and NaN, if the squares fit float32, in the order of :func:`careful_moments`,
+    without the count.
+    """
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    mean = float_sum / PER_THREAD
+    mean = thread_sum(x) / PER_THREAD
     deviation = x - mean[None, :, None]
     deviation_sum = thread_sum(deviation).to(tl.float64)
     wide_mean = mean.to(tl.float64)
     sum_here = PER_THREAD * wide_mean + deviation_sum
     return (
-        tl.full([x.shape[1]], PER_THREAD, tl.int32),
         thread_sum(tl.minimum(magnitude, 1)),
         sum_here,
         (sum_here + deviation_sum) * wide_mean + thread_sum(deviation * deviation),
         thread_sum(tl.abs(x)).to(tl.float64),
         thread_max(from_above(magnitude)),
+        thread_max(x),
+        thread_max(-x),
     )
 
 
 @jit
-def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
+def are_plain(
+    maximum: tl.tensor,
+    negated_min: tl.tensor,
+    abs_sum: tl.tensor,
+    SMALLEST_PLAIN: tl.constexpr,
+    LARGEST_PLAIN: tl.constexpr,
+) -> tl.tensor:
+    """Return whether :func:`plain_moments` is right for all tiles of a program, from the results of its threads."""
+    top = tl.max(tl.maximum(maximum, negated_min), 0)
+    in_range = (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
+    return in_range & (total_of(abs_sum) < float("inf"))
+
+
+@jit
+def plain_comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, ...]:
+    """:func:`comparison`, added up, of a tile without inf and NaN, if the squares fit float32."""
+    underflows = (x != 0.0) & (y == 0.0)
+    overflows = (tl.abs(x) > largest).to(tl.int32)
+    error = x - y
+    lost = tl.where(underflows, x, 0.0)
+    return (
+        thread_sum(underflows.to(tl.int32)),
+        thread_sum(overflows),
+        thread_sum(error * error).to(tl.float64),
+        thread_sum(lost * lost).to(tl.float64),
+    )
+
+
+@jit
+def is_exact(square_sum: tl.tensor, has_some: tl.tensor) -> tl.tensor:
+    """Return whether a program's sum of float32 squares has lost no digits: it is finite, and so large that squares
+    below float32's range do not matter, or there are none.
+    """
+    total = total_of(square_sum)
+    return (total < float("inf")) & ((total >= SMALLEST_SQUARES) | (~has_some & (total == 0.0)))
+
+
+@jit
+def careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
     """Moments of any tile, per thread: counts of finite and of non-zero elements; sums of elements, squares and
     magnitudes; the smallest magnitude (:func:`from_above`), the maximum and the negated minimum.
     """
