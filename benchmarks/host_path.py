@@ -56,7 +56,7 @@ long launch_count(void) { return launches; }
 int cuLaunchKernel(void) { launches++; return 0; }
 int cuLaunchKernelEx(void) { launches++; return 0; }
 int cuCtxGetCurrent(void **context) { *context = &launches; return 0; }
-int cuDeviceGetAttribute(int *value) { *value = 1024; return 0; }
+int cuDeviceGetAttribute(int *value) { *value = 1 << 16; return 0; }
 int cuFuncGetAttribute(int *value) { *value = 1024; return 0; }
 int cuPointerGetAttribute(void) { return 0; }
 """

@@ -69,9 +69,8 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
 logger = logging.getLogger(__name__)
 
 _MAX_DIMENSIONS = 5
-# Elements of a tile per thread, without and with codes: enough loads in flight to hide the memory latency, but few
-# enough for the registers of all programs on a processor.
-_ELEMENTS_PER_THREAD = {False: 32, True: 16}
+# Elements of a tile per thread: enough loads in flight to hide the memory latency, but few enough for _REGISTERS.
+_ELEMENTS_PER_THREAD = 16
 _REGISTERS = 64
 """Maximum per thread; more are needed only outside of the loop over whole tiles."""
 
@@ -196,7 +195,7 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, con
     name, _, not_finite = FORMATS[dtype]
     code_name, largest = CODE_FORMATS[e5m2]
     vector = BYTES_PER_LOAD // dtype.itemsize
-    rows = _ELEMENTS_PER_THREAD[with_codes] // vector
+    rows = _ELEMENTS_PER_THREAD // vector
     _, columns, extremes = layout(codes=with_codes, histogram=False)
     constants = {
         "FORMAT": name,
