@@ -839,7 +839,7 @@ def test_registers_are_not_spilled(
     instructions = disassembled(made["cubin"], tmp_path)
     loops = re.findall(r"^\.(L_x_\d+):\n(.*?) BRA[^`\n]*`\(\.\1\)", instructions, flags=re.MULTILINE | re.DOTALL)
     (whole_tiles,) = [loop for name, loop in loops if "LDG" in loop and "BAR" not in loop]
-    assert len(re.findall(r"\b(STL|LDL)\b", whole_tiles)) <= 6
+    assert len(re.findall(r"\b(STL|LDL)\b", whole_tiles)) <= 8
 
 
 def disassembled(cubin: bytes, folder: Path) -> str:

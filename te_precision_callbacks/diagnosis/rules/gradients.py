@@ -9,10 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, are_in, extend_rows
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values, are_in, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
-from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, loses_too_much, underflow_threshold
+from te_precision_callbacks.diagnosis.rules.losses import (
+    OVERFLOW,
+    can_overflow,
+    keep_first,
+    loses_too_much,
+    underflow_threshold,
+)
 from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_scaler
+from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.sinks.step_records import Event
 
 DEAD_STEPS, TRAINED_STEPS = 3, 2
@@ -35,7 +42,7 @@ activations of healthy models, :data:`FAR_GROWN_ELSE`."""
 FAR_GROWN_ELSE = 12.0
 
 LEAST_TOGETHER, TOGETHER = 4, 0.5
-"""Layers, and the share of them, whose gradients grow together: then far growth alone is no warning."""
+"""Layers, and the share of them, whose gradients grow together: then only overflow makes it a warning."""
 
 _FROM_LOSS = (
     "Look at the loss first: is it multiplied by 0, masked or clamped everywhere, or computed from detached values?"
@@ -189,18 +196,20 @@ class Growth(Judge):
             with np.errstate(invalid="ignore"):
                 holds = grown >= GROWTH
                 is_far = grown >= FAR_GROWN.get(column.family.tensor, FAR_GROWN_ELSE)
-            # Gradients that begin near 0 in all blocks, as with LayerScale, are healthy.
-            if column.family.tensor == "gradient" and len(holds) >= LEAST_TOGETHER and holds.mean() > TOGETHER:
-                is_far &= False
             hurts = holds
             if holds.any():
-                hurts = holds & loses_too_much(
+                together = _grow_together(numbers, column, grown)
+                is_far &= ~together
+                overflows = loses_too_much(numbers, facts, column, overflows=lambda lost: OVERFLOW)
+                overflows &= can_overflow(numbers, facts, column)
+                underflows = loses_too_much(
                     numbers,
                     facts,
                     column,
                     underflows=lambda lost: underflow_threshold(numbers, facts, lost) / 2,
-                    overflows=lambda lost: OVERFLOW,
+                    overflows=lambda lost: np.inf,
                 )
+                hurts = holds & (overflows | (underflows & ~together))
             for sighting in self.streaks.sightings_by_severity(
                 numbers,
                 facts,
@@ -217,6 +226,20 @@ class Growth(Judge):
                 # A subject has one finding, of its worst severity.
                 yield sighting._replace(patch=patch, key="")
             begin.add(column.layers, now)
+
+
+def _grow_together(numbers: StepNumbers, column: Column, grown: Values) -> npt.NDArray[np.bool_]:
+    """[layers]: whether a gradient grows in most layers, or in most layers whose names differ only in numbers. It then
+    began near 0 in all of them, as with LayerScale and LoRA.
+    """
+    if column.family.tensor != "gradient":
+        return np.zeros(len(grown), bool)
+    grows = grown >= GROWTH / 2
+    kinds = np.array([form_of(name) for name in numbers.names_of(column)])
+    groups = [np.full(len(kinds), True), *(kinds == kind for kind in np.unique(kinds[grows]))]
+    most = [group for group in groups if group.sum() >= LEAST_TOGETHER and grows[group].mean() > TOGETHER]
+    together: npt.NDArray[np.bool_] = np.any([np.full(len(kinds), False), *most], axis=0)
+    return together
 
 
 class FirstValues:
@@ -301,8 +324,8 @@ RULES = (
             f" {GROWTH_STEPS} collection steps in a row. A note. A warning if elements overflow, or half as many"
             f" underflow as the rule underflow needs; or if the factor is at least 2^{FAR_GROWN['weight']:g} for a"
             f" weight, 2^{FAR_GROWN['gradient']:g} for a gradient and 2^{FAR_GROWN_ELSE:g} for other tensors. For"
-            f" gradients, the factor alone is a note if more than {100 * TOGETHER:g} % of at least {LEAST_TOGETHER}"
-            " layers grow together"
+            f" gradients, only overflow is a warning if more than {100 * TOGETHER:g} % of at least {LEAST_TOGETHER}"
+            " layers, or of those whose names differ only in numbers, grow by 2^3 or more"
         ),
         silent="nothing: growth without quantization loss is a note, because healthy models have massive activations",
         severity="warning",
@@ -313,7 +336,7 @@ RULES = (
         ),
         disproof=(
             "amax stops growing, and quantization loses no elements. Gradients of blocks that begin with a tiny scale,"
-            " as in LayerScale, grow with it"
+            " as in LayerScale and LoRA, grow with it"
         ),
         remedy=(
             "Find the cause of the growth: learning rate, weight decay, missing gradient clipping, or a factor in the"
