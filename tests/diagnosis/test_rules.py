@@ -426,13 +426,13 @@ GRADIENTS = [
     ),
     *(
         finds(
-            f"gradients of {2 * blocks} of 20 layers that grow together",
+            f"gradients of {2 * blocks} of 20 layers that grow together, the last time by 2^{last}",
             "growth",
-            [*[ordinary()] * 3, *[gradients_times(2.0**12, blocks)] * 2],
+            [ordinary()] * 3 + [gradients_times(2.0**power, blocks) for power in (*range(4, 13 - last, 4), 12, 12)],
             alone=False,
             severity=severity,
         )
-        for blocks, severity in ((5, "warning"), (6, "note"))
+        for blocks, last, severity in ((5, 4, "warning"), (6, 4, "note"), (6, 8, "warning"))
     ),
 ]
 

@@ -42,7 +42,8 @@ activations of healthy models, :data:`FAR_GROWN_ELSE`."""
 FAR_GROWN_ELSE = 12.0
 
 LEAST_TOGETHER, TOGETHER = 4, 0.5
-"""Layers, and the share of them, whose gradients grow together: then only overflow makes it a warning."""
+"""Layers, and the share of them, whose gradients grow together: then far growth alone is no warning; nor is underflow
+with less growth, in layers of which most grow."""
 
 _FROM_LOSS = (
     "Look at the loss first: is it multiplied by 0, masked or clamped everywhere, or computed from detached values?"
@@ -185,6 +186,8 @@ class Growth(Judge):
         super().__init__()
         self.streaks = ColumnStreaks(GROWTH_STEPS)
         self._begins: dict[str, FirstValues] = {}
+        self._gradients: Column | None = None  # their bits in the last collection step
+        self._jumped: set[int] = set()  # layers whose gradients have jumped after the first values
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for column in numbers.columns("cur_amax"):
@@ -196,10 +199,10 @@ class Growth(Judge):
             with np.errstate(invalid="ignore"):
                 holds = grown >= GROWTH
                 is_far = grown >= FAR_GROWN.get(column.family.tensor, FAR_GROWN_ELSE)
+            if column.family.tensor == "gradient":
+                self._note_jumps(column, now, begin)
             hurts = holds
             if holds.any():
-                together = _grow_together(numbers, column, grown)
-                is_far &= ~together
                 overflows = loses_too_much(numbers, facts, column, overflows=lambda lost: OVERFLOW)
                 overflows &= can_overflow(numbers, facts, column)
                 underflows = loses_too_much(
@@ -209,7 +212,12 @@ class Growth(Judge):
                     underflows=lambda lost: underflow_threshold(numbers, facts, lost) / 2,
                     overflows=lambda lost: np.inf,
                 )
-                hurts = holds & (overflows | (underflows & ~together))
+                if column.family.tensor == "gradient":
+                    underflows &= is_far | ~_grow_alike(numbers, column, grown)
+                hurts = holds & (overflows | underflows)
+                # Gradients that begin near 0 in all blocks, as with LayerScale, are healthy.
+                if column.family.tensor == "gradient" and len(holds) >= LEAST_TOGETHER and holds.mean() > TOGETHER:
+                    is_far &= np.isin(column.layers, list(self._jumped))
             for sighting in self.streaks.sightings_by_severity(
                 numbers,
                 facts,
@@ -227,19 +235,23 @@ class Growth(Judge):
                 yield sighting._replace(patch=patch, key="")
             begin.add(column.layers, now)
 
+    def _note_jumps(self, column: Column, now: Values, begin: FirstValues) -> None:
+        if self._gradients is not None:
+            rise = now - self._gradients.at(column.layers, np.nan)
+            with np.errstate(invalid="ignore"):
+                jumps = (rise >= GROWTH) & begin.are_known(column.layers)
+            self._jumped.update(column.layers[jumps].tolist())
+        self._gradients = column._replace(values=now)
 
-def _grow_together(numbers: StepNumbers, column: Column, grown: Values) -> npt.NDArray[np.bool_]:
-    """[layers]: whether a gradient grows in most layers, or in most layers whose names differ only in numbers. It then
-    began near 0 in all of them, as with LayerScale and LoRA.
-    """
-    if column.family.tensor != "gradient":
-        return np.zeros(len(grown), bool)
-    grows = grown >= GROWTH / 2
-    kinds = np.array([form_of(name) for name in numbers.names_of(column)])
-    groups = [np.full(len(kinds), True), *(kinds == kind for kind in np.unique(kinds[grows]))]
-    most = [group for group in groups if group.sum() >= LEAST_TOGETHER and grows[group].mean() > TOGETHER]
-    together: npt.NDArray[np.bool_] = np.any([np.full(len(kinds), False), *most], axis=0)
-    return together
+
+def _grow_alike(numbers: StepNumbers, column: Column, grown: Values) -> npt.NDArray[np.bool_]:
+    """[layers]: whether the tensor grows in most layers whose names differ only in numbers, as gradients of LoRA."""
+    forms = np.array([form_of(name) for name in numbers.names_of(column)])
+    grows, alike = grown >= GROWTH / 2, np.zeros(len(forms), bool)
+    for form in np.unique(forms[grows]):
+        group = forms == form
+        alike |= group & (group.sum() >= LEAST_TOGETHER and grows[group].mean() > TOGETHER)
+    return alike
 
 
 class FirstValues:
@@ -251,6 +263,11 @@ class FirstValues:
         self._known = extend_rows(self._known, layers, np.nan)
         least: npt.NDArray[np.float64] = np.fmin.reduce(self._known[layers], axis=1)
         return least
+
+    def are_known(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        self._known = extend_rows(self._known, layers, np.nan)
+        are: npt.NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(self._known[layers]), axis=1)
+        return are
 
     def add(self, layers: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
         self._known = extend_rows(self._known, layers, np.nan)
@@ -324,8 +341,9 @@ RULES = (
             f" {GROWTH_STEPS} collection steps in a row. A note. A warning if elements overflow, or half as many"
             f" underflow as the rule underflow needs; or if the factor is at least 2^{FAR_GROWN['weight']:g} for a"
             f" weight, 2^{FAR_GROWN['gradient']:g} for a gradient and 2^{FAR_GROWN_ELSE:g} for other tensors. For"
-            f" gradients, only overflow is a warning if more than {100 * TOGETHER:g} % of at least {LEAST_TOGETHER}"
-            " layers, or of those whose names differ only in numbers, grow by 2^3 or more"
+            f" gradients, the factor alone is a note if more than {100 * TOGETHER:g} % of at least {LEAST_TOGETHER}"
+            f" layers grow together, without a jump by 2^{GROWTH:g} after the first {BEGIN} steps. So is underflow with"
+            " a smaller factor, if as many of the layers whose names differ only in numbers grow by 2^3"
         ),
         silent="nothing: growth without quantization loss is a note, because healthy models have massive activations",
         severity="warning",
