@@ -3,6 +3,7 @@ autocast, and the evidence of coverage. What it costs the host there, and at its
 """
 
 import copy
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from transformer_engine.pytorch.module import linear
 import te_precision_callbacks
 from te_precision_callbacks.instrumentation.parameters import is_due
 from te_precision_callbacks.layers.round_robin import AT_ONCE
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, facts
 from tests.conftest import Keeper, feature, statistics
 
 HERE = str(Path(te_precision_callbacks.__path__[0]))
@@ -29,6 +30,12 @@ FEATURES = str(Path(HERE).parent / "features")
 NOTES = f"{HERE}/instrumentation/regions.py", f"{HERE}/coverage/", f"{HERE}/layers/forwards.py"
 BACKEND = tuple(f"{HERE}/{part}" for part in ("reference/", "base/numerics/", "base/vocabulary.py"))
 INSPECT = str(Path(nvdlfw_inspect.base.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def facts_that_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long the facts rest after a collection depends on the time that it took: a count of calls must not."""
+    monkeypatch.setattr(facts, "MOST_SHARE", math.inf)
 
 
 @contextmanager
