@@ -449,12 +449,20 @@ def vectors(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(size, dtype=torch.float64), torch.full((size,), -1.0, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("codes", "histogram"), [(False, True), (True, False)], ids=["histogram", "codes"])
-def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType, codes: bool, histogram: bool) -> None:
-    """Small and large ones, with places that are not in their order."""
+@pytest.mark.parametrize(
+    ("codes", "histogram"),
+    [((), True), ((0, 1, 2, 3), False), ((1, 3), False), ((2,), True)],
+    ids=["histogram", "codes", "two with codes", "one with codes, histogram"],
+)
+def test_tensors_together_have_the_bits_that_they_have_alone(
+    kernel: ModuleType, codes: Sequence[int], histogram: bool
+) -> None:
+    """Small and large ones, with places that are not in their order; codes shorter than tensors without codes."""
     shapes = [(16,), (32, 520), (3, 16, 48), (128, 96)]
     pending = [
-        pending_of(normal(*shape, seed=at).to(torch.bfloat16), 300 * (at * 3 % 4), codes=codes, histogram=histogram)
+        pending_of(
+            normal(*shape, seed=at).to(torch.bfloat16), 300 * (at * 3 % 4), codes=at in codes, histogram=histogram
+        )
         for at, shape in enumerate(shapes)
     ]
     assert list(map(len, kernel.group_by_launch(pending))) == [4]
@@ -508,13 +516,39 @@ def test_tensors_with_one_key_have_one_compiled_kernel(codes: bool) -> None:
     assert [len(of_key) for of_key in specializations.values()] == [1, 1]
 
 
+class Launcher:
+    """In the place of Triton's launcher since 3.6: Python that calls a function in C with ``settings``."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl, arg_annotations, kernel_signature = False, True, (1, 2), b"3"
+    settings = 7, False, True, (4, 1), None, None, None, None, None, (1, 2), b"3"
+
+    def __init__(self, keep: Callable[..., None]) -> None:
+        self._keep = keep
+
+    def __call__(self, *arguments: Any) -> None:
+        raise AssertionError("launched by Python")
+
+    def launch(self, *arguments: Any) -> None:
+        *launch, given = arguments
+        assert tuple(launch[4:]) == self.settings
+        self._keep(*launch[:4], 7, (4, 1), None, None, None, *given)
+
+
 class Compiled:
     """In the place of a kernel and of what it compiles to: keeps the arguments of launches."""
 
     function, packed_metadata = 7, (4, 1)
 
-    def __init__(self, arg_names: Sequence[str] = (), error: Exception | None = None, fails_from: int = 0) -> None:
+    def __init__(
+        self,
+        arg_names: Sequence[str] = (),
+        error: Exception | None = None,
+        fails_from: int = 0,
+        launcher: Callable[[Callable[..., None]], Callable[..., None]] = lambda keep: keep,
+    ) -> None:
         self.arg_names = arg_names
+        self.run = launcher(self._keep)
         self._error = error
         self._fails_from = fails_from
         self.bound: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -527,7 +561,7 @@ class Compiled:
 
         return launch
 
-    def run(self, *arguments: Any) -> None:
+    def _keep(self, *arguments: Any) -> None:
         self.direct.append(arguments)
         if self._error is not None and len(self.direct) > self._fails_from:
             raise self._error
@@ -545,12 +579,13 @@ def measured_again(module: ModuleType, pending: Sequence[Pending], into: Sequenc
 
 
 @pytest.mark.usefixtures("compiles")
-@pytest.mark.parametrize("codes", [(), (0, 1), (0, 1, 2)], ids=len)
-def test_a_direct_launch_has_all_arguments_in_order(codes: Sequence[int]) -> None:
-    """Tensors as addresses, and constants too, of tensors of any size."""
+@pytest.mark.parametrize("launcher", [Launcher, lambda keep: keep], ids=["in C", "in Python"])
+@pytest.mark.parametrize("codes", [(), (0, 1), (1, 2), (0, 1, 2)])
+def test_a_direct_launch_has_all_arguments_in_order(codes: Sequence[int], launcher: Any) -> None:
+    """Tensors as addresses, and constants too, of tensors of any size, with and without codes in one launch."""
     module = fresh_kernel()
     function = module._measure
-    compiled = Compiled(function.arg_names)
+    compiled = Compiled(function.arg_names, launcher=launcher)
     vars(module)["_measure"] = compiled
     into = vectors(200)
     module.scratch(into[0].device, 1 << 12)  # not too small later
@@ -558,17 +593,16 @@ def test_a_direct_launch_has_all_arguments_in_order(codes: Sequence[int]) -> Non
         pending = [pending_of(normal(16, size), 50 * at, codes=at in codes) for at, size in enumerate(sizes)]
         left = measured_again(module, pending, into)
         assert bool(left) == (not compiled.direct)
-        launches = len(module.group_by_launch(pending))
-        for arguments in compiled.direct[-launches:] if not left else ():
+        for arguments in compiled.direct[-1:] if not left else ():
             assert arguments[1:9] == (1, 1, 0, 7, (4, 1), None, None, None)
     compiled.bound.clear()
     by_kernel(module)(pending, *into)
-    assert len(compiled.bound) == launches == (1 if len(codes) in (0, 3) else 2)
-    for (bound, constants), direct in zip(compiled.bound, compiled.direct[-launches:], strict=True):
-        named_constants = {name: value for name, value in constants.items() if name in function.arg_names}
-        expected = inspect.signature(function.fn).bind(*bound[1:], **named_constants).arguments.values()
-        addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expected]
-        assert (direct[0], *direct[9:]) == (bound[0], *addresses)
+    ((bound, constants),) = compiled.bound
+    direct = compiled.direct[-1]
+    named_constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    expected = inspect.signature(function.fn).bind(*bound[1:], **named_constants).arguments.values()
+    addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expected]
+    assert (direct[0], *direct[9:]) == (bound[0], *addresses)
 
 
 @pytest.mark.usefixtures("compiles")
@@ -607,8 +641,8 @@ def test_a_launch_that_fails_leaves_its_tensors_and_the_later_ones() -> None:
     module = fresh_kernel()
     compiled = Compiled(module._measure.arg_names, TypeError("19 arguments"), fails_from=1)
     vars(module)["_measure"] = compiled
-    into, codes = vectors(200), (False, True, False)
-    pending = [pending_of(normal(16, 3 + at), 50 * at, codes=has) for at, has in enumerate(codes)]
+    into, of_e5m2 = vectors(200), (False, True, False)
+    pending = [pending_of(normal(16, 3 + at), 50 * at, codes=True, e5m2=e5m2) for at, e5m2 in enumerate(of_e5m2)]
     assert measured_again(module, pending, into) == pending
     assert module.repeat(pending, *into) == [pending[1]], "the first launch has two tensors"
     assert module.repeat(pending, *into) == pending
@@ -713,7 +747,7 @@ def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.Monk
     expected = found()
     monkeypatch.setattr(kernels, "_pass_for", lambda values: add)
     assert found() == pytest.approx(expected, rel=1e-5)
-    assert launches == [2, 1, 1, 1], "operands and result; the weight of a step is measured once"
+    assert launches == [3, 2], "operands and result; the weight of a step is measured once"
 
 
 # --- what Triton compiles ---------------------------------------------------------------------------------------------

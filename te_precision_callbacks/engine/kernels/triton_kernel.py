@@ -84,17 +84,21 @@ _GENERAL = [
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_GENERAL)
 
-_Key = tuple[torch.device, torch.dtype, bool, bool, bool]
-"""Device and dtype of tensors that can share a launch; whether they have codes, of E5M2, and a histogram."""
+_Key = tuple[torch.device, torch.dtype, bool]
+"""Device and dtype of tensors that can share a launch, and whether they have a histogram."""
 
-_compiled: dict[_Key | None, Any] = {}
+_compiled: dict[tuple[_Key | None, str], Any] = {}
+"""Key of the tensors, and format of their codes -> kernel."""
 
 
 class _Launch(NamedTuple):
     """A launch without Triton's binder, which takes longer than all the rest.
 
     Attributes:
+        launch: takes the number of programs, 1, 1, the stream, ``settings`` and the arguments of the kernel, and these
+            as a tuple if ``in_tuple``.
         tensors: places of :data:`MOST_TOGETHER` tensors; unused ones repeat the first.
+        quantized: places of the tensors whose codes and scales are passed; without codes, that of another.
         used: number of tensors.
         tile: elements.
         most: maximum number of programs of a tensor.
@@ -102,9 +106,11 @@ class _Launch(NamedTuple):
         arguments: the arguments after the first programs: columns, geometry and constants.
     """
 
-    compiled: Any
-    run: Callable[..., object]
+    launch: Callable[..., object]
+    settings: Sequence[Any]
+    in_tuple: bool
     tensors: Sequence[int]
+    quantized: Sequence[int]
     used: int
     tile: int
     most: int
@@ -131,32 +137,32 @@ def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
         ValueError: codes and values differ in shape or device, or ``scale_inv`` does not have exactly one element.
     """
     groups: list[list[Pending]] = []
-    open_groups: dict[_Key, list[Pending]] = {}
+    of_key: dict[_Key, list[list[Pending]]] = {}
     for tensor in pending:
         _check(tensor.values, tensor.codes, tensor.scale_inv)
         key = _shared_launch(tensor)
-        group = None if key is None else open_groups.get(key)
-        if (
-            group is None
-            or len(group) == MOST_TOGETHER
-            or any(_overlap(tensor.places, other.places) for other in group)
-        ):
-            group = []
-            groups.append(group)
-            if key is not None:
-                open_groups[key] = group
-        group.append(tensor)
+        shared = [] if key is None else of_key.setdefault(key, [])
+        for group in shared:
+            if len(group) < MOST_TOGETHER and not any(_conflict(tensor, other) for other in group):
+                group.append(tensor)
+                break
+        else:
+            groups.append([tensor])
+            shared.append(groups[-1])
     return groups
 
 
-def _overlap(places: ColumnPlaces, others: ColumnPlaces) -> bool:
-    return any(place == other >= 0 for place, other in zip(places, others, strict=True))
+def _conflict(one: Pending, other: Pending) -> bool:
+    if one.codes is not None and other.codes is not None and one.e5m2 != other.e5m2:
+        return True
+    return any(place == at >= 0 for place, at in zip(one.places, other.places, strict=True))
 
 
 def _shared_launch(one: Pending) -> _Key | None:
     """Return a key that is equal for tensors that can share a launch; None for a tensor that cannot.
 
-    The key determines the compiled kernel: all that Triton specializes on depends on nothing else.
+    The key and the format of their codes determine the compiled kernel: all that Triton specializes on depends on
+    nothing else.
     """
     values, codes = one.values, one.codes
     if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
@@ -167,7 +173,7 @@ def _shared_launch(one: Pending) -> _Key | None:
         ((_, *strides), *others) = _collapse(values, codes)
         if others or strides != [1, 0 if codes is None else 1]:
             return None
-    return values.device, values.dtype, codes is not None, one.e5m2, one.places.exponents >= 0
+    return values.device, values.dtype, one.places.exponents >= 0
 
 
 class _Form(NamedTuple):
@@ -184,7 +190,13 @@ class _Form(NamedTuple):
     constants: Mapping[str, Any]
 
 
-def _form_of(one: Pending) -> _Form:
+def _with_codes(together: Sequence[Pending]) -> Pending:
+    """Return the first tensor with codes, or else the first."""
+    return next((one for one in together if one.codes is not None), together[0])
+
+
+def _form_of(together: Sequence[Pending]) -> _Form:
+    one = _with_codes(together)
     has_codes = one.codes is not None
     converts = has_codes and converts_fp8(one.values.device)
     return _form(one.values.dtype, has_codes, one.e5m2, one.places.exponents >= 0, converts)
@@ -214,8 +226,9 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, con
         "EXTREMES": extremes,
         **MEASURING,
         "maxnreg": _REGISTERS,
-        # An FMA would not round the product of code and scale before subtracting it.
-        "enable_fp_fusion": not with_codes,
+        # An FMA would not round the product of code and scale before subtracting it, and a tensor has the same bits in
+        # a launch with codes and without.
+        "enable_fp_fusion": False,
     }
     return _Form(rows * vector * THREADS, columns + extremes, constants)
 
@@ -233,11 +246,11 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
     values, codes = first.values, first.codes
     if values.numel() == 0:
         return eager.add(together, sums, maxima)
-    form = _form_of(first)
+    form = _form_of(together)
     constants = form.constants
     key = _shared_launch(first)
     if key is not None:
-        geometry = _one_dimension(codes is not None)
+        geometry = _one_dimension(constants)
     else:
         dimensions = _collapse(values, codes)
         if len(dimensions) > _MAX_DIMENSIONS:
@@ -267,13 +280,20 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
     with torch.cuda.device(values.get_device()):
         memory = *scratch(values.device, programs * form.row), sums, maxima
         elements = [loadable(one.values.detach())[0] for one in padded]
-        of_codes = [*[one.codes for one in padded], *[one.scale_inv for one in padded]]
+        quantized = _quantized(padded)
+        of_codes = [*[one.codes for one in quantized], *[one.scale_inv for one in quantized]]
         compiled = _measure[(programs,)](
             *elements, *of_codes, *memory, *numbers, *_columns_of(padded), *geometry, **constants
         )
     if key is not None and compiled is not None:  # None in the interpreter
-        _compiled.setdefault(key, compiled)
+        _compiled.setdefault((key, constants["CODES"]), compiled)
     return None
+
+
+def _quantized(padded: Sequence[Pending]) -> Sequence[Pending]:
+    """Return the tensors whose codes are passed: the kernel does not read those of a tensor without codes."""
+    example = _with_codes(padded)
+    return [example if one.codes is None else one for one in padded]
 
 
 def _columns_of(padded: Iterable[Pending]) -> Iterable[int]:
@@ -281,28 +301,47 @@ def _columns_of(padded: Iterable[Pending]) -> Iterable[int]:
 
 
 # Sizes and strides of one dimension.
-def _one_dimension(has_codes: bool) -> list[int]:
-    return [1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, int(has_codes)]
+def _one_dimension(constants: Mapping[str, Any]) -> list[int]:
+    return [1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, int(constants["CODES"] != "")]
 
 
-def remember(pending: Sequence[Pending], groups: Iterable[Sequence[Pending]]) -> None:
+def remember(pending: Sequence[Pending], groups: Sequence[Sequence[Pending]]) -> None:
     """Keep the launches of tensors for :func:`repeat`, if all can be launched without Triton's binder."""
     signature = _signature(pending)
-    compiled: list[Any] = [_compiled.get(_shared_launch(together[0])) for together in groups]
-    if signature is None or signature in _known or None in compiled:
+    if signature is None or signature in _known:
         return
     launches = []
+    place_of = {id(one): place for place, one in enumerate(pending)}
     most = program_count(pending[0].values.device)
-    forms = [_form_of(together[0]) for together in groups]
+    forms = [_form_of(together) for together in groups]
     size = most * MOST_TOGETHER * max(form.row for form in forms)
-    for kernel, form, together in zip(compiled, forms, groups, strict=True):
-        first = together[0]
-        padded = [*together, *[first] * (MOST_TOGETHER - len(together))]
-        places = [next(place for place, one in enumerate(pending) if one is tensor) for tensor in padded]
+    for form, together in zip(forms, groups, strict=True):
+        kernel = _compiled.get((_shared_launch(together[0]), form.constants["CODES"]))
+        if kernel is None:
+            return
+        padded = [*together, *[together[0]] * (MOST_TOGETHER - len(together))]
+        places = [place_of[id(one)] for one in padded]
+        quantized = [place_of[id(one)] for one in _quantized(padded)]
         constants = [form.constants[name] for name in _measure.arg_names if name in form.constants]
-        arguments = [*_columns_of(padded), *_one_dimension(first.codes is not None), *constants]
-        launches.append(_Launch(kernel, kernel.run, places, len(together), form.tile, most, size, arguments))
+        arguments = [*_columns_of(padded), *_one_dimension(form.constants), *constants]
+        launches.append(
+            _Launch(*_launcher(kernel), places, quantized, len(together), form.tile, most, size, arguments)
+        )
     _known[signature] = launches
+
+
+def _launcher(kernel: Any) -> tuple[Callable[..., object], Sequence[Any], bool]:
+    """Return the first fields of a :class:`_Launch`: Triton's launch in C, or in Python what leads to it."""
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    try:
+        if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+            raise AttributeError
+        before = function, run.launch_cooperative_grid, run.launch_pdl, metadata
+        # Launch metadata and hooks, and memory of the kernel.
+        settings = *before, None, None, None, None, None, run.arg_annotations, run.kernel_signature
+        return run.launch, settings, True
+    except AttributeError:  # Triton before 3.6
+        return run, (function, metadata, None, None, None), False
 
 
 def _signature(pending: Iterable[Pending]) -> tuple[object, ...] | None:
@@ -338,7 +377,8 @@ def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor)
     if memory is None or memory[0].numel() < launches[0].size:
         memory = scratch(sums.device, launches[0].size)
     memory_at = memory[0].data_ptr(), memory[1].data_ptr(), sums.data_ptr(), maxima.data_ptr()
-    for done, (compiled, run, tensors, used, tile, most, _, arguments) in enumerate(launches):
+    for done, one in enumerate(launches):
+        launch, settings, in_tuple, tensors, quantized, used, tile, most, _, arguments = one
         values_at: list[int] = []
         codes_at: list[int | None] = []
         scales_at: list[int | None] = []
@@ -346,20 +386,24 @@ def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor)
         begins: list[int] = []
         programs = 0
         for place in tensors:
-            values, codes, scale_inv, *_ = pending[place]
+            values = pending[place].values
             numel = values.numel()
             if len(sizes) < used:
                 programs += min(most, -(-numel // tile))
             values_at.append(values.data_ptr())
-            codes_at.append(None if codes is None else codes.data_ptr())
-            scales_at.append(None if scale_inv is None else scale_inv.data_ptr())
             sizes.append(numel)
             begins.append(programs)
         begins.pop()
-        pointers = *values_at, *codes_at, *scales_at, *memory_at
-        launch = programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None
+        for place in quantized:
+            codes, scale_inv = pending[place][1:3]
+            codes_at.append(None if codes is None else codes.data_ptr())
+            scales_at.append(None if scale_inv is None else scale_inv.data_ptr())
+        given = *values_at, *codes_at, *scales_at, *memory_at, *sizes, *begins, *arguments
         try:
-            run(*launch, *pointers, *sizes, *begins, *arguments)
+            if in_tuple:
+                launch(programs, 1, 1, stream, *settings, given)
+            else:
+                launch(programs, 1, 1, stream, *settings, *given)
         except Exception as error:
             _known[signature] = []
             _report_binder(error)
@@ -488,7 +532,7 @@ def _measure(
     code_stride4: tl.tensor,
     FORMAT: tl.constexpr,
     NOT_FINITE: tl.constexpr,
-    CODES: tl.constexpr,  # "" without codes
+    CODES: tl.constexpr,  # format of the tensors that are compared with their codes; "" if none is
     LARGEST: tl.constexpr,
     SMALLEST_PLAIN: tl.constexpr,
     LARGEST_PLAIN: tl.constexpr,
@@ -546,6 +590,7 @@ def _measure(
     error_square_sum = tl.full([THREADS], 0, tl.float64)
     underflow_square_sum = tl.full([THREADS], 0, tl.float64)
     histogram = tl.full([256], 0, tl.int64)
+    compares = _select(which, compared0, compared1, compared2, compared3) >= 0
     if CODES != "":
         scale = tl.load(scale_inv)
         largest = scale * LARGEST
@@ -556,7 +601,10 @@ def _measure(
     if not ALONE:
         element = (tl.arange(0, ROWS) * run)[:, None, None] + lane[None, :, :]
         for first in range(first_tile, numel.to(tl.int64) - (tile - 1), stride):
-            x = decode(tl.load(values + first + element), FORMAT)
+            loaded = tl.load(values + first + element)
+            if CODES != "":
+                loaded_codes = tl.load(codes + first + element, mask=compares, other=0)
+            x = decode(loaded, FORMAT)
             nonzero, sum_, squares, magnitudes, above, high, low = plain_moments(x, PER_THREAD)
             nonzero_count += nonzero
             total += sum_
@@ -566,18 +614,20 @@ def _measure(
             negated_min = tl.maximum(negated_min, low)
             above_zero = tl.maximum(above_zero, above)
             if CODES != "":
-                y = decode_codes(tl.load(codes + first + element), CODES, CONVERTS) * scale
-                underflows, overflows, squared_error, squared_loss = plain_comparison(x, y, largest)
-                underflow_count += underflows
-                overflow_count += overflows
-                error_square_sum += squared_error
-                underflow_square_sum += squared_loss
+                if compares:
+                    y = decode_codes(loaded_codes, CODES, CONVERTS) * scale
+                    underflows, overflows, squared_error, squared_loss = plain_comparison(x, y, largest)
+                    underflow_count += underflows
+                    overflow_count += overflows
+                    error_square_sum += squared_error
+                    underflow_square_sum += squared_loss
             if HISTOGRAM:
                 histogram += exponent_counts(x, tile)
             whole += 1
         holds = are_plain(maximum, negated_min, abs_sum, SMALLEST_PLAIN, LARGEST_PLAIN)
         if CODES != "":
-            holds &= is_exact(error_square_sum, tl.max(tl.maximum(maximum, negated_min), 0) != 0.0)
+            has_errors = compares & (tl.max(tl.maximum(maximum, negated_min), 0) != 0.0)
+            holds &= is_exact(error_square_sum, has_errors)
             holds &= is_exact(underflow_square_sum, tl.max(underflow_count, 0) > 0)
         with_care = ~holds  # all tiles are read again
         whole = tl.where(holds, whole, 0)
@@ -650,7 +700,7 @@ def _measure(
                             offset += lane[None, :, :].to(tl.int64) * code_stride0
                         loaded = tl.load(codes + offset, mask=index < numel, other=0)
                     else:
-                        loaded = tl.load(codes + at, mask=at < numel, other=0)[None, :, :]
+                        loaded = tl.load(codes + at, mask=(at < numel) & compares, other=0)[None, :, :]
                     y = decode_codes(loaded, CODES, CONVERTS) * scale
                     underflows, overflows, squared_error, squared_loss = comparison(x, y, largest)
                     underflow_count += thread_sum(underflows)
