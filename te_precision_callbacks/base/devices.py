@@ -5,7 +5,8 @@ No function here initializes CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,12 +25,14 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def raw_stream(device: torch.device) -> int:
-    """Return the handle of the current stream, as Triton's launches read it; 0 for a device without streams."""
+@functools.cache
+def raw_stream_of(device: torch.device) -> Callable[[], int]:
+    """Return a function that returns the handle of the current stream, as Triton's launches read it, without a call of
+    Python; 0 for a device without streams.
+    """
     if device.type != "cuda":
-        return 0
-    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
-    return handle
+        return int
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 def follow(stream: torch.cuda.Stream | None, tensors: Iterable[torch.Tensor]) -> None:

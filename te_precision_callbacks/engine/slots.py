@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.devices import current_stream, follow
+from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.statistics.names import Request
 
@@ -69,12 +69,13 @@ class _Vectors:
     """A vector of sums and one of maxima, on one device and one stream.
 
     Args:
-        stream: the stream that uses the vectors; None for a device without streams.
+        handle: of the current stream, which uses the vectors; 0 for a device without streams.
         lengths: of sums and maxima.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None, lengths: tuple[int, int]) -> None:
-        self.stream = stream
+    def __init__(self, device: torch.device, handle: int, lengths: tuple[int, int]) -> None:
+        self.stream = current_stream(device)
+        self.handle = handle
         self.lengths = lengths  # len() of a tensor calls a Python function
         self.sums = torch.full((lengths[0],), 0.0, dtype=torch.float64, device=device)
         self.maxima = torch.full((lengths[1],), NOTHING, dtype=torch.float64, device=device)
@@ -87,17 +88,18 @@ class _Vectors:
 class _Device:
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._handle_now = raw_stream_of(device)
         self.used = (0, 0)
         self._vectors: list[_Vectors] = []
 
     def current(self) -> _Vectors:
-        stream = current_stream(self._device)
+        handle = self._handle_now()
         sums, maxima = self.used
         for vectors in self._vectors:
-            if vectors.stream == stream and vectors.lengths[0] >= sums and vectors.lengths[1] >= maxima:
+            if vectors.handle == handle and vectors.lengths[0] >= sums and vectors.lengths[1] >= maxima:
                 return vectors
         lengths = max(_FIRST_CAPACITY, 2 * sums), max(_FIRST_CAPACITY, 2 * maxima)
-        made = _Vectors(self._device, stream, lengths)
+        made = _Vectors(self._device, handle, lengths)
         self._vectors.insert(0, made)  # longest first
         return made
 
@@ -123,8 +125,8 @@ class _Device:
         The current stream keeps its longest vectors. Vectors of other streams are dropped, since only their own stream
         may reset them.
         """
-        stream = current_stream(self._device)
-        self._vectors = [vectors for vectors in self._vectors if vectors.stream == stream][:1]
+        handle = self._handle_now()
+        self._vectors = [vectors for vectors in self._vectors if vectors.handle == handle][:1]
         for vectors in self._vectors:
             vectors.reset(self.used)
         return self._vectors

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.layouts import PLAIN, scaling_mode
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS
@@ -101,7 +100,7 @@ class GemmPlans:
             gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
             if forward.kind is not ForwardKind.OBSERVED or (half == 2 and gemm == "fprop"):
                 raise Differs("recomputed")
-            index = forward.next_layer_index(gemm, None)
+            index = forward.next_layer_index(gemm, None) if forward.halves else 0
             layer = forward.layers[index]
             out = result[0]
             due = self._fused.due.get(layer)
@@ -124,8 +123,10 @@ class GemmPlans:
                 raise Differs("not planned" if key in plans else _difference(key, plans))
             values.append(out)
             pending = self._engine.pending_again(plan.tensors, values, operands)
-            if pending and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_capturing()):
-                raise Differs("autograd or capture")
+            if pending and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+                raise Differs("autograd")
+            if out.is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+                raise Differs("capture")
         except Exception as error:
             forward.half = half
             reason = str(error) if isinstance(error, Differs) else type(error).__name__

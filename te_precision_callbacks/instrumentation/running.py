@@ -25,6 +25,7 @@ class Forward:
         has_events: whether its GEMMs are reported. False if an operation fuses several layers, since the layer of a
             GEMM is unknown.
         events: number of events so far.
+        halves: whether the module is a LayerNormMLP, with two layers.
         half: index of the LayerNormMLP layer with the last GEMM; -1 at the start of a forward, 2 at the start of a
             backward.
         wanted: (layer index, tensor name) of tensors that listeners need before quantization.
@@ -36,9 +37,9 @@ class Forward:
     """
 
     __slots__ = (
-        "_halves",
         "events",
         "half",
+        "halves",
         "has_events",
         "high",
         "kept",
@@ -63,7 +64,7 @@ class Forward:
         self.high: dict[tuple[int, str], Any] | None = None
         self.recomputed: set[tuple[int, str]] = set()
         self.kept: dict[Any, Any] = {}
-        self._halves = halves
+        self.halves = halves
         self.half = 0
         self.read: set[tuple[int, str]] = set()
         self.plans: dict[tuple[object, ...], Any] | None = None
@@ -92,7 +93,7 @@ class Forward:
         LayerNormMLP's forward, also when recomputed, runs fc1 before fc2; its backward runs fc2 before fc1, and dgrad
         before wgrad in each.
         """
-        if expert is not None or not self._halves:
+        if expert is not None or not self.halves:
             return expert or 0
         if gemm == "fprop":
             self.half = 0 if self.half in (-1, 2) else 1

@@ -187,7 +187,7 @@ class GemmTap:
 
         self._running.forget()
         gemm_wrappers = {
-            "general_gemm": lambda own: self._wrap_gemm(_with_own_wgrad(own), GEMM, single_gemm),
+            "general_gemm": lambda own: self._wrap_gemm(own, GEMM, single_gemm),
             "general_grouped_gemm": lambda own: self._wrap_gemm(own, GROUPED_GEMM, gemms_of_experts, grouped=True),
             "general_grouped_gemm_for_grouped_tensor": lambda own: self._wrap_gemm(
                 own, GROUPED_TENSOR_GEMM, gemms_of_grouped_tensors, grouped=True
@@ -414,19 +414,19 @@ class GemmTap:
 
         @functools.wraps(upstream)
         def tapped(*operands: Any, **keywords: Any) -> Any:
+            call = upstream
+            if not grouped and hasattr(keywords.get("quantization_params"), "take_own_wgrad"):
+                call = _with_own_wgrad(upstream)
             current = self._running.thread_state
             if current.in_gemm:
-                return upstream(*operands, **keywords)
+                return call(*operands, **keywords)
             forward = current.running or current.entered
             is_compiled = forward is None and not grouped and bool(self._compiled.modules)
             if is_compiled:
                 layout = {"layout": "TN", **name_arguments(operands), **keywords}["layout"]
                 forward = self._find_compiled(GEMM_OF_LAYOUT[layout])
-            call = (
-                self._call_in_range(forward, upstream, name_arguments, grouped=grouped)
-                if self._running.has_ranges
-                else upstream
-            )
+            if self._running.has_ranges:
+                call = self._call_in_range(forward, call, name_arguments, grouped=grouped)
             if (forward is not None and not forward.has_events) or not self._listening.listeners:
                 return call(*operands, **keywords)
             planned = not grouped and forward is not None and forward.plans is not None and len(operands) == 2
@@ -558,10 +558,9 @@ def _with_own_wgrad(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(upstream)
     def general_gemm(*operands: Any, **keywords: Any) -> Any:
-        take = getattr(keywords.get("quantization_params"), "take_own_wgrad", None)
-        if take is not None and keywords.get("accumulate"):
+        if keywords.get("accumulate"):
             alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
-            take(lambda: upstream(*operands, **{**keywords, **alone})[0])
+            keywords["quantization_params"].take_own_wgrad(lambda: upstream(*operands, **{**keywords, **alone})[0])
         return upstream(*operands, **keywords)
 
     return general_gemm

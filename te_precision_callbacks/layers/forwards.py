@@ -44,6 +44,8 @@ def absent_from_graphs(function: FunctionT, in_graph: Callable[..., Any]) -> Fun
     def either(*arguments: Any, **keywords: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return in_graph(*arguments, **keywords)
+        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is None:  # nothing is compiled in this thread
+            return function(*arguments, **keywords)
         return not_compiled(*arguments, **keywords)
 
     # A graph that was compiled before reads the defaults of the function by its name.

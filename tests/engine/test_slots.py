@@ -47,6 +47,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         result.log.append((result.now, stream, tuple(tensor.data_ptr() for tensor in tensors)))
 
     monkeypatch.setattr(slots_module, "current_stream", lambda device: result.now)
+    monkeypatch.setattr(slots_module, "raw_stream_of", lambda device: lambda: hash(result.now))
     monkeypatch.setattr(slots_module, "follow", follow)
     return result
 

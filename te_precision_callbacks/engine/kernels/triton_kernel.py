@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from te_precision_callbacks.base.devices import raw_stream
+from te_precision_callbacks.base.devices import raw_stream_of
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import ROUNDING, ColumnPlaces, Pending, layout
@@ -372,7 +372,7 @@ def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor)
     device = sums.get_device()
     if device >= 0 and (torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing()):
         return pending
-    stream = raw_stream(sums.device)
+    stream = raw_stream_of(sums.device)()
     memory = kept_scratch.get((max(device, 0), stream))
     if memory is None or memory[0].numel() < launches[0].size:
         memory = scratch(sums.device, launches[0].size)

@@ -34,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
-from te_precision_callbacks.base.devices import is_capturing, raw_stream
+from te_precision_callbacks.base.devices import is_capturing, raw_stream_of
 
 # dtype -> name in the kernel, integer dtype to load it as, and a non-finite value. The kernel decodes all dtypes except
 # float32 and float16 from their bits, which is exact on every GPU.
@@ -104,7 +104,7 @@ def scratch(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor
     """
     if is_capturing():
         return _new_scratch(device, size)
-    key = device.index or 0, raw_stream(device)
+    key = device.index or 0, raw_stream_of(device)()
     kept = kept_scratch.get(key)
     if kept is None or kept[0].numel() < size:
         kept = kept_scratch[key] = _new_scratch(device, size)
