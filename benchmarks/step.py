@@ -77,8 +77,12 @@ def config(*, fp8: bool = False, **schedule: int) -> Config:
     return {"statistics": _section(".*", TENSORS, fp8=fp8, **schedule)}
 
 
-def fused_config(*, fp8: bool = False) -> Config:
-    """The statistics of the tensors of all layers that can be had on the fused path."""
+def fused_config(*, fp8: bool = False, recomputed: bool = True) -> Config:
+    """The statistics of the tensors of all layers that can be had on the fused path.
+
+    Args:
+        recomputed: also of results of norms and activation functions, which are computed once more.
+    """
     from te_precision_callbacks.instrumentation.fused import HIGH_PRECISION_ON_FUSED_PATH
 
     tensors_of = HIGH_PRECISION_ON_FUSED_PATH
@@ -87,6 +91,9 @@ def fused_config(*, fp8: bool = False) -> Config:
         "proj": tensors_of["Linear"][0],
         **dict(zip(("fc1", "fc2"), tensors_of["LayerNormMLP"], strict=True)),
     }
+    if not recomputed:
+        for layer in ("layernorm_qkv", "fc1", "fc2"):
+            has[layer] = has[layer] - {"activation"}
     return {layer: _section(f"{layer}$", sorted(tensors), fp8=fp8) for layer, tensors in has.items()}
 
 

@@ -1,6 +1,6 @@
 """What a session adds to the time of a training step: all statistics of all tensors in every step, beside Transformer
 Engine's own features with the same statistics; and the default config, in a collection step, in another step, and at
-its start.
+its start. On the fused path also without what is computed once more for it, and without the end of the step.
 
 Ways to run alternate in blocks. A block is a few steps, timed together, after steps that warm up. The values are
 medians of the blocks.
@@ -8,13 +8,15 @@ medians of the blocks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
 from measuring import as_in_a_long_run, progress, synchronize
-from step import Run, with_ours, with_upstream, without
+from step import EndOfStep, Run, fused_config, with_ours, with_upstream, without
 
 from gpu_parts.rows import Rows, Settings
 from gpu_parts.training import PATHS, Training
@@ -23,6 +25,14 @@ _ROUNDS = 5
 _SECONDS = 70.0  # after this time no further block begins
 _ROOMY = 40 * 2**30
 """Bytes of free memory with which a GPU holds the large model, its optimizer and what the backward needs."""
+
+
+@contextlib.contextmanager
+def _ending(way: Run, steps: int) -> Iterator[EndOfStep]:
+    """As ``way``, but only the first steps end: later ones count as micro-batches of one step."""
+    with way() as end:
+        ends = [end] * steps
+        yield lambda: ends.pop()() if ends else None
 
 
 def block(training: Training, way: Run, warm_up: int, steps: int, settings: Settings) -> float:
@@ -64,6 +74,10 @@ def check(settings: Settings, rows: Rows) -> None:
     for path in PATHS:
         ours = functools.partial(with_ours, training.model, PATHS[path](fp8=True), path)
         ways[f"{path}, every step"] = ours, 2, 3
+    fused = functools.partial(with_ours, training.model, fused_config(fp8=True), "fused")
+    ways["fused, every step, without its end"] = functools.partial(_ending, fused, 2), 2, 3
+    less = functools.partial(with_ours, training.model, fused_config(fp8=True, recomputed=False), "fused")
+    ways["fused, every step, nothing computed again"] = less, 2, 3
     default = functools.partial(with_ours, training.model, None)
     ways["default config, first step with start and end"] = default, 0, 1
     ways["default config, a step that samples weights"] = default, 3, 2  # steps 3 and 4
