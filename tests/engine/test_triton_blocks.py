@@ -1,5 +1,6 @@
 """The Triton kernel for tensors in blocks, in Triton's interpreter, against float64."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ import torch
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending
+from te_precision_callbacks.engine.kernels.columns import BlockPlaces, ColumnPlaces, Pending
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.engine.forms import (
@@ -33,14 +34,18 @@ from tests.engine.forms import (
     tensor_of,
 )
 from tests.engine.test_triton_kernel import (
+    Compiled,
     Launch,
+    Launcher,
     compiled_launch,
     compiles,
     disassembled,
     fresh_kernel,
     interpreted,
     loads,
+    odd,
     triton_folder,
+    vectors,
 )
 
 pytestmark = [
@@ -174,6 +179,68 @@ def test_the_engine_with_the_kernel(add: Add, monkeypatch: pytest.MonkeyPatch, f
     monkeypatch.setattr(kernels, "_pass_for", lambda values: counted)
     assert found() == pytest.approx(in_torch, rel=1e-5)
     assert len(launches) == 2, "one for each micro-batch gives all"
+
+
+# --- launches without Triton's binder ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[5], FORMS[11]], ids=[NAMES[0], NAMES[5], NAMES[11]])
+def test_a_direct_launch_has_all_arguments_in_order(form: Form) -> None:
+    module = fresh_kernel("triton_blocks")
+    function = module._measure
+    compiled = Compiled(function.arg_names, launcher=Launcher)
+    vars(module)["_measure"] = compiled
+    first, second = (pending_of(form, spread(64, 128) * scale) for scale in (1.0, 2.0))
+    into = vectors(1000)
+    module.scratch(into[0].device, 1 << 12)  # not larger later
+    module.add(first, *into)
+    module.add(second, *into)
+    assert (len(compiled.bound), len(compiled.direct)) == (1, 1)
+    module._known.clear()
+    module.add(second, *into)
+    bound, constants = compiled.bound[-1]
+    named_constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    expected = inspect.signature(function.fn).bind(*bound[1:], **named_constants).arguments.values()
+    addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expected]
+    (direct,) = compiled.direct
+    assert (direct[0], *direct[9:]) == (bound[0], *addresses)
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: pending_of(FORMS[0], spread(64, 160)),
+        lambda one: pending_of(FORMS[1], spread(64, 128)),
+        lambda one: one._replace(values=one.values.float()),
+        lambda one: one._replace(values=odd(one.values)),
+        lambda one: one._replace(values=one.values.t().contiguous().t()),
+        lambda one: one._replace(places=one.places._replace(moments=500)),
+        lambda one: one._replace(of_blocks=BlockPlaces(limits=3)),
+    ],
+)
+def test_other_tensors_are_not_launched_again(change: Callable[[Pending], Pending]) -> None:
+    module = fresh_kernel("triton_blocks")
+    compiled = Compiled(module._measure.arg_names)
+    vars(module)["_measure"] = compiled
+    one = pending_of(FORMS[0], spread(64, 128).to(torch.bfloat16))
+    into = vectors(1000)
+    for _ in range(2):
+        module.add(one, *into)
+    module.add(change(one), *into)
+    assert (len(compiled.bound), len(compiled.direct)) == (2, 1)
+
+
+@pytest.mark.usefixtures("compiles")
+def test_a_direct_launch_that_fails_is_made_by_triton(caplog: pytest.LogCaptureFixture) -> None:
+    module = fresh_kernel("triton_blocks")
+    compiled = Compiled(module._measure.arg_names, TypeError("19 arguments"))
+    vars(module)["_measure"] = compiled
+    for _ in range(4):
+        module.add(pending_of(FORMS[0], spread(64, 128)), *vectors(1000))
+    assert (len(compiled.bound), len(compiled.direct)) == (4, 1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 # --- what Triton compiles ---------------------------------------------------------------------------------------------

@@ -15,13 +15,14 @@ threads.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from te_precision_callbacks.base.devices import raw_stream_of
 from te_precision_callbacks.base.numerics.layouts import SWIZZLE_ROWS
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
@@ -53,12 +54,14 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     is_finite,
     is_last,
     jit,
+    launcher_of,
     loadable,
     merge_at,
     merge_rows,
     nowhere,
     placed,
     program_count,
+    report_binder,
     scratch,
     store_comparison,
     store_extremes,
@@ -81,6 +84,11 @@ _GENERAL = [
     *(f"{name}_at" for name in (*ColumnPlaces._fields, *BlockPlaces._fields)),
 ]
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_GENERAL)
+
+_known: dict[tuple[object, ...], tuple[Callable[..., object], Sequence[Any], Sequence[Any]] | None] = {}
+"""All arguments of a launch but addresses -> how to repeat it: :func:`launcher_of`, and the arguments after the
+addresses. None after a failure.
+"""
 
 
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -126,48 +134,75 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         vector = min(vector, _COLUMN_VECTOR)
     memory = quantized.part.scale_memory
     compares = places.compared >= 0 or own.losses >= 0
+    tensors = matrix, *_quantized(quantized, compares=compares)
+    numbers = [
+        *places,
+        *own,
+        rows,
+        columns,
+        *matrix.stride(),
+        *_turned(quantized.part.codes.stride(), turned),
+        *_turned(memory.matrix.stride(), turned),
+        memory.matrix.shape[1] * SWIZZLE_ROWS,
+        0 if quantized.part.amax is None or quantized.part.amax.numel() == 1 else 1,
+        tiles,
+        across,
+    ]
+    constants = {
+        **_formats(quantized, compares=compares, turned=turned),
+        **decoding,
+        **MEASURING,
+        "MOMENTS": max(places.moments, places.maxima) >= 0,
+        "LOSSES": max(own.losses, own.loss_maxima) >= 0,
+        "LIMITS": own.limits >= 0,
+        "SCALE_SOURCES": places.scales >= 0,
+        "RANGES": own.ranges >= 0,
+        "EXPONENTS": places.exponents >= 0,
+        "STEPS": tile_rows // _TILE_ROWS,
+        "TURNED": turned,
+        "ROWS": _PER_THREAD // vector,
+        "VECTOR": vector,
+        "LANE_ROWS": _TILE_ROWS * vector // _PER_THREAD,
+        # Threads of a tile's row that share a block.
+        "GROUP": max(1, width // vector),
+        "PARTS": THREADS * (_PER_THREAD // vector if height == 1 else vector if width == 1 else 1),
+        "HEIGHT": height,
+        "WIDTH": width,
+        "COLUMNS": _COLUMNS,
+        "EXTREMES": _EXTREMES,
+        # An FMA would not round the product of code and scale before subtracting it.
+        "enable_fp_fusion": False,
+    }
     with torch.cuda.device(values.get_device()):
-        _measure[(programs,)](
-            matrix,
-            *_quantized(quantized, compares=compares),
-            *scratch(values.device, programs * (_COLUMNS + _EXTREMES)),
-            sums,
-            maxima,
-            *places,
-            *own,
-            rows,
-            columns,
-            *matrix.stride(),
-            *_turned(quantized.part.codes.stride(), turned),
-            *_turned(memory.matrix.stride(), turned),
-            memory.matrix.shape[1] * SWIZZLE_ROWS,
-            0 if quantized.part.amax is None or quantized.part.amax.numel() == 1 else 1,
-            tiles,
-            across,
-            **_formats(quantized, compares=compares, turned=turned),
-            **decoding,
-            **MEASURING,
-            MOMENTS=max(places.moments, places.maxima) >= 0,
-            LOSSES=max(own.losses, own.loss_maxima) >= 0,
-            LIMITS=own.limits >= 0,
-            SCALE_SOURCES=places.scales >= 0,
-            RANGES=own.ranges >= 0,
-            EXPONENTS=places.exponents >= 0,
-            STEPS=tile_rows // _TILE_ROWS,
-            TURNED=turned,
-            ROWS=_PER_THREAD // vector,
-            VECTOR=vector,
-            LANE_ROWS=_TILE_ROWS * vector // _PER_THREAD,
-            # Threads of a tile's row that share a block.
-            GROUP=max(1, width // vector),
-            PARTS=THREADS * (_PER_THREAD // vector if height == 1 else vector if width == 1 else 1),
-            HEIGHT=height,
-            WIDTH=width,
-            COLUMNS=_COLUMNS,
-            EXTREMES=_EXTREMES,
-            # An FMA would not round the product of code and scale before subtracting it.
-            enable_fp_fusion=False,
-        )
+        results = *scratch(values.device, programs * (_COLUMNS + _EXTREMES)), sums, maxima
+        _launch(programs, values.device, [*tensors, *results], numbers, constants)
+
+
+def _launch(
+    programs: int,
+    device: torch.device,
+    tensors: Sequence[torch.Tensor | None],
+    numbers: Sequence[int],
+    constants: Mapping[str, Any],
+) -> None:
+    """Launch the kernel, without Triton's binder if it has been launched with such arguments before."""
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    specialized = [address is not None and address % 16 == 0 for address in addresses]
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    key = (device, *dtypes, *specialized, *numbers, *constants.values())
+    known = _known.get(key)
+    if known is not None:
+        launch, settings, rest = known
+        try:
+            launch(programs, 1, 1, raw_stream_of(device)(), *settings, (*addresses, *rest))
+            return
+        except Exception as error:
+            _known[key] = None
+            report_binder(error)
+    compiled = _measure[(programs,)](*tensors, *numbers, **constants)
+    if key not in _known and compiled is not None:  # None in the interpreter
+        rest = [*numbers, *[constants[name] for name in _measure.arg_names if name in constants]]
+        _known[key] = *launcher_of(compiled), rest
 
 
 def _quantized(tensor: BlockScaledTensor, *, compares: bool) -> tuple[torch.Tensor | None, ...]:

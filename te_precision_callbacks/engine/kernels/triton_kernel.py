@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +26,6 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.base.devices import raw_stream_of
-from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import ROUNDING, ColumnPlaces, Pending, layout
 from te_precision_callbacks.engine.kernels.triton_parts import (
@@ -49,6 +47,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     is_last,
     jit,
     kept_scratch,
+    launcher_of,
     loadable,
     merge_at,
     merge_rows,
@@ -57,6 +56,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     plain_comparison,
     plain_moments,
     program_count,
+    report_binder,
     scratch,
     store_comparison,
     store_extremes,
@@ -65,8 +65,6 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     tile_moments,
     total_of,
 )
-
-logger = logging.getLogger(__name__)
 
 _MAX_DIMENSIONS = 5
 # Elements of a tile per thread: enough loads in flight to hide the memory latency, but few enough for _REGISTERS.
@@ -95,8 +93,7 @@ class _Launch(NamedTuple):
     """A launch without Triton's binder, which takes longer than all the rest.
 
     Attributes:
-        launch: takes the number of programs, 1, 1, the stream, ``settings`` and the arguments of the kernel, and these
-            as a tuple if ``in_tuple``.
+        launch, settings: see :func:`launcher_of`.
         tensors: places of :data:`MOST_TOGETHER` tensors; unused ones repeat the first.
         quantized: places of the tensors whose codes and scales are passed; without codes, that of another.
         used: number of tensors.
@@ -108,7 +105,6 @@ class _Launch(NamedTuple):
 
     launch: Callable[..., object]
     settings: Sequence[Any]
-    in_tuple: bool
     tensors: Sequence[int]
     quantized: Sequence[int]
     used: int
@@ -120,8 +116,6 @@ class _Launch(NamedTuple):
 
 _known: dict[tuple[object, ...] | None, list[_Launch]] = {}
 """Signature of tensors -> their launches; empty after a failure."""
-
-_notices = Notices()
 
 
 def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
@@ -325,23 +319,9 @@ def remember(pending: Sequence[Pending], groups: Sequence[Sequence[Pending]]) ->
         constants = [form.constants[name] for name in _measure.arg_names if name in form.constants]
         arguments = [*_columns_of(padded), *_one_dimension(form.constants), *constants]
         launches.append(
-            _Launch(*_launcher(kernel), places, quantized, len(together), form.tile, most, size, arguments)
+            _Launch(*launcher_of(kernel), places, quantized, len(together), form.tile, most, size, arguments)
         )
     _known[signature] = launches
-
-
-def _launcher(kernel: Any) -> tuple[Callable[..., object], Sequence[Any], bool]:
-    """Return the first fields of a :class:`_Launch`: Triton's launch in C, or in Python what leads to it."""
-    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
-    try:
-        if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
-            raise AttributeError
-        before = function, run.launch_cooperative_grid, run.launch_pdl, metadata
-        # Launch metadata and hooks, and memory of the kernel.
-        settings = *before, None, None, None, None, None, run.arg_annotations, run.kernel_signature
-        return run.launch, settings, True
-    except AttributeError:  # Triton before 3.6
-        return run, (function, metadata, None, None, None), False
 
 
 def _signature(pending: Iterable[Pending]) -> tuple[object, ...] | None:
@@ -378,7 +358,7 @@ def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor)
         memory = scratch(sums.device, launches[0].size)
     memory_at = memory[0].data_ptr(), memory[1].data_ptr(), sums.data_ptr(), maxima.data_ptr()
     for done, one in enumerate(launches):
-        launch, settings, in_tuple, tensors, quantized, used, tile, most, _, arguments = one
+        launch, settings, tensors, quantized, used, tile, most, _, arguments = one
         values_at: list[int] = []
         codes_at: list[int | None] = []
         scales_at: list[int | None] = []
@@ -400,27 +380,13 @@ def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor)
             scales_at.append(None if scale_inv is None else scale_inv.data_ptr())
         given = *values_at, *codes_at, *scales_at, *memory_at, *sizes, *begins, *arguments
         try:
-            if in_tuple:
-                launch(programs, 1, 1, stream, *settings, given)
-            else:
-                launch(programs, 1, 1, stream, *settings, *given)
+            launch(programs, 1, 1, stream, *settings, given)
         except Exception as error:
             _known[signature] = []
-            _report_binder(error)
+            report_binder(error)
             left = {place for launch in launches[done:] for place in launch.tensors}
             return [one for place, one in enumerate(pending) if place in left]
     return ()
-
-
-def _report_binder(error: Exception) -> None:
-    if _notices.first("binder"):
-        logger.warning(
-            "Statistics on the GPU take longer than necessary: Triton %s does not launch a compiled kernel as expected"
-            " (%s: %s). Results do not change.",
-            triton.__version__,
-            type(error).__name__,
-            error,
-        )
 
 
 def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
@@ -613,7 +579,7 @@ def _measure(
             maximum = tl.maximum(maximum, high)
             negated_min = tl.maximum(negated_min, low)
             above_zero = tl.maximum(above_zero, above)
-            if CODES != "":
+            if CODES != "":  # noqa: SIM102 - decided when Triton compiles
                 if compares:
                     y = decode_codes(loaded_codes, CODES, CONVERTS) * scale
                     underflows, overflows, squared_error, squared_loss = plain_comparison(x, y, largest)

@@ -26,8 +26,9 @@ the program reads its tiles again.
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.base.devices import is_capturing, raw_stream_of
+from te_precision_callbacks.base.notices import Notices
+
+logger = logging.getLogger(__name__)
 
 # dtype -> name in the kernel, integer dtype to load it as, and a non-finite value. The kernel decodes all dtypes except
 # float32 and float16 from their bits, which is exact on every GPU.
@@ -79,6 +83,8 @@ MERGED_COLUMNS = tl.constexpr(32)
 MERGED_ROWS = tl.constexpr(64)
 """Tile of the merge; a program's row of results has at most so many columns."""
 
+_notices = Notices()
+
 # triton has no types: this keeps the module typed.
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
@@ -109,6 +115,37 @@ def scratch(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor
     if kept is None or kept[0].numel() < size:
         kept = kept_scratch[key] = _new_scratch(device, size)
     return kept
+
+
+def launcher_of(kernel: Any) -> tuple[Callable[..., object], Sequence[Any]]:
+    """Return a function that launches a compiled kernel without Triton's binder, and its settings.
+
+    It takes the number of programs, 1, 1, the stream, the settings, and a tuple of the kernel's arguments.
+    """
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    try:
+        if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+            raise AttributeError
+        before = function, run.launch_cooperative_grid, run.launch_pdl, metadata
+        # Launch metadata and hooks, and memory of the kernel.
+        return run.launch, (*before, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+    except AttributeError:  # Triton before 3.6, or a kernel that needs memory
+
+        def launch(programs: int, height: int, depth: int, stream: int, arguments: Iterable[Any]) -> None:
+            run(programs, height, depth, stream, function, metadata, None, None, None, *arguments)
+
+        return launch, ()
+
+
+def report_binder(error: Exception) -> None:
+    if _notices.first("binder"):
+        logger.warning(
+            "Statistics on the GPU take longer than necessary: Triton %s does not launch a compiled kernel as expected"
+            " (%s: %s). Results do not change.",
+            triton.__version__,
+            type(error).__name__,
+            error,
+        )
 
 
 def _new_scratch(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
