@@ -165,7 +165,8 @@ class TransformerEngineAPI(UpstreamAPI):
         arguments = {**_OPTIONAL.get(api_name, {}), **arguments}
         if "iteration" not in arguments:
             arguments["iteration"] = TEDebugState.get_iteration()
-        tensor, gemm = arguments.get("tensor_name"), arguments.get("gemm")
+        tensor = arguments.get("tensor_name")
+        gemm = arguments.get("gemm")
         if api_name == "inspect_tensor_postquantize" and gemm is None:
             gemm = (ROWWISE if arguments["rowwise"] else COLUMNWISE).get(str(tensor))
             arguments["gemm"] = gemm
@@ -184,7 +185,8 @@ class TransformerEngineAPI(UpstreamAPI):
     def _calls(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
         calls: list[_Call] | None = self._api_cache.get(key)
         if calls is None:
-            calls = self._api_cache[key] = self._find(key, passed)
+            calls = self._find(key, passed)
+            self._api_cache[key] = calls
         return calls
 
     def watchers(self, layer: str, tensor: str) -> tuple[Watcher, ...]:
@@ -325,14 +327,16 @@ class TransformerEngineAPI(UpstreamAPI):
         for name, feature in features.items():
             if not is_upstream(type(feature)):
                 _warn_if_never_called(name, feature)
-        self._plain = plain = PlainObservation()
+        plain = PlainObservation()
+        self._plain = plain
         self._is_planned = False
         self._observe(plain)
         # Code that reads a step's statistics from Transformer Engine's buffers also gets the engine's.
         STATS_BUFFERS.log_stats = self._log_statistics
 
     def begin(self, observation: Observation, *, reduce: bool) -> None:
-        self._plain, self._reduces = None, reduce
+        self._plain = None
+        self._reduces = reduce
         vars(STATS_BUFFERS).pop("log_stats", None)
         self._observe(observation)
 
@@ -422,7 +426,9 @@ class TransformerEngineAPI(UpstreamAPI):
             matches, parsed = feature.parse_config_and_api(
                 options, gemm_parsing=gemm is not None, tensor_parsing=tensor is not None, **call
             )
-            return [dict(parsed or options)] if matches else []
+            if matches:
+                return [dict(parsed or options)]
+            return []
         matching: list[Any] = matching_options(options, tensor=tensor, gemm=gemm)
         return matching
 
@@ -461,7 +467,9 @@ def _describe(returned: Any) -> str:
     if isinstance(returned, (tuple, list)):
         return f"a {type(returned).__name__} ({', '.join(map(_describe, returned))})"
     plain = returned is None or isinstance(returned, (bool, int, float, str))
-    return repr(returned) if plain else f"a {type(returned).__name__}"
+    if plain:
+        return repr(returned)
+    return f"a {type(returned).__name__}"
 
 
 def _fail(text: str, options: Mapping[str, Any], layer: str) -> None:

@@ -46,7 +46,9 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
         if out is not None:
             out.copy_(rounded)
             return None
-        return rounded if dtype is None else rounded.to(dtype)
+        if dtype is None:
+            return rounded
+        return rounded.to(dtype)
 
     def _round(self, config: Quantization, tensor: torch.Tensor, *, columnwise: bool) -> torch.Tensor:
         if not tensor.numel():

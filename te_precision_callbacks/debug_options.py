@@ -146,7 +146,8 @@ class WithoutSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        overflow, self.overflow = self.overflow, None
+        overflow = self.overflow
+        self.overflow = None
         if overflow is not None:
             overflow.close(error)
 

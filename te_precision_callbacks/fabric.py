@@ -95,7 +95,9 @@ class PrecisionDebugFabricCallback:
 
     @property
     def _live(self) -> InspectSession | None:
-        return self._session if self._session is not None and self._session.running else None
+        if self._session is not None and self._session.running:
+            return self._session
+        return None
 
     # ------------------------------------------------------------------ what Fabric calls
 
@@ -122,14 +124,16 @@ class PrecisionDebugFabricCallback:
     def _start(self, fabric: Fabric) -> None:
         self._has_started = True
         select = MetricSelection(self._options.prefix, self._options.log_filter)
-        self._session = session = InspectSession.from_options(self._options)
+        session = InspectSession.from_options(self._options)
+        self._session = session
         session.start(
             log_dir=self._options.log_dir or _log_dir_of(fabric),
             sinks=[LightningLoggerSink(receiver, select) for receiver in fabric.loggers if fabric.is_global_zero],
             front_door="fabric",
         )
         session.follow(fabric)
-        restored, self._restored = self._restored, {}
+        restored = self._restored
+        self._restored = {}
         session.load_state_dict(restored)
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
@@ -152,7 +156,9 @@ class PrecisionDebugFabricCallback:
 
     def state_dict(self) -> dict[str, Any]:
         """Debug iteration and fingerprints of the low-precision state of all ranks; on every process."""
-        return {} if self._session is None else self._session.state_dict()
+        if self._session is None:
+            return {}
+        return self._session.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a checkpoint's debug iteration, and audit the resume; before or after ``fabric.setup``."""
@@ -169,7 +175,8 @@ class PrecisionDebugFabricCallback:
 
         The statistics since the last step are written, from this process's own data, without a collective.
         """
-        self._models, self._optimizer = [], None
+        self._models = []
+        self._optimizer = None
         if self._session is not None:
             self._session.stop(error)
 

@@ -323,7 +323,8 @@ class StepScalars:
         """Return the scalars of the ending step; they take precedence over the module's metrics."""
         loss = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
         own = {**loss, **(self._of_step or _step_settings(trainer))}
-        self._losses, self._of_step = [], {}
+        self._losses = []
+        self._of_step = {}
         self._own |= own.keys()
         return {**own, **self.new_metrics(trainer)}
 

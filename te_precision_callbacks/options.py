@@ -53,10 +53,14 @@ Records = bool | int | str
 def record_limit(records: object) -> int:
     """Parse ``records=``: the maximum bytes that a rank records; 0 without records. Raises OptionError."""
     if isinstance(records, bool):
-        return DEFAULT_LIMIT if records else 0
+        if records:
+            return DEFAULT_LIMIT
+        return 0
     word = records.strip().lower() if isinstance(records, str) else ""
     if word in ("on", "off"):
-        return DEFAULT_LIMIT if word == "on" else 0
+        if word == "on":
+            return DEFAULT_LIMIT
+        return 0
     try:
         limit = size_in_bytes(records)
     except ValueError:
@@ -373,14 +377,17 @@ _ONLY_IN_PYTHON = (os.PathLike, Config, Contract, Callable)
 
 
 def _yaml_type(hint: Any) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin in (Union, UnionType):
         kept = [_yaml_type(entry) for entry in arguments if (get_origin(entry) or entry) not in _ONLY_IN_PYTHON]
         return Union[tuple(kept)]  # noqa: UP007  # made at run time
     if origin in (Iterable, Sequence):
         return list[_yaml_type(arguments[0])]  # type: ignore[misc]
     # jsonargparse requires the annotations of a protocol's methods; from_keywords() checks classes without them.
-    return Sink | Any if hint is Sink else hint
+    if hint is Sink:
+        return Sink | Any
+    return hint
 
 
 def read_step_on(step_on: object) -> StepOn:

@@ -89,13 +89,16 @@ class ScriptWatch:
         self._of_others = 0  # backwards that an optimizer of another model has used
         self._before: dict[str, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}  # its first elements
         self._has_warned = False
-        self._iterations, self._search_until = 0, SEARCHED_ITERATIONS
+        self._iterations = 0
+        self._search_until = SEARCHED_ITERATIONS
         self._has_stepped = False
         self._schedules: set[Any] = set()
         self._search = Replacements()
         self._replaced = Replacements(keeps_later=True)
         self._handles: list[Any] = []
-        self._has_called = self._has_attached = self._has_ended = False
+        self._has_called = False
+        self._has_attached = False
+        self._has_ended = False
         self._process = os.getpid()
 
     # ------------------------------------------------------------------ begin and end
@@ -146,13 +149,16 @@ class ScriptWatch:
         self._has_ended = True
         self._search.restore()
         self._replaced.restore()
-        session, self.session = self.session, None
+        session = self.session
+        self.session = None
         if session is not None:
             session.stop(error)
 
     def _end_training(self, error: BaseException | None = None) -> None:
-        session, self.session = self.session, None
-        self._models, self._iterations = {}, 0
+        session = self.session
+        self.session = None
+        self._models = {}
+        self._iterations = 0
         self._waiting.clear()
         if session is not None:
             session.stop(error)
@@ -210,7 +216,8 @@ class ScriptWatch:
             if not module.training or not torch.is_grad_enabled():
                 if not torch.is_grad_enabled() or self._is_in_candidate:
                     return original(module, *args, **keywords)
-                self._in_evaluation = self._is_in_candidate = True
+                self._in_evaluation = True
+                self._is_in_candidate = True
                 self._candidates.add(module)
                 try:
                     return original(module, *args, **keywords)
@@ -339,7 +346,8 @@ class ScriptWatch:
                     self._search.restore()
                     self._warn(self._of_others, of_others=True)
             return
-        count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        count = self._steps.get(optimizer, 0) + 1
+        self._steps[optimizer] = count
         for other, is_waited_for in list(self._waiting.items()):
             if is_waited_for and not self._steps.get(other):
                 # Lightning and Accelerate wrap optimizers in optimizers with the same parameters.
@@ -368,7 +376,8 @@ class ScriptWatch:
     def _before_backward(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputation within a backward
             return
-        loss, gradient = tensors[0], gradients[0]
+        loss = tensors[0]
+        gradient = gradients[0]
         if len(tensors) == 1 and loss.numel() == 1 and (gradient is None or gradient.numel() == 1):
             value = self._values.get(loss, loss)
             if value is not loss or not _is_freed(loss):
@@ -437,7 +446,9 @@ def name_of_stage(stage: Any) -> str:
     names = [name.split(".") for name, _ in stage.submod.named_modules()]
     numbers = [next((int(part) for part in parts if part.isdigit()), -1) for parts in names]
     first = min((number for number in numbers if number >= 0), default=0)
-    return f"stage{stage.stage_index}" if stage.stage_index and not first else ""
+    if stage.stage_index and not first:
+        return f"stage{stage.stage_index}"
+    return ""
 
 
 def _engine(before_backward: Any) -> Any:

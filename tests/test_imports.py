@@ -131,8 +131,9 @@ CHANGES = {
     "base.vocabulary": {"_NAMES_OF_RECIPES"},  # class -> name
     "engine.kernels": {"_on_gpu", "_repeat"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
-    "engine.kernels.triton_kernel": {"_compiled", "_known", "_notices"},
-    "engine.kernels.triton_parts": {"kept_scratch"},  # memory of launches, one for each device and stream
+    "engine.kernels.triton_blocks": {"_known"},
+    "engine.kernels.triton_kernel": {"_compiled", "_known"},
+    "engine.kernels.triton_parts": {"_notices", "kept_scratch"},  # memory of launches, one for each device and stream
 }
 
 

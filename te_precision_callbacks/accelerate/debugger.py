@@ -329,7 +329,8 @@ class PrecisionDebugger:
             return
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
-            iteration, step_on = int(state["iteration"]), state["step_on"]
+            iteration = int(state["iteration"])
+            step_on = state["step_on"]
             self._session.resumed_loss.restore(state)
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.warning(

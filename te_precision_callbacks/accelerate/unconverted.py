@@ -188,7 +188,9 @@ def expects_low_precision(accelerator: Accelerator) -> str:
     if accelerator.mixed_precision == "fp8":
         return "Accelerate's mixed_precision is 'fp8'"
     names = [name for name in os.environ if name.startswith("ACCELERATE_FP8_")]
-    return f"the environment has {min(names)} (mixed_precision is {accelerator.mixed_precision!r})" if names else ""
+    if names:
+        return f"the environment has {min(names)} (mixed_precision is {accelerator.mixed_precision!r})"
+    return ""
 
 
 def is_of_transformer_engine(module: torch.nn.Module) -> bool:

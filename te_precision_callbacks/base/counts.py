@@ -16,10 +16,14 @@ def many(count: int, what: str) -> str:
 
 def size(count: int) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    number, unit = float(count), 0
+    number = float(count)
+    unit = 0
     while abs(number) >= 999.5 and unit < len(units) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{count} B" if not unit else f"{number:.{max(0, 2 - len(str(abs(int(number)))) + 1)}f} {units[unit]}"
+        number = number / 1024
+        unit = unit + 1
+    if not unit:
+        return f"{count} B"
+    return f"{number:.{max(0, 2 - len(str(abs(int(number)))) + 1)}f} {units[unit]}"
 
 
 def some_of(names: Iterable[str], most: int = 3) -> str:

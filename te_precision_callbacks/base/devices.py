@@ -22,7 +22,9 @@ def is_capturing() -> bool:
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device)
+    return None
 
 
 @functools.cache

@@ -161,7 +161,8 @@ def torch_facts() -> Torch:
 
 
 def _settings(torch: Any) -> dict[str, object]:
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
     return {
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "cuda.matmul.allow_tf32": matmul.allow_tf32,
@@ -179,7 +180,9 @@ def _settings(torch: Any) -> dict[str, object]:
 
 def _driver(text: str) -> str | None:
     version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
-    return None if version is None else version[1]
+    if version is None:
+        return None
+    return version[1]
 
 
 def _cudnn(encoded: int) -> str:

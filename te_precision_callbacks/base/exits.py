@@ -20,7 +20,9 @@ def exit_status(error: SystemExit) -> int:
     code = _CODE.__get__(error)
     if not isinstance(code, int):
         return int(code is not None)  # Python prints any other object, and ends with 1
-    return code & 0xFF if -sys.maxsize <= code <= sys.maxsize else 0xFF
+    if -sys.maxsize <= code <= sys.maxsize:
+        return code & 0xFF
+    return 0xFF
 
 
 def is_failure(error: BaseException | None) -> bool:
@@ -58,7 +60,8 @@ class ExitWatch:
 
     def begin(self) -> None:
         _set_code(self)
-        self._exit, sys.exit = sys.exit, raise_exit
+        self._exit = sys.exit
+        sys.exit = raise_exit
 
     def end(self) -> None:
         if sys.exit is raise_exit:

@@ -26,7 +26,8 @@ def collect_warnings() -> Iterator[list[str]]:
     """Collect warnings instead of logging them; the list is filled at the end of the block."""
     texts: list[str] = []
     package = logging.getLogger(_PACKAGE)
-    handler, propagate = logging.handlers.BufferingHandler(_MOST_RECORDS), package.propagate
+    handler = logging.handlers.BufferingHandler(_MOST_RECORDS)
+    propagate = package.propagate
     handler.setLevel(logging.WARNING)
     package.addHandler(handler)
     package.propagate = False

@@ -35,7 +35,9 @@ def _pattern(layers: Iterable[str], others: Iterable[str]) -> str:
     for form, names in forms.items():
         is_whole = len(names) > 1 and form not in other_forms
         patterns += [form] if is_whole else map(re.escape, names)
-    return patterns[0] if len(patterns) == 1 else f"({'|'.join(patterns)})"
+    if len(patterns) == 1:
+        return patterns[0]
+    return f"({'|'.join(patterns)})"
 
 
 def _form(name: str) -> str:

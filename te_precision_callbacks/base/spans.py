@@ -25,6 +25,8 @@ def whole_number(value: object) -> int | None:
 
 
 class Iterations:
+    """The iterations that have run, as spans: those before a resume that skips some, and those after it."""
+
     def __init__(self) -> None:
         self._ran: list[list[int]] = []  # first and last of each span
 
@@ -34,11 +36,15 @@ class Iterations:
 
     @property
     def first(self) -> int | None:
-        return self._ran[0][0] if self._ran else None
+        if self._ran:
+            return self._ran[0][0]
+        return None
 
     @property
     def last(self) -> int | None:
-        return self._ran[-1][1] if self._ran else None
+        if self._ran:
+            return self._ran[-1][1]
+        return None
 
     def ran(self, iteration: int) -> bool:
         """Record that an iteration has run; return whether this dropped later iterations, as after a resume."""

@@ -44,7 +44,8 @@ _WIDEST_TEXT = 120
 _NAME = 20
 """Width of a column below which names of layers may break."""
 
-_WORD, _SEPARATED = re.compile(r"\S+"), re.compile(r"(?<=[\w})\]][._/])(?=[^\W\d]|{)")
+_WORD = re.compile(r"\S+")
+_SEPARATED = re.compile(r"(?<=[\w})\]][._/])(?=[^\W\d]|{)")
 
 
 def table(*columns: str) -> Table:
@@ -87,7 +88,8 @@ def _least_width(made: Table) -> int:
 
 def _narrow(made: Table, width: int, optional: Iterable[str]) -> list[str]:
     """Leave out optional columns until a table fits, if it then fits; return their names."""
-    all_columns, left_out = list(made.columns), []
+    all_columns = list(made.columns)
+    left_out = []
     for name in optional:
         if _least_width(made) > width:
             made.columns = [column for column in made.columns if column.header != name]

@@ -15,7 +15,8 @@ from te_precision_callbacks.layers.folding import fold_names
 if TYPE_CHECKING:
     import torch
 
-_AUTO, _DELAYED = "auto", "fp8_delayed_scaling"
+_AUTO = "auto"
+_DELAYED = "fp8_delayed_scaling"
 _RECIPES = (_DELAYED, "mxfp8", "none")
 
 

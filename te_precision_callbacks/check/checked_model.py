@@ -200,7 +200,11 @@ class _Check:
         allow_unmatched: bool,
         memory: bool,
     ) -> None:
-        self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
+        self._model = model
+        self._config = config
+        self._recipe = recipe
+        self._tokens = tokens
+        self._batch = batch
         self._observe = observe
         self._unconverted = unconverted
         self._allow_unmatched = allow_unmatched
@@ -384,7 +388,8 @@ class _Check:
             fused, not_fused = choose(self._observe, self._modules, plan)
         except ConfigError as error:
             self._findings.append(PlanFinding("refused", str(error)))
-            fused, not_fused = choose("auto", self._modules, plan)[0], {}
+            fused = choose("auto", self._modules, plan)[0]
+            not_fused = {}
         if not_fused:
             self._notes.append(f'observe="{self._observe}": {format_paths(len(fused), not_fused)}')
         return [key for key, changed in fused.items() if not changed]

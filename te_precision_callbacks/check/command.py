@@ -315,6 +315,7 @@ def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Pat
 def _first_line(path: str, config: Config, findings: int = 0) -> str:
     if findings:
         return f"{path}: {many(findings, 'finding')} for this model, listed at the end."
-    number, enabled = len(config.sections), len(config.enabled_sections)
+    number = len(config.sections)
+    enabled = len(config.enabled_sections)
     rest = "" if enabled == number else f" ({number - enabled} not enabled)"
     return f"{path}: {many(number, 'section')}{rest}, no errors."

@@ -172,7 +172,9 @@ def _move_to(value: Any, place: torch.device) -> Any:
         return {name: _move_to(part, place) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         parts = [_move_to(part, place) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if hasattr(value, "_fields"):
+            return type(value)(*parts)
+        return type(value)(parts)
     return value
 
 
@@ -225,10 +227,8 @@ def stand_ins(modules: Sequence[NamedModule], products: ModelProducts) -> Iterat
         **dict.fromkeys((te.LayerNorm, te.RMSNorm), standing.norm),
     }
     before = {owner: owner.forward for owner in replaced}
-    state, FP8GlobalStateManager.quantization_state = (
-        FP8GlobalStateManager.quantization_state,
-        type(FP8GlobalStateManager.quantization_state)(),
-    )
+    state = FP8GlobalStateManager.quantization_state
+    FP8GlobalStateManager.quantization_state = type(FP8GlobalStateManager.quantization_state)()
     try:
         for owner, stand_in in replaced.items():
             owner.forward = _method(owner.forward, stand_in)
@@ -253,6 +253,12 @@ def _method(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[.
 
 
 class _StandIns:
+    """Replacements of calls of TE's modules in a dry run: they report products, and compute shapes only.
+
+    Attributes:
+        ran: what ran.
+    """
+
     def __init__(self, modules: Sequence[NamedModule], products: ModelProducts) -> None:
         self.ran = Ran()
         self._products = products
@@ -261,7 +267,8 @@ class _StandIns:
     # ------------------------------------------------------------------ layers
 
     def module(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
-        inp, layers = given["inp"], self._named.get(id(module), ())
+        inp = given["inp"]
+        layers = self._named.get(id(module), ())
         if module.sequence_parallel:
             raise NotImplementedError(
                 f"{type(module).__name__} with sequence_parallel=True cannot be planned with a batch"
@@ -281,7 +288,9 @@ class _StandIns:
         back = self._report(of_layer, sizes, left_out, backwards=hasattr(module, "fc1_weight"))
         results = own if isinstance(own, tuple) else (own,)
         result = _with_backward(results[0], back, inp, *module.parameters(recurse=False))
-        return (result, *results[1:]) if isinstance(own, tuple) else result
+        if isinstance(own, tuple):
+            return (result, *results[1:])
+        return result
 
     def norm(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
         inp = given["input"]
@@ -336,7 +345,8 @@ class _StandIns:
         query, key, value = _operands(given)
         layer = self._products.attentions.get(id(module), "")
         kernel, forward, backward = _attention_formats(query.dtype, in_high=bool(given["bf16_backward"]))
-        heads, size = query.shape[-2], value.shape[-1]
+        heads = query.shape[-2]
+        size = value.shape[-1]
         result = self._own(query, call_own, lambda: query.new_empty(*query.shape[:-2], heads * size))
         sizes = AttentionSizes.of(query, key, value, form)
         masked = {
@@ -372,7 +382,9 @@ def _results(module: Any, inp: torch.Tensor) -> Any:
         results.append(inp.new_empty(features, dtype=dtype) if not biases else biases[-1].detach())
     if getattr(module, "return_layernorm_output", False):
         results.append(torch.empty_like(inp, dtype=dtype))
-    return out if len(results) == 1 else tuple(results)
+    if len(results) == 1:
+        return out
+    return tuple(results)
 
 
 def _with_backward(result: torch.Tensor, back: Callable[[], None], *sources: Any) -> torch.Tensor:
@@ -403,7 +415,9 @@ class _WithBackward(torch.autograd.Function):
 def current_recipe() -> Any:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+    if FP8GlobalStateManager.is_fp8_enabled():
+        return FP8GlobalStateManager.get_fp8_recipe()
+    return None
 
 
 _Formats = tuple[tuple[str, str], tuple[str, str]]
@@ -420,11 +434,13 @@ def _operands(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def _attention_formats(dtype: torch.dtype, *, in_high: bool) -> tuple[str, _Formats, _Formats]:
     """Return the kernel of attention, and the formats of the operands of ``qk`` and ``pv`` in forward and backward."""
-    recipe, high = current_recipe(), dtype_name(dtype)
+    recipe = current_recipe()
+    high = dtype_name(dtype)
     same: _Formats = (high, high), (high, high)
     if recipe is None or not recipe.fp8_dpa:
         return ANY_KERNEL, same, same
-    word, made = "MXFP8" if recipe.mxfp8() else "FP8", recipe.fp8_format.name
+    word = "MXFP8" if recipe.mxfp8() else "FP8"
+    made = recipe.fp8_format.name
     value, gradient = (f"{word} {kind if made == 'HYBRID' else made}" for kind in ("E4M3", "E5M2"))
     forward: _Formats = (value, value), (value, value)
     if in_high or not int(os.environ.get("NVTE_FP8_DPA_BWD", "1")):

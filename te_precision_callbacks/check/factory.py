@@ -123,18 +123,24 @@ def _module(made: object, spec: str) -> torch.nn.Module:
 
 def format_failure(what: str, error: BaseException) -> str:
     """Format an exception, with the last line of the user's code in its traceback."""
-    text, place = f"{what}: {type(error).__name__}: {shorten(str(error))}", _place(error)
-    return f"{text} ({place})." if place else f"{text}."
+    text = f"{what}: {type(error).__name__}: {shorten(str(error))}"
+    place = _place(error)
+    if place:
+        return f"{text} ({place})."
+    return f"{text}."
 
 
 def _place(error: BaseException) -> str:
     others = (os.path.dirname(os.path.dirname(__file__)), sys.prefix, sys.base_prefix, "<")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
     frames = [frame for frame in frames if "site-packages" not in frame.filename]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    if frames:
+        return f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
+    return ""
 
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 
 CHOICES = (AUTO, NONE, *RECIPES)
 
@@ -170,7 +176,8 @@ def recipe_by_name(name: str) -> Any:
         quantization.check_recipe_support(made)
         supported, why = quantization.check_nvfp4_support() if made.nvfp4() else (True, "")  # not part of that check
     except RuntimeError as error:
-        supported, why = False, str(error)
+        supported = False
+        why = str(error)
     if not supported:
         if is_installed() and target.capability() != target.ALLOWED[-1]:
             best = "{}.{}".format(*target.ALLOWED[-1])

@@ -76,11 +76,15 @@ def rows(checked: CheckedModel) -> list[PlannedLayers]:
 
 
 def _name(product: Product) -> str:
-    return f"{product.gemm} backward" if product.backward and product.gemm not in GEMMS else product.gemm
+    if product.backward and product.gemm not in GEMMS:
+        return f"{product.gemm} backward"
+    return product.gemm
 
 
 def _order(product: Product) -> int:
-    return GEMMS.index(product.gemm) if product.gemm in GEMMS else len(GEMMS)
+    if product.gemm in GEMMS:
+        return GEMMS.index(product.gemm)
+    return len(GEMMS)
 
 
 def show(
@@ -146,7 +150,9 @@ def _cells(row: PlannedLayers, whole: int) -> list[Text]:
 def _formats(row: PlannedLayers, gemm: GemmName) -> str:
     """The formats of a GEMM. Products without a weight are in the column ``fprop``, their backward in ``dgrad``."""
     if gemm in row.gemms or gemm == "wgrad":
-        return _text(row.gemms[gemm]) if gemm in row.gemms else ""
+        if gemm in row.gemms:
+            return _text(row.gemms[gemm])
+        return ""
     behind = " backward" if gemm == "dgrad" else ""
     texts = {name: _text(row.gemms[f"{name}{behind}"]) for name in _WITHOUT_WEIGHT if f"{name}{behind}" in row.gemms}
     if len(set(texts.values())) == 1:
@@ -155,7 +161,9 @@ def _formats(row: PlannedLayers, gemm: GemmName) -> str:
 
 
 def _text(product: Product) -> str:
-    return f"not run: {product.not_run}" if product.not_run else format_operands(product.operands)
+    if product.not_run:
+        return f"not run: {product.not_run}"
+    return format_operands(product.operands)
 
 
 def _shares(coverage: Coverage) -> dict[str, float]:

@@ -104,7 +104,9 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
 
 
 def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: Any) -> str:
-    kind, value, cause = details["type"], details["input"], details.get("ctx", {}).get("error")
+    kind = details["type"]
+    value = details["input"]
+    cause = details.get("ctx", {}).get("error")
     keys: KeyPath = (*details["loc"], *(cause.keys if isinstance(cause, Misfit) else ()))
     if kind == "invalid_key":  # a key that is not a str; in `loc` it looks like a list index
         keys = (*keys[:-1], str(value))
@@ -133,7 +135,8 @@ def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: A
 
 
 def _elsewhere(schema: type[FeatureSchema], feature: str, keys: KeyPath) -> str:
-    by_path, key = levels(schema), keys[-1]
+    by_path = levels(schema)
+    key = keys[-1]
     others = [path for path, level in by_path.items() if key in level.model_fields]
     own = by_path[_level(keys[:-1])].model_fields
     takers = [name for name, other in FEATURES.items() if key in other.model_fields]

@@ -147,8 +147,10 @@ def _read(data: Any, place: Callable[..., str]) -> Contract:
 
 
 def _problem(details: Any, place: Callable[..., str]) -> str:
-    keys, known = [key for key in details["loc"] if key != "[key]"], Contract.model_fields
-    where, key = place(*keys), keys[0]
+    keys = [key for key in details["loc"] if key != "[key]"]
+    known = Contract.model_fields
+    where = place(*keys)
+    key = keys[0]
     if key not in known:
         return f"{where}: a contract has no key {shown(key)}.{suggestion(str(key), known)}"
     if details["type"] == "value_error":

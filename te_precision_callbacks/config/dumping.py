@@ -58,7 +58,9 @@ def _never_holds(
     detects_overflow: bool,
 ) -> str:
     if isinstance(condition, EventCondition):
-        return no_detection() if condition is EventCondition.ACTIVATION_OVERFLOW and not detects_overflow else ""
+        if condition is EventCondition.ACTIVATION_OVERFLOW and not detects_overflow:
+            return no_detection()
+        return ""
     statistic = collected_for(condition, known)
     if statistic is None:
         return missing_statistic(condition, known, layers, str(target.tensor))
@@ -114,7 +116,9 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
 
 
 def _format_layers(layers: Sequence[str]) -> str:
-    return f"the layer {layers[0]!r}" if len(layers) == 1 else f"the layers {some_of(map(repr, layers))}"
+    if len(layers) == 1:
+        return f"the layer {layers[0]!r}"
+    return f"the layers {some_of(map(repr, layers))}"
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,8 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
     acting = [(section, feature, effect) for section in sections for feature, effect in section.effects.items()]
     for number, (section, feature, effect) in enumerate(acting):
         for owner, other, others in acting[:number]:
-            here, there = section.place(NAMESPACE, feature), owner.place(NAMESPACE, other)
+            here = section.place(NAMESPACE, feature)
+            there = owner.place(NAMESPACE, other)
             shared = (pair for pair in effect.modifies if pair in others.modifies)
             both = next((pair for pair in shared if _meets(effect.steps(*pair), others.steps(*pair))), None)
             if both is not None:
@@ -125,9 +126,11 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
                 continue
             disputed = _find_conflict(effect, others)
             if disputed is not None:
-                verb, opposite = ("quantizes tensors of", "runs that GEMM in high precision")
+                verb = "quantizes tensors of"
+                opposite = "runs that GEMM in high precision"
                 if not effect.quantizes:
-                    verb, opposite = ("runs in high precision", "quantizes tensors of that GEMM")
+                    verb = "runs in high precision"
+                    opposite = "quantizes tensors of that GEMM"
                 yield (
                     f"{here}: {shown(feature)} {verb} the GEMM {disputed!r} in {layers}, and {shown(other)} in"
                     f" {there} {opposite}. Remove the GEMM from one feature, or give the two different layers or"

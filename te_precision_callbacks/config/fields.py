@@ -86,7 +86,9 @@ def _as_list(value: Any) -> Any:
     """Convert a bare name to a list; upstream would match single letters or substrings of the name."""
     if isinstance(value, str):
         return [value]
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 ListOf = Annotated[
@@ -212,12 +214,16 @@ def is_list(field: FieldInfo) -> bool:
 
 def names(field: FieldInfo) -> tuple[str, ...]:
     kind = _type_of_entry(field.annotation)
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return ()
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
     kind = _type_of_entry(field.annotation)
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return None
 
 
 def words(field: FieldInfo) -> str:
@@ -234,7 +240,9 @@ def words(field: FieldInfo) -> str:
         return "True or False"
     low = next(entry.ge for entry in metadata if hasattr(entry, "ge"))
     high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
-    return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    if high is None:
+        return f"an integer >= {low}"
+    return f"an integer from {low} to {high}"
 
 
 def _entries(field: FieldInfo, entry: Any) -> str:
@@ -243,7 +251,9 @@ def _entries(field: FieldInfo, entry: Any) -> str:
         required = next(key for key, of_item in item.model_fields.items() if of_item.is_required())
         return f"mappings with {required!r}"
     description = _find_words(_plain(entry)[1])
-    return description.text if description is not None else ", ".join(names(field))
+    if description is not None:
+        return description.text
+    return ", ".join(names(field))
 
 
 def _find_words(metadata: Sequence[Any]) -> Words | None:
@@ -260,4 +270,6 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
 
 def _type_of_entry(annotation: Any) -> Any:
     kind = _plain(annotation)[0]
-    return get_args(kind)[0] if get_origin(kind) is list else kind
+    if get_origin(kind) is list:
+        return get_args(kind)[0]
+    return kind

@@ -40,7 +40,8 @@ class Spans(Level):
         return Schedule.of(1, self.start_step, self.end_step, self.start_end_list)
 
     def check_target(self, nested: Nested) -> None:
-        start, end = self.start_step or 0, self.end_step
+        start = self.start_step or 0
+        end = self.end_step
         if not self.start_end_list and end is not None and -1 < end < start:
             raise Misfit(nested.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 means no end.")
         super().check_target(nested)

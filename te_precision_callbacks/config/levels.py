@@ -81,7 +81,8 @@ class Nested:
         either key; a single None if no level has.
         """
         for path, level in reversed(self.levels):
-            names, items = level.get(f"{what}s"), level.get(f"{what}s_struct")
+            names = level.get(f"{what}s")
+            items = level.get(f"{what}s_struct")
             for index, item in enumerate(items or ()):
                 yield item.get(what), Nested((*self.levels, ((*path, f"{what}s_struct", index), item)))
             if items:
@@ -134,7 +135,9 @@ def _given(value: Any) -> Any:
     if isinstance(value, Level):
         fields = (key for key in type(value).model_fields if key in value.model_fields_set)
         return {key: _given(getattr(value, key)) for key in fields}
-    return [_given(entry) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_given(entry) for entry in value]
+    return value
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,9 @@ def options_for(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: s
         if target.tensor in (tensor, None) or tensor is None
         if target.gemm in (gemm, None) or gemm is None
     ]
-    return options if tensor is not None else options[:1]
+    if tensor is not None:
+        return options
+    return options[:1]
 
 
 class FeatureSchema(Level):
@@ -217,7 +222,9 @@ class FeatureSchema(Level):
             (target.gemm or "", target.tensor or ""): getattr(target.options, "schedule", EVERY_STEP)
             for target in self.targets
         }
-        return {} if all(schedule == EVERY_STEP for schedule in by_target.values()) else by_target
+        if all(schedule == EVERY_STEP for schedule in by_target.values()):
+            return {}
+        return by_target
 
 
 class TensorChoice(Level, Generic[NameT, TensorItemT]):

@@ -78,7 +78,9 @@ class Config:
 
     @property
     def name(self) -> str:
-        return str(self.source) if self.source else "a mapping"
+        if self.source:
+            return str(self.source)
+        return "a mapping"
 
     @property
     def is_default(self) -> bool:
@@ -151,12 +153,15 @@ def load_config(
                 resolve_features(section, known, others=others)
         unknown.raise_any()
         return source
-    problems, path = Problems(), None
+    problems = Problems()
+    path = None
     data: Any
     if source is None:
-        data, places = DEFAULT_CONFIG, Places("the default config")
+        data = DEFAULT_CONFIG
+        places = Places("the default config")
     elif isinstance(source, Mapping):
-        data, places = source, Places("the config mapping")
+        data = source
+        places = Places("the config mapping")
     elif not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"A config must be a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
     elif source == "":  # Path("") would be the current folder

@@ -128,7 +128,8 @@ def draft(
     upstreams = index_by_upstream_names(layers) if layer_names is None else []
     hit: list[list[int]] = [[] for _ in layers]
     unmatched: list[Section] = []
-    missing, idle = Problems(), Problems()
+    missing = Problems()
+    idle = Problems()
     for number, section in enumerate(sections if layers else ()):
         selected: Sequence[int] = ()
         with problems.collecting():
@@ -222,7 +223,8 @@ def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, 
 
 
 def _feature_options(section: Section, path: tuple[str, ...], options: Any) -> FeatureOptions:
-    name, here = shown(path[-1]), section.place(*path)
+    name = shown(path[-1])
+    here = section.place(*path)
     if not isinstance(options, Mapping):
         raise ConfigError(f"{here}: the options of {name} must be a mapping, not {shown(options)}.")
     if "enabled" not in options:
@@ -232,7 +234,9 @@ def _feature_options(section: Section, path: tuple[str, ...], options: Any) -> F
     if not isinstance(options["enabled"], bool):
         here = section.place(*path, "enabled")
         raise ConfigError(f"{here}: 'enabled' of {name} must be True or False, not {shown(options['enabled'])}.")
-    return options if isinstance(options, dict) else dict(options)
+    if isinstance(options, dict):
+        return options
+    return dict(options)
 
 
 def _merge(layer: Layer, hit: Sequence[Section], resolved: Sequence[NamespacedFeatures]) -> NamespacedFeatures:

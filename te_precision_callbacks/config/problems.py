@@ -46,7 +46,9 @@ class ConfigError(PrecisionDebugError, ValueError):
 
 
 def shorten(text: str, most: int = 500) -> str:
-    return text if len(text) <= most else f"{text[: most - most // 4]} ... {text[-(most // 4) :]}"
+    if len(text) <= most:
+        return text
+    return f"{text[: most - most // 4]} ... {text[-(most // 4) :]}"
 
 
 class Problems:
@@ -84,11 +86,18 @@ class _Shown(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 4
-        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 8
-        self.maxstring = self.maxother = 200
+        self.maxdict = 8
+        self.maxlist = 8
+        self.maxtuple = 8
+        self.maxset = 8
+        self.maxfrozenset = 8
+        self.maxstring = 200
+        self.maxother = 200
 
     def repr_int(self, x: int, level: int) -> str:
-        return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
+        if x.bit_length() <= 128:
+            return repr(x)
+        return f"an integer of {x.bit_length()} bits"
 
 
 _SHOWN = _Shown()
@@ -125,13 +134,17 @@ def with_common_part(word: str, known: Iterable[str], most: int = 3) -> list[str
 
 def _parts(word: str) -> set[str]:
     parts = {part for part in re.split("[._]", word) if len(part) > 1 and not part.isdecimal()}
-    return parts if len(parts) > 1 else set()
+    if len(parts) > 1:
+        return parts
+    return set()
 
 
 def meant_for(key: str, present: Iterable[object]) -> str:
     """Return ``" Is ... meant for it?"`` if a present key is similar to a missing one."""
     close = nearest(key, map(str, present), most=1)
-    return f" Is {close[0]!r} a misspelling of it?" if close else ""
+    if close:
+        return f" Is {close[0]!r} a misspelling of it?"
+    return ""
 
 
 def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
@@ -141,4 +154,6 @@ def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
     if close:
         return f" Did you mean {' or '.join(map(shown, close))}?"
     more = f", and {len(known) - 60} more" if len(known) > 60 else ""
-    return f" {known_as}: {', '.join(sorted(known)[:60])}{more}." if known else ""
+    if known:
+        return f" {known_as}: {', '.join(sorted(known)[:60])}{more}."
+    return ""

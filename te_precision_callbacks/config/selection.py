@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXACT, PATTERN, NUMBERS, TYPES = "exact_layer_names", "layer_name_regex_pattern", "layer_numbers", "layer_types"
+EXACT = "exact_layer_names"
+PATTERN = "layer_name_regex_pattern"
+NUMBERS = "layer_numbers"
+TYPES = "layer_types"
 
 SELECTORS: Mapping[str, str] = {
     EXACT: "layers with one of these names.",
@@ -191,7 +194,8 @@ class LayerSelector:
 
     def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
         """Return whether nvidia-dlfw-inspect's names select other layers; layers without its numbers are ignored."""
-        ours, theirs = set(self.select(index)), set(self.select(upstream))
+        ours = set(self.select(index))
+        theirs = set(self.select(upstream))
         if self.exact_names is None and self.pattern is None and self.numbers is not None:
             ours &= set(upstream.by_number(0, LARGEST_NUMBER))
         return bool(theirs) and ours != theirs
@@ -216,11 +220,14 @@ class LayerSelector:
 
     def instead(self, index: LayerIndex) -> str:
         """Return a hint for a block that selects nothing; empty if nothing is similar."""
-        key, words = TYPES, list(self.types or ())
+        key = TYPES
+        words = list(self.types or ())
         if self.exact_names is not None:
-            key, words = EXACT, list(self.exact_names)
+            key = EXACT
+            words = list(self.exact_names)
         elif self.pattern is not None:
-            key, words = PATTERN, _WORD.findall(self.pattern.pattern)
+            key = PATTERN
+            words = _WORD.findall(self.pattern.pattern)
         words = words[:MOST_SHOWN]
         hint = "".join(_as_type(word, key, index) for word in words)
         near = dict.fromkeys(match for word in words for match in index.near(word, key))
@@ -230,12 +237,16 @@ class LayerSelector:
 def _number_of(name: str) -> int | None:
     """Return the first part of a name that is a number, else the first number that does not follow fc or gemm_."""
     numbers = [part for part in name.split(".") if part.isdecimal()] or _NUMBER.findall(name)
-    return int(numbers[0]) if numbers and len(numbers[0]) <= 6 else None
+    if numbers and len(numbers[0]) <= 6:
+        return int(numbers[0])
+    return None
 
 
 def _upstream_number_of(name: str) -> int | None:
     numbers = _UPSTREAM_NUMBER.findall(name)
-    return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) <= 6 else None
+    if len(numbers) == 1 and len(numbers[0]) <= 6:
+        return int(numbers[0])
+    return None
 
 
 def _as_type(word: str, key: str, index: LayerIndex) -> str:
@@ -314,7 +325,8 @@ def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
                 f" not {shown(entry)}."
             )
             continue
-        first, last = int(span[1]), int(span[2] or span[1])
+        first = int(span[1])
+        last = int(span[2] or span[1])
         if last < first:
             problems.add(f"{place(key, number)}: the range {shown(entry)} in {key!r} ends before it starts.")
         spans.append((first, last))

@@ -36,7 +36,9 @@ def read_early_steps(early_steps: object, config: Config) -> tuple[int, ...]:
         OptionError: the option is invalid.
     """
     if early_steps is None or isinstance(early_steps, bool):
-        return EARLY_STEPS if early_steps or (early_steps is None and config.is_default) else ()
+        if early_steps or (early_steps is None and config.is_default):
+            return EARLY_STEPS
+        return ()
     steps = list(early_steps) if isinstance(early_steps, Iterable) and not isinstance(early_steps, (str, bytes)) else []
     if not steps or any(type(step) is not int or step < 0 for step in steps):
         raise OptionError(

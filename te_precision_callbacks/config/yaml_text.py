@@ -28,7 +28,9 @@ class Mark(NamedTuple):
     column: int | None = None
 
     def __str__(self) -> str:
-        return f"line {self.line}" if self.column is None else f"line {self.line} column {self.column}"
+        if self.column is None:
+            return f"line {self.line}"
+        return f"line {self.line} column {self.column}"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,12 @@ def _text_of(path: Path, what: str) -> str:
 
 
 class _Index:
+    """Collects where each key of a YAML file stands, and the problems of its nodes.
+
+    Attributes:
+        marks: path of a key -> its place in the file.
+    """
+
     def __init__(self, file: str, lines: Sequence[str], problems: Problems) -> None:
         self.marks: dict[KeyPath, Mark] = {}
         self._file = file
@@ -104,13 +112,15 @@ class _Index:
             for key_node, value_node in node.value:
                 if key_node.tag == _MERGE or not isinstance(key_node, yaml.ScalarNode):
                     continue
-                key_path, mark = (*path, str(key_node.value)), self._mark(key_node)
+                key_path = (*path, str(key_node.value))
+                mark = self._mark(key_node)
                 if key_path in own:
                     self._problems.add(
                         f"{self._file}, {mark}: {shown(key_node.value)} is already defined in {own[key_path]}. Rename"
                         " one: YAML would silently keep only one."
                     )
-                self.marks[key_path] = own[key_path] = mark
+                self.marks[key_path] = mark
+                own[key_path] = mark
                 self.enter(value_node, key_path)
         elif isinstance(node, yaml.SequenceNode):
             for number, child in enumerate(node.value):
@@ -118,6 +128,7 @@ class _Index:
                 self.enter(child, (*path, number))
 
     def _mark(self, node: yaml.Node) -> Mark:
-        line, column = node.start_mark.line, node.start_mark.column
+        line = node.start_mark.line
+        column = node.start_mark.column
         before = self._lines[line][:column] if line < len(self._lines) else ""
         return Mark(line + 1, column + 1 if before.strip(" -?") else None)

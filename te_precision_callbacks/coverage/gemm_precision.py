@@ -128,6 +128,13 @@ class _Span(NamedTuple):
 
 
 class PrecisionHistory:
+    """The precision of every GEMM in each iteration, kept as changes.
+
+    Attributes:
+        iterations: the iterations that have run.
+        changes: number of changes so far.
+    """
+
     def __init__(self, iterations: Iterations) -> None:
         self.iterations = iterations
         self._layers: dict[str, list[_Change]] = {}

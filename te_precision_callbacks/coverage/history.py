@@ -91,6 +91,13 @@ class CountedSteps:
 
 
 class CoverageHistory:
+    """The matrix products of each step, kept as changes: a step like the one before takes no memory.
+
+    Attributes:
+        other_ranks_products: products of pipeline stages on other ranks.
+        changes: number of changes so far.
+    """
+
     def __init__(self) -> None:
         self._counted: list[CountedSteps] = []
         self._met: set[tuple[int, frozenset[tuple[Kind, tuple[int, int]]]]] = set()

@@ -37,6 +37,8 @@ class _ThreadNodes(threading.local):
 
 
 class NodesOfProducts:
+    """Finds for each product of a forward the node of the autograd graph that computes its gradients."""
+
     def __init__(self) -> None:
         self._here = _ThreadNodes()
 

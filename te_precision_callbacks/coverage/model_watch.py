@@ -368,6 +368,12 @@ def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -
 
 
 class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that reports the operators of matrix products to a watcher.
+
+    Attributes:
+        watcher: receives the operators.
+    """
+
     supports_higher_order_operators = True
 
     def __init__(self, watcher: ModelWatch, *, only: Iterable[str] | None = None) -> None:

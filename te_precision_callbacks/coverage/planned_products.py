@@ -98,6 +98,8 @@ def plan_products(
 
 
 class _ProductPlanner:
+    """Plans the matrix products of a model's modules, from their sizes or from a dry run."""
+
     def __init__(
         self,
         model: Model,

@@ -102,6 +102,10 @@ class _Notes:
 
 
 class PrecisionAudit:
+    """Notes the formats of all operands in a step, of GEMMs that ran and of expected ones, and writes their changes to
+    the history.
+    """
+
     def __init__(self, iterations: Iterations) -> None:
         self._unseen: dict[str, dict[LayerOperand, Format]] = {}
         self._history = PrecisionHistory(iterations)

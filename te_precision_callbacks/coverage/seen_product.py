@@ -176,6 +176,12 @@ class _CountedCalls(NamedTuple):
 
 
 class CountedKinds:
+    """The products of each kind of call of a model, as they were counted.
+
+    Attributes:
+        changes: number of changes so far.
+    """
+
     def __init__(self, root: str) -> None:
         self.changes = 0
         self._root = root

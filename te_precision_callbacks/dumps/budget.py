@@ -40,7 +40,8 @@ class Budget:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         sizes = list(_sizes(folder))
-        self.files, self.bytes = len(sizes), sum(sizes)
+        self.files = len(sizes)
+        self.bytes = sum(sizes)
 
     def refuses(self, nbytes: int, limits: Limits) -> str | None:
         if self.bytes + nbytes > limits.max_bytes:

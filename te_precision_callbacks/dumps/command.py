@@ -87,7 +87,8 @@ def show_command(
     tensors = tensor_numbers(dump)
     try:
         result = compare(dump)
-        errors, not_compared = result.differences, result.not_compared
+        errors = result.differences
+        not_compared = result.not_compared
     except (DifferentShapesError, NothingToCompareError) as error:
         # A comparison needs both tensors.
         if HIGH_PRECISION in dump.tensors and dump.header.quantized is not None:

@@ -91,7 +91,9 @@ class Dump:
         """Return one direction of the quantized tensor, if the dump has it."""
         quantized = self.header.quantized
         direction = None if quantized is None else quantized.direction(columnwise)
-        return None if direction is None else _part(direction, columnwise, self.tensors)
+        if direction is None:
+            return None
+        return _part(direction, columnwise, self.tensors)
 
     def complete(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a file; with ``internals``, including decoded tensors.
@@ -138,7 +140,8 @@ def create_dump(
         LayoutError: the quantized tensor's buffers do not match each other.
     """
     if high_precision is not None and kind_is_known(high_precision):
-        high_precision, quantized = None, high_precision if quantized is None else quantized
+        quantized = high_precision if quantized is None else quantized
+        high_precision = None
     if high_precision is None and quantized is None:
         raise DumpError(f"There is nothing to dump for {tensor or 'a tensor'!r}: give high_precision or quantized.")
     tensors: dict[str, torch.Tensor] = {}
@@ -353,11 +356,14 @@ def _describe_quantized(
 
 def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, torch.Tensor]]:
     side = "columnwise" if part.columnwise else "rowwise"
-    data, scale, amax = f"{side}_data", f"{side}_block_scale_inv", None
+    data = f"{side}_data"
+    scale = f"{side}_block_scale_inv"
+    amax = None
     if part.mode == PER_TENSOR:
         scale = f"{side}_scale_inv"
         if one_object:
-            data, scale = ("transpose" if part.columnwise else "data"), "scale_inv"
+            data = "transpose" if part.columnwise else "data"
+            scale = "scale_inv"
     tensors = {data: _elements_in_memory(part), scale: part.scales}
     if part.mode == PER_TENSOR:
         tensors[scale] = part.scales.reshape(1)
@@ -395,7 +401,8 @@ def _elements_in_memory(part: Stored) -> torch.Tensor:
 
 
 def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Tensor]) -> Stored:
-    element_format, scale_format = FORMATS[direction.format], FORMATS.get(direction.scale_format)
+    element_format = FORMATS[direction.format]
+    scale_format = FORMATS.get(direction.scale_format)
     rows, columns = direction.matrix_shape
     scales = tensors[direction.scale].reshape(direction.blocks)
     return Stored(

@@ -66,7 +66,9 @@ class Difference:
 
     @property
     def share(self) -> float:
-        return self.differing / self.elements if self.elements else 0.0
+        if self.elements:
+            return self.differing / self.elements
+        return 0.0
 
     @property
     def equal(self) -> bool:
@@ -126,13 +128,15 @@ def _compare_parts(a: Dump, b: Dump) -> DumpComparison:
     differences: list[Difference] = []
     not_compared: list[str] = []
     for name in (HIGH_PRECISION, QUANTIZED):
-        ours, theirs = a.tensors.get(name), b.tensors.get(name)
+        ours = a.tensors.get(name)
+        theirs = b.tensors.get(name)
         if ours is not None and theirs is not None:
             differences.append(_difference(name, ours, theirs))
         elif ours is not None or theirs is not None:
             not_compared.append(f"{name}: only in {'a' if theirs is None else 'b'}")
     for columnwise, name in ((False, "rowwise"), (True, "columnwise")):
-        part, other = a.part(columnwise=columnwise), b.part(columnwise=columnwise)
+        part = a.part(columnwise=columnwise)
+        other = b.part(columnwise=columnwise)
         if part is None or other is None:
             if part is not other:
                 not_compared.append(f"{name}: only in {'a' if other is None else 'b'}")
@@ -180,10 +184,17 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
         raise DifferentShapesError(
             f"{what}: a has the shape {tuple(a.shape)} and b {tuple(b.shape)}. Only equal shapes can be compared."
         )
-    ours, theirs = a.reshape(-1), b.reshape(-1)
-    differing, finite, largest, largest_at = 0, 0, 0.0, -1
-    signal, noise, total = 0.0, 0.0, 0.0
-    nan, inf = [0, 0], [0, 0]
+    ours = a.reshape(-1)
+    theirs = b.reshape(-1)
+    differing = 0
+    finite = 0
+    largest = 0.0
+    largest_at = -1
+    signal = 0.0
+    noise = 0.0
+    total = 0.0
+    nan = [0, 0]
+    inf = [0, 0]
     for start in range(0, len(ours), _PIECE):
         x, y = (_wide(flat[start : start + _PIECE]) for flat in (ours, theirs))
         differing += int(((x != y) & ~(x.isnan() & y.isnan())).sum())
@@ -193,11 +204,13 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
         both = x.isfinite() & y.isfinite()
         x, error = x.where(both, 0), (x - y).abs().where(both, 0)
         finite += int(both.sum())
-        signal, noise = signal + float(x.abs().square().sum()), noise + float(error.square().sum())
+        signal = signal + float(x.abs().square().sum())
+        noise = noise + float(error.square().sum())
         total += float(error.sum())
         place = int(error.argmax())
         if float(error[place]) > largest:
-            largest, largest_at = float(error[place]), start + place
+            largest = float(error[place])
+            largest_at = start + place
     return Difference(
         what=what,
         shape=tuple(a.shape),
@@ -215,7 +228,9 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
 def _decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
-    return 10 * (math.log10(signal) - math.log10(noise)) if signal > 0 else -math.inf
+    if signal > 0:
+        return 10 * (math.log10(signal) - math.log10(noise))
+    return -math.inf
 
 
 def _grid(part: Stored) -> tuple[object, ...]:
@@ -243,7 +258,13 @@ def tensor_numbers(dump: Dump) -> list[dict[str, Any]]:
 
 def _tensor(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     flat = tensor.reshape(-1)
-    low, high, total, finite, nan, inf, zeros = math.inf, -math.inf, 0.0, 0, 0, 0, 0
+    low = math.inf
+    high = -math.inf
+    total = 0.0
+    finite = 0
+    nan = 0
+    inf = 0
+    zeros = 0
     for start in range(0, flat.numel(), _PIECE):
         values = _wide(flat[start : start + _PIECE])
         nan += int(values.isnan().sum())
@@ -251,8 +272,10 @@ def _tensor(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         zeros += int((values == 0).sum())
         values = values[values.isfinite()]
         if values.numel():
-            finite, total = finite + values.numel(), total + float(values.sum())
-            low, high = min(low, float(values.min())), max(high, float(values.max()))
+            finite = finite + values.numel()
+            total = total + float(values.sum())
+            low = min(low, float(values.min()))
+            high = max(high, float(values.max()))
     return {
         "name": name,
         "dtype": dtype_name(tensor.dtype),

@@ -91,7 +91,8 @@ def save(
         rank=_require_int("rank", rank),
         recipe=recipe,
     )
-    before, after = dump.header.high_precision, dump.header.quantized
+    before = dump.header.high_precision
+    after = dump.header.quantized
     if before is not None and after is not None and before.shape != after.shape:
         raise DumpError(
             f"high_precision has the shape {before.shape}, and the tensor {after.shape}: not the same tensor before"

@@ -19,7 +19,8 @@ from te_precision_callbacks.gemm_error.codes import RoundingRules
 SCHEMA = 1
 """The version of the header. It grows when a reader of the last version would misread a header."""
 
-HIGH_PRECISION, QUANTIZED = "high_precision", "quantized"
+HIGH_PRECISION = "high_precision"
+QUANTIZED = "quantized"
 """The names of the tensor before quantization, and of a plain tensor after quantization."""
 
 FLOAT32 = "float32"
@@ -88,8 +89,11 @@ class Direction:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        leading, last = math.prod(self.shape[:-1]), math.prod(self.shape[-1:])
-        return (last, leading) if self.transposed else (leading, last)
+        leading = math.prod(self.shape[:-1])
+        last = math.prod(self.shape[-1:])
+        if self.transposed:
+            return (last, leading)
+        return (leading, last)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -126,7 +130,9 @@ class Quantized:
     columnwise: Direction | None = None
 
     def direction(self, columnwise: bool) -> Direction | None:
-        return self.columnwise if columnwise else self.rowwise
+        if columnwise:
+            return self.columnwise
+        return self.rowwise
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,9 @@ class DumpedGemm:
 
     @property
     def name(self) -> str:
-        return self.gemm if self.expert is None else f"{self.gemm} of expert {self.expert}"
+        if self.expert is None:
+            return self.gemm
+        return f"{self.gemm} of expert {self.expert}"
 
     def operands(self) -> dict[str, DumpedOperand]:
         return {"a": self.a, "b": self.b}

@@ -289,7 +289,9 @@ class Recorder:
         if statistic is None:
             self._complain(condition, watched, missing_statistic(condition, collected, [watched.layer], watched.tensor))
             return None
-        return statistic if any(schedule.at(watched.iteration)[0] for schedule in statistic.schedules) else None
+        if any(schedule.at(watched.iteration)[0] for schedule in statistic.schedules):
+            return statistic
+        return None
 
     def _complain(self, condition: Condition, watched: Watched, text: str) -> None:
         if self._notices.first(condition):
@@ -330,11 +332,16 @@ class Recorder:
             self._learned.append(measured)
 
     def _decide(self) -> None:
-        held, self._held, self._held_bytes = self._held, [], 0
-        learned, self._learned = self._learned, []
-        overflowed, self.overflowed = self.overflowed, False
+        held = self._held
+        self._held = []
+        self._held_bytes = 0
+        learned = self._learned
+        self._learned = []
+        overflowed = self.overflowed
+        self.overflowed = False
         flags = _read([entry.nonfinite for entry in held])
-        at_once, self._nonfinite = self._nonfinite, []
+        at_once = self._nonfinite
+        self._nonfinite = []
         reasons: dict[str, int] = {NONFINITE: len(at_once)} if at_once else {}
         for entry, nonfinite in zip(held, flags, strict=True):
             reason = NONFINITE if nonfinite else ACTIVATION_OVERFLOW if overflowed and entry.overflow else None

@@ -39,7 +39,8 @@ class Writer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files = self.nbytes = 0
+        self.files = 0
+        self.nbytes = 0
         self.written: deque[Header] = deque(maxlen=_MOST_HEADERS)
         self._run = new_run_id()
         self._thread: WriterThread[Job] = WriterThread("tensor dumps", self)
@@ -71,7 +72,8 @@ class Writer:
         self._thread.finish(LONGEST_STILL)
 
     def take_failure(self) -> Exception | None:
-        noted, self._failure = self._failure, None
+        noted = self._failure
+        self._failure = None
         failure = self._thread.take_failure() if noted is None else None
         if failure is None or isinstance(failure, DumpError):
             return noted or failure
@@ -118,7 +120,8 @@ class Writer:
         dump = replace(dump, tensors=dump.complete(), internals=False)
         budget = self._budget
         if budget is None:
-            budget = self._budget = Budget(rank_folder(self.folder, header.rank))
+            budget = Budget(rank_folder(self.folder, header.rank))
+            self._budget = budget
         most_bytes = dump.nbytes + len(json.dumps(dump.header.to_json())) + 500 + 200 * len(dump.tensors)
         refusal = budget.refuses(most_bytes, limits)
         if refusal is not None:

@@ -86,6 +86,12 @@ class _Vectors:
 
 
 class _Device:
+    """The vectors of a device, one pair for each stream; longer ones come first.
+
+    Attributes:
+        used: numbers of sums and of maxima that segments have.
+    """
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._handle_now = raw_stream_of(device)
@@ -134,6 +140,14 @@ class _Device:
 
 @dataclass
 class Segments:
+    """The segments of all tensors, and their values in the current step.
+
+    Attributes:
+        segments: in the order in which they were first measured.
+        version: changes with the layout: a new segment, another place, or another requested statistic.
+        moves: number of segments that moved to another device.
+    """
+
     segments: dict[SegmentKey, SlotRange] = field(default_factory=dict)
     version: int = 0
     moves: int = 0

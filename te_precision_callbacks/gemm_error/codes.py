@@ -30,7 +30,8 @@ from te_precision_callbacks.base.numerics.scaling import (
 SLACK = 1e-3
 """The tolerance of the rounding point, relative to the distance of two values: factors are rounded."""
 
-WINDOW_ROWS, WINDOW_COLUMNS = 128, 1024
+WINDOW_ROWS = 128
+WINDOW_COLUMNS = 1024
 """Rows and columns in memory that are checked at once: whole blocks of each format."""
 
 
@@ -116,9 +117,11 @@ def check_codes(part: Stored, high: torch.Tensor, rules: RoundingRules, row: int
     height, width = part.block
     all_factors = part.factors()
     if all_factors.numel() == 1:
-        factors, block = all_factors.reshape(1, 1), (exact.shape[0], exact.shape[1])
+        factors = all_factors.reshape(1, 1)
+        block = (exact.shape[0], exact.shape[1])
     else:
-        factors, block = _window_values(all_factors, rows, columns, part.block), (height, width)
+        factors = _window_values(all_factors, rows, columns, part.block)
+        block = (height, width)
     decoded = part.elements(rows)[:, columns].double()
     spread = blocks.repeat_per_block(factors, block, (exact.shape[0], exact.shape[1])).double()
     y = torch.where(spread.isfinite(), exact.double() / spread, torch.nan)
@@ -185,7 +188,8 @@ def _scales(
         numbers = blocks.block_counts(exact.shape, part.block)
         amaxes = amaxes.repeat_interleave(block[0] // part.block[0], 0)[: numbers[0]]
         amaxes = amaxes.repeat_interleave(block[1] // part.block[1], 1)[:, : numbers[1]]
-    scales, use = _window_values(part.block_scales(), rows, columns, part.block), amaxes.isfinite()
+    scales = _window_values(part.block_scales(), rows, columns, part.block)
+    use = amaxes.isfinite()
     if part.mode in (BLOCK_1D, BLOCK_2D):
         largest = min(torch.finfo(matrix.dtype).max, FLOAT32_MAX)
         return _count_wrong(_are_close(scales, torch.reciprocal(_fp8_scale(amaxes, part, rules, largest))), use)

@@ -63,11 +63,15 @@ class Factor:
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self._memory_shape
-        return (columns, rows) if self.is_transposed else (rows, columns)
+        if self.is_transposed:
+            return (columns, rows)
+        return (rows, columns)
 
     @property
     def device(self) -> torch.device:
-        return self.memory.codes.device if isinstance(self.memory, Stored) else self.memory.device
+        if isinstance(self.memory, Stored):
+            return self.memory.codes.device
+        return self.memory.device
 
     @property
     def needs(self) -> int:
@@ -102,7 +106,9 @@ class Factor:
         whole = torch.cat([piece for _, piece in self.pieces(dtype)]) if self._memory_shape[0] else None
         if whole is None:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
-        return whole.t() if self.is_transposed else whole
+        if self.is_transposed:
+            return whole.t()
+        return whole
 
     def sweep(
         self,

@@ -75,7 +75,9 @@ def accumulator_of(*operands: Any, split_accumulator: bool, capability: tuple[in
     is_fp8 = any(isinstance(operand, Stored) and operand.element_format.bits == 8 for operand in operands)
     if not is_fp8 or capability not in ((8, 9), (9, 0)):
         return FLOAT32
-    return HOPPER_SPLIT if split_accumulator else HOPPER_FAST
+    if split_accumulator:
+        return HOPPER_SPLIT
+    return HOPPER_FAST
 
 
 MOST_BEFORE = 0.01
@@ -132,7 +134,9 @@ def probes(rows: int, number: int, seed: int, device: torch.device, dtype: torch
 
 def thin_dtype() -> torch.dtype:
     """Return the dtype of products with probes: float32, or float64 if torch may use TF32 or bfloat16 for float32."""
-    return torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
+    if torch.get_float32_matmul_precision() == "highest":
+        return torch.float32
+    return torch.float64
 
 
 def bound(probes: int) -> float:
@@ -304,7 +308,8 @@ def _side(
     call: GemmCall,
     side: int,
 ) -> _Side:
-    run, expected = run.double(), expected.double()
+    run = run.double()
+    expected = expected.double()
     probes = run.shape[1]
     checked = expected.isfinite().all(1) & terms.isfinite()
     finite = run.isfinite().all(1) & run_squares.isfinite()
@@ -312,7 +317,8 @@ def _side(
     saturates = terms * probes > (torch.finfo(call.dtype).max / 64) ** 2
     broken = checked & ~finite & ~saturates
     use = (checked & finite).unsqueeze(1)
-    run, expected = torch.where(use, run, 0.0), torch.where(use, expected, 0.0)
+    run = torch.where(use, run, 0.0)
+    expected = torch.where(use, expected, 0.0)
     squares = expected.square().sum(1)
     run_squares, terms = (torch.where(use[:, 0], part.double(), 0.0) for part in (run_squares, terms))
     other = (call.x if side == 0 else call.y).shape[0]
@@ -326,7 +332,8 @@ def _side(
     variance = variance + call.accumulator.variance(call.k, terms, size)
     own = torch.finfo(call.x.dtype).eps
     variance = variance + own**2 * (call.k + other) * (terms + size + run_squares)
-    error, tolerance = (run - expected).square().sum(1), variance * (bound(probes) ** 2 * probes)
+    error = (run - expected).square().sum(1)
+    tolerance = variance * (bound(probes) ** 2 * probes)
     ratio = _ratio(error, tolerance, broken)
     return _Side(error, squares, (run * expected).sum(1), tolerance, checked, broken, ratio)
 
@@ -347,14 +354,16 @@ def _ratio(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -
 def _added_terms(
     call: GemmCall, expected: Thin
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    right, left = torch.zeros_like(expected.right[:1]), torch.zeros_like(expected.left[:1])
+    right = torch.zeros_like(expected.right[:1])
+    left = torch.zeros_like(expected.left[:1])
     if call.bias is not None:
         bias = call.bias.detach().reshape(-1).to(call.x.dtype)
         right = right + bias.unsqueeze(0) @ call.x
         left = left + bias.unsqueeze(1) * call.y.sum(0, keepdim=True)
     if call.before is None:
         return right, left, None, None
-    before, beta = call.before, call.beta
+    before = call.before
+    beta = call.beta
     return (
         right + beta * before.right,
         left + beta * before.left,
@@ -365,9 +374,11 @@ def _added_terms(
 
 def squares_of_difference(decoded: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return |decoded - original|^2 and |original|^2, float64, over rows of [rows, probes] that are finite in both."""
-    decoded, original = decoded.double(), original.double()
+    decoded = decoded.double()
+    original = original.double()
     use = (decoded.isfinite() & original.isfinite()).all(1, keepdim=True)
-    decoded, original = torch.where(use, decoded, 0.0), torch.where(use, original, 0.0)
+    decoded = torch.where(use, decoded, 0.0)
+    original = torch.where(use, original, 0.0)
     return (decoded - original).square().sum(), original.square().sum()
 
 

@@ -89,6 +89,15 @@ _STAGE_INFERENCE = "_forward_metadata_inference"
 
 
 class ForwardHooks:
+    """Replaces functions of Transformer Engine during a session, and prepares the observation of each step.
+
+    Attributes:
+        answers: decides which forwards take the debug path.
+        regions: notes the regions of ``te.autocast``.
+        gemm_errors: measures errors of GEMMs.
+        products: counts the matrix products of the model.
+    """
+
     def __init__(
         self,
         classify: ForwardClassifier,

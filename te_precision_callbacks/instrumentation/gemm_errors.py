@@ -409,6 +409,13 @@ _BEFORE = "recorded before"
 
 
 class GemmRecords:
+    """Listener of the tap that records GEMMs for a replay: operands, result, and previous sum.
+
+    Attributes:
+        selected: the GEMMs to record.
+        watch: sets the layers with their options.
+    """
+
     def __init__(self, operands: GemmOperands, report: Callable[[str, str, Exception], None]) -> None:
         self._operands = operands
         self._report = report

@@ -188,6 +188,8 @@ class _Graph:
 
 
 class CudaGraphs:
+    """The CUDA graphs of watched modules: finds them, and bypasses them in steps that observe their layers."""
+
     def __init__(self) -> None:
         self._places: list[tuple[Any, Mapping[int, torch.nn.Module]]] = []
         self._graphs: dict[int, _Graph] = {}

@@ -129,6 +129,8 @@ def _stacking_key(tensor: torch.Tensor) -> Hashable:
 
 
 class BatchedChecks:
+    """Comparisons of many small tensors, launched together by device and kind, and read in a later step."""
+
     def __init__(self) -> None:
         self._waiting: dict[Hashable, tuple[Compare, list[tuple[tuple[torch.Tensor, ...], Note]]]] = {}
         self._shares: list[tuple[torch.Tensor, list[Note]]] = []

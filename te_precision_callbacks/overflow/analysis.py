@@ -53,6 +53,14 @@ class DetectedOverflow:
 
 
 class Reader:
+    """Finds the first overflow in the values of an interval.
+
+    Attributes:
+        loss_scaled: whether gradients are those of a scaled loss.
+        step: returns the name of the step, for messages.
+        history: the last frames.
+    """
+
     def __init__(self, options: DetectorOptions) -> None:
         self.loss_scaled = False
         self.step: Callable[[], str] = str
@@ -250,7 +258,8 @@ def _report(frames: Sequence[FrameValues], *, abs_min: bool, step: str) -> str:
 
 def _format_frame(seen: FrameValues, *, abs_min: bool) -> str:
     """Format a frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
-    frame, values = seen.frame, seen.values
+    frame = seen.frame
+    values = seen.values
     columns = []
     if abs_min:
         least = f"{values.least(frame.measured):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
@@ -269,8 +278,12 @@ def _describe_place(seen: FrameValues) -> str:
 
 
 def _amax(low: float, high: float) -> float:
-    return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
+    if math.isnan(low) or math.isnan(high):
+        return math.nan
+    return max(abs(low), abs(high))
 
 
 def _describe_value(low: float, high: float) -> str:
-    return "nans" if math.isnan(low) or math.isnan(high) else "infs"
+    if math.isnan(low) or math.isnan(high):
+        return "nans"
+    return "infs"

@@ -92,10 +92,12 @@ class ForwardCalls:
     # ------------------------------------------------------------------ a forward
 
     def _begin(self, watched: WatchedModule) -> Pass:
-        journal, batches = self._journal, self._journal.batches
+        journal = self._journal
+        batches = self._journal.batches
         over = journal.closed
         # First of all, so that a rank that fails below still joins the next common look.
-        new = journal.thread.current = self._new_pass(watched, over=over)
+        new = self._new_pass(watched, over=over)
+        journal.thread.current = new
         if over:
             return new
         if torch._C._current_graph_task_id() == NO_BACKWARD:

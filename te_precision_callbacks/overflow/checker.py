@@ -146,7 +146,8 @@ class OverflowChecker:
         journal = self._journal
         if journal.closed:
             return
-        find, failure = self._look_at_training(), journal.failure
+        find = self._look_at_training()
+        failure = journal.failure
         journal.closed = True
         self.handles.close()
         if self.messages is not None and self._owns_messages:
@@ -165,13 +166,17 @@ class OverflowChecker:
 
     def _look_at_training(self, *, may_be_skipped: bool = True) -> DetectedOverflow | DetectionFailedError | None:
         find = self._look_at(self._journal.training, may_be_skipped=may_be_skipped)
-        find, self._pending, self._dropped = self._pending or find, None, 0
+        find = self._pending or find
+        self._pending = None
+        self._dropped = 0
         self._journal.batches.all_checked = True
         return find or self._own_failure()
 
     def _own_failure(self) -> DetectionFailedError | None:
         failure = self._journal.failure
-        return None if failure is None else DetectionFailedError(text_of(failure), rank=own_rank())
+        if failure is None:
+            return None
+        return DetectionFailedError(text_of(failure), rank=own_rank())
 
     def _make_room(self) -> None:
         """Check events to free the slots. If ranks stop together, an overflow is kept for the next common look."""

@@ -102,6 +102,8 @@ class Values:
 
 
 class Slots:
+    """Largest and smallest magnitudes of tensors, measured into slots on their device and read together."""
+
     def __init__(self, *, abs_min: bool) -> None:
         self._abs_min = abs_min
         self._stores: dict[_Place, _Store] = {}
@@ -124,7 +126,8 @@ class Slots:
             place = values.dtype, values.device, stream
             store = self._stores.get(place)
             if store is None:
-                store = self._stores[place] = _Store(values.dtype, values.device, stream)
+                store = _Store(values.dtype, values.device, stream)
+                self._stores[place] = store
             slot = store.allocate()
             torch.aminmax(values, out=(slot.low, slot.high))
             if self._abs_min:
@@ -193,4 +196,6 @@ def _plain_values(tensor: torch.Tensor) -> torch.Tensor | Unmeasured:
         return Unmeasured("empty")
     if tensor.dtype.is_complex:
         return tensor.abs()
-    return tensor if tensor.dtype in _DIRECT else tensor.to(torch.float32)
+    if tensor.dtype in _DIRECT:
+        return tensor
+    return tensor.to(torch.float32)

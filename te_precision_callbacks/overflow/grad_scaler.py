@@ -140,11 +140,18 @@ class ScaledOptimizers:
             self._new.append(weakref.ref(optimizer))
 
     def take(self) -> list[Any]:
-        new, self._new = self._new, []
+        new = self._new
+        self._new = []
         return [optimizer for place in new if (optimizer := place()) is not None]
 
 
 class Steps:
+    """Checks before each step of an optimizer of the model, also with a GradScaler, which may skip the step.
+
+    Attributes:
+        journal: events since the last check.
+    """
+
     def __init__(self, hooks: ModelHooks, journal: Journal, checker: OverflowChecker) -> None:
         self._hooks = hooks
         self.journal = journal
@@ -202,6 +209,8 @@ def _before_step_of(steps: weakref.ref[Steps]) -> Any:
     @outside_of_dynamo
     def before_step(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> Any:
         alive = steps()
-        return None if alive is None else alive.before_step(optimizer, args, keywords)
+        if alive is None:
+            return None
+        return alive.before_step(optimizer, args, keywords)
 
     return before_step

@@ -45,7 +45,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def class_name(module: torch.nn.Module) -> str:
     module = getattr(module, "_orig_mod", module)
     names = [base.__name__ for base in type(module).__mro__]
-    return names[names.index("FSDPModule") + 1] if "FSDPModule" in names[:-1] else names[0]
+    if "FSDPModule" in names[:-1]:
+        return names[names.index("FSDPModule") + 1]
+    return names[0]
 
 
 class WatchedModule:
@@ -128,7 +130,8 @@ class ModelHooks:
             if known is None:
                 self._watched[key] = self._watch(path, module, is_root=key == first)
             else:
-                known.path, known.is_root = path, key == first
+                known.path = path
+                known.is_root = key == first
         self._watch_parameters()
         self._tree = ModuleTree([root for _, root in self._roots], parameters=True)
         self._warn_of_compiled()
@@ -142,7 +145,8 @@ class ModelHooks:
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         known = self._optimizers.get(optimizer)
         if known is None or known[0] != sizes:
-            known = self._optimizers[optimizer] = sizes, self._holds_parameter_of(optimizer)
+            known = sizes, self._holds_parameter_of(optimizer)
+            self._optimizers[optimizer] = known
         return known[1]
 
     def remove(self) -> None:
@@ -197,6 +201,7 @@ def _parameter_gradient(
     receiver: weakref.ref[Any], watched: weakref.ref[WatchedModule], name: str, parameter: torch.Tensor
 ) -> None:
     """The hook of a parameter, with weak references: the cycle collector does not visit hooks of parameters."""
-    calls, module = receiver(), watched()
+    calls = receiver()
+    module = watched()
     if calls is not None and module is not None:
         calls.parameter_gradient(module, name, parameter)

@@ -118,7 +118,8 @@ class Interval:
         known = self._records.get(key)
         if known is not None and known.version == version and known.tensor() is tensor:
             return known
-        record = self._records[key] = Record(weakref.ref(tensor), version)
+        record = Record(weakref.ref(tensor), version)
+        self._records[key] = record
         return record
 
     def measure(self, tensor: torch.Tensor) -> Record:
@@ -147,7 +148,9 @@ class Interval:
 
     def loss_scale(self) -> float | None:
         """Return the largest scale of a loss; None if no loss was scaled. The host waits for the device."""
-        return None if self._loss_scale is None else self._loss_scale.item()
+        if self._loss_scale is None:
+            return None
+        return self._loss_scale.item()
 
     def clear(self) -> None:
         self.events = []
@@ -221,7 +224,9 @@ class Batches:
 
     @property
     def evaluation(self) -> int:
-        return max(self._evaluation, 0) if self.trains else self.number
+        if self.trains:
+            return max(self._evaluation, 0)
+        return self.number
 
     @property
     def is_over(self) -> bool:
@@ -233,14 +238,16 @@ class Batches:
 
     def train(self) -> None:
         if not self.trains:
-            self.trains, self._number = True, -1
+            self.trains = True
+            self._number = -1
 
     def begins(self, *, is_root: bool, evaluation: bool) -> bool:
         """Return whether an outermost forward, of the model or of a submodule, begins the next batch."""
         if evaluation and self.trains:
             self._evaluation += is_root
             return False
-        begins, self.all_checked = is_root or self.all_checked, False
+        begins = is_root or self.all_checked
+        self.all_checked = False
         return begins and not self._has_marks
 
     def next(self) -> None:
@@ -270,7 +277,8 @@ class Journal:
         self.batches = Batches(options.abort_after_batch)
         self.thread = _Thread()
         self.due = False
-        self.closed = self.broken = False
+        self.closed = False
+        self.broken = False
         self.failure: Exception | None = None
         self.notices = Notices()
 
@@ -309,6 +317,7 @@ class Journal:
         self.thread.current = None
         self.due = False
         if self.failure is not None:
-            self.broken, self.failure = False, None
+            self.broken = False
+            self.failure = None
         self.training.clear()
         self.evaluation.clear()

@@ -128,7 +128,8 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
             _refuse_gaps(function.__name__, given)
         if function.__name__ in _COUNTING:
             given = _flat(given)
-        positional, named = given[: len(arguments)], given[len(arguments) :]
+        positional = given[: len(arguments)]
+        named = given[len(arguments) :]
         return function(*positional, **dict(zip(options, named, strict=True)))
 
     return on_memory
@@ -138,11 +139,15 @@ def _memory(value: Any, *, as_bytes: bool) -> Any:
     """Detach tensors, and view float8 as bytes; other values and subclasses are unchanged."""
     if isinstance(value, (list, tuple)):
         holds_tensors = type(value) in (list, tuple) and any(isinstance(item, torch.Tensor) for item in value)
-        return type(value)(_memory(item, as_bytes=as_bytes) for item in value) if holds_tensors else value
+        if holds_tensors:
+            return type(value)(_memory(item, as_bytes=as_bytes) for item in value)
+        return value
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return value
     plain = value.detach()
-    return plain.view(torch.uint8) if as_bytes and plain.dtype in _FLOAT8 else plain
+    if as_bytes and plain.dtype in _FLOAT8:
+        return plain.view(torch.uint8)
+    return plain
 
 
 def _refuse_gaps(name: str, values: list[Any]) -> None:
@@ -229,7 +234,9 @@ def with_second_group(create: Callable[..., Any]) -> Callable[..., Any]:
             second = distributed_c10d.new_group(**given, backend="gloo")
             if isinstance(group, distributed_c10d.ProcessGroup):  # this rank is a member
                 _seconds[group] = _Second(second, threading.get_ident())
-        return None if makes_default else group
+        if makes_default:
+            return None
+        return group
 
     return created
 

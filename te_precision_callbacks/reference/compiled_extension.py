@@ -65,4 +65,6 @@ def why_unavailable() -> str | None:
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"the import ended with status {done.returncode}"
+    if lines:
+        return lines[-1]
+    return f"the import ended with status {done.returncode}"

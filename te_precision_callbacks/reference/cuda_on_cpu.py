@@ -73,7 +73,9 @@ def _result_types(function: Callable[..., Any], arguments: tuple[Any, ...]) -> A
                 for value in arguments
             )
         )
-    return tuple(value.dtype for value in result) if isinstance(result, tuple) else result.dtype
+    if isinstance(result, tuple):
+        return tuple(value.dtype for value in result)
+    return result.dtype
 
 
 def in_row_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,7 +97,9 @@ def in_row_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
             result = function(*(tensor[part] if tensor.shape == first.shape else tensor for tensor in arguments))
             sums = isinstance(result, tuple)
             whole[part] = result[1] if sums else result
-        return (whole.sum(dim=0), whole) if sums else whole
+        if sums:
+            return (whole.sum(dim=0), whole)
+        return whole
 
     return parted
 
@@ -189,9 +193,12 @@ def _zero(*_arguments: Any, **_options: Any) -> int:
 # --- the device ------------------------------------------------------------------------------------------------------
 
 
-is_available = is_initialized = is_bf16_supported = _yes
+is_available = _yes
+is_initialized = _yes
+is_bf16_supported = _yes
 can_device_access_peer = _no
-init = _lazy_init = _nothing
+init = _nothing
+_lazy_init = _nothing
 _initialized = True  # torch's checkpoints check it before saving the state of the GPU's generator
 
 
@@ -223,7 +230,9 @@ def _number(device: Any) -> int:
     if isinstance(device, int):
         return device
     number: int | None = None if device is None else torch.device(device).index
-    return _current_device if number is None else number
+    if number is None:
+        return _current_device
+    return number
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
@@ -283,7 +292,8 @@ class device_of(device):
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-synchronize = set_stream = _nothing
+synchronize = _nothing
+set_stream = _nothing
 
 
 class GenericStream:
@@ -437,11 +447,19 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     return "The reference backend has no memory statistics."
 
 
-memory_allocated = memory_reserved = memory_cached = _zero
-max_memory_allocated = max_memory_reserved = max_memory_cached = _zero
-reset_accumulated_memory_stats = reset_peak_memory_stats = _nothing
-reset_max_memory_allocated = reset_max_memory_cached = _nothing
-empty_cache = ipc_collect = set_per_process_memory_fraction = _nothing
+memory_allocated = _zero
+memory_reserved = _zero
+memory_cached = _zero
+max_memory_allocated = _zero
+max_memory_reserved = _zero
+max_memory_cached = _zero
+reset_accumulated_memory_stats = _nothing
+reset_peak_memory_stats = _nothing
+reset_max_memory_allocated = _nothing
+reset_max_memory_cached = _nothing
+empty_cache = _nothing
+ipc_collect = _nothing
+set_per_process_memory_fraction = _nothing
 
 
 # --- CUDA graphs -----------------------------------------------------------------------------------------------------

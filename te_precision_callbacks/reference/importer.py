@@ -97,7 +97,9 @@ class RewritingLoader(SourceFileLoader):
     def _rewritten_path(self, path: str) -> str:
         """The path of rewritten bytecode for a path of bytecode; paths of sources are unchanged."""
         device = "cpu" if self.cuda_on_cpu else "cuda"
-        return f"{path.removesuffix('.pyc')}.{device}-{_rewriter()}.pyc" if path.endswith(".pyc") else path
+        if path.endswith(".pyc"):
+            return f"{path.removesuffix('.pyc')}.{device}-{_rewriter()}.pyc"
+        return path
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)

@@ -93,7 +93,9 @@ def script_command(script: str) -> list[str]:
         return [*_python(), script]
     program = shutil.which(script) or shutil.which(script, path=sysconfig.get_path("scripts"))
     if program is not None:
-        return [*_python(), program] if _is_python(Path(program)) else [program]
+        if _is_python(Path(program)):
+            return [*_python(), program]
+        return [program]
     what = "there is no file" if Path(script).name != script else "there is no file and no program on the PATH named"
     hint = f". To run the module, put -m before it: te-precision run -m {script}" if _is_module(script) else ""
     raise CommandError(f"{what} {script!r}{hint}")

@@ -33,7 +33,9 @@ class _Absent:
 
 
 def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    return jit if function is None else _Absent(f"the triton kernel {function.__name__}")
+    if function is None:
+        return jit
+    return _Absent(f"the triton kernel {function.__name__}")
 
 
 def autotune(*_arguments: Any, **_options: Any) -> Callable[[Any], Any]:

@@ -74,11 +74,15 @@ def make_cuda_mean_cpu() -> None:
 
 
 def _device_for_number(device: Any) -> Any:
-    return torch.device("cuda", device) if is_device_number(device) else device
+    if is_device_number(device):
+        return torch.device("cuda", device)
+    return device
 
 
 def _type_for_cuda(device_type: Any) -> Any:
-    return "cpu" if isinstance(device_type, str) and device_type.split(":")[0] == "cuda" else device_type
+    if isinstance(device_type, str) and device_type.split(":")[0] == "cuda":
+        return "cpu"
+    return device_type
 
 
 def _replace(*owners: Any, **replacements: Any) -> None:
@@ -247,7 +251,8 @@ def _compile_for_cpu() -> None:
 
 def _profile_cpu() -> None:
     """Make the profilers record only the CPU: requesting CUDA from a torch without CUDA ends the process."""
-    kineto, legacy = torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile
+    kineto = torch.profiler.profiler._KinetoProfile
+    legacy = torch.autograd.profiler.profile
     original_kineto: Callable[..., None] = kineto.__init__
     original_legacy: Callable[..., None] = legacy.__init__
 
@@ -347,7 +352,9 @@ def _type_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     def type_on_cuda(tensor: torch.Tensor, dtype: Any = None, *arguments: Any, **options: Any) -> Any:
         if dtype is None:
             name: str = type_of(tensor)
-            return name.replace("torch.", "torch.cuda.", 1) if tensor.is_cuda else name
+            if tensor.is_cuda:
+                return name.replace("torch.", "torch.cuda.", 1)
+            return name
         wanted = dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype
         return type_of(tensor, wanted, *arguments, **options)
 
@@ -357,4 +364,6 @@ def _type_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 def _gloo_for_nccl(backend: Any) -> Any:
     """Return gloo for ``nccl`` and ``cpu:gloo,cuda:nccl``; other values, such as paths, are unchanged."""
     names = [part.rpartition(":")[2].lower() for part in backend.split(",")] if isinstance(backend, str) else []
-    return "gloo" if "nccl" in names else backend
+    if "nccl" in names:
+        return "gloo"
+    return backend

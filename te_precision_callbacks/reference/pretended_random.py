@@ -84,7 +84,9 @@ def creates_on_host(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool
 def generator_for(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Return the option ``generator`` for a call that draws on the CPU without naming a generator."""
     named = any(isinstance(argument, torch.Generator) for argument in (*arguments, options.get("generator")))
-    return {} if named or torch._C._len_torch_dispatch_stack() else {"generator": _host_generator}
+    if named or torch._C._len_torch_dispatch_stack():
+        return {}
+    return {"generator": _host_generator}
 
 
 def remember_default_device() -> None:

@@ -78,4 +78,6 @@ def is_cuda(device: Any) -> bool:
 
 
 def cpu_for_cuda(device: Any) -> Any:
-    return _CPU if is_cuda(device) else device
+    if is_cuda(device):
+        return _CPU
+    return device

@@ -94,7 +94,9 @@ class _OnCpu(_OnCuda):
     }
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return _like(node, ast.Constant("cpu")) if node.value == "cuda" else node
+        if node.value == "cuda":
+            return _like(node, ast.Constant("cpu"))
+        return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr not in ("is_cuda", "is_cpu") or not isinstance(node.ctx, ast.Load):
@@ -130,7 +132,9 @@ class _OnCpu(_OnCuda):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         # Users read these properties of the tensor classes, so they are not changed.
-        return node if node.name in ("is_cuda", "is_cpu") else self.generic_visit(node)
+        if node.name in ("is_cuda", "is_cpu"):
+            return node
+        return self.generic_visit(node)
 
 
 def _dotted(node: ast.AST) -> str:
@@ -139,7 +143,9 @@ def _dotted(node: ast.AST) -> str:
         return node.id
     if isinstance(node, ast.Attribute):
         before = _dotted(node.value)
-        return f"{before}.{node.attr}" if before else ""
+        if before:
+            return f"{before}.{node.attr}"
+        return ""
     return ""
 
 

@@ -24,7 +24,9 @@ def capability() -> tuple[int, int]:
     Raises:
         InstallError: the environment variable is neither ``9.0`` nor ``10.0``.
     """
-    return _from_environment() if _chosen is None else _chosen
+    if _chosen is None:
+        return _from_environment()
+    return _chosen
 
 
 def choose(value: tuple[int, int] | None) -> None:

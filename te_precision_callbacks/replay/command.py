@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
     from te_precision_callbacks.replay.gemm import Replayed, ReplayedFolder
 
-FOUND, NOT_CHECKED = 1, 3
+FOUND = 1
+NOT_CHECKED = 3
 """Exit codes."""
 
-_INDENT, _MOST_ROWS, _MOST_FILES = 2, 5, 20
+_INDENT = 2
+_MOST_ROWS = 5
+_MOST_FILES = 20
 
 
 _HEADING = '''"""{verdict}
@@ -122,7 +125,9 @@ def _written(replayed: ReplayedFolder, repro: Path) -> str:
     made = _write_script(repro, *shown)
     healthy = "This record has no fault; the script can run its GEMM on another device."
     wrote = f"Wrote {made} and {made.with_suffix('.safetensors')}."
-    return wrote if shown[1].faults else f"{wrote} {healthy}"
+    if shown[1].faults:
+        return wrote
+    return f"{wrote} {healthy}"
 
 
 def _show(replayed: ReplayedFolder) -> None:

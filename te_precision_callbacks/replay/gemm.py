@@ -159,7 +159,8 @@ def replay(dump: Dump) -> Replayed:
     gemm = require_dump(dump).header.gemm
     if gemm is None:
         raise DumpError("The dump has a single tensor, not a whole GEMM. DumpTensors writes GEMMs with 'gemms'.")
-    left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)
+    left = Recorded.of(dump, "b", gemm.b)
+    right = Recorded.of(dump, "a", gemm.a)
     kernel = _Kernel(dump, gemm, left, right)
     faults = kernel.faults()
     not_checked = [] if kernel.counts else [f"the kernel, since {kernel.why_not}"]
@@ -221,15 +222,30 @@ def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
 
 
 class _Kernel:
+    """A recorded GEMM, computed again in float64 from its codes.
+
+    Attributes:
+        left, right: operands as decoded codes, float64.
+        codes: their product, float64.
+        result: of the kernel, float64.
+        check: the result of the kernel check.
+        counts: whether the product could be checked.
+        alone: the result without bias and previous sum.
+        ratios: errors over their bounds.
+        gain: factor between product and result; None if the product is 0.
+    """
+
     def __init__(self, dump: Dump, gemm: DumpedGemm, left: Recorded, right: Recorded) -> None:
         self.gemm = gemm
-        self.left, self.right = left.decoded(), right.decoded()
+        self.left = left.decoded()
+        self.right = right.decoded()
         self.accumulator = accumulator_of(
             left.data, right.data, split_accumulator=gemm.split_accumulator, capability=gemm.capability
         )
         out = dump.tensors["out"].reshape(gemm.n, gemm.m)
         self.codes = gemm.alpha * (self.left @ self.right.t())
-        self.result, bias = out.double(), dump.tensors.get("bias")
+        self.result = out.double()
+        bias = dump.tensors.get("bias")
         before = dump.tensors.get("before")
         added = torch.zeros_like(self.codes)
         if bias is not None:
@@ -288,7 +304,8 @@ class _Kernel:
 
 
 def _lanes(kernel: _Kernel, left: Recorded, right: Recorded) -> tuple[Lane, ...]:
-    b, a = left.original(), right.original()
+    b = left.original()
+    a = right.original()
     original = None if a is None or b is None else kernel.gemm.alpha * (b @ a.t())
     return (
         Lane("original", "format and quantizer", _distance(original, kernel.codes)),
@@ -312,7 +329,9 @@ def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
         excess = zeros - expected_zeros
         if excess > _MOST_BIAS * math.sqrt(max(1.0, expected_zeros)):
             faults.append(f"{zeros:.0f} codes are 0, expected: {expected_zeros:.0f}")
-    return [Fault("quantizer", f"{tensor}: {'; '.join(faults)}", tensor)] if faults else []
+    if faults:
+        return [Fault("quantizer", f"{tensor}: {'; '.join(faults)}", tensor)]
+    return []
 
 
 def _distance(lane: torch.Tensor | None, following: torch.Tensor) -> float | None:
@@ -324,10 +343,15 @@ def _distance(lane: torch.Tensor | None, following: torch.Tensor) -> float | Non
     use = lane.isfinite() & following.isfinite()
     if use.numel() and not use.any():
         return None
-    lane, following = torch.where(use, lane, 0.0), torch.where(use, following, 0.0)
+    lane = torch.where(use, lane, 0.0)
+    following = torch.where(use, following, 0.0)
     norm = float(lane.norm())
     off = float((lane - following).norm())
-    return off / norm if norm else (0.0 if off == 0 else math.inf)
+    if norm:
+        return off / norm
+    if off == 0:
+        return 0.0
+    return math.inf
 
 
 @dataclass(frozen=True)
@@ -348,12 +372,16 @@ class Recorded:
     def original(self) -> torch.Tensor | None:
         if not isinstance(self.data, Stored):
             return self.decoded()
-        return None if self.high is None else factor_of(self.high, columnwise=self.described.columnwise).matrix()
+        if self.high is None:
+            return None
+        return factor_of(self.high, columnwise=self.described.columnwise).matrix()
 
     @property
     def left_out(self) -> str:
         lost = 0 if self.high is None else int((~self.high.isfinite()).sum())
-        return f"{many(lost, 'element')} of {self.described.tensor} with inf or nan, and their scales" if lost else ""
+        if lost:
+            return f"{many(lost, 'element')} of {self.described.tensor} with inf or nan, and their scales"
+        return ""
 
     def checked(self) -> CodeCheck | None:
         """Check all codes and scales; None without an original, or for a plain tensor."""
@@ -396,4 +424,6 @@ def _place(name: str, indices: list[int]) -> str:
     if len(indices) <= _MOST_NAMED:
         return f"{name}{plural} {', '.join(map(str, indices))}"
     is_span = indices[-1] - indices[0] + 1 == len(indices)
-    return f"{name}s {indices[0]} to {indices[-1]}" if is_span else f"{len(indices)} {name}s"
+    if is_span:
+        return f"{name}s {indices[0]} to {indices[-1]}"
+    return f"{len(indices)} {name}s"

@@ -65,7 +65,9 @@ def not_counted_notes(run: RecordedRun) -> list[str]:
         if row["runs"] == "uncounted":
             layers[row["not_run"] or ""][row["layer"]] = None
     texts = [f"{why} ({', '.join(list(names)[:_MOST_NAMED])})" for why, names in layers.items()]
-    return [f"The shares of the multiply-adds leave out: {'; '.join(texts)}."] if texts else []
+    if texts:
+        return [f"The shares of the multiply-adds leave out: {'; '.join(texts)}."]
+    return []
 
 
 def not_measured_notes(run: RecordedRun) -> list[str]:
@@ -106,7 +108,9 @@ def loss_first(names: Iterable[str]) -> list[str]:
 def format_status(run: RecordedRun) -> str:
     """Return the status of the last segment; ``ended early`` after Ctrl-C, SIGTERM or ``sys.exit()``."""
     status: str = run.segments[-1].status if run.segments else "unknown"
-    return "ended early" if status == "failed" and ended_by(_error_at_the_end(run, run.segments[-1])[0]) else status
+    if status == "failed" and ended_by(_error_at_the_end(run, run.segments[-1])[0]):
+        return "ended early"
+    return status
 
 
 def outcome_notes(run: RecordedRun) -> list[str]:

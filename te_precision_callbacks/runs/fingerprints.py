@@ -145,7 +145,9 @@ class Fingerprint:
     schema: int = SCHEMA
 
     def recipe_of(self, layer: LayerFingerprint) -> RecipeState | None:
-        return None if layer.recipe is None else self.recipes[layer.recipe]
+        if layer.recipe is None:
+            return None
+        return self.recipes[layer.recipe]
 
     def to_text(self) -> str:
         """Return the fingerprint as JSON text."""
@@ -182,7 +184,9 @@ class Fingerprint:
 
 
 def file_name(rank: int) -> str:
-    return FILE_NAME if rank == 0 else f"te_precision_fingerprint_rank-{rank}.json"
+    if rank == 0:
+        return FILE_NAME
+    return f"te_precision_fingerprint_rank-{rank}.json"
 
 
 def write(fingerprint: Fingerprint, folder: Path) -> None:
@@ -270,7 +274,8 @@ def _states(module: torch.nn.Module, direction: str, layers: int) -> list[Scalin
     if state is None:
         return [None] * layers
     states: list[ScalingState | None] = []
-    scales, histories = state.scale.detach().cpu().chunk(layers), state.amax_history.detach().cpu().chunk(layers, 1)
+    scales = state.scale.detach().cpu().chunk(layers)
+    histories = state.amax_history.detach().cpu().chunk(layers, 1)
     for scale, history in zip(scales, histories, strict=True):
         unit = bool((scale == 1).all())
         is_new = unit and not history.any()
@@ -306,7 +311,9 @@ def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
     if not is_quantized(held) or (columnwise and scaling_mode(held) == PER_TENSOR):
         return []
     part = read_stored(held, columnwise=columnwise)
-    return [] if part is None else [tensor for tensor in (part.codes, part.scales, part.amax) if tensor is not None]
+    if part is None:
+        return []
+    return [tensor for tensor in (part.codes, part.scales, part.amax) if tensor is not None]
 
 
 def content_hash(*tensors: torch.Tensor) -> str:
@@ -457,7 +464,8 @@ def _differences(
                 directions_with.setdefault(what, []).append(direction)
         for what, directions in directions_with.items():
             yield (what if what in (_MISSING, _UNSAVED) else f"{what} ({' and '.join(directions)})"), True
-    weights, restored = before.weights, layer.weights
+    weights = before.weights
+    restored = layer.weights
     if (weights.kind, weights.name) != (restored.kind, restored.name):
         yield f"Other primary weights: {weights.name} -> {restored.name}", True
         return
@@ -491,4 +499,6 @@ def unsaved_layers(fingerprint: Fingerprint) -> ResumeFinding | None:
     has_state = [layer for layer in fingerprint.layers if layer.forward is not None and not layer.forward.is_new]
     lacking = tuple(layer.name for layer in has_state if layer.unsaved)
     what = "The checkpoint does not have the scales and amax histories of these layers"
-    return ResumeFinding(what, lacking, all_layers=len(lacking) == len(has_state)) if lacking else None
+    if lacking:
+        return ResumeFinding(what, lacking, all_layers=len(lacking) == len(has_state))
+    return None

@@ -37,7 +37,8 @@ from te_precision_callbacks.statistics.series import family_of, parse_log_name
 from te_precision_callbacks.statistics.table import StatisticSource
 
 # Folders of nvidia-dlfw-inspect 0.2.2 (logging.py).
-STATISTICS_FOLDER, EVENTS_FOLDER = "nvdlfw_inspect_statistics_logs", "nvdlfw_inspect_logs"
+STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
+EVENTS_FOLDER = "nvdlfw_inspect_logs"
 
 _NAME = re.compile(r"nvdlfw_inspect_globalrank-(\d{1,9})\.log")
 
@@ -67,7 +68,9 @@ def find_logs(path: Path) -> Logs | None:
     """Find the logs of nvidia-dlfw-inspect at a path; None without statistics."""
     if path.is_file():
         match = _NAME.fullmatch(path.name)
-        return None if match is None else Logs({int(match[1]): path}, {})
+        if match is None:
+            return None
+        return Logs({int(match[1]): path}, {})
     logs_of_run = Logs({}, {})
     for folder in (path, *sorted(path.glob("rank_*"))):  # BioNeMo's recipes have a folder for each rank
         for logs, name in ((logs_of_run.statistics, STATISTICS_FOLDER), (logs_of_run.events, EVENTS_FOLDER)):
@@ -76,7 +79,9 @@ def find_logs(path: Path) -> Logs | None:
                 match = _NAME.fullmatch(file.name)
                 if match is not None:
                     logs.setdefault(int(match[1]), file.with_name(match[0]))
-    return logs_of_run if logs_of_run.statistics else None
+    if logs_of_run.statistics:
+        return logs_of_run
+    return None
 
 
 def import_logs(path: Path, logs: Logs) -> RecordedRun:
@@ -139,7 +144,9 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
 
 
 def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
-    return table if wanted is None else table.filter(pa.array(np.isin(table["series"].to_numpy(), wanted)))
+    if wanted is None:
+        return table
+    return table.filter(pa.array(np.isin(table["series"].to_numpy(), wanted)))
 
 
 # ---------------------------------------------------------------------- files
@@ -186,9 +193,11 @@ def _read_statistics(
     advance: Callable[[int], None],
 ) -> Iterator[_Rows]:
     """Yield the rows of a log piece by piece; extends ``names``, ``times`` and the notes in ``unread``."""
-    segment = bad = 0
+    segment = 0
+    bad = 0
     for lines in _lines_of(file, advance):
-        rows, matches = [], _LINE.findall(lines)
+        rows = []
+        matches = _LINE.findall(lines)
         for time, name, iteration, value, local, mark in matches:
             if mark:
                 segment += 1
@@ -244,7 +253,9 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
         starts = np.flatnonzero(np.r_[True, rank_rows["name"][1:] != rank_rows["name"][:-1]][: len(rank_rows)])
         for part in np.split(rank_rows, starts[1:]) if len(starts) else ():
             by_name.setdefault(int(part["name"][0]), []).append((rank, part))
-    index, kept, series = SeriesIndex(), list[_Rows](), list[npt.NDArray[np.int32]]()
+    index = SeriesIndex()
+    kept = list[_Rows]()
+    series = list[npt.NDArray[np.int32]]()
     for number, subject in enumerate(parse_names(names, layers).values()):
         rank_parts = by_name[number]
         first = rank_parts[0][1]

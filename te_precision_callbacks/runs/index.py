@@ -72,19 +72,20 @@ class SeriesIndex:
         if values is None or flags is None:
             return
         telling = ~summaries["delayed"][series] | ((flags & STEP0) == 0)
-        series, iterations, values = series[telling], iterations[telling], values[telling]
+        series = series[telling]
+        iterations = iterations[telling]
+        values = values[telling]
         key = badness(values, summaries["sign"][series])
         highest = np.full(len(summaries), -np.inf)
         np.maximum.at(highest, series, key)
         rows = np.flatnonzero(key == highest[series])
         whose, first = np.unique(series[rows], return_index=True)
         worse = (highest[whose] > summaries["bad"][whose]) | (summaries["worst_at"][whose] < 0)
-        whose, rows = whose[worse], rows[first[worse]]
-        summaries["bad"][whose], summaries["worst"][whose], summaries["worst_at"][whose] = (
-            key[rows],
-            values[rows],
-            iterations[rows],
-        )
+        whose = whose[worse]
+        rows = rows[first[worse]]
+        summaries["bad"][whose] = key[rows]
+        summaries["worst"][whose] = values[rows]
+        summaries["worst_at"][whose] = iterations[rows]
 
     def _grow(self) -> None:
         largest = np.iinfo(np.int64).max
@@ -120,10 +121,14 @@ def _columns(subjects: list[Subject]) -> list[list[str]]:
 
 
 def sort_by_series(table: pa.Table) -> pa.Table:
-    series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
+    series = table["series"].to_numpy()
+    iterations = table["iteration"].to_numpy()
     if not len(series):
         return table
-    first, last = int(iterations.min()), int(iterations.max())
+    first = int(iterations.min())
+    last = int(iterations.max())
     keys = series.astype(np.int64) * (last - first + 1) + (iterations - first)
     is_sorted = bool(np.all(keys[1:] >= keys[:-1]))
-    return table if is_sorted else table.take(pa.array(np.argsort(keys, kind="stable")))
+    if is_sorted:
+        return table
+    return table.take(pa.array(np.argsort(keys, kind="stable")))

@@ -154,7 +154,9 @@ def _launch_of(run: Path) -> tuple[object, ...]:
     except (OSError, ValueError):
         return ()
     launch = facts.get("launch")
-    return (launch,) if launch else tuple(facts.get(name) for name in _PROCESS)
+    if launch:
+        return (launch,)
+    return tuple(facts.get(name) for name in _PROCESS)
 
 
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
@@ -172,7 +174,9 @@ def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]
 
 
 def _records_of(folder: Path) -> Path:
-    return folder if folder.name == FOLDER else folder / FOLDER
+    if folder.name == FOLDER:
+        return folder
+    return folder / FOLDER
 
 
 def _read_run(folder: Path, given: Path) -> RecordedRun:
@@ -300,7 +304,8 @@ class _Reader:
                 self._note(f"{path} is missing: the facts of segment {number} are unknown.", "damaged")
         except (OSError, ValueError) as error:
             self._note(f"{path} is damaged ({error}): the facts of segment {number} are unknown.", "damaged")
-        schema, versions = facts.get("schema", SCHEMA_VERSION), facts.get("versions")
+        schema = facts.get("schema", SCHEMA_VERSION)
+        versions = facts.get("versions")
         if schema != SCHEMA_VERSION:
             version = versions.get("te-precision-callbacks") if isinstance(versions, dict) else None
             raise RunError(
@@ -473,7 +478,8 @@ class _Reader:
 
     def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:
         """Read a table of facts; its spans end before ``following``, the start of a later segment."""
-        path, schema = folder / f"{name}{CLOSED}", FACTS[name]
+        path = folder / f"{name}{CLOSED}"
+        schema = FACTS[name]
         table = self._load(path, schema.names, schema) if path.exists() else None
         if table is None:
             if self.counts.get(folder / rank_name(0), {}).get(name) and not path.exists():
@@ -492,7 +498,9 @@ def _sorted(schema: pa.Schema, tables: list[pa.Table], *columns: str) -> pa.Tabl
 
 
 def _whole(value: object, otherwise: int) -> int:
-    return value if isinstance(value, int) and 0 <= value < MOST_ITERATION else otherwise
+    if isinstance(value, int) and 0 <= value < MOST_ITERATION:
+        return value
+    return otherwise
 
 
 def _translated(series: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.ChunkedArray:

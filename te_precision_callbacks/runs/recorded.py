@@ -59,7 +59,9 @@ def format_known_names(name: str, known: Iterable[str]) -> str:
     near = names if len(names) <= _MOST_NAMES else get_close_matches(name, names, 3, 0.4) or names[:3]
     more = len(names) - len(near)
     listed = ", ".join(map(repr, near)) + (f" and {more} more" if more > 0 else "")
-    return f" It has {listed}." if names else ""
+    if names:
+        return f" It has {listed}."
+    return ""
 
 
 _SELECTED = ("layer", "tensor", "statistic", "gemm", "scope", "rank")
@@ -94,7 +96,9 @@ class Segment:
     @property
     def who_stopped(self) -> str:
         """Return the subject of a sentence on a segment that stopped without an end."""
-        return f"rank {', '.join(map(str, self.without_end))}" if self.without_end else "the run"
+        if self.without_end:
+            return f"rank {', '.join(map(str, self.without_end))}"
+        return "the run"
 
 
 class Thinned(NamedTuple):
@@ -338,7 +342,9 @@ class RecordedRun:
     @property
     def notes_sentence(self) -> str:
         """The notes as the end of an error message, which unreadable parts may explain."""
-        return f" Notes on {self.path}: {' '.join(self.notes)}" if self.notes else ""
+        if self.notes:
+            return f" Notes on {self.path}: {' '.join(self.notes)}"
+        return ""
 
     @cached_property
     def ordered_layers(self) -> list[str]:

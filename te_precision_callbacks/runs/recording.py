@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_PENDING = 1 << 26
 
-_FILES, _LEAST_FILE = 32, 1 << 15
+_FILES = 32
+_LEAST_FILE = 1 << 15
 """Number of files into which the limit is divided, and minimum size of a closed file in bytes."""
 
 
@@ -145,11 +146,13 @@ class Recording:
             self._write_facts()
 
     def _take_numbers(self, records: StepRecords) -> None:
-        writer, table = self.writer, records.table
+        writer = self.writer
+        table = records.table
         rank = self._run.rank if self._run.world_size > 1 else None
         own = local_mask(records)
         kept = np.ones(len(records), bool) if self._writes_reduced else own
-        series, own = records.series[kept], own[kept]
+        series = records.series[kept]
+        own = own[kept]
         numbers = np.empty(len(series), np.int32)
         for whose, those in ((None, ~own), (rank, own)):
             numbers[those] = self._numbers.assign(table, series[those], whose)
@@ -184,18 +187,22 @@ class Recording:
 
 
 def local_mask(records: StepRecords) -> npt.NDArray[np.bool_]:
-    return np.fromiter(records.own, bool, len(records)) if records.own else np.ones(len(records), bool)
+    if records.own:
+        return np.fromiter(records.own, bool, len(records))
+    return np.ones(len(records), bool)
 
 
 class _SeriesNumbers:
     def __init__(self, writer: RunWriter, scopes: Mapping[str, str]) -> None:
-        self.writer, self._scopes = writer, scopes
+        self.writer = writer
+        self._scopes = scopes
         self._by_rank: dict[int | None, npt.NDArray[np.int32]] = {}
 
     def assign(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
         known = self._by_rank.get(rank, np.empty(0, np.int32))
         if len(known) < len(table):
-            known = self._by_rank[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
+            known = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
+            self._by_rank[rank] = known
         new = series[known[series] < 0]
         for number in np.unique(new).tolist() if len(new) else ():  # np.unique is slow even for an empty array
             layer, family = table[number]

@@ -36,7 +36,8 @@ MOST_ITERATION = 1 << 53
 """Upper bound of iterations: JavaScript's integers are exact up to here."""
 
 RUN_FILE = "run.json"
-OPEN, CLOSED = ".arrow", ".parquet"
+OPEN = ".arrow"
+CLOSED = ".parquet"
 
 SEGMENT_NAME = re.compile(r"seg-(\d{3,9})")
 RANK_NAME = re.compile(r"rank-(\d{5,9})")
@@ -153,7 +154,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:
     """Format the numbers that are missing from ascending spans, which should start at ``first``."""
-    missing, expected = [], first
+    missing = []
+    expected = first
     for begin, end in spans:
         if begin > expected:
             missing.append(str(expected) if begin == expected + 1 else f"{expected} to {begin - 1}")
@@ -286,7 +288,8 @@ def has_ended(run_file: Path) -> bool:
 
 def is_gone(run_file: Path, facts: Mapping[str, Any]) -> bool:
     """Return whether the process of a segment is gone, by the process table, or by its unchanged files."""
-    namespace, pid = facts.get("pid_namespace"), facts.get("pid")
+    namespace = facts.get("pid_namespace")
+    pid = facts.get("pid")
     if namespace and namespace == _pid_namespace() and isinstance(pid, int):
         return _started(pid) != facts.get("pid_started")
     return is_silent(run_file if run_file.exists() else run_file.parent)
@@ -304,7 +307,9 @@ def _started(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    if fields[0] in "ZX":
+        return None
+    return int(fields[19])
 
 
 def time_text(seconds: float | None = None) -> str:

@@ -25,7 +25,8 @@ from te_precision_callbacks.sinks.writer_thread import WriterThread
 MAX_QUEUED = 1 << 24
 """Maximum number of values in the queue, about 300 MB; further steps are dropped."""
 
-LONGEST_SEARCH, LAST_SEARCH = 120.0, 10.0
+LONGEST_SEARCH = 120.0
+LAST_SEARCH = 10.0
 """Timeouts in seconds of a rank that does not reduce with rank 0 and waits for rank 0's segment: during the session,
 and after its end."""
 
@@ -84,7 +85,9 @@ class RecordSink(EventSink):
 
     @property
     def run_id(self) -> str:
-        return self._run_id if self.place is None else self.place.run_id
+        if self.place is None:
+            return self._run_id
+        return self.place.run_id
 
     def continue_run(self, run_id: str) -> None:
         """Continue a recorded run, or start a new one if the folder does not have it; call before :meth:`begin`."""
@@ -101,7 +104,8 @@ class RecordSink(EventSink):
 
     def start(self, run: RunInfo) -> None:
         pa.array([0])  # imports pandas if installed, which would otherwise delay a later step by a second
-        self._run = self._info = run
+        self._run = run
+        self._info = run
         self._put(
             Event(
                 "segment_started", f"The session starts at debug iteration {run.start_iteration}.", run.start_iteration
@@ -118,7 +122,8 @@ class RecordSink(EventSink):
             return
         now = time.perf_counter()
         seconds = None if self._last_step is None else now - self._last_step
-        self._last_records, self._last_step = records, now
+        self._last_records = records
+        self._last_step = now
         job = StepJob(records, time.time(), seconds)
         if self._run is not None and not self._thread.put(job, len(records)) and self._notices.first("slow"):
             text = "The disk is slower than the training, so values of some steps are not recorded."

@@ -144,8 +144,10 @@ class SizeLimit:
     # ------------------------------------------------------------------ rewriting
 
     def _rewrite(self, group: list[DataFile], nbytes: int) -> None:
-        first, last = group[0], group[-1]
-        schema, folder = _TABLES[first.table], first.path.parent
+        first = group[0]
+        last = group[-1]
+        schema = _TABLES[first.table]
+        folder = first.path.parent
         tables = []
         for file in group:
             try:
@@ -194,7 +196,8 @@ def downsample(table: pa.Table, end: int) -> pa.Table:
     table = table.sort_by([("series", "ascending"), ("iteration", "ascending")]).combine_chunks()
     if not len(table):
         return table
-    series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
+    series = table["series"].to_numpy()
+    iterations = table["iteration"].to_numpy()
     has_values = "value" in table.column_names
     flags = table["flags"].fill_null(0).to_numpy() if has_values else np.zeros(len(table), np.uint8)
     kept = (flags & STEP0) != 0
@@ -213,7 +216,8 @@ def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int6
     """Select rows with an even step number, in units of the greatest common divisor of a series' distances."""
     if not len(rows):
         return rows
-    whose, when = series[rows], iterations[rows]
+    whose = series[rows]
+    when = iterations[rows]
     begins = np.flatnonzero(np.diff(whose, prepend=-1))
     distances = np.diff(when, prepend=0)
     distances[begins] = 0

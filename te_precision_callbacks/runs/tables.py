@@ -44,7 +44,9 @@ VALUES = pa.schema(
 )
 """Values of statistics. Rows of a closed file are sorted by series and iteration."""
 
-LOCAL, STEP0, EXTREME = 1, FIRST_STEP, 8
+LOCAL = 1
+STEP0 = FIRST_STEP
+EXTREME = 8
 """Flags of a value: LOCAL, it belongs to one rank although statistics are reduced; STEP0, it is from the layer's first
 step of delayed scaling, with a scale of 1; EXTREME, its step was dropped, but it is an extreme of its series."""
 

@@ -48,7 +48,8 @@ CLOSE_BYTES = 64 << 20
 
 CLOSE_SECONDS = 900.0
 
-_ROW, _BIN = 64, 8
+_ROW = 64
+_BIN = 8
 """Upper bounds of bytes in an open file: per value, or per histogram without bins; and per bin."""
 
 _ROOM = 1024
@@ -111,7 +112,9 @@ class _Table:
 
     @property
     def open_bytes(self) -> int:
-        return 0 if self._file is None else self._file.tell()
+        if self._file is None:
+            return 0
+        return self._file.tell()
 
     @property
     def _path(self) -> Path:
@@ -132,7 +135,8 @@ class _Table:
                 )
                 self._since = time.monotonic()
             self._stream.write_batch(self._batch(self._rows))
-            self._rows, self.waiting = [], 0
+            self._rows = []
+            self.waiting = 0
         is_large = self.open_bytes >= min(CLOSE_BYTES, self._close_bytes)
         if is_large or (self._file is not None and time.monotonic() - self._since >= CLOSE_SECONDS):
             self.close()
@@ -159,7 +163,8 @@ class _Table:
         if self._file is not None:
             # Omit the stream's end mark, which would need space on a full disk; readers stop at the end of the file.
             self._file.close()
-        self._file = self._stream = None
+        self._file = None
+        self._stream = None
 
 
 class RunWriter:

@@ -49,6 +49,8 @@ class EndingStep:
 
 
 class StepCollector:
+    """Collects at the end of a step: reduces the statistics over the ranks, and makes the step's records."""
+
     def __init__(
         self,
         context: RunContext,

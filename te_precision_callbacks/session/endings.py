@@ -201,6 +201,8 @@ MOST_LINES = 9
 
 
 class ClosingReport:
+    """Reports at the end of a session: coverage, the verdict, and the places of logs and page."""
+
     def __init__(self, context: RunContext, files: RunFiles) -> None:
         self._context = context
         self._results = context.results

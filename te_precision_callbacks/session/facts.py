@@ -59,6 +59,8 @@ Row = dict[str, Any]
 
 
 class RunFacts:
+    """Collects the facts of a run for its records: machine, layers, GEMMs, recipes and the plan."""
+
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self._options = context.options
         self._model = model

@@ -96,7 +96,8 @@ class LogFile:
 
     def flush(self) -> None:
         """Write the lines; raises LogFileError."""
-        data, self._lines = bytes(self._lines), bytearray()
+        data = bytes(self._lines)
+        self._lines = bytearray()
         if not data or self._is_full:
             return
         try:
@@ -124,7 +125,8 @@ class LogFile:
                 raise FileNotFoundError("it was deleted while it was written")
             return self._file
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file = claim(self._path)
+        file = claim(self._path)
+        self._file = file
         self._size = os.fstat(file.fileno()).st_size
         if self._size:
             mark = f"{time_now()} - INFO - Here another run begins, of process {os.getpid()}.\n".encode()
@@ -142,7 +144,8 @@ class LogFile:
 
     def leave(self) -> None:
         if self._file is not None:
-            file, self._file = self._file, None
+            file = self._file
+            self._file = None
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
             file.close()

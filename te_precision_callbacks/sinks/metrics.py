@@ -133,7 +133,9 @@ def _histograms(records: StepRecords) -> Iterator[tuple[Series, tuple[float, ...
 
 
 def overall_name(prefix: str, name: str) -> str:
-    return f"{prefix}/{name}" if prefix else name
+    if prefix:
+        return f"{prefix}/{name}"
+    return name
 
 
 def prefix_of(prefix: str, *, local: bool) -> str:
@@ -181,13 +183,15 @@ class MetricSelection:
         return self._last[1]
 
     def _choose(self, records: StepRecords) -> dict[str, float]:
-        families, comparable = records.families, comparable_values(records)
+        families = records.families
+        comparable = comparable_values(records)
         prefix = prefix_of(self._prefix, local=records.local)
         overall = dict(self._overall(families, comparable, prefix))
         overall[overall_name(prefix, "findings")] = float(sum(records.findings.values()))
         overall |= {overall_name(prefix, f"findings/{rule}"): float(n) for rule, n in records.findings.items()}
         if self._wanted is not None:
-            table, numbers = records.table, records.series.tolist()
+            table = records.table
+            numbers = records.series.tolist()
             named = {
                 series_name(prefix, table[number]): value for number, value in zip(numbers, records.values, strict=True)
             }
@@ -270,7 +274,8 @@ _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 def _filled(counts: Sequence[float]) -> tuple[list[float], Sequence[float]]:
     """Return the counts from the first to the last non-empty bin, and the edges of these bins."""
     places = [place for place, count in enumerate(counts) if count] or [0]
-    first, end = places[0], places[-1] + 1
+    first = places[0]
+    end = places[-1] + 1
     return [float(count) for count in counts[first:end]], EXPONENT_EDGES[first : end + 1]
 
 
@@ -311,7 +316,8 @@ class LoggerSink(Sink):
         self._select = select
 
     def write(self, records: StepRecords) -> None:
-        metrics, histograms = self._select(records), self._select.histograms(records)
+        metrics = self._select(records)
+        histograms = self._select.histograms(records)
         if metrics or histograms:
             self.log(metrics, histograms, records.logging_step)
 

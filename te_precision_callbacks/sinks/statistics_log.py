@@ -44,7 +44,9 @@ def log_file_name(rank: int) -> str:
 def format_value(value: float) -> str:
     """Format a float64 as the shortest decimal that reads back as the same value, without an exponent."""
     text = repr(value)
-    return format(Decimal(text), "f") if "e" in text else text
+    if "e" in text:
+        return format(Decimal(text), "f")
+    return text
 
 
 class StatisticsLog:
@@ -89,7 +91,9 @@ class StatisticsLog:
             self._thread.put(job, count)
 
     def hurry(self) -> Callable[[], bool]:
-        return (lambda: True) if self._thread is None else self._thread.hurry()
+        if self._thread is None:
+            return lambda: True
+        return self._thread.hurry()
 
     def _names_in(self, table: SeriesTable) -> Sequence[str]:
         if self._named is not table or self._named_as != self._given_names:
@@ -119,7 +123,8 @@ class StatisticsLog:
         self._last = records
         numbers: Iterable[tuple[int, float]] = zip(records.series.tolist(), records.values, strict=True)
         left = iter(itertools.compress(numbers, records.own) if self.own_only else numbers)
-        before, between = f"{at} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
+        before = f"{at} - INFO - "
+        between = f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
         after = f"{self._local_mark if records.local else ''}\n"
         while some := list(itertools.islice(left, _AT_ONCE)):
             yield "".join(f"{before}{names[number]}{between}{format_value(value)}{after}" for number, value in some)

@@ -85,18 +85,23 @@ class RunStatistics:
 
     def add(self, records: StepRecords) -> None:
         self._grow()
-        summaries, series, values = self._summaries, records.series, np.frombuffer(records.values)
-        summaries["last"][series], summaries["has"][series] = values, True
+        summaries = self._summaries
+        series = records.series
+        values = np.frombuffer(records.values)
+        summaries["last"][series] = values
+        summaries["has"][series] = True
         compared = summaries["directed"][series]
         if records.unscaled:
             waiting = [self._table[number].layer in records.unscaled for number in series.tolist()]
             compared &= ~(summaries["delayed"][series] & np.array(waiting, dtype=bool))
-        series, values = series[compared], values[compared]
+        series = series[compared]
+        values = values[compared]
         bad = badness(values, summaries["sign"][series])
         worse = np.flatnonzero((bad > summaries["badness"][series]) | (summaries["iteration"][series] < 0))
         worse = worse[np.argsort(bad[worse], kind="stable")]  # if a series occurs twice, its worst value comes last
         taken = series[worse]
-        summaries["badness"][taken], summaries["worst"][taken] = bad[worse], values[worse]
+        summaries["badness"][taken] = bad[worse]
+        summaries["worst"][taken] = values[worse]
         summaries["iteration"][taken] = records.iteration
 
     def last(self) -> Iterator[Row]:

@@ -76,7 +76,9 @@ class WriterThread(Generic[JobT]):
     @property
     def queued(self) -> int:
         """Number of values in jobs that are queued or being written."""
-        return 0 if self.failure is not None else self._given - self._taken
+        if self.failure is not None:
+            return 0
+        return self._given - self._taken
 
     def put(self, job: JobT, count: int = 0) -> bool:
         """Queue a job with ``count`` values. A job without values is never dropped.
@@ -125,10 +127,12 @@ class WriterThread(Generic[JobT]):
 
     def wait(self, is_done: Callable[[], bool], still: float = math.inf) -> bool:
         """Wait until a condition holds or the thread ends; return False after ``still`` seconds without progress."""
-        seen, since = self._progress, time.monotonic()
+        seen = self._progress
+        since = time.monotonic()
         while self._thread is not None and self._thread.is_alive() and not is_done():
             if self._progress != seen:
-                seen, since = self._progress, time.monotonic()
+                seen = self._progress
+                since = time.monotonic()
             if time.monotonic() - since > still:
                 return False
             self._thread.join(_PAUSE)
@@ -146,7 +150,8 @@ class WriterThread(Generic[JobT]):
         self.hurry()
         if self.wait(lambda: False, LONGEST_STILL if still is None else still) and self._jobs and self.failure is None:
             self._run()
-        dropped, self._dropped = self._dropped, []
+        dropped = self._dropped
+        self._dropped = []
         if dropped:
             logger.warning(
                 "%s values of %s steps are missing in the %s, because the disk was slower than the training. Collect"

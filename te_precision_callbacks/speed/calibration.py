@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_FILE = Path("speed_calibration.json")
 
-_REPEATS, _CALLS = 7, 10
+_REPEATS = 7
+_CALLS = 10
 
 
 class CalibrationError(SpeedError):

@@ -95,20 +95,23 @@ def cast_bytes(
     directions = rowwise + columnwise
     if not directions or not elements:
         return 0.0, 0
-    reads, kernels = 1, 1
+    reads = 1
+    kernels = 1
     if recipe == "fp8_block_scaling" and capability >= (10, 0):
         recipe = "mxfp8"  # block scaling is emulated by MXFP8
     if recipe in ONE_SCALE:
         written: float = 1 if takes_any_layout(capability) else directions
         if recipe == "fp8_current_scaling":
-            reads, kernels = 2, 4
+            reads = 2
+            kernels = 4
     elif recipe == "fp8_block_scaling":
         written = directions * (1 + (4 / 128**2 if operand == "weight" else 4 / 128))
     elif recipe == "mxfp8":
         written, kernels = directions * (1 + 1 / 32 + 2 / 32), 1 + directions  # 2 / 32: swizzled scales
     else:
         hadamard = columnwise and rowwise and operand != "weight"
-        reads, kernels = 2 + hadamard, 3 + hadamard + directions
+        reads = 2 + hadamard
+        kernels = 3 + hadamard + directions
         written = directions * (0.5 + 1 / 16 + 2 / 16)
     return elements * (_HIGH_BYTES * reads + written), kernels
 
@@ -127,8 +130,10 @@ def gemm_ms(shape: Shape, recipe: str, device: Device) -> float:
         return 0.0
     kernel = HIGH
     if recipe:
-        kernel, shape = KERNEL_OF_RECIPE[recipe], pad_shape(shape, recipe, device.capability)
-    peak, fitted = device.peak_tflops(kernel), device.fitted
+        kernel = KERNEL_OF_RECIPE[recipe]
+        shape = pad_shape(shape, recipe, device.capability)
+    peak = device.peak_tflops(kernel)
+    fitted = device.fitted
     if peak is None:
         raise SpeedError(f"{device.title} has no {kernel} kernels.")
     read = shape.batch * (shape.m * shape.k + shape.k * shape.n) * _BYTES_OF_KERNEL[kernel]
@@ -153,7 +158,8 @@ def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, 
     Transformer Engine always casts a gradient, and an operand with one scale, rowwise. ``low``: GEMM -> recipe.
     """
     for operand in get_args(OperandName):
-        rowwise, columnwise = ROWWISE[operand], COLUMNWISE[operand]
+        rowwise = ROWWISE[operand]
+        columnwise = COLUMNWISE[operand]
         first = next((gemm for gemm in (rowwise, columnwise) if gemm in low), None)
         if first is not None:
             with_rows = rowwise in low or operand == "gradient" or low[first] in ONE_SCALE
@@ -161,7 +167,9 @@ def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, 
 
 
 def operand_sizes(operand: OperandName, gemm: str, shape: Shape) -> tuple[int, int]:
-    m, k, n = shape.m, shape.k, shape.n
+    m = shape.m
+    k = shape.k
+    n = shape.n
     sizes = {
         ("activation", "fprop"): (m, k),
         ("weight", "fprop"): (n, k),

@@ -120,7 +120,9 @@ class Device(BaseModel):
 
     @property
     def fitted(self) -> Constants:
-        return constants()[self.constants] if isinstance(self.constants, str) else self.constants
+        if isinstance(self.constants, str):
+            return constants()[self.constants]
+        return self.constants
 
     @property
     def is_measured(self) -> bool:
@@ -170,7 +172,9 @@ def _why_not(recipe: str, capability: tuple[int, int]) -> str:
         return "Transformer Engine does not run MXFP8 on compute capability 12.0 and later"
     if recipe == "fp8_block_scaling" and capability < (9, 0):
         return "it needs compute capability 9.0"
-    return "FP8 needs compute capability 8.9" if capability < (8, 9) else ""
+    if capability < (8, 9):
+        return "FP8 needs compute capability 8.9"
+    return ""
 
 
 @functools.cache

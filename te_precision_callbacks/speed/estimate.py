@@ -217,7 +217,9 @@ def _padding(times: Iterable[ProductTime], recipe: str, device: Device) -> str:
         shape = shape_of(time.product)
         filled = pad_shape(shape, recipe, device.capability)
         sizes |= {f"{a} to {b}": None for a, b in zip(shape[:3], filled[:3], strict=True) if a != b}
-    return f", padded from {', '.join(sizes)}" if sizes else ""
+    if sizes:
+        return f", padded from {', '.join(sizes)}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,8 @@ def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
         groups[form_of(name), kind].append(name)
     rows = []
     for names in groups.values():
-        times, count = layers[names[0]], len(names)
+        times = layers[names[0]]
+        count = len(names)
         layer = total(times, speed.device)
         sums = {field: getattr(layer, field) * count for field in ("high_ms", "low_ms", "cast_ms", "unknown")}
         recipes = {time.recipe or "none" for time in times}

@@ -63,13 +63,21 @@ class Times:
 
     @property
     def speedup(self) -> float:
-        return self.high_ms / self.low_ms if self.low_ms else math.nan
+        if self.low_ms:
+            return self.high_ms / self.low_ms
+        return math.nan
 
     @property
     def verdict(self) -> Verdict:
         """The result for low precision: ``not resolved`` if the interval includes 1."""
         low, high = self.interval
-        return "unknown" if math.isnan(low) else "faster" if low > 1 else "slower" if high < 1 else "not resolved"
+        if math.isnan(low):
+            return "unknown"
+        if low > 1:
+            return "faster"
+        if high < 1:
+            return "slower"
+        return "not resolved"
 
     def figures(self) -> dict[str, object]:
         low, high = self.interval
@@ -206,7 +214,8 @@ def _time_of(
     device: Device,
     table: Calibration | None,
 ) -> ProductTime:
-    shape, count = shape_of(product), _calls_of(product)
+    shape = shape_of(product)
+    count = _calls_of(product)
     measured_high, measured_low = (
         None if table is None else table.times.get(key) for key in (high_key(shape), gemm_key(shape, recipe))
     )

@@ -219,6 +219,19 @@ class _Linear:
 
 @dataclass
 class _MemoryPlanner:
+    """Adds up the memory of the layers, in low and in high precision.
+
+    Attributes:
+        recipe: the recipe of layers without one in ``recipes``.
+        tokens: of a step; None if unknown.
+        recipes: layer -> its own recipe.
+        calls: layer -> rows of each call, from a dry run; None without one.
+        trains: whether backwards run.
+        rows: the result.
+        not_planned: layer -> why it is not part of the result.
+        quantizers: makes the quantizers of a recipe.
+    """
+
     recipe: Any
     tokens: int | None
     recipes: Mapping[str, Any]
@@ -306,7 +319,8 @@ class _MemoryPlanner:
             self._add(linear.layer, "gradient_codes", codes, 0, "in_backward")
 
     def _add_saved(self, module: Any, linears: Sequence[_Linear], *, recomputed: bool) -> None:
-        first, names = linears[0], class_names(module)
+        first = linears[0]
+        names = class_names(module)
         if "LayerNormMLP" in names or "LayerNormLinear" in names:
             statistics = 0 if recomputed else _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2)
             self._add_high(first.layer, "saved_high", sum(first.rows) * (first.shape[1] * first.itemsize + statistics))
@@ -334,7 +348,8 @@ class _MemoryPlanner:
             self._add_high(linear.layer, "saved_high", high)
             return
         if linear.override is not None:
-            rowwise, columnwise = True, False
+            rowwise = True
+            columnwise = False
         quantizer = linear.quantizers["activation"]
         codes = sum(
             planned_bytes(quantizer, (rows, inputs), rowwise=rowwise, columnwise=columnwise) for rows in linear.rows
@@ -345,7 +360,9 @@ class _MemoryPlanner:
     def _rows_of(self, layer: str, groups: int) -> Sequence[int]:
         if self.calls is not None:
             return self.calls.get(layer, ())
-        return [] if self.tokens is None else [max(1, self.tokens // groups)]
+        if self.tokens is None:
+            return []
+        return [max(1, self.tokens // groups)]
 
     def _add_high(self, layer: str, kind: str, count: int, lives: Lives = "to_backward") -> None:
         self._add(layer, kind, count, count, lives)
@@ -370,7 +387,9 @@ def layer_of_parameter(name: str, layers: Sequence[str]) -> str:
     if name.startswith("fc2"):
         return layers[1]
     number = name.removeprefix("weight").removeprefix("bias")
-    return layers[int(number)] if number.isdigit() and int(number) < len(layers) else layers[0]
+    if number.isdigit() and int(number) < len(layers):
+        return layers[int(number)]
+    return layers[0]
 
 
 def is_weight(name: str, parameter: torch.Tensor) -> bool:

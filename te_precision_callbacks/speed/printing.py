@@ -18,7 +18,11 @@ _MOST_NAMES = 4
 
 
 def milliseconds(value: float) -> str:
-    return "unknown" if math.isnan(value) else f"{value:.3f}" if value < 100 else f"{value:,.0f}"
+    if math.isnan(value):
+        return "unknown"
+    if value < 100:
+        return f"{value:.3f}"
+    return f"{value:,.0f}"
 
 
 def times_faster(speedup: float, interval: Interval) -> str:
@@ -28,21 +32,24 @@ def times_faster(speedup: float, interval: Interval) -> str:
 
 
 def compare_with_bf16(total: Total) -> str:
-    return (
-        f"{times_faster(1 / total.speedup, (1 / total.interval[1], 1 / total.interval[0]))} times slower than BF16"
-        if total.speedup < 1
-        else f"{times_faster(total.speedup, total.interval)} times as fast as BF16"
-    )
+    if total.speedup < 1:
+        return (
+            f"{times_faster(1 / total.speedup, (1 / total.interval[1], 1 / total.interval[0]))} times slower than BF16"
+        )
+    return f"{times_faster(total.speedup, total.interval)} times as fast as BF16"
 
 
 def summarize_speed(speed: StepSpeed) -> str:
-    total, device = speed.total, speed.device.title
+    total = speed.total
+    device = speed.device.title
     if not total.is_low:
         why = "no product with a known cost" if total.unknown else "no matrix product"
         return f"no speed-up expected on {device}: {why} runs in low precision"
     text = f"expected {compare_with_bf16(total)} on {device}"
     count = len(layers_without_gain(speed.times))
-    return f"{text}; {many(count, 'layer')} {'gains' if count == 1 else 'gain'} nothing" if count else text
+    if count:
+        return f"{text}; {many(count, 'layer')} {'gains' if count == 1 else 'gain'} nothing"
+    return text
 
 
 def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:

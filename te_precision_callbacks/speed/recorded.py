@@ -132,7 +132,8 @@ def run_speed(
     Raises:
         DeviceError, CalibrationError, TraceError: the given device, measured times or trace cannot be used.
     """
-    expected, why_not = None, None
+    expected = None
+    why_not = None
     chosen = device_named(device) if isinstance(device, str) else device
     try:
         expected = expect(step_of_run(run), device_of_run(run) if chosen is None else chosen)

@@ -112,7 +112,9 @@ class _Trigger(MetaPathFinder, PendingInstallation):
 
 def _watch_setting() -> str:
     text = os.environ.get(WATCH_VARIABLE, "")
-    return "" if text == "0" else text
+    if text == "0":
+        return ""
+    return text
 
 
 def _watch() -> None:

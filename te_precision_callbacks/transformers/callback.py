@@ -157,7 +157,9 @@ class PrecisionDebugTrainerCallback(DebugCallback):
 
     @property
     def _running(self) -> InspectSession | None:
-        return self._session if self._session is not None and self._session.running else None
+        if self._session is not None and self._session.running:
+            return self._session
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None, "_reporting": None, "_finalizer": None}
@@ -190,7 +192,8 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             )
             return
         training = find_training()
-        self._reporting, self._has_stepped = None, False
+        self._reporting = None
+        self._has_stepped = False
         if training is None:
             logger.warning(
                 "PrecisionDebugTrainerCallback was not called by transformers' Trainer.train(), so only the"
@@ -200,7 +203,8 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             select = MetricSelection(self._options.prefix, self._options.log_filter)
             event = TrainerEvent(args, state, control, {"model": model, **keywords})
             self._reporting = Reporting(training.trainer.callback_handler, event, select)
-        self._session = session = InspectSession.from_options(self._options)
+        session = InspectSession.from_options(self._options)
+        self._session = session
         session.start(
             log_dir=Path(args.output_dir or "."),
             sinks=self._reporting.sinks if self._reporting else (),

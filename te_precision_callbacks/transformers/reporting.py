@@ -67,6 +67,8 @@ class _OwnName(str):
 
 
 class _IntegrationSink(LoggerSink):
+    """Sends metrics to an integration of the Trainer, such as TensorBoard or W&B."""
+
     def __init__(self, integration: TrainerCallback, reporting: Reporting, select: MetricSelection) -> None:
         super().__init__(select)
         self._integration = integration

@@ -64,7 +64,8 @@ class ActivationOverflowCallback(DebugCallback):
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
-        watch, self._watch = self._watch, None
+        watch = self._watch
+        self._watch = None
         if watch is not None:
             watch.close(error)
 
@@ -110,7 +111,8 @@ class Trainer(transformers.Trainer):
         if options != self.args.debug:
             self.args = copy.copy(self.args)  # the caller may pass it to another trainer
             self.args.debug = list[Any](options)
-        overflow, precision = ACTIVATION_OVERFLOW in options, TE_PRECISION in options
+        overflow = ACTIVATION_OVERFLOW in options
+        precision = TE_PRECISION in options
         if overflow or precision:
             refuse_data_parallel(self.args)
         if precision:

@@ -40,12 +40,16 @@ class Bits:
         highest = int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
         if self.specials is Specials.IEEE:
             return int(highest - 2**self.mantissa_bits)
-        return highest - 1 if self.specials is Specials.ONE_NAN else highest
+        if self.specials is Specials.ONE_NAN:
+            return highest - 1
+        return highest
 
     @property
     def nan_code(self) -> int | None:
         """Code of NaN after a cast (``cvt.rn.satfinite``): all bits except the sign are set. None without NaN."""
-        return None if self.specials is Specials.NONE else int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
+        if self.specials is Specials.NONE:
+            return None
+        return int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
 
     @property
     def max(self) -> float:
@@ -53,7 +57,9 @@ class Bits:
 
     @property
     def min_normal(self) -> float:
-        return float(2.0 ** (1 - self.bias)) if self.mantissa_bits else float(2.0**-self.bias)
+        if self.mantissa_bits:
+            return float(2.0 ** (1 - self.bias))
+        return float(2.0**-self.bias)
 
     @property
     def min_subnormal(self) -> float:
@@ -63,10 +69,13 @@ class Bits:
         magnitude = code & (2 ** (self.exponent_bits + self.mantissa_bits) - 1)
         sign = -1.0 if magnitude != code else 1.0
         # torch.compile does not support divmod.
-        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & (2**self.mantissa_bits - 1)
+        exponent = magnitude >> self.mantissa_bits
+        mantissa = magnitude & (2**self.mantissa_bits - 1)
         if magnitude > self.max_code:
             infinite = self.specials is Specials.IEEE and mantissa == 0
-            return sign * float("inf") if infinite else float("nan")
+            if infinite:
+                return sign * float("inf")
+            return float("nan")
         fraction = mantissa / 2**self.mantissa_bits
         if exponent == 0 and self.mantissa_bits > 0:
             return float(sign * fraction * self.min_normal)

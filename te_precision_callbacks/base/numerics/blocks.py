@@ -9,7 +9,9 @@ import torch
 
 
 def as_matrix(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1, values.shape[-1] or 1) if values.ndim > 1 else values.reshape(1, -1)
+    if values.ndim > 1:
+        return values.reshape(-1, values.shape[-1] or 1)
+    return values.reshape(1, -1)
 
 
 def block_counts(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
@@ -20,7 +22,9 @@ def block_counts(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int
 
 def pad_to_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float) -> torch.Tensor:
     below, right = (-side % of_block for side, of_block in zip(matrix.shape, block, strict=True))
-    return torch.nn.functional.pad(matrix, (0, right, 0, below), value=filler) if below or right else matrix
+    if below or right:
+        return torch.nn.functional.pad(matrix, (0, right, 0, below), value=filler)
+    return matrix
 
 
 def as_tiles(matrix: torch.Tensor, block: tuple[int, int], filler: float = 0.0) -> torch.Tensor:
@@ -48,7 +52,9 @@ def repeat_per_block(block_values: torch.Tensor, block: tuple[int, int], shape: 
     (height, width), (rows, columns) = block, shape
     if height > 1:
         block_values = block_values.repeat_interleave(height, 0)[:rows]
-    return block_values.repeat_interleave(width, 1)[:, :columns] if width > 1 else block_values
+    if width > 1:
+        return block_values.repeat_interleave(width, 1)[:, :columns]
+    return block_values
 
 
 def multiply_by_blocks(matrix: torch.Tensor, block_values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -23,8 +23,11 @@ _ELEMENTS_AT_ONCE = 1 << 18
 """Elements that plain torch transforms at once, so that intermediate results fit the cache."""
 
 _SIZES = (ctypes.c_int64,) * 4
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-_AMAXES, _ENCODE, _DECODE = "te_precision_block_amaxes", "te_precision_encode", "te_precision_decode"
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int
+_AMAXES = "te_precision_block_amaxes"
+_ENCODE = "te_precision_encode"
+_DECODE = "te_precision_decode"
 _TRANSFORM = "te_precision_transform_groups"
 
 FILE = CppFile(
@@ -84,7 +87,8 @@ def encode_blocks(
         uint8, [rows, columns]; for E2M1 two codes per byte, [rows, columns / 2].
     """
     if _uses_cpp(matrix):
-        source, block_factors = _as_cpp_input(matrix), factors.contiguous()
+        source = _as_cpp_input(matrix)
+        block_factors = factors.contiguous()
         drawn = None if random is None else random.contiguous()
         columns = matrix.shape[1] * fmt.bits // 8
         out = torch.empty(matrix.shape[0], columns, dtype=torch.uint8, device=matrix.device)
@@ -100,7 +104,9 @@ def encode_blocks(
         return out
     values = blocks.multiply_by_blocks(matrix.float(), factors, block)
     codes = fmt.encode(values) if random is None else _stochastic_codes(values, random)
-    return pack_fp4(codes) if fmt.bits == 4 else codes
+    if fmt.bits == 4:
+        return pack_fp4(codes)
+    return codes
 
 
 def decode_blocks(
@@ -117,7 +123,8 @@ def decode_blocks(
         dtype: float32, or bfloat16 if it represents the products exactly.
     """
     if _uses_cpp(codes):
-        source, numbers = codes.contiguous(), table(fmt, codes.device)
+        source = codes.contiguous()
+        numbers = table(fmt, codes.device)
         block_factors = None if factors is None else factors.contiguous()
         out = torch.empty(codes.shape[0], codes.shape[1] * 8 // fmt.bits, dtype=dtype, device=codes.device)
         FILE.functions[_DECODE](
@@ -141,7 +148,8 @@ def transform_groups(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Ten
     source = matrix.contiguous()
     result = torch.empty_like(source)
     if _uses_cpp(source):
-        count, numbers = source.numel() // len(transform), transform.contiguous()
+        count = source.numel() // len(transform)
+        numbers = transform.contiguous()
         FILE.functions[_TRANSFORM](
             *(source.data_ptr(), count, numbers.data_ptr(), result.data_ptr(), torch.get_num_threads())
         )

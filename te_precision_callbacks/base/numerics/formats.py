@@ -42,11 +42,15 @@ class FloatFormat(Bits):
         negative_nan = 0x80 | (self.nan_code or 0)
         # The minimum of a tensor with NaN is NaN: one pass, without a temporary.
         has_nan = values.numel() > 0 and bool(values.amin().isnan())
-        return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if has_nan else codes
+        if has_nan:
+            return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F)
+        return codes
 
     def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """Encode float32 numbers that the format represents exactly; faster than :meth:`encode` for FP4."""
-        return self.encode(numbers) if self.dtype else self._look_up((numbers.view(torch.int32) >> 16) & 0xFFFF)
+        if self.dtype:
+            return self.encode(numbers)
+        return self._look_up((numbers.view(torch.int32) >> 16) & 0xFFFF)
 
     def _look_up(self, upper: torch.Tensor) -> torch.Tensor:
         return _code_table(self, upper.device).index_select(0, upper.reshape(-1)).view(upper.shape)

@@ -55,7 +55,9 @@ def layer_sizes(gemm: str, rows: int, columns: int, summed: int) -> tuple[int, i
     """
     if gemm == "dgrad":
         return rows, columns, summed
-    return (summed, columns, rows) if gemm == "wgrad" else (rows, summed, columns)
+    if gemm == "wgrad":
+        return (summed, columns, rows)
+    return (rows, summed, columns)
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,8 @@ def refusals(
         if asserted and gemm == "fprop":
             asked += [(dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
         for dimension, multiple, asked_by in asked:
-            size, before = sizes[dimension], refused.get((gemm, dimension))
+            size = sizes[dimension]
+            before = refused.get((gemm, dimension))
             if size % multiple and (before is None or before.multiple < multiple):
                 refused[gemm, dimension] = Refusal(gemm, dimension, size, multiple, asked_by)
     return list(refused.values())

@@ -47,7 +47,8 @@ from te_precision_callbacks.base.numerics.scaling_modes import MXFP8 as MXFP8
 from te_precision_callbacks.base.numerics.scaling_modes import NVFP4 as NVFP4
 from te_precision_callbacks.base.numerics.scaling_modes import PER_TENSOR as PER_TENSOR
 
-SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
+SWIZZLE_ROWS = 128
+SWIZZLE_COLUMNS = 4
 """Size of the tile of scales that a GEMM of MXFP8 or NVFP4 reads at once."""
 
 
@@ -74,7 +75,9 @@ class ScaleMemory(NamedTuple):
         if not self.swizzled:
             return self.matrix
         compact = unswizzle(self.matrix)
-        return compact.t() if self.transposed else compact
+        if self.transposed:
+            return compact.t()
+        return compact
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,9 @@ class Stored:
         return self.element_format.decode(codes)
 
     def block_scales(self) -> torch.Tensor:
-        return self.scales if self.scale_format is None else self.scale_format.decode(self.scales)
+        if self.scale_format is None:
+            return self.scales
+        return self.scale_format.decode(self.scales)
 
     def factors(self) -> torch.Tensor:
         """Return each block's factor from decoded code to value: float32, in the shape of :attr:`scales`."""
@@ -164,7 +169,9 @@ def scaling_mode(tensor: Any) -> str | None:
         if hasattr(tensor, "_transpose_invalid"):
             return PER_TENSOR
         if hasattr(tensor, "_is_2D_scaled"):
-            return BLOCK_2D if tensor._is_2D_scaled else BLOCK_1D
+            if tensor._is_2D_scaled:
+                return BLOCK_2D
+            return BLOCK_1D
         if hasattr(tensor, "_with_gemm_swizzled_scales"):
             return MXFP8
     elif hasattr(tensor, "_fp4_dtype") and hasattr(tensor, "_with_gemm_swizzled_scales"):
@@ -178,12 +185,16 @@ def fp8_format(obj: Any) -> FloatFormat:
 
 def fp8_dtype(obj: Any) -> Any:
     dtype = getattr(obj, "_fp8_dtype", None)
-    return getattr(obj, "dtype", None) if dtype is None else dtype
+    if dtype is None:
+        return getattr(obj, "dtype", None)
+    return dtype
 
 
 @functools.cache
 def fp8_format_of(dtype: Any) -> FloatFormat:
-    return E5M2 if getattr(dtype, "name", str(dtype)) == "kFloat8E5M2" else E4M3
+    if getattr(dtype, "name", str(dtype)) == "kFloat8E5M2":
+        return E5M2
+    return E4M3
 
 
 def has_scale(tensor: Any) -> bool:
@@ -203,7 +214,9 @@ def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
     if hasattr(tensor, "_rowwise_storage"):
         part = tensor._columnwise_storage if columnwise else tensor._rowwise_storage
         return gemm_operand(part, columnwise=columnwise)
-    return tensor._hp_data if hasattr(tensor, "_hp_data") else tensor
+    if hasattr(tensor, "_hp_data"):
+        return tensor._hp_data
+    return tensor
 
 
 def read_stored(tensor: Any, *, columnwise: bool) -> Stored | None:
@@ -220,7 +233,8 @@ def read_stored(tensor: Any, *, columnwise: bool) -> Stored | None:
     if mode == PER_TENSOR:
         return _per_tensor(tensor, columnwise)
     direction = "columnwise" if columnwise else "rowwise"
-    data, scales = getattr(tensor, f"_{direction}_data"), getattr(tensor, f"_{direction}_scale_inv")
+    data = getattr(tensor, f"_{direction}_data")
+    scales = getattr(tensor, f"_{direction}_scale_inv")
     if data is None:
         return None
     if scales is None:
@@ -235,7 +249,9 @@ def read_stored(tensor: Any, *, columnwise: bool) -> Stored | None:
 def per_tensor_codes(tensor: Any) -> torch.Tensor | None:
     """Return the codes of per-tensor FP8 in the tensor's shape; None if it has no data."""
     data, transposed = _per_tensor_data(tensor, columnwise=False)
-    return data.movedim(0, -1) if data is not None and transposed else data
+    if data is not None and transposed:
+        return data.movedim(0, -1)
+    return data
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
@@ -342,7 +358,8 @@ def _block_fp8(tensor: Any, mode: str, data: torch.Tensor, scales: torch.Tensor,
 
 def _nvfp4(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
     codes = _matrix(data, False)
-    rows, columns = codes.shape[0], codes.shape[1] * 2
+    rows = codes.shape[0]
+    columns = codes.shape[1] * 2
     is_swizzled = bool(tensor._with_gemm_swizzled_scales)
     amax = tensor._amax_columnwise if columnwise else tensor._amax_rowwise
     if amax is None:
@@ -371,14 +388,18 @@ def _nvfp4(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bo
 def _matrix(data: torch.Tensor, transposed: bool) -> torch.Tensor:
     data = data.detach()
     if data.dim() < 2:
-        return data.reshape(-1, 1) if transposed else data.reshape(1, -1)
+        if transposed:
+            return data.reshape(-1, 1)
+        return data.reshape(1, -1)
     if transposed:
         return data.reshape(data.shape[0], math.prod(data.shape[1:]))
     return data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
 
 
 def _shape(data: torch.Tensor, transposed: bool) -> tuple[int, ...]:
-    return (*data.shape[1:], *data.shape[:1]) if transposed else tuple(data.shape)
+    if transposed:
+        return (*data.shape[1:], *data.shape[:1])
+    return tuple(data.shape)
 
 
 def _scale_memory(

@@ -106,7 +106,8 @@ def _quantize_with_better_scale(
     blocks = rows.float().view(len(rows), -1, BLOCK)
     base = _block_amax(rows, rules)
     base = base / torch.full_like(base, E2M1.max) * encode_scale
-    scales_6, scales_4 = E4M3.encode(base), E4M3.encode(base * 1.5)
+    scales_6 = E4M3.encode(base)
+    scales_4 = E4M3.encode(base * 1.5)
     codes_6, error_6 = _quantize_candidate(blocks, scales_6, amax, encode_scale, rules)
     codes_4, error_4 = _quantize_candidate(blocks, scales_4, amax, encode_scale, rules)
     take_4 = error_4 < error_6
@@ -148,7 +149,9 @@ def _multiplier(scale_codes: torch.Tensor, encode_scale: torch.Tensor, rules: Nv
 def _block_amax(rows: torch.Tensor, rules: Nvfp4Rules) -> torch.Tensor:
     side = BLOCK if rules.square else 1
     amaxes = block_amaxes(rows, (side, BLOCK), nan_spreads=rules.nan_spreads)
-    return amaxes.repeat_interleave(side, 0) if rules.square else amaxes
+    if rules.square:
+        return amaxes.repeat_interleave(side, 0)
+    return amaxes
 
 
 SIZE = 16
@@ -162,7 +165,9 @@ def random_hadamard_transform(matrix: torch.Tensor, sign_mask: int) -> torch.Ten
     not matter, and rounds to float32, then to bfloat16. It always rounds to bfloat16, which upstream's fused kernel
     skips with ``NVTE_USE_FAST_MATH=1``.
     """
-    return transform_groups(matrix, _matrix(sign_mask, matrix.device)) if matrix.numel() else matrix.contiguous()
+    if matrix.numel():
+        return transform_groups(matrix, _matrix(sign_mask, matrix.device))
+    return matrix.contiguous()
 
 
 def rotate(vectors: torch.Tensor, sign_mask: int) -> torch.Tensor:

@@ -48,7 +48,9 @@ class QuantizerSettings(NamedTuple):
 
     @property
     def fp8(self) -> FloatFormat:
-        return E5M2 if self.e5m2 else E4M3
+        if self.e5m2:
+            return E5M2
+        return E4M3
 
 
 class Rounded(NamedTuple):
@@ -88,7 +90,9 @@ class Recipe:
     power_of_two: bool = False
 
     def block(self, settings: QuantizerSettings) -> tuple[int, int] | None:
-        return None if self.side is None else (self.side if settings.square else 1, self.side)
+        if self.side is None:
+            return None
+        return (self.side if settings.square else 1, self.side)
 
     def defaults(self, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:
         """Return the recipe's options for a tensor; an ``e5m2`` of None is the recipe's default."""
@@ -168,7 +172,8 @@ def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> tor
     Args:
         columnwise: whether blocks have 32 rows instead of 32 elements of the last dimension.
     """
-    matrix, block = as_matrix(values).to(torch.float32), (32, 1) if columnwise else (1, 32)
+    matrix = as_matrix(values).to(torch.float32)
+    block = (32, 1) if columnwise else (1, 32)
     blocks = split_into_blocks(matrix, block, 0.0)
     amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(1, keepdim=True)
     rounded = _mxfp8(blocks, amax, amax, QuantizerSettings(e5m2), FLOAT32_MAX)

@@ -109,7 +109,8 @@ def mxfp8_scale_inv(amaxes: torch.Tensor, element_format: FloatFormat) -> torch.
     2**127. As in upstream's kernels, the division is a product with the float32 reciprocal. NaN is not allowed.
     """
     bits = (amaxes * (1.0 / element_format.max)).view(torch.int32)
-    exponents, mantissas = bits >> 23, bits & 0x7FFFFF
+    exponents = bits >> 23
+    mantissas = bits & 0x7FFFFF
     above = (mantissas > 0) & ~((exponents == 0) & (mantissas <= 0x400000))
     exponents = (exponents + above).clamp(max=E8M0.max_code)
     return torch.where(exponents == 0, 0x400000, exponents << 23).view(torch.float32)
@@ -153,7 +154,9 @@ def nvfp4_multiplier(scales: torch.Tensor, encode_scale: torch.Tensor, *, nan_sp
     """
     multiplier = torch.reciprocal(scales * torch.reciprocal(encode_scale))
     largest = torch.full_like(multiplier, FLOAT32_MAX)
-    return torch.minimum(multiplier, largest) if nan_spreads else torch.fmin(multiplier, largest)
+    if nan_spreads:
+        return torch.minimum(multiplier, largest)
+    return torch.fmin(multiplier, largest)
 
 
 def nvfp4_factors(scales: torch.Tensor, amax: torch.Tensor, largest_scale: float = E4M3.max) -> torch.Tensor:

@@ -2,4 +2,8 @@
 
 from __future__ import annotations
 
-PER_TENSOR, MXFP8, BLOCK_1D, BLOCK_2D, NVFP4 = "per_tensor", "mxfp8", "fp8_block_1d", "fp8_block_2d", "nvfp4"
+PER_TENSOR = "per_tensor"
+MXFP8 = "mxfp8"
+BLOCK_1D = "fp8_block_1d"
+BLOCK_2D = "fp8_block_2d"
+NVFP4 = "nvfp4"

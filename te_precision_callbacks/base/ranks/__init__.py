@@ -14,11 +14,15 @@ import torch.distributed as dist
 
 def own_rank() -> int:
     """Return the rank of this process; 0 without torch.distributed."""
-    return dist.get_rank() if is_initialized() else 0
+    if is_initialized():
+        return dist.get_rank()
+    return 0
 
 
 def world_size() -> int:
-    return dist.get_world_size() if is_initialized() else 1
+    if is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 def is_initialized() -> bool:

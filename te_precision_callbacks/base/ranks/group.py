@@ -75,7 +75,9 @@ class Group:
         before = _sockets().values()
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices, options._threads, options._timeout = list(devices), 1, timedelta(seconds=timeout)
+        options._devices = list(devices)
+        options._threads = 1
+        options._timeout = timedelta(seconds=timeout)
         self._size = size
         self._is_root = rank == 0
         self._longest = timedelta(seconds=longest)
@@ -128,7 +130,8 @@ class Group:
         while not all(work.is_completed() for work in self._running):
             check()
             time.sleep(min((time.monotonic() - begun) / 8, _LONGEST_PAUSE))
-        done, self._running = self._running, []
+        done = self._running
+        self._running = []
         for work in done:
             work.wait()
 
@@ -140,7 +143,8 @@ class Group:
         return self._gloo is not None and _connections(self._sockets) == self._sockets
 
     def close(self) -> None:
-        gloo, self._gloo = self._gloo, None
+        gloo = self._gloo
+        self._gloo = None
         for descriptor, ends in self._sockets.items():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 if _ends(connection) == ends:  # otherwise gloo has closed it, and the descriptor is another file's
@@ -155,7 +159,8 @@ class Group:
             if self._sockets[descriptor] == ends:
                 os.close(descriptor)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # so that its destructor never runs
-        self._gloo, self._sockets = None, {}
+        self._gloo = None
+        self._sockets = {}
 
 
 def _wait_for_operations(gloo: Any, running: Sequence[Any]) -> None:

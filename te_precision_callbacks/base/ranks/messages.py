@@ -55,7 +55,8 @@ FIRST_STEP = 300.0
 RECONNECTING = 10.0
 """Timeout for connecting during training."""
 
-POLLING, MOST_RETURNS = 8, 5
+POLLING = 8
+MOST_RETURNS = 5
 """Interval, in steps, at which disconnected ranks look for each other, and maximum number of reconnections. Ranks are
 connected again 26 to 34 steps after they were disconnected."""
 
@@ -66,7 +67,8 @@ _HEADER = 9
 _HEADER_MAXIMA = 500
 """Number of maxima that are sent with the header, so that a small message needs only one reduction."""
 
-_LEFT, _WAITS = "left", "waits"
+_LEFT = "left"
+_WAITS = "waits"
 """Keys in the store: why a rank has left, and the number of the message in which a rank waits."""
 
 _LONGEST_TEXT = 4000
@@ -129,7 +131,8 @@ class Messages:
 
     def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
         self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         self.meetings = 0
         self.departure = Departure(self.rank, "the ranks are not connected yet")
         self.requests = Requests()
@@ -198,7 +201,8 @@ class Messages:
 
     def _connect(self, keys: Any, wait: float, why: str) -> None:
         self._group = meet(keys, self._at, wait, 2 * FIRST_STEP, why)
-        self._keys, self._count = keys, 0
+        self._keys = keys
+        self._count = 0
         self.meetings += 1
 
     def _disconnect(self, why: str) -> RanksLostError:
@@ -235,7 +239,8 @@ class Messages:
         self._close(Departure(self.rank, f"{self.name(self.rank).capitalize()} has ended its session"))
 
     def _close(self, departure: Departure) -> None:
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is None:
             return
         try:
@@ -328,7 +333,9 @@ class Messages:
         finish()
         ranked[:_HEADER_MAXIMA] = header[_HEADER : _HEADER + ranked.size]
         numbers[sums:] = _from_ordered_integers(ranked)
-        return text if alike[-1] else _union(group, finish, text, int(header[_HEADER - 1]), of)
+        if alike[-1]:
+            return text
+        return _union(group, finish, text, int(header[_HEADER - 1]), of)
 
     def _departure_of_another(self, error: Exception) -> Departure:
         try:
@@ -342,7 +349,9 @@ class Messages:
 
     def _describe(self, departure: Departure) -> str:
         who = self.name(departure.rank).capitalize()
-        return f"{who} has failed: {departure.text}" if departure.kind else departure.text
+        if departure.kind:
+            return f"{who} has failed: {departure.text}"
+        return departure.text
 
     # ------------------------------------------------------------------ reconnecting
 
@@ -374,7 +383,8 @@ class Messages:
             self._leave(Departure(self.rank, _reason(error)))
             return None
         try:
-            wait, self.timeout = self.timeout, RECONNECTING
+            wait = self.timeout
+            self.timeout = RECONNECTING
             (largest,) = self.largest("again", "to continue together", float(iteration))
         except Exception:
             return None
@@ -384,6 +394,8 @@ class Messages:
 
 
 class _Reconnection:
+    """Time and keys of the next attempt of the ranks to connect after messages have failed."""
+
     def __init__(self, keys: Any) -> None:
         self._keys = keys  # of the last meeting
         self._attempt = 0
@@ -397,7 +409,8 @@ class _Reconnection:
 
     def put_off(self) -> None:
         self._attempt += 1  # the interval doubles
-        self._ready_at = self._meets = None
+        self._ready_at = None
+        self._meets = None
         self._is_ready = False
 
     def is_time(self, at: RankPlace, iteration: int, optimizer_steps: int) -> bool:
@@ -433,7 +446,9 @@ def _reason(error: BaseException) -> str:
     text = str(error).partition("\n")[0].removesuffix(".")
     if isinstance(error, (MeetingFailed, RanksLostError)):
         return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if text:
+        return f"{type(error).__name__}: {text}"
+    return type(error).__name__
 
 
 @functools.cache
@@ -480,14 +495,20 @@ def _from_ordered_integers(ranked: npt.NDArray[np.int64]) -> Numbers:
 
 
 class _Wait:
+    """The wait of a rank for a message: it warns once which ranks are late, and ends when one has left or failed."""
+
     def __init__(self, messages: Messages, keys: Any, count: int, why: str) -> None:
-        self._messages, self._keys, self._count = messages, keys, str(count)
+        self._messages = messages
+        self._keys = keys
+        self._count = str(count)
         self._why = why
         self._begun = time.monotonic()
-        self._is_noted = self._has_warned = False
+        self._is_noted = False
+        self._has_warned = False
 
     def check(self) -> None:
-        messages, passed = self._messages, time.monotonic() - self._begun
+        messages = self._messages
+        passed = time.monotonic() - self._begun
         if passed >= min(meeting.WAITING, messages.timeout) / 2 and not self._is_noted:
             self._is_noted = True
             self._keys.set(f"{_WAITS}/{messages.rank}", self._count)
@@ -507,10 +528,13 @@ class _Wait:
 
     def _format_late_ranks(self) -> str:
         """Format the ranks that are late. Only two ranks query the store, since this takes a request per rank."""
-        messages, keys = self._messages, self._keys
+        messages = self._messages
+        keys = self._keys
         places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
         late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]
-        return format_ranks(sorted(messages._ranks[rank] for rank in late)) if late else "other ranks"
+        if late:
+            return format_ranks(sorted(messages._ranks[rank] for rank in late))
+        return "other ranks"
 
 
 def _meeting_timeout(group: dist.ProcessGroup | None) -> float:

@@ -55,7 +55,9 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        return torch.distributed.get_world_size(self._group) if self.several else 1
+        if self.several:
+            return torch.distributed.get_world_size(self._group)
+        return 1
 
     @property
     def are_connected(self) -> bool:

@@ -197,7 +197,8 @@ class DoctorFinding:
 
 
 def findings(machine: Machine) -> tuple[DoctorFinding, ...]:
-    engine, torch = machine.transformer_engine, machine.torch
+    engine = machine.transformer_engine
+    torch = machine.torch
     advice = list(_engine_findings(engine, with_gpu=not isinstance(torch, str) and bool(torch.gpus)))
     advice += _torch_findings(torch)
     advice += _folder_findings(machine.log_folder)

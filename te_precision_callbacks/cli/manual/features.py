@@ -64,7 +64,9 @@ class FeatureEntry:
 
     @property
     def place(self) -> str:
-        return "the section" if self.namespace == BASE else f"{self.namespace}:"
+        if self.namespace == BASE:
+            return "the section"
+        return f"{self.namespace}:"
 
 
 def features() -> tuple[FeatureEntry, ...]:

@@ -285,7 +285,7 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
 
 
 def _quantized(padded: Sequence[Pending]) -> Sequence[Pending]:
-    """Return the tensors whose codes are passed: the kernel does not read those of a tensor without codes."""
+    """Return the tensors whose codes are passed; a tensor without codes passes unread codes of another."""
     example = _with_codes(padded)
     return [example if one.codes is None else one for one in padded]
 

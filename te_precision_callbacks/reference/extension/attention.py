@@ -115,7 +115,8 @@ def scaled_softmax_backward(
     output_grad: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
 ) -> torch.Tensor:
     """Gradient of any of these softmaxes, from its result."""
-    grad, result = output_grad.detach().float(), softmax_results.detach().float()
+    grad = output_grad.detach().float()
+    result = softmax_results.detach().float()
     weighted = grad * result
     dscores = scale_factor * (weighted - result * weighted.sum(dim=-1, keepdim=True))
     return dscores.to(output_grad.dtype)

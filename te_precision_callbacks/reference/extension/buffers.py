@@ -33,7 +33,9 @@ def pad(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Merge all dimensions but the last one; a scalar is [1, 1]."""
-    return (math.prod(shape[:-1]), shape[-1]) if len(shape) else (1, 1)
+    if len(shape):
+        return (math.prod(shape[:-1]), shape[-1])
+    return (1, 1)
 
 
 def transposed_shape(shape: Sequence[int]) -> list[int]:
@@ -72,7 +74,9 @@ def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool
     out = pad(scales, shape)
     if not swizzled or not out.numel():
         return out
-    return layouts.swizzle(out.t()).reshape(tuple(shape)) if along_columns else layouts.swizzle(out)
+    if along_columns:
+        return layouts.swizzle(out.t()).reshape(tuple(shape))
+    return layouts.swizzle(out)
 
 
 @torch.no_grad()

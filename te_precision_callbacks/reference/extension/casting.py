@@ -35,7 +35,9 @@ class Buffer(NamedTuple):
         """Allocate the buffer; memory is pinned only with an accelerator."""
         pinned = pin_memory and torch.cuda.is_available()
         made = torch.empty(list(self.shape), dtype=self.element, device=device, pin_memory=pinned)
-        return made.zero_() if self.zero else made
+        if self.zero:
+            return made.zero_()
+        return made
 
 
 Buffers = dict[str, Buffer | None]

@@ -30,10 +30,14 @@ def has_any_layout_gemm() -> bool:
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
     """Move the last dimension to the front, contiguous: the transpose of the tensor viewed as a matrix."""
-    return data.movedim(-1, 0).contiguous() if data.dim() > 1 else data.clone()
+    if data.dim() > 1:
+        return data.movedim(-1, 0).contiguous()
+    return data.clone()
 
 
 class _PerTensorScaling(Casting):
+    """Casting with one scale for the whole tensor."""
+
     modes = (PER_TENSOR,)
     attributes: ClassVar = {"data_transpose": "_transpose", "fp8_scale_inv": "_scale_inv"}
     data = "_data", "_transpose"

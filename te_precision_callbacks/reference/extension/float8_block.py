@@ -35,6 +35,8 @@ BLOCK = 128
 
 
 class Float8BlockCasting(Casting):
+    """Casting to FP8 with a float32 scale for each block of 1 x 128 or 128 x 128 elements."""
+
     modes = (BLOCK_1D, BLOCK_2D)
 
     def classes(self) -> tuple[type, type]:

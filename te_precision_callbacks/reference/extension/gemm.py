@@ -142,7 +142,8 @@ def generic_gemm(
     gelu_dtype = torch_dtype(bias_type) if a.is_fp8 or b.is_fp8 else dtype
     added_bias = bias if bias is not None and not grad and bias.numel() else None
 
-    bias_grad = gelu_input = None
+    bias_grad = None
+    gelu_input = None
     if empty:
         # Upstream launches no kernel: the result is 0, or unchanged, without bias and GELU.
         value = torch.zeros(shape, dtype=torch.float32, device=a.source.device)
@@ -228,7 +229,8 @@ def te_general_grouped_gemm(
             first_row += rows
         else:
             out = D[index]
-        with_bias, with_gelu = bias[index].numel() > 0, pre_gelu_out[index].numel() > 0
+        with_bias = bias[index].numel() > 0
+        with_gelu = pre_gelu_out[index].numel() > 0
         _, bias_grad, gelu_input, _ = generic_gemm(
             a,
             transa,
@@ -256,15 +258,19 @@ def te_general_grouped_gemm(
 
 def _product_of_bfloat16(a: Operand, transa: bool, b: Operand, transb: bool, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the product with the bias, rounded once, since oneDNN accumulates in float32."""
-    left, right = b.source.t() if transb else b.source, a.source.t() if transa else a.source
-    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+    left = b.source.t() if transb else b.source
+    right = a.source.t() if transa else a.source
+    if bias is None:
+        return torch.mm(left, right)
+    return torch.addmm(bias, left, right)
 
 
 def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -> torch.Tensor:
     (rows, depth), columns = _matrix_shape(b, not transb), _matrix_shape(a, transa)[0]
     in_bfloat16 = a.is_exact_in_bfloat16 and b.is_exact_in_bfloat16 and takes(rows, columns, depth, a.source.device)
     left, right = (b.in_bfloat16, a.in_bfloat16) if in_bfloat16 else (b.values, a.values)
-    left, right = left.t() if transb else left, right if transa else right.t()
+    left = left.t() if transb else left
+    right = right if transa else right.t()
     value = product(left, right) if in_bfloat16 else None
     if value is None:
         value = torch.matmul(left.float(), right.float().t())
@@ -274,7 +280,9 @@ def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -
     for scale in (a.scale_inv, b.scale_inv):
         if scale is not None:
             value *= scale
-    return value.mul_(alpha) if alpha != 1.0 else value
+    if alpha != 1.0:
+        return value.mul_(alpha)
+    return value
 
 
 def _nvfp4_alpha(a: Stored, b: Stored, alpha: float) -> torch.Tensor:
@@ -299,7 +307,8 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
         raise ReferenceBackendError("FP8 blocks are multiplied with FP8 blocks.")
     (of_rows, depth), of_columns, length = a.part.matrix_shape, b.part.matrix_shape[0], a.part.block[1]
     scales_a, scales_b = (part.scales.repeat_interleave(part.block[0], 0) for part in (a.part, b.part))
-    scales_a, scales_b = scales_a[:of_rows].t().unsqueeze(1), scales_b[:of_columns].t().unsqueeze(2)
+    scales_a = scales_a[:of_rows].t().unsqueeze(1)
+    scales_b = scales_b[:of_columns].t().unsqueeze(2)
     first, second = (scales_a, scales_b) if b.mode == layouts.BLOCK_2D else (scales_b, scales_a)
     in_bfloat16 = takes(of_columns, of_rows, depth, a.source.device)
     dtype = torch.bfloat16 if in_bfloat16 else torch.float32
@@ -310,8 +319,11 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
         factors = scales_b.squeeze(2), scales_a.squeeze(1)
         sums = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)
         if sums is not None:
-            return sums.mul_(alpha) if alpha != 1.0 else sums
-        rows, columns = rows.float(), columns.float()
+            if alpha != 1.0:
+                return sums.mul_(alpha)
+            return sums
+        rows = rows.float()
+        columns = columns.float()
     total = rows.new_zeros(columns.shape[0], rows.shape[0])
     rounds_once = _are_exact_factors(first, second)
     for index in range(first.shape[0]):
@@ -322,7 +334,9 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
             total.addcmul_(partial, second[index])
         else:
             total = torch.addcmul(total.double(), partial.double(), second[index].double()).float()
-    return total.mul_(alpha) if alpha != 1.0 else total
+    if alpha != 1.0:
+        return total.mul_(alpha)
+    return total
 
 
 def _are_exact_factors(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -340,12 +354,16 @@ def _are_exact_factors(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _column_sum(b: Operand) -> torch.Tensor:
     total = b.values.sum(dim=0)
-    return total if b.scale_inv is None else total * b.scale_inv
+    if b.scale_inv is None:
+        return total
+    return total * b.scale_inv
 
 
 def _matrix_shape(operand: Operand, summed_last: bool) -> tuple[int, int]:
     rows, columns = operand.matrix_shape
-    return (rows, columns) if summed_last else (columns, rows)
+    if summed_last:
+        return (rows, columns)
+    return (columns, rows)
 
 
 def _rows(shape: Sequence[int]) -> int:
@@ -353,7 +371,8 @@ def _rows(shape: Sequence[int]) -> int:
 
 
 def _result_shape_of(A: Any, transa: bool, B: Any, transb: bool) -> tuple[int, ...]:
-    a, b = logical_shape(A), logical_shape(B)
+    a = logical_shape(A)
+    b = logical_shape(B)
     leading = (b[-1],) if transb else b[:-1]
     return (*leading, _rows(a) if transa else a[-1])
 

@@ -144,7 +144,8 @@ def _function(name: str, purpose: str) -> Callable[..., Any]:
     def missing(*args: Any, **kwargs: Any) -> NoReturn:
         refuse(name, purpose)
 
-    missing.__name__ = missing.__qualname__ = name
+    missing.__name__ = name
+    missing.__qualname__ = name
     missing.__doc__ = f"Not in the reference backend ({purpose}): raises MissingFunctionError."
     return missing
 

@@ -194,7 +194,8 @@ def multi_tensor_sgd(
     if bool(noop_flag.view(-1)[0] != 0):
         return
     for gradient, weight, velocity, *copies in zip(*tensor_lists, strict=True):
-        grad, current = gradient.float() * scale, weight.float()
+        grad = gradient.float() * scale
+        current = weight.float()
         if wd != 0.0 and not wd_after_momentum:
             grad = grad + wd * current
         if momentum != 0.0:
@@ -213,7 +214,8 @@ class _Step:
     """The decay rates of a step, their complements, and the bias corrections of its moments, rounded to float32."""
 
     def __init__(self, step: int, bias_correction: int, beta1: float, beta2: float) -> None:
-        self.beta1, self.beta2 = _float32(beta1), _float32(beta2)
+        self.beta1 = _float32(beta1)
+        self.beta2 = _float32(beta2)
         self.rest1, self.rest2 = _float32(1.0 - self.beta1), _float32(1.0 - self.beta2)
         corrected = bias_correction == 1
         self.correction1 = _float32(1.0 - self.beta1**step) if corrected else 1.0

@@ -45,6 +45,8 @@ _ELEMENTS_AT_ONCE = 1 << 20
 
 
 class Mxfp8Casting(Casting):
+    """Casting to MXFP8: an E8M0 scale for 32 elements of a row or a column."""
+
     modes = (MXFP8,)
     transposes = False
     updated = "fp8_dtype", "with_gemm_swizzled_scales"

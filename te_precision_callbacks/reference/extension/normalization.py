@@ -65,7 +65,8 @@ def layernorm_bwd(
 
     ``dz``, [..., hidden], is the gradient of the result; ``x``, ``mu`` and ``rsigma`` are of the forward.
     """
-    rows, hidden = _rows(x), x.shape[-1]
+    rows = _rows(x)
+    hidden = x.shape[-1]
     scale = _gamma(gamma, zero_centered_gamma)
     dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
         dz.detach().float().reshape(rows, hidden),
@@ -135,7 +136,8 @@ def rmsnorm_bwd_add(
 def _rmsnorm_gradients(
     dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, hidden = _rows(x), x.shape[-1]
+    rows = _rows(x)
+    hidden = x.shape[-1]
     grad = dz.detach().float().reshape(rows, hidden)
     inverse = rsigma.reshape(rows, 1)
     normalized = x.detach().float().reshape(rows, hidden) * inverse
@@ -147,7 +149,9 @@ def _rmsnorm_gradients(
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     gamma = dequantized(weight)
-    return gamma + 1.0 if zero_centered else gamma
+    if zero_centered:
+        return gamma + 1.0
+    return gamma
 
 
 def _rows(x: torch.Tensor) -> int:

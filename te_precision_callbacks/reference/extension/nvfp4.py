@@ -28,6 +28,8 @@ from te_precision_callbacks.reference.target import capability
 
 
 class Nvfp4Casting(Casting):
+    """Casting to NVFP4: an E4M3 scale for 16 elements or for 16 x 16, and an amax of the tensor or of each row."""
+
     modes = (NVFP4,)
     codes_per_byte = 2
     updated = "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"
@@ -187,7 +189,8 @@ def _reduce(quantizer: Any, out: Any) -> None:
 
 
 def _store(out: Any, direction: str, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    data, scale_inv = getattr(out, f"_{direction}_data"), getattr(out, f"_{direction}_scale_inv")
+    data = getattr(out, f"_{direction}_data")
+    scale_inv = getattr(out, f"_{direction}_scale_inv")
     overwrite(data, codes.view(data.shape))
     swizzled = out._with_gemm_swizzled_scales
     overwrite(scale_inv, as_stored(scales, scale_inv.shape, along_columns=False, swizzled=swizzled))
@@ -235,7 +238,9 @@ def _check_options(quantizer: Any, matrix: torch.Tensor, out: Any) -> None:
 def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
     """The transpose of packed E2M1 codes: uint8, [rows, columns / 2], rows even, to [columns, rows / 2]."""
     result = pack_fp4(unpack_fp4(input).t())
-    return result.contiguous() if out is None else out.copy_(result)
+    if out is None:
+        return result.contiguous()
+    return out.copy_(result)
 
 
 @torch.no_grad()

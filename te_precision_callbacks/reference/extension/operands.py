@@ -42,12 +42,16 @@ class Operand:
     @functools.cached_property
     def values(self) -> torch.Tensor:
         """float32, [rows, columns]: multiplied by the scales of blocks, but not by the scale of the tensor."""
-        return self.source.float() if self.part is None else _decode(self.part, torch.float32)
+        if self.part is None:
+            return self.source.float()
+        return _decode(self.part, torch.float32)
 
     @functools.cached_property
     def in_bfloat16(self) -> torch.Tensor:
         """:attr:`values` as bfloat16; use only if :attr:`is_exact_in_bfloat16`."""
-        return self.source if self.part is None else _decode(self.part, torch.bfloat16)
+        if self.part is None:
+            return self.source
+        return _decode(self.part, torch.bfloat16)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -61,20 +65,28 @@ class Operand:
     @property
     def mode(self) -> str | None:
         """Scaling mode, of :mod:`te_precision_callbacks.base.numerics.layouts`; None for a plain tensor."""
-        return None if self.part is None else self.part.mode
+        if self.part is None:
+            return None
+        return self.part.mode
 
     @property
     def dtype(self) -> torch.dtype | None:
-        return self.source.dtype if self.part is None else None
+        if self.part is None:
+            return self.source.dtype
+        return None
 
     @property
     def element_format(self) -> FloatFormat | None:
-        return None if self.part is None else self.part.element_format
+        if self.part is None:
+            return None
+        return self.part.element_format
 
     @property
     def scale_inv(self) -> torch.Tensor | None:
         """The inverse scale of per-tensor FP8: float32, shape [1]."""
-        return self.part.scales.view(1) if self.part is not None and self.mode == layouts.PER_TENSOR else None
+        if self.part is not None and self.mode == layouts.PER_TENSOR:
+            return self.part.scales.view(1)
+        return None
 
     @property
     def is_fp8(self) -> bool:
@@ -136,13 +148,17 @@ def dequantized(tensor: Any) -> torch.Tensor:
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
-    return layouts.logical_shape(tensor) if is_quantized(tensor) else tuple(_plain(tensor).shape)
+    if is_quantized(tensor):
+        return layouts.logical_shape(tensor)
+    return tuple(_plain(tensor).shape)
 
 
 def _decode(part: Stored, dtype: torch.dtype) -> torch.Tensor:
     factors = None if part.mode == layouts.PER_TENSOR else part.block_scales()
     values = decode_blocks(part.codes, part.element_format, factors, part.block, dtype)
-    return values.t() if part.transposed else values
+    if part.transposed:
+        return values.t()
+    return values
 
 
 def _plain(tensor: Any) -> torch.Tensor:

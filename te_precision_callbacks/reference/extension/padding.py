@@ -18,12 +18,14 @@ def fused_multi_row_padding(
 
     The lists have the rows of each group without and with padding. An empty group is not written, as upstream.
     """
-    source = target = 0
+    source = 0
+    target = 0
     for rows, padded in zip(input_row_list, padded_input_row_list, strict=True):
         if rows:
             output[target : target + rows] = input[source : source + rows]
             output[target + rows : target + padded] = 0
-        source, target = source + rows, target + padded
+        source = source + rows
+        target = target + padded
 
 
 @torch.no_grad()
@@ -34,7 +36,9 @@ def fused_multi_row_unpadding(
     unpadded_input_row_list: Sequence[int],
 ) -> None:
     """Copy groups of rows without their padding. The lists have the rows of each group with and without padding."""
-    source = target = 0
+    source = 0
+    target = 0
     for padded, rows in zip(input_row_list, unpadded_input_row_list, strict=True):
         output[target : target + rows] = input[source : source + rows]
-        source, target = source + padded, target + rows
+        source = source + padded
+        target = target + rows

@@ -81,4 +81,6 @@ def product(
         None if of_columns is None else of_columns.data_ptr(),
         *(rows_first, torch.get_num_threads(), ctypes.addressof(done)),
     )
-    return out if done.value else None
+    if done.value:
+        return out
+    return None

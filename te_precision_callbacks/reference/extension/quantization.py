@@ -104,7 +104,9 @@ def quantize_result(
     quantizers that need an amax.
     """
     if quantizer is None:
-        return value.to(dtype) if out is None else out.copy_(value)
+        if out is None:
+            return value.to(dtype)
+        return out.copy_(value)
     casting = casting_for(quantizer)
     if out is None:
         out = casting.create(quantizer, value.shape, dtype, value.device)
@@ -156,10 +158,14 @@ def split_quantize(
 def fp8_transpose(input: torch.Tensor, dtype: SupportsInt, *, out: torch.Tensor | None) -> torch.Tensor:
     """The transpose of FP8 data: uint8, [..., columns] to [columns, ...]."""
     result = transpose(input)
-    return result if out is None else out.copy_(result.view(out.shape))
+    if out is None:
+        return result
+    return out.copy_(result.view(out.shape))
 
 
 @torch.no_grad()
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     result = tensor.transpose(0, 1).contiguous()
-    return result if out is None else out.copy_(result.view(out.shape))
+    if out is None:
+        return result
+    return out.copy_(result.view(out.shape))

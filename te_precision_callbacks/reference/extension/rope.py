@@ -82,7 +82,9 @@ def _angles(
     if start_positions is not None:
         places = places + start_positions.long()
     angles = table[places].unsqueeze(2)
-    return angles if sequence_first else angles.transpose(0, 1)
+    if sequence_first:
+        return angles
+    return angles.transpose(0, 1)
 
 
 def _token_positions(
@@ -99,8 +101,10 @@ def _token_positions(
 def _rotate(tensor: torch.Tensor, angles: torch.Tensor, interleaved: bool, *, backward: bool) -> torch.Tensor:
     rotated = angles.shape[-1]
     source = tensor.detach().float()
-    turned, rest = source[..., :rotated], source[..., rotated:]
-    cosine, sine = angles.cos(), angles.sin()
+    turned = source[..., :rotated]
+    rest = source[..., rotated:]
+    cosine = angles.cos()
+    sine = angles.sin()
     # The backward is the transpose: multiplied by the sine first, then swapped in reverse.
     swapped = _swap(turned * sine, interleaved, -1.0) if backward else _swap(turned, interleaved, 1.0) * sine
     return torch.cat([turned * cosine + swapped, rest], dim=-1).to(tensor.dtype)

@@ -316,7 +316,8 @@ def measure(trace: Trace) -> MeasuredStep:
 def _select_iterations(
     work: Sequence[TraceEvent], spans: Mapping[int, tuple[float, float]]
 ) -> tuple[Sequence[TraceEvent], tuple[int, ...]]:
-    counted, iterations = [], set()
+    counted = []
+    iterations = set()
     for event in work:
         for number, (begin, end) in spans.items():
             if event.launched is not None and begin <= event.launched <= end:
@@ -337,7 +338,8 @@ def _rows(work: Mapping[TraceEvent, NamedKernel], steps: int) -> tuple[MeasuredP
     for event, (kind, form) in work.items():
         layer, gemm, of_pass, _, _ = event.context
         if kind != "gemm":
-            gemm = form = ""
+            gemm = ""
+            form = ""
         entry = sums[layer, gemm, of_pass, kind, form]
         entry[0] += max(0.0, event.us) / 1e3 / steps
         entry[1] += 1 / steps

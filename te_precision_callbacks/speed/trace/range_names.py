@@ -31,7 +31,9 @@ def parse_range(name: str) -> tuple[str, str]:
     if match is None:
         return "", ""
     kind = match[1].removeprefix("layer|")
-    return (kind, match[2]) if match[2].isdigit() or kind in ("forward", "backward") else ("", "")
+    if match[2].isdigit() or kind in ("forward", "backward"):
+        return (kind, match[2])
+    return ("", "")
 
 
 def module_of(layers: Sequence[str]) -> str:

@@ -143,6 +143,13 @@ def read_trace(path: str | Path) -> Trace:
 
 
 class _TraceReader:
+    """Collects the events that the analysis needs from a profiler trace, object by object.
+
+    Attributes:
+        forwards: number that links a forward and its backward -> lane and time of the forward.
+        backwards: such numbers, with lane and time of the backward.
+    """
+
     def __init__(self, trace: Trace) -> None:
         self.forwards: dict[Any, tuple[int, float]] = {}
         self.backwards: list[tuple[Any, tuple[int, float]]] = []
@@ -158,7 +165,8 @@ class _TraceReader:
         lane = self._lanes.setdefault((event.get("pid"), event.get("tid")), len(self._lanes))
         if phase == "X" and what is not None:
             arguments = event.get("args") or {}
-            begin, us = float(event["ts"]), float(event.get("dur", 0))
+            begin = float(event["ts"])
+            us = float(event.get("dur", 0))
             link = arguments.get("correlation") if what in ("call", "kernel") else None
             has_node = "Sequence number" in arguments
             events = self._trace.kernels if what == "kernel" else self._trace.host
@@ -205,7 +213,8 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
     calls = {event.link: event for event in trace.host if event.what == "call"}
     for kernel in trace.kernels:
         if (call := calls.get(kernel.link)) is not None:
-            kernel.context, kernel.launched = call.context, call.begin
+            kernel.context = call.context
+            kernel.launched = call.begin
     layer_of_unit = {
         first_at[backward].context.unit: first_at[forward].context.layer
         for backward, forward in trace.arrows.items()
@@ -230,9 +239,14 @@ def _enter_operator(outer: Context, event: TraceEvent) -> Context:
     if _OF_BACKWARD.search(event.name):
         now = "backward"
         if outer.of_pass != "backward":
-            layer, gemm, unit = "", "", None
+            layer = ""
+            gemm = ""
+            unit = None
     elif now == "backward" and event.has_node:  # in a backward, only recomputed operators have a node
-        layer, gemm, now, unit = ("", "", "recompute", None)
+        layer = ""
+        gemm = ""
+        now = "recompute"
+        unit = None
     elif now == "" and event.has_node:
         now = "forward"
     return Context(layer, gemm, now, event if unit is None else unit, event)

@@ -47,7 +47,8 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
     Returns:
         ``b``, and a note about the names, empty without a change.
     """
-    ours, theirs = _layers(a), _layers(b)
+    ours = _layers(a)
+    theirs = _layers(b)
     if not ours or not theirs or ours & theirs:
         return b, ""
     common = {
@@ -59,7 +60,9 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
         return b, ""
 
     def rename(name: str) -> str:
-        return own + name[len(other) :] if name.startswith(other) else name
+        if name.startswith(other):
+            return own + name[len(other) :]
+        return name
 
     note = f"{common[own, other]} layers are paired without their prefixes: {other!r} in {b.path}, {own!r} in {a.path}."
     return replace(b, **{name: _with_layers(getattr(b, name), rename) for name in _TABLES}), note
@@ -104,7 +107,8 @@ _ROWS = "rows in a step of"
 
 def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
     """Compare the facts of the last process starts of two runs, then their matrix products."""
-    ours, theirs = _settings(a), _settings(b)
+    ours = _settings(a)
+    theirs = _settings(b)
     if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
         ours = theirs = {}
     settings = [
@@ -247,7 +251,9 @@ def compare(
 
 def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
     several = any(other.path == run.path and other.run_id != run.run_id for other in runs)
-    return f"{run.path} ({run.run_id})" if several else str(run.path)
+    if several:
+        return f"{run.path} ({run.run_id})"
+    return str(run.path)
 
 
 def _explain_unpaired(first: Side, other: Side) -> str:
@@ -273,12 +279,14 @@ def _explain_unpaired(first: Side, other: Side) -> str:
 
 
 def _span(side: Side) -> str:
-    first, last = side.run.series["first"].to_pylist(), side.run.series["last"].to_pylist()
+    first = side.run.series["first"].to_pylist()
+    last = side.run.series["last"].to_pylist()
     return f"{side.name} has steps {min(first)} to {max(last)}"
 
 
 def _pairing(first: Side, other: Side, paired: Sequence[Subject], search: Search, resized: Sequence[str]) -> Pairing:
-    ours, theirs = set(first.subjects) - set(paired), set(other.subjects) - set(paired)
+    ours = set(first.subjects) - set(paired)
+    theirs = set(other.subjects) - set(paired)
     layers = [
         {(subject.scope, subject.layer): None for subject in side.series if subject.layer} for side in (first, other)
     ]

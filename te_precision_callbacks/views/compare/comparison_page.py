@@ -70,7 +70,9 @@ class ComparedNumbers:
 
     def collect_from(self, a: Side, b: Side) -> Callable[[ComparedValues], None]:
         """Start collecting the values of paired series; returns the function that receives them."""
-        self.a, self.b, self.subjects = a, b, Subjects(a.run)
+        self.a = a
+        self.b = b
+        self.subjects = Subjects(a.run)
         return self._collect
 
     @property
@@ -83,7 +85,8 @@ class ComparedNumbers:
         for place, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
             if begin == end:
                 continue
-            subject, own = part.subjects[place], slice(begin, end)
+            subject = part.subjects[place]
+            own = slice(begin, end)
             every = -(-(end - begin) // _MOST_POINTS)
             at = np.arange(begin, end, every)
             if place in begin_of:

@@ -90,14 +90,19 @@ def _in_order(series: Ints, iterations: Ints, values: Floats) -> Numbers:
     later = (series[1:] > series[:-1]) | ((series[1:] == series[:-1]) & (iterations[1:] > iterations[:-1]))
     if not later.all():
         order = np.lexsort((iterations, series))
-        series, iterations, values = series[order], iterations[order], values[order]
+        series = series[order]
+        iterations = iterations[order]
+        values = values[order]
         last = np.append((series[1:] != series[:-1]) | (iterations[1:] != iterations[:-1]), True)
-        series, iterations, values = series[last], iterations[last], values[last]
+        series = series[last]
+        iterations = iterations[last]
+        values = values[last]
     return Numbers(series, iterations, values)
 
 
 def side_of_run(run: RecordedRun, name: str) -> Side:
-    series, scalars = {}, {}
+    series = {}
+    scalars = {}
     for number, subject in enumerate(run.subjects):
         request = logged_request(subject.statistic) if subject.tensor else None
         if request is None or not request.statistic.is_histogram:  # without histograms
@@ -113,7 +118,8 @@ def side_of_run(run: RecordedRun, name: str) -> Side:
 ZERO_BELOW = 20.0
 """How many powers of two the number 0 is below the smallest other number of a series."""
 
-_INFINITE, _NAN = 2000.0, 4000.0
+_INFINITE = 2000.0
+_NAN = 4000.0
 """The places of inf and nan on every scale, beyond all numbers."""
 
 NO_NUMBER = 1000.0
@@ -203,8 +209,12 @@ def scale_of(tensor: str, statistic: str) -> NoiseScale:
     """The scale of a statistic; ``tensor`` is empty for a metric of the trainer or of a custom feature."""
     request = logged_request(statistic) if tensor else None
     if request is None:
-        return SHARE if statistic.endswith("%") else LEVEL
-    return LEVEL if request.statistic.signed else _BY_UNIT.get(request.statistic.unit, LEVEL)
+        if statistic.endswith("%"):
+            return SHARE
+        return LEVEL
+    if request.statistic.signed:
+        return LEVEL
+    return _BY_UNIT.get(request.statistic.unit, LEVEL)
 
 
 _CLIPPED_AT = 0.9
@@ -321,10 +331,12 @@ def _max_with_neighbors(by_part: Floats) -> Floats:
     return np.fmax(np.fmax(padded[:, :-2], padded[:, 1:-1]), padded[:, 2:])
 
 
-_LEAST_BOUND, _BEYOND_NOISE = 6.0, 1.25
+_LEAST_BOUND = 6.0
+_BEYOND_NOISE = 1.25
 """A difference counts if it is at least so many spreads, and so many times the largest lasting one in the noise."""
 
-_PART_OF_BOUND, _LEAST_BEGIN = 0.5, 4.0
+_PART_OF_BOUND = 0.5
+_LEAST_BEGIN = 4.0
 """A difference that has passed the bound began where it passed half of it, which is at least so many spreads."""
 
 
@@ -414,7 +426,8 @@ class Search:
         # Extend the difference back to the beginning, by the lower threshold.
         begun_starts, begun_lengths = _stretches(series, difference, begin)
         within = np.searchsorted(begun_starts, starts, "right") - 1
-        begins, lengths = begun_starts[within], begun_lengths[within]
+        begins = begun_starts[within]
+        lengths = begun_lengths[within]
         if self.show is not None:
             finite = np.isfinite(ours)
             below, above = (np.where(finite, scales.values(series, place + way * limit), ours) for way in (-1, 1))

@@ -23,7 +23,8 @@ _YARDSTICKS = {
 _SPIKE = 10.0
 """The factor between the losses of one step that counts, if the running medians are no tenth of it apart."""
 
-_PARTS_OF_WINDOW, _LEAST_WINDOW = 20, 5
+_PARTS_OF_WINDOW = 20
+_LEAST_WINDOW = 5
 
 Shares = Mapping[str, float]
 
@@ -57,15 +58,19 @@ def loss_curves(a: Side, b: Side) -> LossCurves | None:
     losses = {subject.statistic: subject for subject in a.scalars if subject in b.scalars}
     names = [losses[name] for name in loss_first(losses) if is_loss(name)]
     names.sort(key=lambda name: not (is_training_loss(name.statistic) and any(_lost(side, name) for side in (a, b))))
-    return _curves(a, b, names[0]) if names else None
+    if names:
+        return _curves(a, b, names[0])
+    return None
 
 
 def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
-    left, right = a.read([name]), b.read([name])
+    left = a.read([name])
+    right = b.read([name])
     iterations, at, there = np.intersect1d(left.iterations, right.iterations, assume_unique=True, return_indices=True)
     if not len(iterations):
         return None
-    ours, theirs = left.values[at], right.values[there]
+    ours = left.values[at]
+    theirs = right.values[there]
     lost = _lost(a, name), _lost(b, name)
     since = [loss.since for loss in lost if loss is not None]
     steps = int(np.searchsorted(iterations, min(since))) if since else len(iterations)
@@ -78,7 +83,8 @@ def _lost(side: Side, name: Subject) -> LostLoss | None:
     numbers = side.read([name])
     finite = np.flatnonzero(np.isfinite(numbers.values))
     rest = slice(int(finite[-1]) + 1 if finite.size else 0, None)
-    iterations, kinds = numbers.iterations[rest], {f"{value:g}" for value in numbers.values[rest].tolist()}
+    iterations = numbers.iterations[rest]
+    kinds = {f"{value:g}" for value in numbers.values[rest].tolist()}
     if not kinds:
         return None
     return LostLoss(int(iterations[0]), int(iterations[-1]), " or ".join(sorted(kinds)))
@@ -89,8 +95,10 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
     curves = loss_curves(a, b)
     if curves is None:
         return None
-    iterations, relative = curves.iterations[: curves.steps], curves.relative[: curves.steps]
-    stable, early = _stable(curves.steps), curves.steps // 4
+    iterations = curves.iterations[: curves.steps]
+    relative = curves.relative[: curves.steps]
+    stable = _stable(curves.steps)
+    early = curves.steps // 4
     difference = _mean(relative[stable])
     baselines = [curve for side in noise if curves.name in side.scalars and (curve := _curves(a, side, curves.name))]
     floors = [abs(_mean(curve.relative[: curve.steps][_stable(curve.steps)])) for curve in baselines]
@@ -123,7 +131,9 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
 
 def _mean(values: Floats) -> float:
     there = values[~np.isnan(values)]
-    return float(there.mean()) if there.size else math.nan
+    if there.size:
+        return float(there.mean())
+    return math.nan
 
 
 def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
@@ -180,9 +190,13 @@ def _kind(shares: Shares) -> str:
     for kind in ("nvfp4", "fp8"):
         if any(name in LOW_PRECISION[kind] for name in shares):
             return kind
-    return "high" if any(name in HIGH_PRECISION for name in shares) else ""
+    if any(name in HIGH_PRECISION for name in shares):
+        return "high"
+    return ""
 
 
 def _precision(shares: Shares) -> str:
     kind = _kind(shares)
-    return max(shares, key=shares.__getitem__) if kind == "high" else kind
+    if kind == "high":
+        return max(shares, key=shares.__getitem__)
+    return kind

@@ -26,7 +26,9 @@ Layer = tuple[str, str]
 _IN_FORWARD = {"activation": 0, "weight": 1, "output": 2}
 _IN_BACKWARD = {"gradient": 0, "dgrad": 1, "wgrad": 2}
 
-FORWARD, BACKWARD, AFTERWARDS = 0, 1, 2
+FORWARD = 0
+BACKWARD = 1
+AFTERWARDS = 2
 
 
 class StepPlace(NamedTuple):
@@ -152,6 +154,8 @@ def _parting(group: Sequence[SeriesDeparture], source: SeriesDeparture | None) -
 
 
 class _Sources:
+    """Finds where a difference between two runs comes from: an earlier tensor that differs first."""
+
     def __init__(self, tensors: Mapping[_Key, Sequence[SeriesDeparture]], order: Order) -> None:
         self._by_key = tensors
         self._order = order
@@ -170,9 +174,11 @@ class _Sources:
     def find(self, group: Sequence[SeriesDeparture]) -> SeriesDeparture | None:
         """Find the source of a tensor's difference, by the strongest statistic that departs in a source too."""
         for departed in group:
-            own, has_any = departed.departure.difference, False
+            own = departed.departure.difference
+            has_any = False
             for source in self._candidates(departed):
-                theirs, has_any = source.departure.difference, True
+                theirs = source.departure.difference
+                has_any = True
                 if theirs * own > 0 and abs(theirs) >= _SHARE * abs(own):
                     return source
             if has_any:
@@ -186,7 +192,8 @@ class _Sources:
         """Yield differences of the same statistic at that time, of earlier layers, nearest first; for outputs and
         weights, of the same layer.
         """
-        subject, at = departed.subject, departed.departure.iteration
+        subject = departed.subject
+        at = departed.departure.iteration
         if subject.tensor in _IN_ORDER:
             line = self._lines.get((subject.tensor, subject.rank, subject.statistic), [])
             before = bisect_left(line, self._place(departed, subject.tensor), key=itemgetter(0))

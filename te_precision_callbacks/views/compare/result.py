@@ -57,7 +57,8 @@ class ComparedVerdicts:
 
 
 def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
-    ours, theirs = diagnose(a), diagnose(b)
+    ours = diagnose(a)
+    theirs = diagnose(b)
     only_b = tuple(_missing_in(theirs, ours, "A"))
     unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in ours.judged)
     return ComparedVerdicts(ours, theirs, tuple(_missing_in(ours, theirs, "B")), only_b, tuple(unknown))
@@ -159,7 +160,9 @@ class Parting:
     @property
     def name(self) -> str:
         subject = " ".join(part for part in (self.layer, self.tensor) if part) or self.strongest.statistic
-        return subject if self.rank is None else f"{subject} (rank {self.rank})"
+        if self.rank is None:
+            return subject
+        return f"{subject} (rank {self.rank})"
 
 
 @dataclass(frozen=True)
@@ -313,7 +316,9 @@ class Comparison:
 
     @property
     def first(self) -> Parting | None:
-        return self.parted[0] if self.parted else None
+        if self.parted:
+            return self.parted[0]
+        return None
 
     @property
     def has_findings(self) -> bool:

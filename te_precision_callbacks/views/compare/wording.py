@@ -26,7 +26,8 @@ MOST_NAMES = 3
 
 
 def describe_pairing(comparison: Comparison) -> Iterator[str]:
-    pairing, floor = comparison.pairing, comparison.floor
+    pairing = comparison.pairing
+    floor = comparison.floor
     several = f"over {many(pairing.steps, 'step')} ({pairing.first} to {pairing.last})"
     steps = several if pairing.steps > 1 else f"in step {pairing.first} only"
     yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} were compared {steps}."
@@ -144,22 +145,30 @@ def describe_losses(loss: LossComparison) -> Iterator[str]:
 
 
 def origin(parting: Parting) -> str:
-    return f"inherited from {parting.source}" if parting.source else parting.origin if parting.layer else ""
+    if parting.source:
+        return f"inherited from {parting.source}"
+    if parting.layer:
+        return parting.origin
+    return ""
 
 
 def difference(departure: StatisticDeparture, *, in_sentence: bool = False) -> str:
     value = departure.difference
     if abs(value) > NO_NUMBER:
-        return (
-            "no number" if not (math.isfinite(departure.a) and math.isfinite(departure.b)) else ("at times inf or nan")
-        )
+        if not (math.isfinite(departure.a) and math.isfinite(departure.b)):
+            return "no number"
+        return "at times inf or nan"
     if departure.unit == "powers of two":
         if departure.a * departure.b < 0:
             return "another sign"
         if abs(value) >= ZERO_BELOW and 0 in (departure.a, departure.b):
-            return "from 0" if departure.a == 0 else "to 0"
+            if departure.a == 0:
+                return "from 0"
+            return "to 0"
         factor = f"{2.0 ** abs(value):.3g} times {'smaller' if value < 0 else 'larger'}"
-        return without_exponents(factor) if in_sentence else f"x {2.0**value:.3g}"
+        if in_sentence:
+            return without_exponents(factor)
+        return f"x {2.0**value:.3g}"
     return f"{value:+.3g} {departure.unit}"
 
 
@@ -243,7 +252,8 @@ def _show_facts(facts: Sequence[FactDifference]) -> None:
     table = terminal.table("fact", "A", "B")
     table.columns[0].max_width = _WIDEST_NAME
     if not terminal.is_terminal():
-        table.columns[1].max_width = table.columns[2].max_width = _WIDEST_VALUE
+        table.columns[1].max_width = _WIDEST_VALUE
+        table.columns[2].max_width = _WIDEST_VALUE
     for fact in facts[:_MOST_FACTS]:
         table.add_row(*map(terminal.cell, (FACT_NAMES.get(fact.name, fact.name), fact.a, fact.b)))
     terminal.show(table)

@@ -55,7 +55,8 @@ def page_data(run: RecordedRun, most: int, device: Device | None = None) -> tupl
     why = why_nothing_to_show(run)
     if why:
         raise ReportError(why)
-    subjects, verdict = Subjects(run), diagnose(run)
+    subjects = Subjects(run)
+    verdict = diagnose(run)
     packed = PackedArrays(most)
     chosen, columns, left_out = _choose_families(run, subjects)
     made = []
@@ -174,7 +175,8 @@ def _choose_families(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilyS
 class FamilyOnPage:
     def __init__(self, overview: Overview, packed: PackedArrays) -> None:
         self.overview = overview
-        family, request = overview.family, overview.family.request
+        family = overview.family
+        request = overview.family.request
         row = None if request is None else request.statistic
         shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
         scale = PackedScale.of(shown, centred=row is not None and row.signed)
@@ -220,7 +222,8 @@ def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: PackedAr
         for page_family, row, rank, series, _ in wanted:
             begin, end = np.searchsorted(numbers, [series, series + 1])
             counts = ~page_family.overview.family.leaves_out(flags[begin:end])
-            steps, own = iterations[begin:end][counts], values[begin:end][counts]
+            steps = iterations[begin:end][counts]
+            own = values[begin:end][counts]
             references = packed.try_put(steps_between(steps), narrow(own))
             if references is None:
                 misses += 1

@@ -114,7 +114,8 @@ def duration(run: RecordedRun) -> dict[str, Any]:
 
 def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
     """The trainer's first and last step, and its lead over the iteration; None if the lead changes."""
-    iterations, own = run.steps["iteration"], run.steps["logging_step"]
+    iterations = run.steps["iteration"]
+    own = run.steps["logging_step"]
     ahead = pc.unique(pc.subtract(own, iterations)).to_pylist()
     bounds = pc.min_max(own).as_py()
     return {"first": bounds["min"], "last": bounds["max"], "ahead": ahead[0] if len(ahead) == 1 else None}

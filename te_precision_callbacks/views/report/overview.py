@@ -23,7 +23,8 @@ MOST_AT_ONCE = 2_000_000
 _CELLS = 4_000_000
 """The maximum number of cells of all heat maps, unless there are more rows than fit with the fewest columns."""
 
-_MOST_COLUMNS, _FEWEST_COLUMNS = 400, 24
+_MOST_COLUMNS = 400
+_FEWEST_COLUMNS = 24
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Columns:
         parts += [run.series[column].drop_null().to_numpy() for column in ("first", "last")]
         iterations = np.unique(np.concatenate(parts).astype(np.int64))
         if run.thinned:
-            last, whole = iterations[-1:], run.has_all_of(iterations)
+            last = iterations[-1:]
+            whole = run.has_all_of(iterations)
             iterations = iterations[whole] if whole.any() else last
         number = min(most, len(iterations))
         edges = np.linspace(0, len(iterations), number + 1).astype(np.int64)
@@ -97,10 +99,13 @@ class Overview:
     """
 
     def __init__(self, of: FamilySeries, columns: Columns) -> None:
-        self.of, self.columns, self.layers = of, columns, of.rows
+        self.of = of
+        self.columns = columns
+        self.layers = of.rows
         self.family = of.family
         self.sign = sign_of(of.family.worse)
-        rows, shape = len(self.layers), (len(self.layers), len(columns))
+        rows = len(self.layers)
+        shape = (len(self.layers), len(columns))
         self.cells = {rank: np.full(shape, np.nan) for rank in of.ranks}
         self.present = {rank: np.zeros(shape, bool) for rank in of.ranks}
         self.series = {rank: np.full(rows, -1) for rank in of.ranks}
@@ -124,7 +129,8 @@ class Overview:
         self.cells[rank][row, column[starts]] = values[is_highest[first]]
         self.present[rank][row, column[starts]] = True
         worst = int(np.argmax(key))
-        self.worst[rank][row], self.worst_at[rank][row] = values[worst], iterations[worst]
+        self.worst[rank][row] = values[worst]
+        self.worst_at[rank][row] = iterations[worst]
 
     def without_empty_columns(self) -> Overview:
         chosen = np.flatnonzero(np.any([present.any(0) for present in self.present.values()], 0))
@@ -152,11 +158,13 @@ class Overview:
 
 def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
     """Divide consecutive series into slices of at most ``most`` values; a longer series gets its own slice."""
-    begin = total = 0
+    begin = 0
+    total = 0
     for end, count in enumerate(counts.tolist()):
         if total + count > most and end > begin:
             yield slice(begin, end)
-            begin, total = end, 0
+            begin = end
+            total = 0
         total += count
     if begin < len(counts):
         yield slice(begin, len(counts))
@@ -171,8 +179,10 @@ def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Colum
     made: Overview | None = None
     for piece in pieces(counts):
         table = run.values(numbers[piece])
-        series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
-        values, flags = table["value"].to_numpy(), table["flags"].to_numpy()
+        series = table["series"].to_numpy()
+        iterations = table["iteration"].to_numpy()
+        values = table["value"].to_numpy()
+        flags = table["flags"].to_numpy()
         for number in numbers[piece]:
             begin, end = np.searchsorted(series, (number, number + 1)).tolist()
             family = owner[number]
@@ -206,14 +216,17 @@ def histograms(
         table = run.vectors(of.series[chosen].tolist())
         series = table["series"].to_numpy()
         iterations = table["iteration"].to_numpy()
-        bin_lists, count_lists = table["bin"].combine_chunks(), table["count"].combine_chunks()
+        bin_lists = table["bin"].combine_chunks()
+        count_lists = table["count"].combine_chunks()
         offsets = bin_lists.offsets.to_numpy()
-        all_bins, all_counts = bin_lists.values.to_numpy(), count_lists.values.to_numpy()
+        all_bins = bin_lists.values.to_numpy()
+        all_counts = count_lists.values.to_numpy()
         for place in chosen:
             rows = np.flatnonzero(series == of.series[place])
             if not rows.size:
                 continue
-            begin, end = offsets[rows[0]], offsets[rows[-1] + 1]
+            begin = offsets[rows[0]]
+            end = offsets[rows[-1] + 1]
             column = np.repeat(columns.column_of(iterations[rows]), np.diff(offsets[rows[0] : rows[-1] + 2]))
             cell = column * bins + all_bins[begin:end].astype(np.int64)
             counts: Floats = (

@@ -20,7 +20,10 @@ Bytes = npt.NDArray[np.uint8]
 LEVELS = 250
 """The bytes 1 to LEVELS are finite numbers."""
 
-ZERO, MINUS_INF, INF, NAN = 251, 252, 253, 254
+ZERO = 251
+MINUS_INF = 252
+INF = 253
+NAN = 254
 """The bytes of what has no place on a scale; 0 is no number. ZERO is used by logarithmic scales only."""
 
 _NARROW = 1e-3
@@ -52,15 +55,19 @@ class PackedScale:
         finite = values[np.isfinite(values)]
         if not finite.size:
             return cls("linear", 0.0, 1.0)
-        low, high = float(finite.min()), float(finite.max())
+        low = float(finite.min())
+        high = float(finite.max())
         if low >= 0 and not centred:
             positive = finite[finite > 0]
             least = float(positive.min()) if positive.size else high
-            return cls("log", least, high) if least < _NARROW * high else cls("linear", low, high)
+            if least < _NARROW * high:
+                return cls("log", least, high)
+            return cls("linear", low, high)
         sizes = np.abs(finite[finite != 0])
         most, middle = (float(sizes.max()), float(np.median(sizes))) if sizes.size else (1.0, 1.0)
         if centred:
-            low, high = -most, most
+            low = -most
+            high = most
         return cls("asinh" if middle < _FAR * most else "linear", low, high, middle, centred)
 
     def bytes(self, values: Floats, present: npt.NDArray[np.bool_]) -> Bytes:
@@ -79,7 +86,9 @@ class PackedScale:
     def _transform(self, values: Floats) -> Floats:
         if self.kind == "log":
             return np.asarray(np.log(values))
-        return values if self.kind == "linear" else np.asarray(np.arcsinh(values / self.bend))
+        if self.kind == "linear":
+            return values
+        return np.asarray(np.arcsinh(values / self.bend))
 
 
 def compress(data: bytes) -> str:
@@ -125,4 +134,6 @@ def steps_between(iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
 def narrow(values: Floats) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
-    return narrow if np.array_equal(narrow.astype(np.float64), values, equal_nan=True) else values
+    if np.array_equal(narrow.astype(np.float64), values, equal_nan=True):
+        return narrow
+    return values

@@ -75,7 +75,9 @@ def _visible(content: Any) -> Any:
         return {name: _visible(value) for name, value in content.items()}
     if isinstance(content, list):
         return list(map(_visible, content))
-    return "\n".join(map(visible, content.split("\n"))) if isinstance(content, str) else content
+    if isinstance(content, str):
+        return "\n".join(map(visible, content.split("\n")))
+    return content
 
 
 def write_report(
@@ -101,7 +103,8 @@ def write_report(
 def output_path(path: str | os.PathLike[str]) -> Path:
     """Check the path of a page up front; raises ReportError for another ending or a missing folder."""
     path = Path(path)
-    name, ending = visible(str(path)), path.suffix[1:]
+    name = visible(str(path))
+    ending = path.suffix[1:]
     if path.is_dir():
         raise ReportError(f"{name} cannot be written: it is a folder. Give the name of a file, such as report.html.")
     if ending and ending.lower() not in ("html", "htm"):

@@ -123,7 +123,8 @@ def _layers(run: RecordedRun, of_series: list[str]) -> list[ReportLayer]:
     places = sort_by_position((*placed, *((name, None) for name in of_series)))
     shown = {name: visible(name) for name in places}
     blocks = {name: visible(_block(name)) for name in places}
-    short, short_blocks = ShortNames(shown.values()), ShortNames(blocks.values())
+    short = ShortNames(shown.values())
+    short_blocks = ShortNames(blocks.values())
     return [
         ReportLayer(name, _block(name), short.of(shown[name], SHORT), short_blocks.of(blocks[name], SHORT))
         for name in places
@@ -132,4 +133,6 @@ def _layers(run: RecordedRun, of_series: list[str]) -> list[ReportLayer]:
 
 def _block(name: str) -> str:
     match = _BLOCK.match(name)
-    return match[1] if match else ""
+    if match:
+        return match[1]
+    return ""

@@ -109,7 +109,8 @@ def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun
 def _follow(view: RunView, read: Callable[[], RunView], every: float, display: _Display) -> RunView:
     from te_precision_callbacks.runs import RunError
 
-    failures, took = 0, 0.0
+    failures = 0
+    took = 0.0
     with display as show:
         show(view)
         while view.status == "running":
@@ -122,7 +123,8 @@ def _follow(view: RunView, read: Callable[[], RunView], every: float, display: _
                 if failures == _MOST_FAILURES:
                     raise
                 continue
-            failures, took = 0, time.monotonic() - begun
+            failures = 0
+            took = time.monotonic() - begun
             show(view)
     return view
 

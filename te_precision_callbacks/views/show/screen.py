@@ -19,7 +19,9 @@ from te_precision_callbacks.layers.folding import ShortNames, fold_names
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries, short_names
 
-_LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
+_LEAST_NAME = 16
+_LEAST_CURVE = 8
+_MOST_CURVE = 60
 _SHADES = "█▒░▓"
 _HEADERS = ("last", "worst (step)")
 
@@ -28,11 +30,14 @@ _SEVERITY = {"error": "bold red", "warning": "yellow"}
 
 
 class Screen:
+    """A view of a run that rich draws again whenever the terminal changes its size."""
+
     def __init__(self, view: RunView) -> None:
         self._view = view
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        view, width = self._view, options.max_width
+        view = self._view
+        width = options.max_width
         run = view.run
         for note in run.unread:
             yield paragraph(f"Note: {note}", "yellow")
@@ -106,7 +111,8 @@ def _facts(view: RunView) -> str:
 
 
 def _coverage(coverage: dict[str, float], width: int) -> Iterator[Text]:
-    bar, names = Text(), Text()
+    bar = Text()
+    names = Text()
     for (name, share), block in zip(coverage.items(), itertools.cycle(_SHADES)):
         style = _COLOURS.get(name, "dim")
         bar.append(block * max(1, round(share * min(width, 60))), style)
@@ -165,7 +171,9 @@ def _statistic(statistic: str, worst: Sequence[WorstSeries], width: int, names: 
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 and value.is_integer() else f"{value:.3g}"
+    if 1000 <= abs(value) < 1e9 and value.is_integer():
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def _name(series: WorstSeries) -> tuple[str, str]:
@@ -175,7 +183,8 @@ def _name(series: WorstSeries) -> tuple[str, str]:
 
 
 _BARS = "▁▂▃▄▅▆▇█"
-_NONE, _NO_NUMBER = " ", "!"
+_NONE = " "
+_NO_NUMBER = "!"
 _MANY_POWERS = 100.0
 """The factor between the largest and the smallest number from which on a curve is that of the logarithms."""
 
@@ -211,6 +220,7 @@ def _levels(values: Floats) -> npt.NDArray[np.int64]:
     if values.min() > 0 and values.max() / values.min() > _MANY_POWERS:
         values = np.log(values)
     values = values / max(np.abs(values).max(), 1.0)  # avoids overflow in differences
-    low, high = values.min(), values.max()
+    low = values.min()
+    high = values.max()
     shares = (values - low) / (high - low) if high > low else np.zeros(len(values))
     return np.rint(shares * (len(_BARS) - 1)).astype(np.int64)
