@@ -67,8 +67,9 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
 )
 
 _MAX_DIMENSIONS = 5
-# Elements of a tile per thread: enough loads in flight to hide the memory latency, but few enough for _REGISTERS.
-_ELEMENTS_PER_THREAD = 16
+# Of a tile, per thread: enough loads in flight to hide the memory latency, but few enough elements for _REGISTERS.
+_MOST_LOADS = 2
+_MOST_ELEMENTS = 16
 _REGISTERS = 64
 """Maximum per thread; more are needed only outside of the loop over whole tiles."""
 
@@ -201,7 +202,7 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, con
     name, _, not_finite = FORMATS[dtype]
     code_name, largest = CODE_FORMATS[e5m2]
     vector = BYTES_PER_LOAD // dtype.itemsize
-    rows = _ELEMENTS_PER_THREAD // vector
+    rows = min(_MOST_LOADS, _MOST_ELEMENTS // vector)
     _, columns, extremes = layout(codes=with_codes, histogram=False)
     constants = {
         "FORMAT": name,
@@ -566,10 +567,12 @@ def _measure(
     with_care = whole == 0
     if not ALONE:
         element = (tl.arange(0, ROWS) * run)[:, None, None] + lane[None, :, :]
+        # A scalar would do, but for the interpreter of Triton 3.9.
+        has_codes = tl.where(compares, tl.full(element.shape, 1, tl.int1), tl.full(element.shape, 0, tl.int1))
         for first in range(first_tile, numel.to(tl.int64) - (tile - 1), stride):
             loaded = tl.load(values + first + element)
             if CODES != "":
-                loaded_codes = tl.load(codes + first + element, mask=compares, other=0)
+                loaded_codes = tl.load(codes + first + element, mask=has_codes, other=0)
             x = decode(loaded, FORMAT)
             nonzero, sum_, squares, magnitudes, above, high, low = plain_moments(x, PER_THREAD)
             nonzero_count += nonzero
@@ -666,7 +669,7 @@ def _measure(
                             offset += lane[None, :, :].to(tl.int64) * code_stride0
                         loaded = tl.load(codes + offset, mask=index < numel, other=0)
                     else:
-                        loaded = tl.load(codes + at, mask=(at < numel) & compares, other=0)[None, :, :]
+                        loaded = tl.load(codes + at, mask=at < tl.where(compares, numel, 0), other=0)[None, :, :]
                     y = decode_codes(loaded, CODES, CONVERTS) * scale
                     underflows, overflows, squared_error, squared_loss = comparison(x, y, largest)
                     underflow_count += thread_sum(underflows)
