@@ -7,7 +7,7 @@ steps as an uninterrupted run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from te_precision_callbacks.config.levels import Level, ObservingFeatureSchema, 
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.config.schemas import DumpTensors, LogGemmError, LogGemmErrorItem
-from te_precision_callbacks.statistics.schedule import EVERY_STEP
+from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 
 _MOST_NAMED = 3
 
@@ -95,13 +95,16 @@ def describe_never_due(config: Config, last: int) -> str:
     )
 
 
-def why_gemm_error_not_due(config: Config, begin: int, last: int) -> str:
-    """Return the reason if LogGemmError was never due from step ``begin`` to ``last``; empty if it was due, or is not
-    configured.
-    """
-    schedules = [
+def gemm_error_schedules(config: Config) -> list[Schedule]:
+    return [
         target.options.schedule for *_, target in _all_targets(config) if isinstance(target.options, LogGemmErrorItem)
     ]
+
+
+def why_never_due(schedules: Collection[Schedule], begin: int, last: int) -> str:
+    """Return the reason if a feature was never due from step ``begin`` to ``last``; empty if it was due, or is not
+    configured.
+    """
     due = [first for schedule in schedules if (first := schedule.at(begin - 1)[1]) is not None]
     if not schedules or min(due, default=last + 1) <= last:
         return ""

@@ -145,7 +145,7 @@ class Facts:
     states: Mapping[str, frozenset[str]] = field(default_factory=dict)
     micro_batches: int = 1
     settings: Settings | None = None
-    _kept: dict[tuple[str, str, bytes], Any] = field(default_factory=dict, compare=False, repr=False)
+    _kept: dict[tuple[str, bytes], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_rows(
@@ -218,9 +218,9 @@ class Facts:
                 ]
         return cls.from_rows((), gemms, operands, settings=Settings(ignored=ignored))
 
-    def cached(self, what: str, tensor: str, layers: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
-        """Cache a value derived from the facts for a tensor of some layers; layer indices do not change in a run."""
-        key = (what, tensor, layers.tobytes())
+    def cached(self, what: str, rows: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
+        """Cache a value derived from the facts for some tensors of layers; their rows do not change in a run."""
+        key = what, rows.tobytes()
         if key not in self._kept:
             self._kept[key] = make()
         kept: ResultT = self._kept[key]

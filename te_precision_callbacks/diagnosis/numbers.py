@@ -1,39 +1,55 @@
-"""The values of a step by tensor and statistic, as rules read them.
+"""The values of a step by statistic, as rules read them.
 
-A step is two arrays, series and values. Most steps have the same series, and reuse the indices that split them.
+A step is two arrays, series and values. Most steps have the same series, and reuse the indices that split them. A rule
+checks a statistic of all tensors at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.statistics.names import OWN_RECIPE
-from te_precision_callbacks.statistics.series import Family, Series, family_of
+from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
+from te_precision_callbacks.statistics.series import Family, Series
 
-Places = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
+"""Indices of tensors of layers, the same in all steps."""
+
 Values = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
 class Column(NamedTuple):
-    """A statistic of a tensor in a step: layer indices, int64, the same in all steps; and values, float64."""
+    """A statistic in a step.
 
-    family: Family
-    layers: Places
+    Attributes:
+        number: the same in all steps.
+        statistic: its name in records.
+        request: the parsed statistic; None for a user's own.
+    """
+
+    number: int
+    statistic: str
+    request: Request | None
+    rows: Rows
     values: Values
 
-    def at(self, layers: Places, missing: float) -> Values:
-        """[layers]: the values of some layers; ``missing`` for layers without one."""
-        if layers is self.layers or np.array_equal(layers, self.layers):  # the usual case for statistics of one tensor
+    def at(self, rows: Rows, missing: float) -> Values:
+        """[rows]: the values of some tensors; ``missing`` for tensors without one."""
+        if rows is self.rows or np.array_equal(rows, self.rows):
             return self.values
-        known = dict(zip(self.layers.tolist(), self.values.tolist(), strict=True))
-        return np.array([known.get(layer, missing) for layer in layers.tolist()])
+        table = np.full(max(rows.max(initial=-1), self.rows.max(initial=-1)) + 1, missing)
+        table[self.rows] = self.values
+        return table[rows]
+
+    def where(self, chosen: Mask) -> Column:
+        return self if chosen.all() else self._replace(rows=self.rows[chosen], values=self.values[chosen])
 
     @property
     def bits(self) -> Values:
@@ -43,61 +59,93 @@ class Column(NamedTuple):
         return bits
 
 
-def are_in(layers: Places, others: Places) -> npt.NDArray[np.bool_]:
-    """[layers]: whether each is among the others."""
-    return np.full(len(layers), True) if layers is others else np.isin(layers, others)
-
-
-def extend_rows(table: npt.NDArray[ScalarT], layers: Places, fill: object) -> npt.NDArray[ScalarT]:
-    """Extend a table, [layers, ...], to a row for each layer; new rows have the values ``fill``."""
-    missing = int(layers.max(initial=-1)) + 1 - len(table)
+def extend_rows(table: npt.NDArray[ScalarT], rows: Rows, fill: object) -> npt.NDArray[ScalarT]:
+    """Extend a table, [rows, ...], to have all ``rows``; new ones have the values ``fill``."""
+    missing = int(rows.max(initial=-1)) + 1 - len(table)
     if missing <= 0:
         return table
     return np.concatenate([table, np.full((missing, *table.shape[1:]), fill, table.dtype)])
 
 
 class StepNumbers:
-    """The values of a step; ``rank`` is None for reduced values."""
+    """The values of a step.
+
+    Attributes:
+        names: [rows]: the layers.
+        layers: [rows]: indices of the layers.
+        tensors: [rows]: the tensors.
+        rank: None for reduced values.
+    """
 
     def __init__(
-        self, iteration: int, names: list[str], columns: Mapping[Family, Column], rank: int | None = None
+        self,
+        iteration: int,
+        names: Sequence[str],
+        layers: npt.NDArray[np.int64],
+        tensors: npt.NDArray[np.str_],
+        columns: Sequence[Column],
+        rank: int | None = None,
     ) -> None:
         self.iteration = iteration
         self.names = names
+        self.layers = layers
+        self.tensors = tensors
         self.rank = rank
-        self._columns = columns
         self._by_statistic: dict[str, list[Column]] = {}
-        for family, column in columns.items():
-            name = family.statistic if family.request is None else family.request.statistic.name
+        for column in columns:
+            name = column.statistic if column.request is None else column.request.statistic.name
             self._by_statistic.setdefault(name, []).append(column)
         self._found: dict[tuple[str, int], list[Column]] = {}  # many rules read the same columns
         self._masked: dict[int, tuple[Column, Column]] = {}
 
     def names_of(self, column: Column) -> list[str]:
-        return [self.names[layer] for layer in column.layers.tolist()]
+        return [self.names[row] for row in column.rows.tolist()]
 
-    def columns(self, statistic: str, tensors: Collection[str] = (), facts: Facts | None = None) -> list[Column]:
-        """The columns of a statistic of tensors, or of their quantized data.
+    def tensors_of(self, column: Column) -> list[str]:
+        tensors: list[str] = self.tensors[column.rows].tolist()
+        return tensors
+
+    def are(self, tensor: str, column: Column) -> Mask:
+        """[rows of the column]: whether each is the tensor."""
+        are: Mask = self.tensors[column.rows] == tensor
+        return are
+
+    def columns(self, statistic: str, facts: Facts | None = None) -> list[Column]:
+        """The columns of a statistic of tensors, or of their quantized data: one, or one for each recipe in its name.
 
         Hypothetical values are left out: statistics of a recipe that the layer does not run, and statistics of
         quantization of tensors that no product reads in low precision.
 
         Args:
             statistic: its name without a recipe, as in docs/statistics.md, or the name of a custom statistic.
-            tensors: by default all.
             facts: the recipe of each layer; None leaves out statistics of named recipes.
         """
         key = statistic, id(facts)
         if key not in self._found:
             self._found[key] = list(self._find(statistic, facts))
-        found = self._found[key]
-        return [column for column in found if column.family.tensor in tensors] if tensors else found
+        return self._found[key]
+
+    def column(self, statistic: str, facts: Facts | None = None) -> Column | None:
+        """The columns of a statistic as one, with the first value of each tensor; None without one."""
+        columns = self.columns(statistic, facts)
+        if len(columns) < 2:
+            return next(iter(columns), None)
+        rows = np.concatenate([column.rows for column in columns])
+        values = np.concatenate([column.values for column in columns])
+        first = np.unique(rows, return_index=True)[1]
+        return columns[0]._replace(rows=rows[first], values=values[first])
+
+    def column_of(self, statistic: str, tensor: str) -> Column | None:
+        """The values of a statistic of a tensor; None without one."""
+        column = self.column(statistic)
+        of_tensor = None if column is None else column.where(self.are(tensor, column))
+        return of_tensor if of_tensor is not None and len(of_tensor.rows) else None
 
     def _find(self, statistic: str, facts: Facts | None) -> Iterator[Column]:
         if statistic == "cur_amax":
             yield from self._amaxes()
         for column in self._by_statistic.get(statistic, ()):
-            request = column.family.request
+            request = column.request
             if request is None or (request.recipe is None and not request.columnwise):
                 yield column
             elif request.columnwise:
@@ -106,57 +154,61 @@ class StepNumbers:
                 yield from self._quantized(column, request.recipe, facts)
 
     def _amaxes(self) -> Iterator[Column]:
-        own = {family.tensor for family in self._columns if family.statistic == "cur_amax"}
-        for family, column in self._columns.items():
-            if family.statistic != "max" or family.tensor in own:
+        """Yield ``cur_amax`` of tensors that have only ``min`` and ``max``."""
+        amaxes = self._by_statistic.get("cur_amax", [])
+        for column in self._by_statistic.get("max", ()):
+            if any(column.rows is amax.rows for amax in amaxes):
                 continue
-            least = self._columns.get(family_of(family.tensor, "min"))
-            if least is not None:
-                yield column._replace(values=np.maximum(np.abs(column.values), np.abs(least.at(column.layers, np.nan))))
+            known = {tensor for amax in amaxes for tensor in self.tensors_of(amax)}
+            for least in self._by_statistic.get("min", ()):
+                wanted = set(self.tensors_of(least)) - known
+                both = column.where(np.array([tensor in wanted for tensor in self.tensors_of(column)], bool))
+                if len(both.rows):
+                    yield both._replace(values=np.maximum(np.abs(both.values), np.abs(least.at(both.rows, np.nan))))
 
     def _quantized(self, column: Column, recipe: str | None, facts: Facts | None) -> Iterator[Column]:
         if facts is None:
             yield column
             return
-        tensor = column.family.tensor
 
-        def make() -> npt.NDArray[np.bool_]:
-            names = self.names_of(column)
-            holds = (recipe in (OWN_RECIPE, facts.recipe_of(name)) and facts.quantizes(name, tensor) for name in names)
+        def make() -> Mask:
+            places = zip(self.names_of(column), self.tensors_of(column), strict=True)
+            holds = (
+                recipe in (OWN_RECIPE, facts.recipe_of(name)) and facts.quantizes(name, tensor)
+                for name, tensor in places
+            )
             return np.array(list(holds), bool)
 
-        own = facts.cached(f"quantized by {recipe}", tensor, column.layers, make)
-        if own.all():
-            yield column
-        elif own.any():
-            yield Column(column.family, column.layers[own], column.values[own])
+        own = facts.cached(f"quantized by {recipe}", column.rows, make)
+        if own.any():
+            yield column.where(own)
 
     def mask_nonfinite(self, column: Column) -> Column:
         """Replace values of tensors that contain inf or nan by nan, since statistics ignore these elements."""
         known = self._masked.get(id(column))
         if known is not None:
             return known[1]
-        lost = self.column("nonfinite_num", column.family.tensor)
+        lost = self.column("nonfinite_num")
         masked = column
         if lost is not None and (lost.values > 0).any():
-            masked = column._replace(values=np.where(lost.at(column.layers, 0.0) > 0, np.nan, column.values))
+            masked = column._replace(values=np.where(lost.at(column.rows, 0.0) > 0, np.nan, column.values))
         self._masked[id(column)] = column, masked
         return masked
-
-    def column(self, statistic: str, tensor: str, facts: Facts | None = None) -> Column | None:
-        return next(iter(self.columns(statistic, (tensor,), facts)), None)
 
 
 class Splitter:
     def __init__(self, series_of: Callable[[int], Series]) -> None:
-        self.names: list[str] = []
         self._series_of = series_of
-        self._numbers: dict[str, int] = {}
+        self._rows: dict[tuple[str, str], int] = {}  # layer and tensor -> row
         self._families: dict[Family, int] = {}
-        self._layer_of = np.empty(0, np.int64)
-        self._family_of = np.empty(0, np.int64)
+        self._numbers: dict[tuple[str, str | None, bool], int] = {}  # statistic, GEMM, is a user's own -> number
+        self._names: list[str] = []
+        self._layers = np.empty(0, np.int64)
+        self._tensors = np.empty(0, np.str_)
+        self._series = np.empty((0, 3), np.int64)  # row, family and number of the statistic of each series
         self._last: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self._split: list[tuple[Family, Places, Places]] = []
+        self._order = np.empty(0, np.int64)
+        self._split: list[tuple[Family, Column, slice]] = []
 
     def step(
         self,
@@ -171,37 +223,50 @@ class Splitter:
         """
         if not np.array_equal(series, self._last):
             self._split_by(series)
-        columns = {}
-        for family, places, layers in self._split:
-            own = values[places]
+        ordered = values[self._order]
+        columns = []
+        for family, empty, places in self._split:
+            column = empty._replace(values=ordered[places])
             if unscaled and family.is_of_delayed_scaling:
-                kept = np.array([self.names[layer] not in unscaled for layer in layers.tolist()], bool)
-                layers, own = layers[kept], own[kept]
-            if len(layers):
-                columns[family] = Column(family, layers, own)
-        return StepNumbers(iteration, self.names, columns, rank)
+                column = column.where(np.array([self._names[row] not in unscaled for row in column.rows.tolist()]))
+            if len(column.rows):
+                columns.append(column)
+        return StepNumbers(iteration, self._names, self._layers, self._tensors, columns, rank)
 
     def _split_by(self, series: npt.NDArray[np.int32]) -> None:
         self._add_series(int(series.max(initial=-1)) + 1)
-        families = self._family_of[series]
-        order = np.argsort(families, kind="stable")
-        begins = np.flatnonzero(np.diff(families[order], prepend=-1))
+        rows, families, numbers = self._series[series].T
+        self._order = np.lexsort((families, numbers))
+        begins = np.flatnonzero(np.diff(numbers[self._order], prepend=-1)).tolist()
         known = list(self._families)
-        equal: dict[bytes, Places] = {}  # equal arrays become one, which is compared faster
-        self._split = [
-            (known[int(families[places[0]])], places, equal.setdefault(layers.tobytes(), layers))
-            for places in np.split(order, begins[1:])
-            if len(layers := self._layer_of[series[places]])
-        ]
+        equal: dict[bytes, Rows] = {}  # equal arrays become one, which is compared faster
+        self._split = []
+        for begin, end in zip(begins, [*begins[1:], len(series)], strict=True):
+            places = self._order[begin:end]
+            of_number = rows[places]
+            of_number = equal.setdefault(of_number.tobytes(), of_number)
+            family = known[families[places[0]]]
+            column = Column(int(numbers[places[0]]), family.statistic, family.request, of_number, np.empty(0))
+            self._split.append((family, column, slice(begin, end)))
         self._last = series.copy()
 
     def _add_series(self, count: int) -> None:
-        new = [self._series_of(number) for number in range(len(self._layer_of), count)]
+        new = [self._series_of(number) for number in range(len(self._series), count)]
         if not new:
             return
-        layers, families = self._numbers, self._families
-        of_layers = [layers.setdefault(series.layer, len(layers)) for series in new]
-        of_families = [families.setdefault(series.family, len(families)) for series in new]
-        self._layer_of = np.append(self._layer_of, np.array(of_layers, np.int64))
-        self._family_of = np.append(self._family_of, np.array(of_families, np.int64))
-        self.names[len(self.names) :] = list(layers)[len(self.names) :]
+        added = []
+        for layer, family in new:
+            key = family.statistic, family.gemm, family.request is None
+            row = self._rows.setdefault((layer, family.tensor), len(self._rows))
+            added.append(
+                (
+                    row,
+                    self._families.setdefault(family, len(self._families)),
+                    self._numbers.setdefault(key, len(self._numbers)),
+                )
+            )
+        self._series = np.concatenate([self._series, np.array(added, np.int64)])
+        layers: dict[str, int] = {}
+        self._names[len(self._names) :] = [layer for layer, _ in self._rows][len(self._names) :]
+        self._layers = np.array([layers.setdefault(name, len(layers)) for name in self._names], np.int64)
+        self._tensors = np.array([tensor for _, tensor in self._rows], np.str_)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers
 from te_precision_callbacks.sinks.step_records import Event
 
 _KEPT_STEPS = 64
@@ -134,74 +135,80 @@ class Rule:
 
 
 class ColumnStreaks:
-    """Requires that a condition holds for a layer in ``steps`` collection steps in a row. Steps without the statistic
-    are skipped.
+    """Requires that a condition holds for a tensor in ``steps`` collection steps in a row. Steps without the statistic
+    of the tensor are skipped.
     """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self._held: dict[object, dict[int, tuple[int, int]]] = {}  # column -> layer -> first step, number of steps
+        self._held: dict[object, dict[int, tuple[int, int]]] = {}  # column -> row -> first step, number of steps
 
     def sightings(
         self,
         numbers: StepNumbers,
         facts: Facts,
         column: Column,
-        holds: npt.NDArray[np.bool_],
+        holds: Mask,
         seen: str,
-        *values: npt.NDArray[np.generic],
-        reported: npt.NDArray[np.bool_] | None = None,
+        *values: Sequence[object] | npt.NDArray[np.generic],
+        reported: Mask | None = None,
         severity: Severity | None = None,
         key: str = "",
     ) -> Iterator[Sighting]:
-        """Yield one sighting of all layers where the condition has lasted long enough.
+        """Yield a sighting of each tensor, with all layers where the condition has lasted long enough.
 
         Args:
-            holds: [layers of the column]: whether the condition holds.
+            holds: [rows of the column]: whether the condition holds.
             seen: the description of the first layer in execution order, with a ``{}`` for each of ``values``.
-            values: [layers of the column].
-            reported: [layers of the column]: whether to report the layer; None for all layers.
+            values: [rows of the column].
+            reported: [rows of the column]: whether to report the layer; None for all layers.
             key: distinguishes several conditions on a column; see :class:`Sighting`.
         """
-        if not holds.any():
-            self.end(column, key)
+        before = self._held.get((column.number, key), {})
+        if not before and not holds.any():
             return
-        before = self._held.get((column.family, key), {})
-        held = {}
-        for layer in column.layers[holds].tolist():
-            first, steps = before.get(layer, (numbers.iteration, 0))
-            held[layer] = first, steps + 1
-        self._held[column.family, key] = held
-        reported_layers = held.keys() if reported is None else set(column.layers[reported].tolist())
-        lasting = [layer for layer, (_, steps) in held.items() if steps >= self.steps and layer in reported_layers]
-        if not lasting:
-            return
-        tensor = column.family.tensor
-        layers = facts.sort_by_execution((numbers.names[layer] for layer in lasting), tensor)
-        since = min(held[layer][0] for layer in lasting)
-        place = numbers.names_of(column).index(layers[0])
-        text = seen.format(*(column_of_values[place] for column_of_values in values))
-        yield Sighting(tuple(layers), tensor, column.family.statistic, text, since, severity, key=key)
-
-    def end(self, column: Column, *keys: str) -> None:
-        """End the streaks of a column, as :meth:`sightings` does where the condition holds for no layer."""
-        for key in keys if self._held else ():
-            self._held.pop((column.family, key), None)
+        tensors, rows = numbers.tensors_of(column), column.rows.tolist()
+        held = {row: streak for row, streak in before.items() if numbers.tensors[row] not in tensors}
+        lasting: dict[str, dict[str, int]] = {}  # tensor -> layer -> place
+        for place in np.flatnonzero(holds).tolist():
+            first, steps = before.get(rows[place], (numbers.iteration, 0))
+            held[rows[place]] = first, steps + 1
+            if steps + 1 >= self.steps and (reported is None or reported[place]):
+                lasting.setdefault(tensors[place], {})[numbers.names[rows[place]]] = place
+        self._held[column.number, key] = held
+        for tensor, places in lasting.items():
+            layers = facts.sort_by_execution(places, tensor)
+            since = min(held[rows[place]][0] for place in places.values())
+            text = seen.format(*(of_rows[places[layers[0]]] for of_rows in values))
+            yield Sighting(tuple(layers), tensor, column.statistic, text, since, severity, key=key)
 
     def sightings_by_severity(
         self,
         numbers: StepNumbers,
         facts: Facts,
         column: Column,
-        warnings: npt.NDArray[np.bool_],
-        notes: npt.NDArray[np.bool_],
+        warnings: Mask,
+        notes: Mask,
         seen: str,
-        *values: npt.NDArray[np.generic],
+        *values: Sequence[object] | npt.NDArray[np.generic],
         key: str = "",
-    ) -> Iterator[Sighting]:
-        """Yield sightings like :meth:`sightings`, as a warning for some layers and a note for others."""
-        severities: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (("warning", warnings), ("note", notes))
-        for severity, holds in severities:
-            yield from self.sightings(
-                numbers, facts, column, holds, seen, *values, severity=severity, key=f"{key}{severity}"
-            )
+    ) -> list[Sighting]:
+        """Return sightings like :meth:`sightings`, as a warning for some layers and a note for others."""
+        severities: tuple[tuple[Severity, Mask], ...] = (("warning", warnings), ("note", notes))
+        return by_tensor(
+            numbers,
+            column,
+            *(
+                self.sightings(numbers, facts, column, holds, seen, *values, severity=severity, key=f"{key}{severity}")
+                for severity, holds in severities
+            ),
+        )
+
+
+def by_tensor(numbers: StepNumbers, column: Column, *sightings: Iterable[Sighting]) -> list[Sighting]:
+    """Sort sightings in the order of the column's tensors."""
+    found = list(itertools.chain.from_iterable(sightings))
+    if len(found) > 1:
+        tensors = numbers.tensors_of(column)
+        found.sort(key=lambda sighting: tensors.index(sighting.tensor))
+    return found

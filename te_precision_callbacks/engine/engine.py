@@ -61,7 +61,7 @@ from te_precision_callbacks.engine.quantization import (
     simulate,
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
-from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
+from te_precision_callbacks.engine.slots import Asked, SegmentKey, Segments, SlotRange
 from te_precision_callbacks.gemm_error.codes import CodeCheck
 from te_precision_callbacks.gemm_error.kernel_check import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
 from te_precision_callbacks.layers.gemm_events import Watched
@@ -242,10 +242,7 @@ class StatisticsEngine:
         if ready is None:
             return None
         passes = [_PreparedPass(pass_, fp8_format(watched.rowwise) is E5M2) for pass_ in ready.passes]
-        once = [segment.key for segment, _ in ready.asked] if watched.tensor == _WEIGHT else []
-        labels = [frozenset(request.label for request in requests) for _, requests in ready.asked]
-        asked_again = [(*pair, of_pair) for pair, of_pair in zip(ready.asked, labels, strict=True)]
-        return Prepared(passes, asked_again, ready.moves, ready.device, self._placements, frozenset(once))
+        return Prepared(passes, ready.asked, ready.moves, ready.device, self._placements, ready.once)
 
     def pending_again(
         self, tensors: Iterable[tuple[int, Prepared]], all_values: Sequence[Any], operands: Sequence[Any]
@@ -302,11 +299,7 @@ class StatisticsEngine:
         if pending:
             kernels.add(pending, *self._slots.on(pending[0].values.device))
         for _, prepared in tensors:
-            for segment, requests, labels in prepared.asked:
-                segment.measured = True
-                if segment.last_requests is not requests:
-                    segment.last_requests = requests
-                    segment.due |= labels
+            self._slots.asked.append(prepared.asked)
             self._weights_seen |= prepared.once
 
     def _warn_captured(self, watched: Watched) -> None:
@@ -575,13 +568,14 @@ class _CachedPasses(NamedTuple):
 
     Attributes:
         moves: the slots' count of moves when cached; another count invalidates the passes.
-        asked: the segments, with their requests.
+        once: the segments of a weight, which is measured once in a step.
     """
 
     moves: int
     device: torch.device
     passes: Sequence[_Pass]
-    asked: Sequence[tuple[SlotRange, Sequence[Request]]]
+    asked: Asked
+    once: frozenset[SegmentKey]
 
 
 _NO_BLOCKS = BlockPlaces()
@@ -596,13 +590,12 @@ class Prepared(NamedTuple):
     """How a tensor was measured.
 
     Attributes:
-        asked: the segments, with their requests and the labels of these.
         moves, device, placements: if they differ, the slots do too.
-        once: the segments of a weight, which is measured once in a step.
+        asked, once: see :class:`_CachedPasses`.
     """
 
     passes: Sequence[_PreparedPass]
-    asked: Sequence[tuple[SlotRange, Sequence[Request], frozenset[str]]]
+    asked: Asked
     moves: int
     device: torch.device
     placements: Mapping[str, Placement]
@@ -678,7 +671,7 @@ class _Measurement:
         for kind, requests in plan.wanted.items():
             segment = self._segment(kind)
             if segment.key in seen or not self._values.numel():
-                slots.request(segment, requests)
+                slots.request(segment, requests, is_measured=False)
             else:
                 self._wanted[kind] = requests
         if not self._wanted:
@@ -698,15 +691,13 @@ class _Measurement:
         return ready, [self._pending(pass_, None if pass_.form is None else held[pass_.form]) for pass_ in ready.passes]
 
     def end(self, ready: _CachedPasses) -> None:
-        for segment, requests in ready.asked:
-            segment.measured = True
-            self._mark_requested(segment, requests)
+        self._engine._slots.asked.append(ready.asked)
+        self._engine._weights_seen |= ready.once
 
     def _reuse_passes(self, ready: _CachedPasses) -> Sequence[Pending] | None:
         if not self._values.numel() or self._watched.values is None:
             return None
-        seen = self._engine._weights_seen
-        if self._watched.tensor == _WEIGHT and any(segment.key in seen for segment, _ in ready.asked):
+        if not ready.once.isdisjoint(self._engine._weights_seen):
             return None
         pending: list[Pending] = []
         for pass_ in ready.passes:
@@ -752,10 +743,9 @@ class _Measurement:
             _pass(form, by_source, in_blocks=form is not None and isinstance(held[form], BlockScaledTensor))
             for form, by_source in segments.items()
         ]
-        ready = _CachedPasses(
-            slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused]
-        )
-        return ready, rest
+        asked = [(self._segment(kind), slots.labels(self._segment(kind), self._wanted[kind]), True) for kind in fused]
+        once = [segment.key for segment, *_ in asked if segment.key.tensor == _WEIGHT]
+        return _CachedPasses(slots.moves, device, passes, asked, frozenset(once)), rest
 
     def _is_fusable(
         self, kind: _SegmentKind, held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
@@ -870,10 +860,7 @@ class _Measurement:
     def _merge(self, kind: _SegmentKind, columns: SumsAndMaxima) -> None:
         segment = self._segment(kind)
         self._engine._slots.merge(segment, *columns)
-        self._mark_requested(segment, self._wanted[kind])
-
-    def _mark_requested(self, segment: SlotRange, requests: Sequence[Request]) -> None:
-        self._engine._slots.request(segment, requests)
+        self._engine._slots.request(segment, self._wanted[kind])
         if self._watched.tensor == _WEIGHT:  # a step's micro-batches share the weight
             self._engine._weights_seen.add(segment.key)
 

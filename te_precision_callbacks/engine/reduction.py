@@ -18,6 +18,7 @@ Different tensors with the same name would be mixed: use separate process groups
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import format_by_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 from te_precision_callbacks.engine.kernels.columns import NOTHING
-from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
+from te_precision_callbacks.engine.slots import Asked, SegmentKey, Segments, SlotRange
 from te_precision_callbacks.statistics.table import Columns, Values
 
 logger = logging.getLogger(__name__)
@@ -321,6 +322,7 @@ class _Layout:
                     ("maxima", segment.maximum_start, piece.maxima_at, entry.maxima),
                 ):
                     moves.setdefault((segment.device, of), []).append((start, target, len(names)))
+        self._note_asked([])
         self.merged = np.empty(largest + _TRAILER)
         self._host = torch.from_numpy(self.merged)
         self._moves = [
@@ -354,25 +356,38 @@ class _Layout:
         """Pack this rank's message on its device, with neutral elements for absent values, and copy it to the host."""
         message = torch.full((len(self.merged) - _TRAILER,), NOTHING, dtype=torch.float64, device=self._device)
         message[: self.split] = 0.0
-        due: list[float] = []
-        resting: list[int] = []
-        for entry, segment, _, sums_at, _ in self._pieces:
-            labels = segment.due if segment is not None else ()
-            due.extend(map(labels.__contains__, entry.outputs))
-            if segment is not None and not segment.measured and entry.key.shard is not None:
-                resting.extend(range(sums_at, sums_at + len(entry.sums)))
+        if list(map(id, self._asked)) != list(map(id, slots.asked)):
+            self._note_asked(slots.asked)
         vectors = {on: {"sums": sums, "maxima": maxima} for on, sums, maxima in slots.vectors()}
         for on, of, source, target in self._moves:
             message.index_copy_(0, target, vectors[on][of].index_select(0, source).to(self._device))
-        if resting:  # an empty sum is 0, and would beat another replica's negative sum
-            message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
+        if len(self._resting):  # an empty sum is 0, and would beat another replica's negative sum
+            message.index_fill_(0, self._resting, NOTHING)
         self._host[:-_TRAILER].copy_(message)
-        self.merged[: self._due] = due
+        self.merged[: self._due] = self._flags
         trailer = self.merged[-_TRAILER:]
         for place, part in enumerate(stamp):
             trailer[place] = part if part >= 0 else NOTHING
             trailer[_PARTS + place] = -part if part >= 0 else NOTHING
         trailer[_CHANGED], trailer[_CHANGED + 1 :] = changed, requests
+
+    def _note_asked(self, asked: Sequence[Asked]) -> None:
+        self._asked = list(asked)
+        labels: dict[SegmentKey, set[str]] = {}
+        measured: set[SegmentKey] = set()
+        for segment, of_segment, is_measured in itertools.chain.from_iterable(asked):
+            labels.setdefault(segment.key, set()).update(of_segment)
+            if is_measured:
+                measured.add(segment.key)
+        due: list[bool] = []
+        resting: list[int] = []
+        for entry, segment, _, sums_at, _ in self._pieces:
+            of_piece = labels.get(entry.key, ()) if segment is not None else ()
+            due.extend(map(of_piece.__contains__, entry.outputs))
+            if segment is not None and entry.key not in measured and entry.key.shard is not None:
+                resting.extend(range(sums_at, sums_at + len(entry.sums)))
+        self._flags = np.array(due, dtype=np.float64)
+        self._resting = torch.tensor(resting, dtype=torch.int64).to(self._device, non_blocking=True)
 
     def unpack(self, values: Values) -> list[Table]:
         """Return the segments with an output that is due on any rank, with the shards of replicas added up."""
@@ -407,7 +422,7 @@ class _Block:
         entry = self.pieces[0][0].entry  # all have the same columns
         sums_at, maxima_at = np.array([(piece.sums_at, piece.maxima_at) for piece, _ in self.pieces], dtype=np.intp).T
         return np.concatenate(
-            [sums_at[:, None] + np.arange(len(entry.sums)), maxima_at[:, None] + np.arange(len(entry.maxima))], axis=1
+            [sums_at + np.arange(len(entry.sums))[:, None], maxima_at + np.arange(len(entry.maxima))[:, None]]
         )
 
     @functools.cached_property
@@ -430,30 +445,28 @@ class _Block:
                 self._selections.clear()
             selection = self._selections[pattern] = self._select(flags.tolist())
         cells = values[selection.cells]
-        matrix = np.full((len(selection.rows.keys), cells.shape[1]), NOTHING)
-        matrix[:, : len(sums)] = 0.0
-        # No rank has measured this replica.
-        added = np.where(cells[:, : len(sums)] == NOTHING, 0.0, cells[:, : len(sums)])
-        np.add.at(matrix[:, : len(sums)], selection.row_of, added)
-        np.maximum.at(matrix[:, len(sums) :], selection.row_of, cells[:, len(sums) :])
-        return Table(selection.rows, dict(zip((*sums, *maxima), matrix.T, strict=True)))
+        added, largest = cells[: len(sums)], cells[len(sums) :]
+        added[added == NOTHING] = 0.0  # no rank has measured this replica
+        columns = (
+            *np.add.reduceat(added, selection.begins, axis=1),
+            *np.maximum.reduceat(largest, selection.begins, axis=1),
+        )
+        return Table(selection.rows, dict(zip((*sums, *maxima), columns, strict=True)))
 
     def _select(self, due: Sequence[bool]) -> _Selection:
         outputs: dict[int, dict[str, None]] = {}
-        chosen: list[int] = []
-        rows: list[int] = []
+        chosen: dict[int, list[int]] = {}
         flags = iter(due)
         for index, (piece, row) in enumerate(self.pieces):
             labels = [label for label in piece.entry.outputs if next(flags)]
             if labels:
                 outputs.setdefault(row, {}).update(dict.fromkeys(labels))
-                chosen.append(index)
-                rows.append(row)
-        keys, place = list(self.rows), {row: number for number, row in enumerate(outputs)}
+                chosen.setdefault(row, []).append(index)
+        keys, counts = list(self.rows), [len(pieces) for pieces in chosen.values()]
         return _Selection(
             Rows([keys[row] for row in outputs], [tuple(labels) for labels in outputs.values()]),
-            self._cells[chosen],
-            np.array([place[row] for row in rows], dtype=np.intp),
+            self._cells[:, list(itertools.chain.from_iterable(chosen.values()))],
+            np.cumsum([0, *counts[:-1]]),
         )
 
 
@@ -462,9 +475,16 @@ _MAX_PATTERNS = 16
 
 
 class _Selection(NamedTuple):
+    """Due segments.
+
+    Attributes:
+        cells: [columns, segments]: offsets in the message; segments of a row are adjacent.
+        begins: [rows]: the first segment of each row.
+    """
+
     rows: Rows
     cells: npt.NDArray[np.intp]
-    row_of: npt.NDArray[np.intp]
+    begins: npt.NDArray[np.intp]
 
 
 def _indices(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:

@@ -10,7 +10,7 @@ end of the step waits for all streams and merges their vectors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,10 +45,7 @@ class SlotRange:
         sum_start, maximum_start: offsets in the vectors of ``device``.
         contributes: whether this rank's values count; False if another rank has the same part.
         outputs: labels of all statistics ever requested, in order.
-        due: labels requested since the last flush.
-        measured: whether a value was merged since the last flush.
-        last_requests: the requests since the last flush, if any.
-        parts: the vectors that were last merged into, with views of the segment's range in both.
+        last: the last requests, as :attr:`Segments.asked` has them.
     """
 
     key: SegmentKey
@@ -59,10 +56,11 @@ class SlotRange:
     maximum_start: int
     contributes: bool = True
     outputs: dict[str, None] = field(default_factory=dict)
-    due: set[str] = field(default_factory=set)
-    measured: bool = False
-    last_requests: Sequence[Request] | None = None
-    parts: tuple[_Vectors, torch.Tensor, torch.Tensor] | None = None
+    last: tuple[Sequence[Request], bool, Asked] = ((), True, ())
+
+
+Asked = Sequence[tuple[SlotRange, Set[str], bool]]
+"""Segments, with the labels of the statistics requested of them, and whether values were merged."""
 
 
 class _Vectors:
@@ -79,6 +77,7 @@ class _Vectors:
         self.lengths = lengths  # len() of a tensor calls a Python function
         self.sums = torch.full((lengths[0],), 0.0, dtype=torch.float64, device=device)
         self.maxima = torch.full((lengths[1],), NOTHING, dtype=torch.float64, device=device)
+        self.parts: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # offsets -> a segment's ranges
 
     def reset(self, used: tuple[int, int]) -> None:
         self.sums[: used[0]].fill_(0.0)
@@ -125,8 +124,8 @@ class _Device:
             torch.maximum(here, other.maxima[:used_maxima], out=here)
         return sums, maxima
 
-    def reset(self) -> Sequence[_Vectors]:
-        """Reset to neutral values, and return the remaining vectors.
+    def reset(self) -> None:
+        """Reset to neutral values.
 
         The current stream keeps its longest vectors. Vectors of other streams are dropped, since only their own stream
         may reset them.
@@ -135,7 +134,6 @@ class _Device:
         self._vectors = [vectors for vectors in self._vectors if vectors.handle == handle][:1]
         for vectors in self._vectors:
             vectors.reset(self.used)
-        return self._vectors
 
 
 @dataclass
@@ -146,11 +144,13 @@ class Segments:
         segments: in the order in which they were first measured.
         version: changes with the layout: a new segment, another place, or another requested statistic.
         moves: number of segments that moved to another device.
+        asked: requests since the last reset; the same objects in each step with the same requests.
     """
 
     segments: dict[SegmentKey, SlotRange] = field(default_factory=dict)
     version: int = 0
     moves: int = 0
+    asked: list[Asked] = field(default_factory=list)
     _devices: dict[torch.device, _Device] = field(default_factory=dict)
 
     def segment(
@@ -163,7 +163,7 @@ class Segments:
         contributes: bool,
     ) -> SlotRange:
         segment = self.segments.get(key)
-        if segment is None or (segment.device != device and not segment.measured):
+        if segment is None or (segment.device != device and not self._is_measured(segment)):
             on = self._devices.get(device)
             if on is None:
                 on = self._devices[device] = _Device(device)
@@ -174,7 +174,7 @@ class Segments:
                 self.segments[key] = segment
             else:  # the layer moved to another device
                 segment.device, segment.sum_start, segment.maximum_start = device, sum_start, maximum_start
-                segment.contributes, segment.parts = contributes, None
+                segment.contributes = contributes
                 self.moves += 1
             self.version += 1
         elif segment.contributes != contributes:
@@ -182,17 +182,22 @@ class Segments:
             self.version += 1
         return segment
 
-    def request(self, segment: SlotRange, requests: Sequence[Request]) -> None:
-        if segment.last_requests is requests:
-            return
-        segment.last_requests = requests
-        segment.due.update([request.label for request in requests])
-        if not segment.due <= segment.outputs.keys():
-            segment.outputs.update(dict.fromkeys(request.label for request in requests))
+    def _is_measured(self, segment: SlotRange) -> bool:
+        return any(other is segment and is_measured for asked in self.asked for other, _, is_measured in asked)
+
+    def labels(self, segment: SlotRange, requests: Sequence[Request]) -> Set[str]:
+        labels = dict.fromkeys(request.label for request in requests)
+        if not labels.keys() <= segment.outputs.keys():
+            segment.outputs.update(labels)
             self.version += 1
+        return labels.keys()
+
+    def request(self, segment: SlotRange, requests: Sequence[Request], *, is_measured: bool = True) -> None:
+        if segment.last[0] is not requests or segment.last[1] is not is_measured:
+            segment.last = requests, is_measured, [(segment, self.labels(segment, requests), is_measured)]
+        self.asked.append(segment.last[2])
 
     def merge(self, segment: SlotRange, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
-        segment.measured = True
         kept_sums, kept_maxima = self.parts(segment)
         # The check is cheaper than a torch call that does nothing.
         if sums is not None:
@@ -203,12 +208,12 @@ class Segments:
 
     def parts(self, segment: SlotRange) -> tuple[torch.Tensor, torch.Tensor]:
         vectors = self._devices[segment.device].current()
-        parts = segment.parts
-        if parts is None or parts[0] is not vectors:
+        offsets = segment.sum_start, segment.maximum_start
+        if offsets not in vectors.parts:
             sums = vectors.sums.narrow(0, segment.sum_start, len(segment.sums))
             maxima = vectors.maxima.narrow(0, segment.maximum_start, len(segment.maxima))
-            parts = segment.parts = (vectors, sums, maxima)
-        return parts[1:]
+            vectors.parts[offsets] = sums, maxima
+        return vectors.parts[offsets]
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a device's vectors of sums and maxima for the current stream, valid until a segment is added."""
@@ -221,10 +226,6 @@ class Segments:
             yield device, *on.read()
 
     def reset(self) -> None:
-        kept = {vectors for on in self._devices.values() for vectors in on.reset()}
-        for segment in self.segments.values():
-            segment.due.clear()
-            segment.last_requests = None
-            segment.measured = False
-            if segment.parts is not None and segment.parts[0] not in kept:
-                segment.parts = None  # it would keep dropped vectors alive
+        self.asked.clear()
+        for on in self._devices.values():
+            on.reset()

@@ -22,7 +22,7 @@ from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.planning import Section
-from te_precision_callbacks.config.steps import why_gemm_error_not_due
+from te_precision_callbacks.config.steps import gemm_error_schedules, why_never_due
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
@@ -63,6 +63,7 @@ class RunFacts:
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self._options = context.options
+        self._gemm_error_schedules = gemm_error_schedules(context.options.config)
         self._model = model
         self._results = context.results
         self._front_door = context.loop.front_door
@@ -165,7 +166,7 @@ class RunFacts:
         why_none_measured = self._model.hooks.gemm_errors.why_none_measured
         if why_none_measured or begin is None or last is None:
             return why_none_measured
-        return why_gemm_error_not_due(self._options.config, begin, last)
+        return why_never_due(self._gemm_error_schedules, begin, last)
 
     def _machine_facts(self) -> Row:
         facts = torch_facts()

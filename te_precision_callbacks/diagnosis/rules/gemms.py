@@ -64,14 +64,19 @@ class Kernel(_GemmJudge):
         settings = facts.settings
         ranks = settings is not None and settings.ranks > 1 and settings.alike
         for ratio in self._columns(numbers, "gemm_kernel_ratio"):
-            gemm = _GEMM[ratio.family.tensor]
             related = _gemm_values(numbers, ratio)
             bad = ratio.values > 1
             scaled = np.abs(related["gemm_gain"] - 1) > GAIN
             alone = (related["gemm_kernel_rank_first"] == related["gemm_kernel_rank_last"]) & ranks
             holds = {"gain": bad & scaled & ~alone, "rank": bad & alone, "kernel": bad & ~scaled & ~alone}[self._kind]
-            seen = np.array([_describe(related, at, ratio, self._kind) for at in range(len(ratio.layers))], object)
-            yield from self.streaks.sightings(numbers, facts, ratio, holds, f"the GEMM {gemm} {{}}", seen)
+            seen = [_describe(related, at, ratio, self._kind) for at in range(len(ratio.rows))]
+            yield from self.streaks.sightings(
+                numbers, facts, ratio, holds, "the GEMM {} {}", _gemms(numbers, ratio), seen
+            )
+
+
+def _gemms(numbers: StepNumbers, column: Column) -> list[str]:
+    return [_GEMM[tensor] for tensor in numbers.tensors_of(column)]
 
 
 def _gemm_values(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
@@ -79,8 +84,8 @@ def _gemm_values(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArr
     places = [f"gemm_kernel_{what}_{end}" for what in ("row", "column", "rank") for end in ("first", "last")]
     columns = {}
     for name in (*names, *places, "gemm_kernel_ratio_rank"):
-        other = numbers.column(name, column.family.tensor)
-        columns[name] = np.full(len(column.layers), np.nan) if other is None else other.at(column.layers, np.nan)
+        other = numbers.column(name)
+        columns[name] = np.full(len(column.rows), np.nan) if other is None else other.at(column.rows, np.nan)
     return columns
 
 
@@ -127,7 +132,8 @@ class Quantizer(_GemmJudge):
                         facts,
                         column,
                         np.abs(column.values) > most,
-                        f"operand {operand.upper()} of the GEMM {_GEMM[column.family.tensor]}: {text}",
+                        f"operand {operand.upper()} of the GEMM {{}}: {text}",
+                        _gemms(numbers, column),
                         column.values,
                         key=statistic,
                     )
@@ -143,7 +149,8 @@ class Excess(_GemmJudge):
                 facts,
                 column,
                 column.values > EXCESS,
-                f"the error of the GEMM {_GEMM[column.family.tensor]} is {{:.3g}} times the error of its operands",
+                "the error of the GEMM {} is {:.3g} times the error of its operands",
+                _gemms(numbers, column),
                 column.values,
             )
 

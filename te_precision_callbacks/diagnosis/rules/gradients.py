@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values, are_in, extend_rows
+from te_precision_callbacks.diagnosis.numbers import Column, Mask, Rows, StepNumbers, Values, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import (
     OVERFLOW,
@@ -78,8 +79,8 @@ class DeadGradient(Judge):
         yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        gradient = numbers.column("cur_amax", "gradient")
-        activation = numbers.column("cur_amax", "activation")
+        gradient = numbers.column_of("cur_amax", "gradient")
+        activation = numbers.column_of("cur_amax", "activation")
         if gradient is None:
             names = () if activation is None else numbers.names_of(activation)
             self._lacks_backward = any(name in facts.layers and facts.layers[name].lacks_backward for name in names)
@@ -87,26 +88,28 @@ class DeadGradient(Judge):
         self.note_data(numbers.iteration)
         gradient = numbers.mask_nonfinite(gradient)
         zero = gradient.values == 0
-        trained = gradient.layers[~zero & ~np.isnan(gradient.values)]
+        layers = numbers.layers[gradient.rows]
+        trained = layers[~zero & ~np.isnan(gradient.values)]
         self._rhythms.note_training(trained, numbers.iteration)
         if activation is not None:
             activation = numbers.mask_nonfinite(activation)
+            with_activation = numbers.layers[activation.rows]
             if zero.any():
-                active = activation.layers[activation.values != 0]
-                zero &= np.isin(gradient.layers, active) | ~are_in(gradient.layers, activation.layers)
-            absent = ~are_in(activation.layers, gradient.layers) & (activation.values != 0)
+                active = with_activation[activation.values != 0]
+                zero &= np.isin(layers, active) | ~np.isin(layers, with_activation)
+            absent = ~np.isin(with_activation, layers) & (activation.values != 0)
             for place in np.flatnonzero(absent).tolist():
-                layer = facts.layers.get(numbers.names[activation.layers[place]])
+                layer = facts.layers.get(numbers.names[activation.rows[place]])
                 absent[place] = layer is not None and not layer.is_frozen
             for sighting in self._dead(numbers, facts, activation, absent, "the layer has no backward", "absent"):
                 yield sighting._replace(tensor="gradient")
         for sighting in self._dead(numbers, facts, gradient, zero, "all elements are 0", "zero"):
             remedy = NEEDS_SCALER if needs_scaler(facts) else ""
-            if len(sighting.layers) == len(gradient.layers) > 1:
+            if len(sighting.layers) == len(layers) > 1:
                 seen = f"all gradients are 0, in all {len(sighting.layers)} layers: from the loss or the last layers on"
                 sighting = sighting._replace(layers=(), seen=seen, remedy=remedy or _FROM_LOSS)
             yield sighting._replace(remedy=remedy or sighting.remedy)
-        yield from self._note_trained(numbers, {numbers.names[layer] for layer in trained.tolist()})
+        yield from self._note_trained(numbers, {numbers.names[row] for row in gradient.rows[np.isin(layers, trained)]})
 
     def _note_trained(self, numbers: StepNumbers, trained: set[str]) -> Iterator[Sighting]:
         for key, steps in list(self._reported.items()):
@@ -117,12 +120,13 @@ class DeadGradient(Judge):
                 yield Sighting((), "gradient", "", seen, None, "note", key=key, replaces=True)
 
     def _dead(
-        self, numbers: StepNumbers, facts: Facts, column: Column, holds: npt.NDArray[np.bool_], seen: str, key: str
+        self, numbers: StepNumbers, facts: Facts, column: Column, holds: Mask, seen: str, key: str
     ) -> Iterator[Sighting]:
-        self._rhythms.note_idle(column.layers[holds], numbers.iteration)
-        reported = ~self._rhythms.explain(column.layers) if holds.any() else holds
+        layers = numbers.layers[column.rows]
+        self._rhythms.note_idle(layers[holds], numbers.iteration)
+        reported = ~self._rhythms.explain(layers) if holds.any() else holds
         if key == "absent" and (numbers.iteration < RHYTHM or self._all_trained < numbers.iteration):
-            reported &= self._rhythms.has_trained(column.layers)  # others may train only in other steps
+            reported &= self._rhythms.has_trained(layers)  # others may train only in other steps
         for sighting in self.streaks.sightings(numbers, facts, column, holds, seen, reported=reported, key=key):
             self._reported.setdefault(key, {}).update(dict.fromkeys(sighting.layers, 0))
             yield sighting
@@ -147,12 +151,12 @@ class Rhythms:
         self._grow(layers)
         self._possible[layers] &= iteration % self._periods != self._places
 
-    def explain(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def explain(self, layers: npt.NDArray[np.int64]) -> Mask:
         """[layers]: whether the layer has trained, and a periodic schedule explains when."""
         self._grow(layers)
         return self._has_trained[layers] & self._possible[layers].any(axis=1)
 
-    def has_trained(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def has_trained(self, layers: npt.NDArray[np.int64]) -> Mask:
         self._grow(layers)
         return self._has_trained[layers]
 
@@ -166,17 +170,13 @@ class ZerosInWgrad(Judge):
     needed = ZEROS_STEPS
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for column in numbers.columns("zeros%", ("wgrad",)):
-            self.note_data(numbers.iteration)
-            values = numbers.mask_nonfinite(column).values
-            yield from self.streaks.sightings(
-                numbers,
-                facts,
-                column,
-                (values >= ZEROS) & (values < 100),
-                "{:.3g} % of the elements are 0",
-                values,
-            )
+        column = numbers.column_of("zeros%", "wgrad")
+        if column is None:
+            return
+        self.note_data(numbers.iteration)
+        values = numbers.mask_nonfinite(column).values
+        holds = (values >= ZEROS) & (values < 100)
+        yield from self.streaks.sightings(numbers, facts, column, holds, "{:.3g} % of the elements are 0", values)
 
 
 class Growth(Judge):
@@ -185,24 +185,22 @@ class Growth(Judge):
     def __init__(self) -> None:
         super().__init__()
         self.streaks = ColumnStreaks(GROWTH_STEPS)
-        self._begins: dict[str, FirstValues] = {}
-        self._gradients: Column | None = None  # their bits in the last collection step
-        self._jumped: set[int] = set()  # layers whose gradients have jumped after the first values
+        self._begin = FirstValues()
+        self._last: Column | None = None  # the bits of the last collection step
+        self._jumped: set[int] = set()  # rows that have jumped after the first values
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for column in numbers.columns("cur_amax"):
             now = numbers.mask_nonfinite(column).bits
-            begin = self._begins.setdefault(column.family.tensor, FirstValues())
-            grown = now - begin.of(column.layers)
+            grown = now - self._begin.of(column.rows)
             if np.isfinite(now).any():
                 self.note_data(numbers.iteration)
-            with np.errstate(invalid="ignore"):
-                holds = grown >= GROWTH
-                is_far = grown >= FAR_GROWN.get(column.family.tensor, FAR_GROWN_ELSE)
-            if column.family.tensor == "gradient":
-                self._note_jumps(column, now, begin)
+            holds = grown >= GROWTH
+            is_far = holds
             hurts = holds
+            self._note_jumps(column, now)
             if holds.any():
+                is_far = grown >= [FAR_GROWN.get(tensor, FAR_GROWN_ELSE) for tensor in numbers.tensors_of(column)]
                 overflows = loses_too_much(numbers, facts, column, overflows=lambda lost: OVERFLOW)
                 overflows &= can_overflow(numbers, facts, column)
                 underflows = loses_too_much(
@@ -212,12 +210,13 @@ class Growth(Judge):
                     underflows=lambda lost: underflow_threshold(numbers, facts, lost) / 2,
                     overflows=lambda lost: np.inf,
                 )
-                if column.family.tensor == "gradient":
-                    underflows &= is_far | ~_grow_alike(numbers, column, grown)
+                # Gradients that begin near 0 in all blocks, as with LayerScale and LoRA, are healthy.
+                gradients = numbers.are("gradient", column)
+                forms = [form_of(name) for name in numbers.names_of(column)]
+                underflows &= is_far | ~_grow_together(forms, grown >= GROWTH / 2, gradients)
                 hurts = holds & (overflows | underflows)
-                # Gradients that begin near 0 in all blocks, as with LayerScale, are healthy.
-                if column.family.tensor == "gradient" and len(holds) >= LEAST_TOGETHER and holds.mean() > TOGETHER:
-                    is_far &= np.isin(column.layers, list(self._jumped))
+                in_all = _grow_together([""] * len(forms), holds, gradients)
+                is_far &= np.isin(column.rows, list(self._jumped)) | ~in_all
             for sighting in self.streaks.sightings_by_severity(
                 numbers,
                 facts,
@@ -227,55 +226,53 @@ class Growth(Judge):
                 "amax is {:.3g} times its initial value",
                 np.exp2(grown),
             ):
-                first = numbers.names_of(column).index(sighting.layers[0])
                 # High precision avoids the loss, but the tensor still grows.
-                helps = sighting.severity == "warning" and hurts[first] and sighting.tensor != "weight"
+                hurt = itertools.compress(numbers.names_of(column), hurts & numbers.are(sighting.tensor, column))
+                helps = sighting.severity == "warning" and sighting.layers[0] in hurt and sighting.tensor != "weight"
                 patch = keep_first(sighting.layers, numbers) if helps else ""
                 # A subject has one finding, of its worst severity.
                 yield sighting._replace(patch=patch, key="")
-            begin.add(column.layers, now)
+            self._begin.add(column.rows, now)
 
-    def _note_jumps(self, column: Column, now: Values, begin: FirstValues) -> None:
-        if self._gradients is not None:
-            rise = now - self._gradients.at(column.layers, np.nan)
-            with np.errstate(invalid="ignore"):
-                jumps = (rise >= GROWTH) & begin.are_known(column.layers)
-            self._jumped.update(column.layers[jumps].tolist())
-        self._gradients = column._replace(values=now)
+    def _note_jumps(self, column: Column, now: Values) -> None:
+        if self._last is not None:
+            jumps = now - self._last.at(column.rows, np.nan) >= GROWTH
+            if jumps.any():
+                self._jumped.update(column.rows[jumps & self._begin.are_known(column.rows)].tolist())
+        self._last = column._replace(values=now)
 
 
-def _grow_alike(numbers: StepNumbers, column: Column, grown: Values) -> npt.NDArray[np.bool_]:
-    """[layers]: whether the tensor grows in most layers whose names differ only in numbers, as gradients of LoRA."""
-    forms = np.array([form_of(name) for name in numbers.names_of(column)])
-    grows, alike = grown >= GROWTH / 2, np.zeros(len(forms), bool)
-    for form in np.unique(forms[grows]):
-        group = forms == form
-        alike |= group & (group.sum() >= LEAST_TOGETHER and grows[group].mean() > TOGETHER)
-    return alike
+def _grow_together(groups: Sequence[str], grows: Mask, counts: Mask) -> Mask:
+    """[rows]: whether most rows of the same group grow, among those that count."""
+    names, together = np.array(groups), np.zeros(len(groups), bool)
+    for name in np.unique(names[grows & counts]):
+        group = (names == name) & counts
+        together |= group & (group.sum() >= LEAST_TOGETHER and grows[group].mean() > TOGETHER)
+    return together
 
 
 class FirstValues:
     def __init__(self) -> None:
         self._known = np.empty((0, BEGIN))
 
-    def of(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """[layers]: the minimum of the first values; nan without any."""
-        self._known = extend_rows(self._known, layers, np.nan)
-        least: npt.NDArray[np.float64] = np.fmin.reduce(self._known[layers], axis=1)
+    def of(self, rows: Rows) -> Values:
+        """[rows]: the minimum of the first values; nan without any."""
+        self._known = extend_rows(self._known, rows, np.nan)
+        least: Values = np.fmin.reduce(self._known[rows], axis=1)
         return least
 
-    def are_known(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        self._known = extend_rows(self._known, layers, np.nan)
-        are: npt.NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(self._known[layers]), axis=1)
+    def are_known(self, rows: Rows) -> Mask:
+        self._known = extend_rows(self._known, rows, np.nan)
+        are: Mask = np.isfinite(self._known[rows]).all(axis=1)
         return are
 
-    def add(self, layers: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
-        self._known = extend_rows(self._known, layers, np.nan)
-        missing = np.isnan(self._known[layers])
+    def add(self, rows: Rows, values: Values) -> None:
+        self._known = extend_rows(self._known, rows, np.nan)
+        missing = np.isnan(self._known[rows])
         if not missing.any():
             return
         new = missing.any(axis=1) & np.isfinite(values)
-        self._known[layers[new], missing.argmax(axis=1)[new]] = values[new]
+        self._known[rows[new], missing.argmax(axis=1)[new]] = values[new]
 
 
 RULES = (

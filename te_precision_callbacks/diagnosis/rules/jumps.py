@@ -20,7 +20,6 @@ from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.runs.answers import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.series import Family
 
 RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
 """The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
@@ -290,14 +289,16 @@ class WeightJump(ParameterRule):
 
     def __init__(self) -> None:
         super().__init__("weight-jump")
-        self._last: dict[Family, tuple[int, Column, Column]] = {}
+        self._last: dict[int, tuple[int, Column, Column]] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for statistic in ("cur_amax", "std", "l2_norm"):
-            for column in numbers.columns(statistic, ("weight",)):
+            for of_all in numbers.columns(statistic):
+                column = numbers.mask_nonfinite(of_all).where(numbers.are("weight", of_all))
+                if not len(column.rows):
+                    continue
                 self.note_data(numbers.iteration)
-                last = self._last.get(column.family)
-                column = numbers.mask_nonfinite(column)
+                last = self._last.get(column.number)
                 if last is not None and statistic != "std":
                     yield from self._vanished(numbers, facts, column, last[1])
                 yield from self._jump(numbers, facts, column)
@@ -305,21 +306,21 @@ class WeightJump(ParameterRule):
     @staticmethod
     def _vanished(numbers: StepNumbers, facts: Facts, column: Column, before: Column) -> Iterator[Sighting]:
         """Find weights that are 0; ``before``: logarithms of the last collection step."""
-        vanished = (column.values == 0) & np.isfinite(before.at(column.layers, np.nan))
+        vanished = (column.values == 0) & np.isfinite(before.at(column.rows, np.nan))
         if vanished.any():
             names = itertools.compress(numbers.names_of(column), vanished)
             layers = tuple(facts.sort_by_execution(names, "weight"))
             seen = f"all elements are 0, and were not in an earlier step; {many(len(layers), 'layer')}"
-            yield Sighting(layers, "weight", column.family.statistic, seen, numbers.iteration, key="0")
+            yield Sighting(layers, "weight", column.statistic, seen, numbers.iteration, key="0")
 
     def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
         with np.errstate(divide="ignore", invalid="ignore"):
             bits: npt.NDArray[np.float64] = np.log2(np.where(column.values == 0, np.nan, column.values))
-        last = self._last.get(column.family)
+        last = self._last.get(column.number)
         change = np.full(len(bits), np.nan)
         steady = np.zeros(len(bits), bool)
         if last is not None:
-            before, changed = last[1].at(column.layers, np.nan), last[2].at(column.layers, np.nan)
+            before, changed = last[1].at(column.rows, np.nan), last[2].at(column.rows, np.nan)
             with np.errstate(invalid="ignore"):
                 change, steady = bits - before, np.abs(changed) <= STEADY
                 jumped = steady & (np.abs(change) >= WEIGHT_JUMP)
@@ -329,17 +330,17 @@ class WeightJump(ParameterRule):
                 first = names.index(facts.sort_by_execution(names, "weight")[0])
                 now, then = column.values[jumped][first], 2 ** before[jumped][first]
                 seen = (
-                    f"{column.family.statistic} has changed from {then:.3g} in step {last[0]} to {now:.3g}, and by"
+                    f"{column.statistic} has changed from {then:.3g} in step {last[0]} to {now:.3g}, and by"
                     f" {2**WEIGHT_JUMP:g} times or more in {count} of {many(len(bits), 'layer')}"
                 )
                 yield Sighting(
                     tuple(facts.sort_by_execution(names, "weight")),
                     "weight",
-                    column.family.statistic,
+                    column.statistic,
                     seen,
                     numbers.iteration,
                 )
-        self._last[column.family] = numbers.iteration, column._replace(values=bits), column._replace(values=change)
+        self._last[column.number] = numbers.iteration, column._replace(values=bits), column._replace(values=change)
 
 
 _NORM = 'session.log({"grad_norm": ...}) in each step; the Hugging Face Trainer logs it, with logging_steps=1'

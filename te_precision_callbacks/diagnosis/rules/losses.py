@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
+from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, Values, extend_rows
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
@@ -43,6 +42,8 @@ _CAN_OVERFLOW = ("fp8_delayed_scaling", "")
 """The recipes whose scale need not fit the tensor. With the others an element can only be above by rounding."""
 
 _OF_UNKNOWN = max(UNDERFLOW.values())
+
+_UNKNOWN_NORM = "and their part of the tensor's norm (underflow_norm%) is not recorded"
 
 _REMEDY_OF_WEIGHT = (
     "Resume from an earlier checkpoint with DebugActivationOverflow(model, parameters=True) around the training."
@@ -85,13 +86,13 @@ class Nonfinite(Judge):
         broken: dict[tuple[str, str], str] = {}
         for column in numbers.columns("cur_amax"):
             self.note_data(numbers.iteration)
-            for layer in column.layers[~np.isfinite(column.values)].tolist():
-                broken[numbers.names[layer], column.family.tensor] = "has inf or nan"
+            for row in column.rows[~np.isfinite(column.values)].tolist():
+                broken[numbers.names[row], str(numbers.tensors[row])] = "has inf or nan"
         for column in numbers.columns("nonfinite_num"):
             self.note_data(numbers.iteration)
             some = column.values > 0
-            for layer, count in zip(column.layers[some].tolist(), column.values[some].tolist(), strict=True):
-                broken[numbers.names[layer], column.family.tensor] = (
+            for row, count in zip(column.rows[some].tolist(), column.values[some].tolist(), strict=True):
+                broken[numbers.names[row], str(numbers.tensors[row])] = (
                     f"{many(round(count), 'element')} {'is' if round(count) == 1 else 'are'} inf or nan"
                 )
         if broken and is_scaled(facts) and all(tensor in _OF_BACKWARD for _, tensor in broken):
@@ -168,22 +169,19 @@ class FromZero:
     """
 
     def __init__(self) -> None:
-        self._begins: dict[str, npt.NDArray[np.int8]] = {}  # [layers]: 1 if the first value is 0, 0 if not, else -1
+        self._begins = np.empty(0, np.int8)  # [rows]: 1 if the first value is 0, 0 if not, else -1
 
     def note(self, numbers: StepNumbers, facts: Facts) -> None:
-        for column in numbers.columns("cur_amax", facts=facts) if numbers.iteration < FROM_ZERO else ():
-            tensor = column.family.tensor
-            begins = extend_rows(self._begins.get(tensor, np.empty(0, np.int8)), column.layers, -1)
-            known = begins[column.layers]
-            begins[column.layers] = np.where(known < 0, column.values == 0, known)
-            self._begins[tensor] = begins
+        for column in numbers.columns("cur_amax", facts) if numbers.iteration < FROM_ZERO else ():
+            self._begins = extend_rows(self._begins, column.rows, -1)
+            known = self._begins[column.rows]
+            self._begins[column.rows] = np.where(known < 0, column.values == 0, known)
 
-    def grow(self, numbers: StepNumbers, column: Column) -> npt.NDArray[np.bool_]:
-        """[layers of the column]: whether the layer started from 0, and the run is in its first steps."""
-        begins = self._begins.get(column.family.tensor)
-        if begins is None or numbers.iteration >= FROM_ZERO:
-            return np.zeros(len(column.layers), bool)
-        from_zero: npt.NDArray[np.bool_] = extend_rows(begins, column.layers, -1)[column.layers] == 1
+    def grow(self, numbers: StepNumbers, column: Column) -> Mask:
+        """[rows of the column]: whether the tensor started from 0, and the run is in its first steps."""
+        if numbers.iteration >= FROM_ZERO:
+            return np.zeros(len(column.rows), bool)
+        from_zero: Mask = extend_rows(self._begins, column.rows, -1)[column.rows] == 1
         return from_zero
 
 
@@ -192,25 +190,24 @@ class Overflow(_LowPrecisionJudge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: dict[str, Column] = {}
+        self._last: dict[int, Column] = {}
         self._from_zero = FromZero()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         self._from_zero.note(numbers, facts)
-        for column in numbers.columns("overflows%", facts=facts):
+        for column in numbers.columns("overflows%", facts):
             unbroken = np.nan_to_num(numbers.mask_nonfinite(column).values)
             is_new = self._from_zero.grow(numbers, column)
             values = np.where(can_overflow(numbers, facts, column) & ~is_new, unbroken, 0.0)
             self.note_data(numbers.iteration)
-            tensor = column.family.tensor
             now = column._replace(values=values)
-            before = self._last.get(tensor, now).at(column.layers, 0.0)
-            self._last[tensor] = now
+            before = self._last.get(column.number, now).at(column.rows, 0.0)
+            self._last[column.number] = now
             yield from self.streaks.sightings(
                 numbers,
                 facts,
                 column,
-                (values >= overflow_threshold(tensor)) & (values >= FALLING * before),
+                (values >= overflow_threshold(numbers, column)) & (values >= FALLING * before),
                 "{:.3g} % of the elements are above the range of the format",
                 values,
             )
@@ -222,30 +219,27 @@ class Underflow(_LowPrecisionJudge):
     needed = UNDERFLOW_STEPS
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for column in numbers.columns("underflows%", facts=facts):
+        for column in numbers.columns("underflows%", facts):
             lost = lost_norm(numbers, facts, column)
             self.note_data(numbers.iteration)
             values = numbers.mask_nonfinite(column).values
             with np.errstate(invalid="ignore"):
                 heavy = ((lost >= LOST_NORM) & (values > 0)) | (values >= 100)
-                if column.family.tensor == "activation":
-                    heavy |= values >= MOST_OF_ACTIVATION
+                heavy |= (values >= MOST_OF_ACTIVATION) & numbers.are("activation", column)
                 are_many = ~heavy & (values >= underflow_threshold(numbers, facts, column))
-            part = "with {:.2g} % of the tensor's norm"
-            if np.isnan(lost).any():
-                part = "and their part of the tensor's norm (underflow_norm%) is not recorded"
             for sighting in self.streaks.sightings_by_severity(
                 numbers,
                 facts,
                 column,
                 heavy,
                 are_many,
-                f"{{:.3g}} % of the elements round to 0, {part}",
+                "{:.3g} % of the elements round to 0, with {:.2g} % of the tensor's norm",
                 values,
                 lost,
             ):
                 patch = keep_first(sighting.layers, numbers) if sighting.severity == "warning" else ""
-                yield sighting._replace(patch=patch, key="")
+                seen = sighting.seen.replace("with nan % of the tensor's norm", _UNKNOWN_NORM)
+                yield sighting._replace(patch=patch, seen=seen, key="")
 
 
 def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
@@ -253,32 +247,32 @@ def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
     return keep_high(*kept, others=set(numbers.names) - set(kept))
 
 
-def lost_norm(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
-    """[layers of the column]: percent of the tensor's norm in elements that round to 0; nan if not recorded."""
-    norms = numbers.column("underflow_norm%", column.family.tensor, facts)
-    return np.full(len(column.layers), np.nan) if norms is None else norms.at(column.layers, np.nan)
+def lost_norm(numbers: StepNumbers, facts: Facts, column: Column) -> Values:
+    """[rows of the column]: percent of the tensor's norm in elements that round to 0; nan if not recorded."""
+    norms = numbers.column("underflow_norm%", facts)
+    return np.full(len(column.rows), np.nan) if norms is None else norms.at(column.rows, np.nan)
 
 
-def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
-    def make() -> npt.NDArray[np.bool_]:
+def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:
+    def make() -> Mask:
         return np.array([facts.recipe_of(name) in _CAN_OVERFLOW for name in numbers.names_of(column)], bool)
 
-    return facts.cached("can overflow", column.family.tensor, column.layers, make)
+    return facts.cached("can overflow", column.rows, make)
 
 
-def overflow_threshold(tensor: str) -> float:
-    return OVERFLOW if tensor == "activation" else OF_OTHERS
+def overflow_threshold(numbers: StepNumbers, column: Column) -> Values:
+    """[rows of the column]: the threshold for elements above the range of the format, in percent."""
+    return np.where(numbers.are("activation", column), OVERFLOW, OF_OTHERS)
 
 
-def underflow_threshold(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
-    """[layers of the column]: the threshold for elements that round to 0, in percent."""
-    tensor = column.family.tensor
+def underflow_threshold(numbers: StepNumbers, facts: Facts, column: Column) -> Values:
+    """[rows of the column]: the threshold for elements that round to 0, in percent."""
 
-    def make() -> npt.NDArray[np.float64]:
-        formats = (facts.format_of(name, tensor) for name in numbers.names_of(column))
+    def make() -> Values:
+        formats = map(facts.format_of, numbers.names_of(column), numbers.tensors_of(column))
         return np.array([UNDERFLOW.get(text.partition(" ")[0], _OF_UNKNOWN) for text in formats])
 
-    return facts.cached("most underflow", tensor, column.layers, make)
+    return facts.cached("most underflow", column.rows, make)
 
 
 def loses_too_much(
@@ -286,16 +280,15 @@ def loses_too_much(
     facts: Facts,
     column: Column,
     *,
-    underflows: Callable[[Column], float | npt.NDArray[np.float64]] = lambda lost: np.inf,
-    overflows: Callable[[Column], float | npt.NDArray[np.float64]],
-) -> npt.NDArray[np.bool_]:
-    """[layers of a column]: whether too many elements are lost, given thresholds in percent."""
-    lossy = np.zeros(len(column.layers), bool)
+    underflows: Callable[[Column], float | Values] = lambda lost: np.inf,
+    overflows: Callable[[Column], float | Values],
+) -> Mask:
+    """[rows of a column]: whether too many elements are lost, given thresholds in percent."""
+    lossy = np.zeros(len(column.rows), bool)
     for statistic, most in (("underflows%", underflows), ("overflows%", overflows)):
-        lost = numbers.column(statistic, column.family.tensor, facts)
-        is_lossy = np.zeros(0, bool) if lost is None else lost.values >= most(lost)
-        if lost is not None and is_lossy.any():
-            lossy |= np.isin(column.layers, lost.layers[is_lossy])
+        lost = numbers.column(statistic, facts)
+        if lost is not None:
+            lossy |= np.isin(column.rows, lost.rows[lost.values >= most(lost)])
     return lossy
 
 

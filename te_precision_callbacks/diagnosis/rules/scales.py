@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values, extend_rows
-from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, Values, extend_rows
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting, by_tensor
 from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses_too_much, overflow_threshold
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.sinks.step_records import Event
@@ -39,35 +38,34 @@ _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 
 
 class _UnmovedScales:
-    """The scales of a tensor that have not changed since the first collection step.
+    """The scales that have not changed since the first collection step.
 
     A weight with the scale 1 counts only if its amax varies, since an FP8 weight may be frozen.
     """
 
-    def __init__(self, tensor: str) -> None:
-        self._is_weight = tensor == "weight"
-        self._layers = np.empty((0, 5))  # scale, collection steps, least and largest amax, whether it has moved
+    def __init__(self) -> None:
+        self._rows = np.empty((0, 5))  # scale, collection steps, least and largest amax, whether it has moved
 
-    def add(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        """Add a collection step: ``scale_inv_max``, amaxes (nan if unknown), and the maximum of each layer's format.
+    def add(self, numbers: StepNumbers, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, Mask]:
+        """Add a collection step: ``scale_inv_max``, amaxes (nan if unknown), and the maximum of each tensor's format.
 
         Returns:
-            [layers of the column]: the number of collection steps with an unchanged scale that should have followed
+            [rows of the column]: the number of collection steps with an unchanged scale that should have followed
             amax, otherwise 0; and whether the scale still has its initial value 1.
         """
-        self._layers = extend_rows(self._layers, scales.layers, [np.nan, 0.0, np.inf, 0.0, 0.0])
-        first, count, least, most, moved = self._layers[scales.layers].T
+        self._rows = extend_rows(self._rows, scales.rows, [np.nan, 0.0, np.inf, 0.0, 0.0])
+        first, count, least, most, moved = self._rows[scales.rows].T
         first = np.where(np.isnan(first), scales.values, first)
         used = np.isfinite(amaxes) & (amaxes > 0)
         moved = np.where(used & (scales.values != first), 1.0, moved)
         was_above = most >= 2**TOO_SMALL * largest * first  # an amax history of any length would have raised the scale
         count, least = count + used, np.where(used, np.minimum(least, amaxes), least)
         most = np.where(used, np.maximum(most, amaxes), most)
-        self._layers[scales.layers] = np.stack([first, count, least, most, moved], axis=1)
+        self._rows[scales.rows] = np.stack([first, count, least, most, moved], axis=1)
         unmoved = (moved == 0) & ~np.isnan(largest)
         initial = unmoved & (first == 1)
         varies = least < most
-        stays = (initial & (varies | (not self._is_weight))) | (unmoved & was_above & varies)
+        stays = (initial & (varies | ~numbers.are("weight", scales))) | (unmoved & was_above & varies)
         return np.where(stays, count, 0.0), initial
 
 
@@ -78,26 +76,24 @@ class _ScaleJudge(Judge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._unmoved: dict[str, _UnmovedScales] = {}
+        self._unmoved = _UnmovedScales()
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         if facts.knows_recipes:
             self.applies = facts.has_delayed_scaling
         return ()
 
-    def _tensors(self, numbers: StepNumbers, facts: Facts) -> Iterator[tuple[Column, Column, Values]]:
-        """Yield the tensors with both ``scale_inv_max`` and ``cur_amax``, and the maximum of the format, [layers of the
-        scales]. ``cur_amax`` is nan if the tensor has inf or nan, which its scale may follow.
-        """
-        for scales in numbers.columns("scale_inv_max", facts=facts):
-            amax = numbers.column("cur_amax", scales.family.tensor)
-            largest = _largest(numbers, facts, scales)
-            if amax is not None and not np.isnan(largest).all():
-                yield scales, numbers.mask_nonfinite(amax), largest
+    def _scales(self, numbers: StepNumbers, facts: Facts) -> Iterator[tuple[Column, Column, Values]]:
+        """Yield ``scale_inv_max`` with ``cur_amax``, and the maximum of the format, [rows of the scales].
 
-    def _count_unmoved(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        tensor = scales.family.tensor
-        return self._unmoved.setdefault(tensor, _UnmovedScales(tensor)).add(scales, amaxes, largest)
+        ``cur_amax`` is nan if the tensor has inf or nan, which its scale may follow.
+        """
+        amax = numbers.column("cur_amax")
+        for scales in numbers.columns("scale_inv_max", facts) if amax is not None else ():
+            largest = _largest(numbers, facts, scales)
+            known = ~np.isnan(largest)
+            if known.any():
+                yield scales.where(known), numbers.mask_nonfinite(amax), largest[known]
 
 
 class ScaleNeverUpdated(_ScaleJudge):
@@ -105,26 +101,27 @@ class ScaleNeverUpdated(_ScaleJudge):
 
     def __init__(self) -> None:
         super().__init__()
+        self.streaks = ColumnStreaks(1)
         self._since: dict[str, int] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for scales, amax, largest in self._tensors(numbers, facts):
-            tensor = scales.family.tensor
+        for scales, amax, largest in self._scales(numbers, facts):
             self.note_data(numbers.iteration)
-            amaxes = amax.at(scales.layers, np.nan)
-            counts, initial = self._count_unmoved(scales, amaxes, largest)
+            for tensor in set(numbers.tensors_of(scales)):
+                self._since.setdefault(tensor, numbers.iteration)
+            amaxes = amax.at(scales.rows, np.nan)
+            counts, initial = self._unmoved.add(numbers, scales, amaxes, largest)
             unmoved = counts >= UNMOVED_STEPS
-            since = self._since.setdefault(tensor, numbers.iteration)
             if not unmoved.any():
                 continue
-            layers = facts.sort_by_execution(np.array(numbers.names_of(scales))[unmoved].tolist(), tensor)
-            place = numbers.names_of(scales).index(layers[0])
-            value = "1, its initial value," if initial[place] else f"{scales.values[place]:.3g}"
-            seen = f"its scale is {value} in all {counts[place]:.0f} collection steps; amax is {amaxes[place]:.3g}"
-            remedy = ""
-            if tensor == "gradient":
-                remedy = _REMEDY_OF_SCALED if is_scaled(facts) else _REMEDY_OF_GRADIENT
-            yield Sighting(tuple(layers), tensor, "scale_inv_max", seen, since, remedy=remedy)
+            values = [f"{value:.3g}" for value in scales.values.tolist()]
+            values = np.where(initial, "1, its initial value,", values)
+            seen = "its scale is {} in all {:.0f} collection steps; amax is {:.3g}"
+            for sighting in self.streaks.sightings(numbers, facts, scales, unmoved, seen, values, counts, amaxes):
+                remedy = ""
+                if sighting.tensor == "gradient":
+                    remedy = _REMEDY_OF_SCALED if is_scaled(facts) else _REMEDY_OF_GRADIENT
+                yield sighting._replace(statistic="scale_inv_max", since=self._since[sighting.tensor], remedy=remedy)
 
 
 _REMEDY_OF_SCALED = (
@@ -146,43 +143,40 @@ class StaleScale(_ScaleJudge):
     def __init__(self) -> None:
         super().__init__()
         self._large = ColumnStreaks(TOO_LARGE_STEPS)
-        self._last: dict[str, Column] = {}
+        self._last: Column | None = None
         self._from_zero = FromZero()
-        self._begins: dict[str, Column] = {}  # amax before its present rise, for rising layers
+        self._begins: Column | None = None  # amax before its present rise, for rising rows
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         self._from_zero.note(numbers, facts)
-        for scales, amax, largest in self._tensors(numbers, facts):
-            tensor = scales.family.tensor
-            amaxes = amax.at(scales.layers, np.nan)
-            before = self._last.get(tensor, amax).at(scales.layers, np.inf)  # in the first step, no rise
-            self._last[tensor] = amax
+        for scales, amax, largest in self._scales(numbers, facts):
+            amaxes = amax.at(scales.rows, np.nan)
+            before = (self._last or amax).at(scales.rows, np.inf)  # in the first step, no rise
+            self._last = amax
             with np.errstate(divide="ignore", invalid="ignore"):
                 above = np.log2(largest * scales.values / amaxes)
             above[~np.isfinite(above)] = np.nan
             if np.isfinite(above).any():
                 self.note_data(numbers.iteration)
-            lost = numbers.column("underflows%", tensor, facts)
-            losing = np.zeros(len(scales.layers)) if lost is None else lost.at(scales.layers, 0.0)
-            with np.errstate(invalid="ignore"):
-                rises = (amaxes > before) & (tensor != "weight")
-                rises &= above <= -RISING
-                begin = self._begins.get(tensor, amax).at(scales.layers, np.nan)
-                begin = np.where(rises, np.where(np.isfinite(begin) & (begin > 0), begin, before), np.nan)
-                begin = np.where(rises & (begin == 0), amaxes, begin)
-                risen = rises & (amaxes >= 2**RISEN * begin)
-                self._begins[tensor] = scales._replace(values=begin)
-                small = above <= -TOO_SMALL
-                if small.any():
-                    small &= (above <= -FAR) | loses_too_much(
-                        numbers, facts, scales, overflows=lambda lost: overflow_threshold(lost.family.tensor)
-                    )
-                large = (above >= TOO_LARGE) & (losing >= LOST)
-            counts, initial = self._count_unmoved(scales, amaxes, largest)
+            lost = numbers.column("underflows%", facts)
+            losing = np.zeros(len(scales.rows)) if lost is None else lost.at(scales.rows, 0.0)
+            rises = (amaxes > before) & (above <= -RISING) & ~numbers.are("weight", scales)
+            begin = (self._begins or amax).at(scales.rows, np.nan)
+            begin = np.where(rises, np.where(np.isfinite(begin) & (begin > 0), begin, before), np.nan)
+            begin = np.where(rises & (begin == 0), amaxes, begin)
+            risen = rises & (amaxes >= 2**RISEN * begin)
+            self._begins = scales._replace(values=begin)
+            small = above <= -TOO_SMALL
+            if small.any():
+                small &= (above <= -FAR) | loses_too_much(
+                    numbers, facts, scales, overflows=lambda lost: overflow_threshold(numbers, lost)
+                )
+            large = (above >= TOO_LARGE) & (losing >= LOST)
+            counts, initial = self._unmoved.add(numbers, scales, amaxes, largest)
             follows = ~initial & (counts < UNMOVED_STEPS)  # otherwise the rule scale-never-updated applies
             is_new = self._from_zero.grow(numbers, scales)
             small, rises, large = small & follows & ~is_new, rises & follows & ~is_new, large & follows
-            yield from self.streaks.sightings(
+            of_small = self.streaks.sightings(
                 numbers,
                 facts,
                 scales,
@@ -191,7 +185,7 @@ class StaleScale(_ScaleJudge):
                 np.exp2(-above),
                 key="small",
             )
-            yield from self.streaks.sightings(
+            of_rising = self.streaks.sightings(
                 numbers,
                 facts,
                 scales,
@@ -201,7 +195,7 @@ class StaleScale(_ScaleJudge):
                 reported=risen & ~small,
                 key="rising",
             )
-            yield from self._large.sightings(
+            of_large = self._large.sightings(
                 numbers,
                 facts,
                 scales,
@@ -211,6 +205,7 @@ class StaleScale(_ScaleJudge):
                 losing,
                 key="large",
             )
+            yield from by_tensor(numbers, scales, of_small, of_rising, of_large)
 
 
 class ScalesDiffer(Judge):
@@ -228,14 +223,14 @@ class ScalesDiffer(Judge):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         if not self.applies:
             return
-        for largest in numbers.columns("scale_inv_max", facts=facts):
-            least = numbers.column("scale_inv_min", largest.family.tensor, facts)
+        least = numbers.column("scale_inv_min", facts)
+        for largest in numbers.columns("scale_inv_max", facts):
             known = ~np.isnan(_largest(numbers, facts, largest))
             if least is None or not known.any():
                 continue
             self.note_data(numbers.iteration)
             with np.errstate(divide="ignore", invalid="ignore"):
-                apart = np.log2(largest.values / least.at(largest.layers, np.nan))
+                apart = np.log2(largest.values / least.at(largest.rows, np.nan))
             apart = np.where(known & np.isfinite(apart), apart, 0.0)
             far = apart >= APART
             yield from self.streaks.sightings_by_severity(
@@ -263,17 +258,17 @@ class LostScales(Judge):
                 yield Sighting(layers, "", "", seen, event.iteration)
 
 
-def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
-    """[layers of the column]: the maximum of the operand's format; nan without delayed scaling."""
-    tensor = column.family.tensor
+def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> Values:
+    """[rows of the column]: the maximum of the operand's format; nan without delayed scaling."""
 
-    def make() -> npt.NDArray[np.float64]:
+    def make() -> Values:
         names = numbers.names_of(column)
-        largest = [_LARGEST.get(facts.format_of(name, tensor), np.nan) for name in names]
+        formats = map(facts.format_of, names, numbers.tensors_of(column))
+        largest = [_LARGEST.get(text, np.nan) for text in formats]
         of_delayed = [facts.recipe_of(name) == "fp8_delayed_scaling" for name in names]
         return np.where(of_delayed, largest, np.nan)
 
-    return facts.cached("largest number", tensor, column.layers, make)
+    return facts.cached("largest number", column.rows, make)
 
 
 _COLLECT = (

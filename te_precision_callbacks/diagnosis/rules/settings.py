@@ -24,7 +24,7 @@ class LossScaling(Judge):
         if settings is None or not facts.has_run:
             return
         self.judged = True
-        if settings.loss_is_scaled and not settings.float16 and not _has_float16(facts):
+        if settings.loss_is_scaled and not is_scaled(facts):
             yield Sighting((), "", "", "a GradScaler scales the loss, but nothing runs in float16", None)
 
 

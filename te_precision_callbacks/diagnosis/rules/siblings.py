@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values
-from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, Values
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting, by_tensor
 from te_precision_callbacks.diagnosis.rules.losses import (
     LOST_NORM,
     OVERFLOW,
@@ -65,18 +65,18 @@ class Sibling(Judge):
         self._most_similar = 0
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        known: set[str] = set()
+        compared: list[Column] = []
         for statistic in _STATISTICS:
-            for column in numbers.columns(statistic, facts=facts):
-                if statistic == "scale_inv_max" and column.family.tensor in known:
-                    continue  # it is proportional to amax; with delayed scaling, other rules compare both
-                known.add(column.family.tensor)
+            for column in numbers.columns(statistic, facts):
+                if statistic == "scale_inv_max":  # it is proportional to amax; other rules compare both
+                    known = [np.isin(column.rows, other.rows) for other in compared]
+                    column = column.where(~np.logical_or.reduce(known, initial=False))
+                else:
+                    compared.append(column)
                 for sighting in self._judge(numbers, facts, column, statistic):
                     yield sighting._replace(key="")  # a tensor has one finding, from any of its statistics
-                if column.family.tensor == "weight" and statistic == "cur_amax":
-                    yield from self._judge_zero(numbers, facts, column)
         for statistic in SHARES:
-            for column in numbers.columns(statistic, facts=facts):
+            for column in numbers.columns(statistic, facts):
                 for sighting in self._judge_share(numbers, facts, column, statistic):
                     yield sighting._replace(key="")
 
@@ -90,14 +90,12 @@ class Sibling(Judge):
         the rules underflow and overflow.
         """
         shares = np.nan_to_num(numbers.mask_nonfinite(column).values)
-        others, odd = np.zeros(len(shares)), np.zeros(len(shares), bool)
+        others = np.zeros(len(shares))
+        odd = np.zeros(len(shares), bool)
         groups = [places for places in self._similar_layers(numbers, facts, column) if len(places) >= LEAST_OF_SHARES]
         if groups:
             self.note_data(numbers.iteration)
-        if shares.max() < SHARES[statistic]:
-            self.streaks.end(column, "share, warning", "share, note")
-            return
-        for places in groups:
+        for places in groups if shares.max() >= SHARES[statistic] else ():
             if shares[places].max() < SHARES[statistic]:
                 continue
             ordinary = np.sort(shares[places])[: len(places) - max(1, len(places) // MOST_ODD)]
@@ -111,7 +109,7 @@ class Sibling(Judge):
                 odd &= shares < underflow_threshold(numbers, facts, column)
         else:
             what = "are above the range of the format"
-            odd &= can_overflow(numbers, facts, column) & (shares < overflow_threshold(column.family.tensor))
+            odd &= can_overflow(numbers, facts, column) & (shares < overflow_threshold(numbers, column))
         seen = f"{{:.3g}} % of the elements {what}, {{:.2g}} % in similar layers"
         yield from self.streaks.sightings_by_severity(
             numbers, facts, column, odd & ~light, odd & light, seen, shares, others, key="share, "
@@ -121,7 +119,7 @@ class Sibling(Judge):
         """Find weights of 0 in layers with similar layers that have other weights; weights may be initialized to 0."""
         if not numbers.iteration:
             return
-        is_zero = column.values == 0
+        is_zero = (column.values == 0) & numbers.are("weight", column)
         lone = [
             place
             for places in (self._similar_layers(numbers, facts, column) if is_zero.any() else ())
@@ -132,36 +130,24 @@ class Sibling(Judge):
             names = numbers.names_of(column)
             layers = tuple(facts.sort_by_execution((names[place] for place in lone), "weight"))
             seen = "all elements are 0, and not in similar layers"
-            yield Sighting(layers, "weight", column.family.statistic, seen, numbers.iteration)
+            yield Sighting(layers, "weight", column.statistic, seen, numbers.iteration)
 
-    def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
-        tensor = column.family.tensor
+    def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> list[Sighting]:
         bits = numbers.mask_nonfinite(column).bits
-        of_amax_alone = tensor == "activation" and statistic == "cur_amax"
-        far_at = OF_WEIGHTS.get(statistic, FAR) if tensor == "weight" else FAR
-        least = min(NEAR, far_at)
         groups = self._similar_layers(numbers, facts, column)
         spread = self._spread(numbers, facts, column, bits)
-        if groups and not np.isnan(spread).all():
-            self.note_data(numbers.iteration)
-        groups = [places for places, is_near in zip(groups, (spread < least).tolist(), strict=True) if not is_near]
-        if not groups:
-            self._near.end(column, "lossy")
-            self.streaks.end(column, "amax" if of_amax_alone else "")
-            return
         jumps = np.zeros(len(bits))
         of_many = np.zeros(len(bits), bool)
-        far_from = np.full(len(bits), far_at)
-        for places in groups:
-            known = places[np.isfinite(bits[places])]
-            if len(known) < LEAST_ALIKE:
-                continue
-            self.note_data(numbers.iteration)
+        far_from = np.where(numbers.are("weight", column), OF_WEIGHTS.get(statistic, FAR), FAR)
+        for number in np.flatnonzero(spread >= min(NEAR, far_from.min(initial=NEAR))).tolist():
+            known = groups[number][np.isfinite(bits[groups[number]])]
             of_many[known] = len(known) > FEW
-            if np.ptp(bits[known]) < least:
+            tensor = str(numbers.tensors[column.rows[known[0]]])
+            least = min(NEAR, far_from[known[0]])
+            if spread[number] < least:
                 continue
             if len(known) == LEAST_ALIKE:  # of two layers, the one farther from the median of all layers deviates
-                middle = np.median(bits[np.isfinite(bits)])
+                middle = np.median(bits[np.isfinite(bits) & numbers.are(tensor, column)])
                 near, farther = sorted(known, key=lambda place: abs(bits[place] - middle))
                 jumps[farther] = bits[farther] - bits[near]
                 far_from[known] = OF_TWO_WEIGHTS if tensor == "weight" else FAR
@@ -175,53 +161,53 @@ class Sibling(Judge):
         lossy = lossy & _loses(numbers, facts, column) if lossy.any() else lossy
         seen = f"{statistic.removeprefix('cur_')} is {{:.3g}}, {{:.3g}} times {{}} than in similar layers"
         values = column.values, np.exp2(np.abs(jumps)), np.where(jumps < 0, "smaller", "larger")
-        yield from self._near.sightings(numbers, facts, column, lossy, seen, *values, key="lossy")
-        if of_amax_alone:
-            yield from self.streaks.sightings(
-                numbers, facts, column, some & ~lossy, seen, *values, severity="note", key="amax"
-            )
-        else:
-            yield from self.streaks.sightings(numbers, facts, column, far & ~lossy, seen, *values)
+        of_amax_alone = numbers.are("activation", column) & (statistic == "cur_amax")
+        notes, warnings = some & ~lossy & of_amax_alone, far & ~lossy & ~of_amax_alone
+        return by_tensor(
+            numbers,
+            column,
+            self._near.sightings(numbers, facts, column, lossy, seen, *values, key="lossy"),
+            self.streaks.sightings(numbers, facts, column, notes, seen, *values, severity="note", key="amax"),
+            self.streaks.sightings(numbers, facts, column, warnings, seen, *values),
+            self._judge_zero(numbers, facts, column) if statistic == "cur_amax" else (),
+        )
 
     @staticmethod
     def _one_in_a_block(numbers: StepNumbers, column: Column, places: npt.NDArray[np.int64]) -> bool:
-        blocks = [numbers_of(numbers.names[layer])[:1] for layer in column.layers[places].tolist()]
+        blocks = [numbers_of(numbers.names[row])[:1] for row in column.rows[places].tolist()]
         return len(set(blocks)) == len(blocks)
 
     def _similar_layers(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        return facts.cached("alike", column.family.tensor, column.layers, lambda: self._groups(numbers, facts, column))
+        return facts.cached("alike", column.rows, lambda: self._groups(numbers, facts, column))
 
     def _spread(self, numbers: StepNumbers, facts: Facts, column: Column, bits: Values) -> Values:
-        """[groups of similar layers]: largest minus smallest value; nan for a group with an unknown value."""
+        """[groups of similar layers]: largest minus smallest known value; nan without one."""
 
         def make() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
             groups = self._similar_layers(numbers, facts, column)
             sizes = [len(places) for places in groups]
             return np.concatenate([np.empty(0, np.int64), *groups]), np.cumsum([0, *sizes[:-1]])[: len(groups)]
 
-        order, begins = facts.cached("order of alike", column.family.tensor, column.layers, make)
+        order, begins = facts.cached("order of alike", column.rows, make)
         if not len(begins):
             return np.empty(0)
         in_order = bits[order]
-        spread: Values = np.maximum.reduceat(in_order, begins) - np.minimum.reduceat(in_order, begins)
+        if (np.add.reduceat(np.isfinite(in_order), begins, dtype=int) >= LEAST_ALIKE).any():
+            self.note_data(numbers.iteration)
+        spread: Values = np.fmax.reduceat(in_order, begins) - np.fmin.reduceat(in_order, begins)
         return spread
 
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        tensor = column.family.tensor
-        layers, which = np.unique(column.layers, return_inverse=True)
-        names = [numbers.names[layer] for layer in layers.tolist()]
-        alike: dict[tuple[str, str], list[int]] = {}
-        for layer, name in enumerate(names):
-            alike.setdefault((facts.kind_of(name), facts.format_of(name, tensor)), []).append(layer)
-        groups = []
-        for group in alike.values():
-            passed = np.full(len(names), -1)
-            passed[sorted(group, key=lambda layer: facts.order_key(names[layer], tensor))] = np.arange(len(group))
-            places = np.flatnonzero(passed[which] >= 0)
-            self._most_similar = max(self._most_similar, len(places))
-            if len(places) >= LEAST_ALIKE:
-                groups.append(places[np.argsort(passed[which[places]], kind="stable")])
-        return groups
+        names, tensors = numbers.names_of(column), numbers.tensors_of(column)
+        alike: dict[tuple[str, str, str], list[int]] = {}
+        for place, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+            alike.setdefault((tensor, facts.kind_of(name), facts.format_of(name, tensor)), []).append(place)
+        self._most_similar = max(self._most_similar, *map(len, alike.values()), 0)
+        return [
+            np.array(sorted(group, key=lambda place: facts.order_key(names[place], tensors[place])))
+            for group in alike.values()
+            if len(group) >= LEAST_ALIKE
+        ]
 
 
 def deviations(bits: npt.NDArray[np.float64], *, flows: bool, least: float = NEAR) -> npt.NDArray[np.float64]:
@@ -281,9 +267,11 @@ def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool, least: float =
     return result
 
 
-def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
-    def most(least: float, lost: Column) -> float:
-        return max(least, 4 * float(np.median(lost.values)))
+def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:
+    def most(least: float, lost: Column) -> Values:
+        tensors = numbers.tensors[lost.rows]
+        medians = {tensor: float(np.median(lost.values[tensors == tensor])) for tensor in set(tensors.tolist())}
+        return np.maximum(least, [4 * medians[tensor] for tensor in tensors.tolist()])
 
     return loses_too_much(
         numbers,
