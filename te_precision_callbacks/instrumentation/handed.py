@@ -184,7 +184,7 @@ class Callers:
             self._callers = [
                 (module, name)
                 for module in list(sys.modules.values())
-                if not originals.keys().isdisjoint(getattr(module, "__dict__", ()))
+                if not originals.keys().isdisjoint(getattr(module, "__dict__", {}).keys())  # keys(): the few are looked up
                 for name, original in originals.items()
                 if _is_caller(module, vars(module).get(name), original)
             ]
