@@ -1,8 +1,10 @@
 """Set up a process of the tests."""
 
+import functools
 from types import CodeType
 
 import torch
+import typer.testing
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.reference.importer import RewritingLoader
@@ -14,6 +16,8 @@ def prepare() -> None:
         reference.install()
     torch.set_num_threads(1)
     keep_bytecode()
+    # Making the commands from their functions takes longer than many of them run.
+    typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 
 def keep_bytecode() -> None:
