@@ -184,7 +184,8 @@ class Callers:
             self._callers = [
                 (module, name)
                 for module in list(sys.modules.values())
-                if not originals.keys().isdisjoint(getattr(module, "__dict__", ()))
+                # Of two sets of keys the smaller is looked up; of a dict, all keys would be.
+                if not originals.keys().isdisjoint(getattr(module, "__dict__", {}).keys())
                 for name, original in originals.items()
                 if _is_caller(module, vars(module).get(name), original)
             ]

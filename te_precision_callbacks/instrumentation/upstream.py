@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import importlib.metadata
 import logging
@@ -71,10 +72,13 @@ def import_transformer_engine() -> None:
         raise TransformerEngineUnavailableError(error) from error
 
 
+_installed_version = functools.cache(importlib.metadata.version)
+
+
 def warn_unless_supported() -> None:
     from packaging.version import Version
 
-    installed = importlib.metadata.version("transformer_engine")
+    installed = _installed_version("transformer_engine")
     low, high = (Version(bound) for bound in SUPPORTED_TE)
     if not low <= Version(Version(installed).base_version) < high:
         logger.warning(

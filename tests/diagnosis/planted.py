@@ -3,7 +3,7 @@ the verdict that a replay of the records gives too.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,10 @@ Around = Callable[[int], AbstractContextManager[Any]]
 
 def in_fp8(step: int) -> AbstractContextManager[Any]:
     return te.autocast(recipe=Float8CurrentScaling())
+
+
+def outside(step: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def trained(

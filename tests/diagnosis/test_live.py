@@ -25,7 +25,7 @@ from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.session.endings import closing_lines
 from tests.conftest import statistics
 from tests.diagnosis.conftest import Planted
-from tests.diagnosis.planted import in_fp8, sgd, train, trained
+from tests.diagnosis.planted import in_fp8, outside, sgd, train, trained
 from tests.forked import ranks
 
 LAYER = "4.fc"
@@ -34,10 +34,6 @@ LAYER = "4.fc"
 @pytest.fixture
 def loud(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TE_PRECISION_QUIET")
-
-
-def outside(step: int) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def test_the_block_is_found_live_and_in_the_records(planted: Planted) -> None:

@@ -75,7 +75,9 @@ def test_links_and_images_of_the_site(page: str, text: str, on_the_site: str) ->
 # ------------------------------------------------------------------------- public names, by the rule of docs/options.md
 
 
-PUBLIC = public_names(ROOT)
+@pytest.fixture(scope="module")
+def public() -> dict[str, tuple[str, ...]]:
+    return public_names(ROOT)
 
 
 def test_the_list_is_that_of_the_package() -> None:
@@ -83,8 +85,8 @@ def test_the_list_is_that_of_the_package() -> None:
     assert listed().splitlines() == (ROOT / "tests" / "public_api.txt").read_text().splitlines(), remedy
 
 
-def test_every_public_class_and_function_has_a_docstring() -> None:
-    for module, names in PUBLIC.items():
+def test_every_public_class_and_function_has_a_docstring(public: dict[str, tuple[str, ...]]) -> None:
+    for module, names in public.items():
         result = importlib.import_module(module)
         assert result.__doc__, module
         for name in names:
@@ -93,22 +95,22 @@ def test_every_public_class_and_function_has_a_docstring() -> None:
                 assert inspect.getdoc(value), f"{module}.{name}"
 
 
-def test_the_page_names_every_public_module() -> None:
+def test_the_page_names_every_public_module(public: dict[str, tuple[str, ...]]) -> None:
     page = (ROOT / "docs" / "options.md").read_text().partition("\n## Public names\n")[2]
     rows = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
-    assert {PACKAGE + name if name.startswith(".") else name for name in named} == set(PUBLIC)
+    assert {PACKAGE + name if name.startswith(".") else name for name in named} == set(public)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page == "README.md" or page.startswith("docs/")])
-def test_imports_of_pages_are_public(page: str) -> None:
+def test_imports_of_pages_are_public(page: str, public: dict[str, tuple[str, ...]]) -> None:
     text = PAGES[page].read_text()
     for module, names in re.findall(rf"^ *from ({PACKAGE}[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
         for name in re.split(", *", names):
-            assert module in PUBLIC, f"{module} is not public"
-            assert name in PUBLIC[module] or f"{module}.{name}" in PUBLIC, f"{module}.{name} is not public"
+            assert module in public, f"{module} is not public"
+            assert name in public[module] or f"{module}.{name}" in public, f"{module}.{name} is not public"
     for module in re.findall(rf"^ *import ({PACKAGE}[\w.]*)$", text, re.MULTILINE):
-        assert module in {*PUBLIC, f"{PACKAGE}.features"}, f"{module} is not public"
+        assert module in {*public, f"{PACKAGE}.features"}, f"{module} is not public"
 
 
 # ------------------------------------------------------------------------------------------------- docs/architecture.md

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 from te_precision_callbacks.diagnosis import Finding, Verdict
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
+from tests.combinations import half
 from tests.conftest import Keeper, feature, statistics
 from tests.diagnosis.planted import trained
 from tests.diagnosis.test_parameters import Masters
@@ -83,8 +84,10 @@ def frozen(folder: Path, net: torch.nn.Module, recipe: Any, **keywords: Any) -> 
     return verdict, [finding for finding in verdict if finding.rule == "frozen-weight"]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("copies", ["at once", "late", "never", "zeroed", "wrong shard"])
+COPIES = ("at once", "late", "never", "zeroed", "wrong shard")
+
+
+@pytest.mark.parametrize(("name", "copies"), half(RECIPES, COPIES))
 def test_planted_defects(tmp_path: Path, name: str, copies: str) -> None:
     recipe = RECIPES[name]()
     net = model(recipe)
@@ -133,9 +136,9 @@ class DistributedOptimizer:
                 weight.copy_(self.values[weight])
 
 
-@pytest.mark.parametrize("name", [None, *RECIPES])
-@pytest.mark.parametrize("copies", ["at once", "late", "never", "zeroed", "wrong shard"])
+@pytest.mark.parametrize(("name", "copies"), half([None, *RECIPES], COPIES))
 def test_masters_of_parts_of_weights(tmp_path: Path, name: str | None, copies: str) -> None:
+    """Each recipe with those copies that it has not above."""
     recipe = RECIPES[name or "current"]()
     net = model(recipe, quantized=name is not None)
     _, findings = frozen(tmp_path, net, recipe, after=DistributedOptimizer(net, copies).step)
