@@ -279,7 +279,7 @@ def test_a_tensor_and_its_codes(measure: Measure, name: str) -> None:
 # --- whole tiles of dense tensors -------------------------------------------------------------------------------------
 
 # Two whole tiles for each of two programs, and one that is not whole.
-DENSE = normal(4 * 2048 + 160)
+DENSE = normal(4 * 1024 + 160)
 
 
 @pytest.fixture
@@ -296,13 +296,13 @@ def with_at(place: int | slice, value: float) -> Callable[[torch.Tensor], torch.
     return put
 
 
-A_TILE = slice(2 * 2048, 3 * 2048)
+A_TILE = slice(2 * 1024, 3 * 1024)
 TILES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "usual": lambda x: x,
-    "only whole ones": lambda x: x[: 4 * 2048],
+    "only whole ones": lambda x: x[: 4 * 1024],
     "inf": with_at(1000, INF),
-    "-inf in a second tile of a program": with_at(3 * 2048 + 3, -INF),
-    "nan": with_at(2048, NAN),
+    "-inf in a second tile of a program": with_at(3 * 1024 + 3, -INF),
+    "nan": with_at(1024, NAN),
     "nan in the tile that is not whole": with_at(-2, NAN),
     "a tile of nan": with_at(A_TILE, NAN),
     "a large number": with_at(3000, 2.0**70),
