@@ -181,10 +181,11 @@ class Callers:
         if len(sys.modules) != self._module_count:
             self._module_count = len(sys.modules)
             originals = {name: getattr(origin, name) for origin, names in functions.items() for name in names}
+            names = set(originals)
             self._callers = [
                 (module, name)
                 for module in list(sys.modules.values())
-                if not originals.keys().isdisjoint(getattr(module, "__dict__", ()))
+                if not getattr(module, "__dict__", {}).keys().isdisjoint(names)  # looks up the names only
                 for name, original in originals.items()
                 if _is_caller(module, vars(module).get(name), original)
             ]
