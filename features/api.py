@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import nvdlfw_inspect.api as debug_api
 import torch
 from nvdlfw_inspect.config_manager import ConfigManager
+from nvdlfw_inspect.logging import get_logger
 from nvdlfw_inspect.registry import Registry
 from transformer_engine.debug.features.api import TEDefaultFeatures
 from transformer_engine.debug.features.api import TransformerEngineAPI as UpstreamAPI
@@ -139,6 +140,7 @@ class TransformerEngineAPI(UpstreamAPI):
         self._reduces = True
         self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
+        self._unlogged: list[str] = []
         self._read: dict[int, tuple[Any, FeatureSchema | None]] = {}
         # All layers call methods of the same features.
         self._accepted = functools.cache(lambda method, passed: _accepted_arguments(method, passed))
@@ -190,12 +192,15 @@ class TransformerEngineAPI(UpstreamAPI):
         return calls
 
     def watchers(self, layer: str, tensor: str) -> tuple[Watcher, ...]:
-        return tuple(
-            Watcher(name, feature, options)
-            for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items()
-            if isinstance(feature := self.namespace_features.get(name), ScheduledFeature)
-            for options in self._matching(name, written, tensor, None)
-        )
+        watchers: tuple[Watcher, ...] | None = self._api_cache.get((layer, tensor))
+        if watchers is None:
+            watchers = self._api_cache[layer, tensor] = tuple(
+                Watcher(name, feature, options)
+                for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items()
+                if isinstance(feature := self.namespace_features.get(name), ScheduledFeature)
+                for options in self._matching(name, written, tensor, None)
+            )
+        return watchers
 
     def _find(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
         layer, api_name, tensor, gemm = key
@@ -313,14 +318,19 @@ class TransformerEngineAPI(UpstreamAPI):
             )
 
     def note_once(self, feature: str, key: tuple[str, str, str | None, str | None]) -> None:
-        """Log the first time that a feature acts on a tensor or a GEMM."""
+        """Log the first time that a feature acts on a tensor or a GEMM, at the end of the step."""
         acting = (feature, *key)
         if acting not in self._noted:
             self._noted.add(acting)
             layer, api_name, tensor, gemm = key
             what = ", ".join(name for name in (gemm, tensor) if name) if api_name in _OF_GEMMS else tensor
-            # nvidia-dlfw-inspect drops a message if its arguments and calling line equal those of an earlier message.
-            debug_api.log_message(f"Feature={feature}, API={api_name}: {what}", layer, extra_cachable_args=acting)
+            self._unlogged.append(f"LAYER={layer}: Feature={feature}, API={api_name}: {what}")
+
+    def _log_noted(self) -> None:
+        """Log all lines, in a session as one message: its log writes the time and the level before each line."""
+        lines, self._unlogged = self._unlogged, []
+        for message in lines if self._plain is not None or not lines else ["\n".join(lines)]:
+            get_logger().log_message(message)
 
     def set_features(self, features: Any) -> None:
         super().set_features(features)
@@ -348,6 +358,7 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def step(self) -> None:
         """Log the statistics since the last step; a collective call if statistics are reduced."""
+        self._log_noted()
         if self._reduces:
             STATS_BUFFERS.log_stats()
         else:
@@ -377,6 +388,7 @@ class TransformerEngineAPI(UpstreamAPI):
         STATS_BUFFERS.at_least_one_layer_fed = False
 
     def end_debug(self) -> None:
+        self._log_noted()
         super().end_debug()
         if self._plain is not None:
             self._plain.end()

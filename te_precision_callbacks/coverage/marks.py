@@ -127,6 +127,9 @@ class Marks(Generic[MarkT]):
     def __init__(self) -> None:
         self._marks: dict[int, tuple[StorageWeakRef, MarkT]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._marks)
+
     def put(self, tensor: torch.Tensor, mark: MarkT) -> None:
         storage = _storage(tensor)
         if storage is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -89,6 +89,7 @@ class ModelWatch:
         failure: the reason why counting stopped; empty without a failure.
         ran: id of a module of Transformer Engine -> its forwards in training mode since the last :meth:`take_ran`.
         unobserved: Transformer Engine's forwards in the training that were not observed.
+        around_backward: contexts to enter around each backward that adds to gradients.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class ModelWatch:
         self.operators = OperatorProducts({}, self.state, self.calls)
         self.ran: dict[int, set[TrainingForward]] = {}
         self.unobserved = UnobservedForwards()
+        self.around_backward: Sequence[Callable[[], AbstractContextManager[None]]] = ()
         self._modules: Mapping[int, tuple[str, torch.nn.Module]] = {}
         self._report = report
         self._is_paused = is_paused
@@ -264,8 +266,11 @@ class ModelWatch:
             if is_in_backward():  # a nested backward: the outer one decides whether it is counted
                 self._run_guarded(lambda: self.operators.nodes.bind(roots))
                 return upstream(roots, *arguments, **keywords)
-            looking = self._run_guarded(lambda: self._watch_backward(roots))
-            with looking or nullcontext():
+            with ExitStack() as stack:
+                if keywords.get("accumulate_grad"):  # not in torch.autograd.grad()
+                    for context in self.around_backward:
+                        stack.enter_context(context())
+                stack.enter_context(self._run_guarded(lambda: self._watch_backward(roots)) or nullcontext())
                 return upstream(roots, *arguments, **keywords)
 
         return around
@@ -397,26 +402,25 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._leave(name, arguments, keywords, result)
         return result
 
-    @outside_of_dynamo
     def _leave(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
         try:
             self.watcher.after_operator(name, arguments, keywords, result)
         except Exception as error:
             self.watcher.fail(error)
 
-    @outside_of_dynamo
     def _enter(self, operator: Any, types: Iterable[type], arguments: Sequence[Any]) -> Any:
         """The name of an operator to report; None to run it unreported, NotImplemented to leave it to a subclass."""
         if not self.watcher.is_watching():
             return None
         try:
-            kinds = {kind.__name__ for kind in types}
+            kinds = [kind.__name__ for kind in types] if types else ()
             sharded = "DTensor" in kinds
-            name = NotImplemented if sharded else _name_of(operator)
+            name, has_dynamic_shape = _name_of(operator)
+            name = NotImplemented if sharded else name
             if "FakeTensor" in kinds or (self._only is not None and name not in self._only):
                 return NotImplemented if sharded else None  # DTensor infers shapes with a FakeTensor
             if self._only is None:
-                by_values = _has_data_dependent_shape(operator, arguments)
+                by_values = has_dynamic_shape and _depends_on_data(operator, arguments)
                 self.watcher.before_operator(arguments, sharded=sharded, by_values=by_values)
         except Exception as error:
             self.watcher.fail(error)
@@ -443,16 +447,15 @@ def hide_operators() -> Iterator[None]:
         yield
 
 
-def _has_data_dependent_shape(operator: Any, arguments: Sequence[Any]) -> bool:
-    if torch.Tag.dynamic_output_shape not in getattr(operator, "tags", ()):
-        return False
+def _depends_on_data(operator: Any, arguments: Sequence[Any]) -> bool:
     if operator is not torch.ops.aten.index.Tensor:
         return True
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in arguments[1])
 
 
-def _name_of(operator: Any) -> str:
+@functools.cache
+def _name_of(operator: Any) -> tuple[Any, bool]:
+    """Return the name of an operator, and whether the shape of its result may depend on data."""
     if isinstance(operator, torch._ops.HigherOrderOperator):
-        return f"higher_order::{operator._name}"
-    name: str = operator._schema.name
-    return name
+        return f"higher_order::{operator._name}", False
+    return operator._schema.name, torch.Tag.dynamic_output_shape in operator.tags

@@ -116,10 +116,13 @@ class OperatorProducts:
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and attention scores through the softmax."""
+        if operator == "aten::_to_copy":
+            for tensor in tensors_in(arguments):
+                self.weights.follow(tensor, result)
+        if not self._scores:
+            return
         results = list(tensors_in([result]))
         for tensor in tensors_in(arguments):
-            if operator == "aten::_to_copy":
-                self.weights.follow(tensor, result)
             scores = self._scores.get(tensor)
             if scores is not None and operator in _SOFTMAX:
                 scores.role, scores.family = "qk", "attention"

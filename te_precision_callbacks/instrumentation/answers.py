@@ -63,11 +63,15 @@ from te_precision_callbacks.statistics.series import log_name
 
 
 class _ScalingSnapshot(NamedTuple):
-    """A module's scales when first read; ``is_empty`` if all are 1, without an amax history."""
+    """A module's state of delayed scaling when first read.
+
+    Attributes:
+        sums: [2, states]: of the scales' distances from 1, and of the amaxes of earlier steps.
+    """
 
     scale: torch.Tensor
     iteration: int
-    is_empty: torch.Tensor
+    sums: torch.Tensor
 
 
 class DelayedScalingLayers:
@@ -85,8 +89,8 @@ class DelayedScalingLayers:
         states = list(delayed_states(module)) if module.fp8 else []
         if states and (known is None or known.scale is not states[0].scale):
             with hide_operators():  # in the step whose operators are counted
-                is_empty = torch.stack([_is_empty(state) for state in states]).any()
-            self._snapshots[id(module)] = _ScalingSnapshot(states[0].scale, iteration, is_empty)
+                sums = _sums_of_states(states)
+            self._snapshots[id(module)] = _ScalingSnapshot(states[0].scale, iteration, sums)
 
     def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Iterable[str]) -> frozenset[str]:
         """Return the layers that ran without a scale in a step: their state was new and empty.
@@ -94,25 +98,27 @@ class DelayedScalingLayers:
         Args:
             layers: the layers with statistics; layers of other ranks count if one of this rank does.
         """
-        new = {key: snapshot.is_empty for key, snapshot in self._snapshots.items() if snapshot.iteration == iteration}
+        new = {key: snapshot.sums for key, snapshot in self._snapshots.items() if snapshot.iteration == iteration}
         if not new:
             return frozenset()
         device = next(iter(new.values())).device
-        empty = torch.stack([flag.to(device) for flag in new.values()]).tolist()
+        empty = (torch.cat([sums.to(device) for sums in new.values()], 1) == 0).all(0).tolist()
         ours = {layer.name: id(module.module) for module in modules for layer in module.layers}
-        without = {key for key, is_empty in zip(new, empty, strict=True) if is_empty}
+        keys = [key for key, sums in new.items() for _ in range(sums.shape[1])]
+        without = {key for key, is_empty in zip(keys, empty, strict=True) if is_empty}
         unscaled = frozenset(name for name, key in ours.items() if key in without)
         return unscaled.union(layer for layer in layers if layer not in ours) if unscaled else unscaled
 
 
-def _is_empty(state: Any) -> torch.Tensor:
-    """Return whether all scales are 1, and the history has no amax of an earlier step.
+def _sums_of_states(states: Sequence[Any]) -> torch.Tensor:
+    """Return :attr:`_ScalingSnapshot.sums`, which are 0 for a state whose scales are 1, without an earlier amax.
 
     The history's first row holds the current amaxes until the scales are updated. Read from Transformer Engine 2.20.2,
     ``common/recipe/delayed_scaling.cu`` and ``quantization.py: _update_amax_history``.
     """
-    has_scale: torch.Tensor = (state.scale != 1).any() | state.amax_history[1:].any()
-    return ~has_scale
+    distances = torch._foreach_sub([state.scale for state in states], 1.0)
+    sums = torch._foreach_norm([*distances, *[state.amax_history[1:] for state in states]], 1)
+    return torch.stack(sums).view(2, -1)
 
 
 _STATES = (("scaling_fwd", "activation", 0), ("scaling_fwd", "weight", 1), ("scaling_bwd", "gradient", 0))

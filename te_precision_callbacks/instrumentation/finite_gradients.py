@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from te_precision_callbacks.base.devices import is_capturing
-from te_precision_callbacks.instrumentation.weight_samples import local_part, to_host
+from te_precision_callbacks.instrumentation.weight_samples import largest_of_each, local_part, to_host
 
 NamedGradient = tuple[str, torch.Tensor]
 """The name of a parameter, and its gradient."""
@@ -62,15 +62,7 @@ class FiniteGradients:
 
 def _are_broken(gradients: Sequence[NamedGradient]) -> list[tuple[list[str], torch.Tensor]]:
     """Return names, and float32 flags of the same length, for each device and dtype."""
-    plain: dict[tuple[torch.device, torch.dtype], list[NamedGradient]] = {}
-    for name, gradient in gradients:
-        own = local_part(gradient)
-        if own.layout is torch.strided and own.is_floating_point() and own.numel():
-            plain.setdefault((own.device, own.dtype), []).append((name, own))
     return [
-        (
-            [name for name, _ in named],
-            torch.stack(torch._foreach_norm([own for _, own in named], float("inf"))).isfinite().logical_not().float(),
-        )
-        for named in plain.values()
+        ([gradients[place][0] for place in places], largest.isfinite().logical_not().float())
+        for places, largest in largest_of_each([local_part(gradient) for _, gradient in gradients])
     ]

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,10 +33,12 @@ from te_precision_callbacks.instrumentation.weight_samples import (
     BatchedChecks,
     Compare,
     copy_all,
+    largest_of_each,
     local_part,
     raw_codes,
     sample,
     sampled_view,
+    stack_equal,
 )
 from te_precision_callbacks.layers.folding import form_of, numbers_of
 from te_precision_callbacks.layers.forwards import is_checkpoint_without_backward, outside_of_dynamo
@@ -148,13 +151,13 @@ class _Writes:
     Attributes:
         version: version of the weight after its last optimizer step, or -1.
         most: maximum number of writes between two optimizer steps.
-        samples: first sample of the values, and the last two, with their iterations.
+        samples: first sample of the values, and the last two: iteration, a stack of samples, and the index in it.
         found: what was done to the weight, and the iteration; or None.
     """
 
     version: int = -1
     most: int = 0
-    samples: tuple[tuple[int, torch.Tensor], ...] = ()
+    samples: tuple[tuple[int, torch.Tensor, int], ...] = ()
     found: tuple[str, int] | None = None
 
     def note(self, what: str, iteration: int, share: float) -> None:
@@ -177,6 +180,7 @@ class _Parameter:
         zeroed: last consecutive sampled iterations with only gradients of 0.
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
+        kept: last sampled iterations, and whether the next backward added to its uncleared gradient.
     """
 
     name: str
@@ -195,6 +199,7 @@ class _Parameter:
     writes: _Writes = field(default_factory=_Writes)
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
+    kept: dict[int, bool] = field(default_factory=dict)
 
     @property
     def is_left_out(self) -> bool:
@@ -222,36 +227,22 @@ class _Parameter:
         what = "" if share < APART else "late" if self.apart_before < share / 8 else "apart"
         self.checks = (*self.checks, (what, iteration, 100 * share))[-APART_CHECKS:]
 
+    def note_kept(self, iteration: int, *, is_kept: bool) -> None:
+        self.kept[iteration] = is_kept or self.kept.get(iteration, False)
+        if len(self.kept) > UNCHANGED:
+            del self.kept[min(self.kept)]
 
-class _Arrivals:
-    """Hooks of a parameter between two steps of its optimizer, called whenever autograd adds to its gradient.
+
+class _Clearing(NamedTuple):
+    """The gradients of an optimizer between a sampled step and its next step.
 
     Attributes:
-        was_kept: whether the old gradient, not 0, was there each time; None before the first time.
+        kept: parameter -> whether its old gradient was there, and not 0, in each backward that added to it; None before
+            the first one.
     """
 
-    def __init__(self, parameter: _Parameter, failures: ObservationFailures) -> None:
-        self.was_kept: torch.Tensor | bool | None = None
-        self.parameter = parameter
-        self._failures = failures
-        self._old: torch.Tensor | bool = False
-
-    @outside_of_dynamo
-    def before(self, _: torch.Tensor) -> None:
-        self._old = False
-        gradient = self.parameter.weight.grad
-        try:
-            if gradient is None or self.was_kept is False:
-                return
-            if gradient.layout is torch.strided and not is_capturing():
-                self._old = local_part(gradient).any()
-        except Exception as error:  # in a backward of the training
-            self._failures.report("reading the gradient of", self.parameter.name, error)
-
-    @outside_of_dynamo
-    def after(self, _: torch.Tensor) -> None:  # torch.autograd.grad() does not get here
-        was_kept = self._old if self.was_kept is None else self.was_kept & self._old
-        self.was_kept = was_kept
+    iteration: int
+    kept: dict[_Parameter, torch.Tensor | bool | None]
 
 
 class _Held(NamedTuple):
@@ -305,10 +296,12 @@ class ParameterWatch:
 
     Attributes:
         checked: rules that had enough data.
+        around_backward: a context around each backward, while gradients of a sampled step may be cleared.
     """
 
     def __init__(self, model: TrainedModel, failures: ObservationFailures) -> None:
         self.checked: set[str] = set()
+        self.around_backward: list[Callable[[], AbstractContextManager[None]]] = []
         self._model = model
         self._failures = failures
         self._iteration = 0
@@ -317,11 +310,8 @@ class ParameterWatch:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
-        self._arrivals: dict[int, list[_Arrivals]] = {}  # of sampled iterations, until they are read
-        # The last sampled iterations after which gradients came, and whether they were added to uncleared ones.
-        self._kept: weakref.WeakKeyDictionary[_Parameter, list[tuple[int, bool]]] = weakref.WeakKeyDictionary()
-        # Id of an optimizer, as hooks stay when it is gone -> its sampled iteration, and the hooks.
-        self._clearing: dict[int, tuple[int, tuple[RemovableHandle, ...]]] = {}
+        self._clearing: weakref.WeakKeyDictionary[Optimizer, _Clearing] = weakref.WeakKeyDictionary()
+        self._unread: list[_Clearing] = []
         self._batches = BatchedChecks()
         self._pending_read: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
@@ -344,9 +334,7 @@ class ParameterWatch:
         for parameter in self._parameters.values():
             if parameter.gap is not None:
                 parameter.gap.unhook()
-        for number in list(self._clearing):
-            self._end_clearing(number)
-        for cache in (self._parameters, self._held, self._masters, self._arrivals):
+        for cache in (self._parameters, self._held, self._masters, self._clearing, self._unread, self.around_backward):
             cache.clear()
         self._listed = None
 
@@ -376,11 +364,14 @@ class ParameterWatch:
             self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
             self._check_writes(held)
             self._compare_masters(optimizer)
-            self._end_clearing(id(optimizer))
+            self._end_clearing(optimizer)
             if self._is_due:
                 self._has_sampled = True
-                self._watch_clearing(optimizer, held)
-                self._note_decay(optimizer, held)
+                stepped = [entry.parameter for entry in held if entry.tensor is entry.parameter.weight]
+                given = [parameter for parameter in stepped if parameter.weight.grad is not None]
+                self._clearing[optimizer] = _Clearing(iteration, dict.fromkeys(given))
+                self.around_backward[:] = [self._check_clearing]
+                self._note_decay(optimizer, groups.values(), held)
                 self._sample(optimizer, held, gradients)
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
@@ -414,7 +405,8 @@ class ParameterWatch:
                 self._compare_with_samples(entry.parameter)
 
     def _compare_with_samples(self, parameter: _Parameter) -> None:
-        weight, samples = local_part(parameter.weight), parameter.writes.samples
+        weight = local_part(parameter.weight)
+        samples = [(iteration, stack[index]) for iteration, stack, index in parameter.writes.samples]
         if weight.dim() < 2 or is_quantized(weight) or not samples:
             return
         now, iteration = sampled_view(weight, THIN), self._iteration
@@ -434,8 +426,14 @@ class ParameterWatch:
 
     def _refresh(self) -> None:
         """List the parameters, unless they are the same as before; their names take long to find."""
-        modules = itertools.chain.from_iterable(root.modules() for root in self._model.roots)
-        weights = itertools.chain.from_iterable(module._parameters.values() for module in modules)
+        modules: list[torch.nn.Module | None] = [*self._model.roots]
+        weights: list[torch.nn.Parameter | None] = []
+        seen: set[int] = set()
+        for module in modules:  # which grows; Module.modules() calls a generator for each level of the tree
+            if module is not None and id(module) not in seen:
+                seen.add(id(module))
+                weights += module._parameters.values()
+                modules += module._modules.values()
         listed = [(id(weight), weight.numel()) for weight in weights if weight is not None]
         if listed == self._listed:
             return
@@ -532,77 +530,106 @@ class ParameterWatch:
         gap.called += gap.ran
         gap.ran = False
 
-    def _watch_clearing(self, optimizer: Optimizer, held: list[_Held]) -> None:
-        """Check, until the optimizer steps again, whether autograd adds to uncleared gradients."""
-        handles: list[RemovableHandle] = []
-        for parameter, tensor, *_ in held:
-            weight: Any = parameter.weight
-            if tensor is weight and weight.grad is not None:
-                arrivals: Any = _Arrivals(parameter, self._failures)
-                self._arrivals.setdefault(self._iteration, []).append(arrivals)
-                handles.append(weight.register_hook(arrivals.before))  # type: ignore[no-untyped-call]
-                handle = weight.register_post_accumulate_grad_hook(arrivals.after)  # type: ignore[no-untyped-call]
-                handles.append(handle)
-        if handles:
-            self._clearing[id(optimizer)] = self._iteration, tuple(handles)
+    def _end_clearing(self, optimizer: Optimizer) -> None:
+        clearing = self._clearing.pop(optimizer, None)
+        if clearing is not None:
+            self._unread.append(clearing)
+        if not self._clearing:
+            self.around_backward.clear()
 
-    def _end_clearing(self, optimizer: int) -> None:
-        _, handles = self._clearing.pop(optimizer, (0, ()))
-        for handle in handles:
-            handle.remove()
+    @contextmanager
+    def _check_clearing(self) -> Iterator[None]:
+        """Check whether a backward adds to gradients of a sampled step that were not cleared."""
+        old = self._old_gradients()
+        yield
+        for clearing, parameter, gradient, version, is_nonzero in old:
+            if parameter.weight.grad is not gradient or gradient._version != version:
+                was_kept = clearing.kept[parameter]
+                clearing.kept[parameter] = is_nonzero if was_kept is None else was_kept & is_nonzero
 
-    def _note_decay(self, optimizer: Optimizer, held: list[_Held]) -> None:
+    @torch.no_grad()
+    def _old_gradients(self) -> list[tuple[_Clearing, _Parameter, torch.Tensor, int, torch.Tensor]]:
+        uncleared: list[tuple[_Clearing, _Parameter, torch.Tensor]] = []
+        try:
+            for clearing in list(self._clearing.values()):
+                for parameter, was_kept in clearing.kept.items():
+                    gradient = parameter.weight.grad
+                    if gradient is None:
+                        clearing.kept[parameter] = False
+                    elif was_kept is not False:
+                        uncleared.append((clearing, parameter, gradient))
+            if not uncleared or is_capturing():
+                return []
+            return [
+                (*uncleared[place], uncleared[place][2]._version, is_nonzero)
+                for places, largest in largest_of_each([local_part(gradient) for *_, gradient in uncleared])
+                for place, is_nonzero in zip(places, largest != 0, strict=True)
+            ]
+        except Exception as error:  # in a backward of the training
+            self._failures.report("reading the gradients of", "the parameters", error)
+            return []
+
+    def _note_decay(self, optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], held: list[_Held]) -> None:
         """Note parameters that lose a large share in a step by weight decay."""
         is_share = isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD))
-        for parameter, _, group, _ in held:
+        for group in groups:
             share = group.get("lr", 0.0) * group.get("weight_decay", 0.0)
             if (is_share or group.get("decoupled_weight_decay")) and isinstance(share, float) and share >= DECAYS:
-                problem = Problem("decays", parameter.name, self._iteration, 100 * share)
-                self._decays.setdefault(parameter.name, problem)
+                for name in [entry.parameter.name for entry in held if entry.group is group]:
+                    self._decays.setdefault(name, Problem("decays", name, self._iteration, 100 * share))
 
     def _sample(self, optimizer: Optimizer, all_held: list[_Held], gradients: Iterable[torch.Tensor | None]) -> None:
-        iteration, batches = self._iteration, self._batches
-        masters = [
-            (held, sampled_view(master)) for held in all_held if (master := _master(optimizer, held)) is not None
-        ]
-        before = copy_all([master for _, master in masters])
+        iteration = self._iteration
+        masters = _masters(optimizer, all_held)
+        before = copy_all([sampled_view(master) for _, master in masters])
         self._masters[optimizer] = [(held, iteration, copy) for (held, _), copy in zip(masters, before, strict=True)]
-        first: list[tuple[_Parameter, torch.Tensor]] = []
-        values: list[tuple[_Parameter, torch.Tensor]] = []
-        is_nonzero = functools.partial(torch.ne, other=0)
-        for held, gradient in zip(all_held, gradients, strict=True):
-            parameter, weight = held.parameter, held.parameter.weight
-            if not weight.requires_grad:
-                continue
-            if weight.dim() > 1 and not is_quantized(own := local_part(weight)):
-                values.append((parameter, sampled_view(own, THIN)))
-            is_compared = not parameter.has_moved or parameter.reference is not None
-            if gradient is not None and (is_compared or weight.dim() > 1):
-                gradient = sampled_view(local_part(gradient))
-                if weight.dim() > 1:
-                    batches.add("zero", is_nonzero, (gradient,), functools.partial(parameter.note_gradient, iteration))
-            if not is_compared:
-                continue
-            elements, reference = sampled_view(raw_codes(weight)), parameter.reference
-            if reference is None:
-                first.append((parameter, elements))
-            elif (reference.shape, reference.dtype) == (elements.shape, elements.dtype):
-                note = functools.partial(parameter.note_changed, iteration)
-                batches.add("changed", torch.ne, (elements, reference), note)
-            else:
-                parameter.note_changed(iteration, 1.0)
-                continue
-            if gradient is not None and (now := sample(weight)) is not None:
-                squares = _mean_squares(optimizer, held)
-                should_move = functools.partial(_should_move, held.group, now.relative, len(squares))
-                note = functools.partial(parameter.note_expected, iteration)
-                tensors = (now.values, gradient, *squares, *now.with_tensor(gradient)[2:])
-                batches.add((id(held.group), now.relative, len(squares)), should_move, tensors, note)
-        for (parameter, _), copy in zip(first, copy_all([elements for _, elements in first]), strict=True):
+        pairs = zip(all_held, gradients, strict=True)
+        trained = [(held, gradient) for held, gradient in pairs if held.parameter.weight.requires_grad]
+        matrices = [(held.parameter, gradient) for held, gradient in trained if held.parameter.weight.dim() > 1]
+        self._sample_values([parameter for parameter, _ in matrices])
+        given = [(parameter, local_part(gradient)) for parameter, gradient in matrices if gradient is not None]
+        for places, largest in largest_of_each([gradient for _, gradient in given]):
+            notes = [functools.partial(given[place][0].note_gradient, iteration) for place in places]
+            self._batches.add_shares(largest != 0, notes)
+        still = [
+            (held, gradient)
+            for held, gradient in trained
+            if not held.parameter.has_moved or held.parameter.reference is not None
+        ]
+        first = [held.parameter for held, _ in still if held.parameter.reference is None]
+        elements = [sampled_view(raw_codes(parameter.weight)) for parameter in first]
+        self._compare_with_references(optimizer, still)
+        for parameter, copy in zip(first, copy_all(elements), strict=True):
             parameter.reference, parameter.still = copy, (iteration, -1)
-        for (parameter, _), copy in zip(values, copy_all([elements for _, elements in values]), strict=True):
-            first_sample, *later = *parameter.writes.samples, (iteration, copy)
-            parameter.writes.samples = first_sample, *later[-2:]
+
+    def _sample_values(self, matrices: Iterable[_Parameter]) -> None:
+        local = [(parameter, local_part(parameter.weight)) for parameter in matrices]
+        plain = [(parameter, sampled_view(own, THIN)) for parameter, own in local if not is_quantized(own)]
+        for places, stack in stack_equal([values for _, values in plain]):
+            for index, place in enumerate(places):
+                writes = plain[place][0].writes
+                first_sample, *later = *writes.samples, (self._iteration, stack, index)
+                writes.samples = first_sample, *later[-2:]
+
+    def _compare_with_references(
+        self, optimizer: Optimizer, compared: Iterable[tuple[_Held, torch.Tensor | None]]
+    ) -> None:
+        """Compare weights with their references, if they have one, and their gradients with what must change them."""
+        for held, gradient in compared:
+            parameter, weight = held.parameter, held.parameter.weight
+            if parameter.reference is not None:
+                elements, reference = sampled_view(raw_codes(weight)), parameter.reference
+                if (reference.shape, reference.dtype) != (elements.shape, elements.dtype):
+                    parameter.note_changed(self._iteration, 1.0)
+                    continue
+                note = functools.partial(parameter.note_changed, self._iteration)
+                self._batches.add("changed", torch.ne, (elements, reference), note)
+            if gradient is not None and (now := sample(weight)) is not None:
+                gradient, squares = sampled_view(local_part(gradient)), _mean_squares(optimizer, held)
+                should_move = functools.partial(_should_move, held.group, now.relative, len(squares))
+                note = functools.partial(parameter.note_expected, self._iteration)
+                tensors = (now.values, gradient, *squares, *now.with_tensor(gradient)[2:])
+                self._batches.add((id(held.group), now.relative, len(squares)), should_move, tensors, note)
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
         """Compare the weights of the last forward with the master weights, now and before the last step."""
@@ -724,7 +751,7 @@ class ParameterWatch:
                     what = "checkpointed" if gap.checkpointed else "no_gradient"
                 yield Problem(what, parameter.name, gap.since, gap.steps)
         for parameter in self._parameters.values():
-            if parameter.checks or parameter.moves:
+            if parameter.checks or (parameter.moves and not parameter.has_moved):
                 yield from _weight_problems(parameter)
             if parameter.writes.found is not None:
                 what, since = parameter.writes.found
@@ -798,9 +825,9 @@ class ParameterWatch:
 
     def _kept_gradients(self) -> Iterator[Problem]:
         """Find gradients that are not cleared."""
-        self._read_arrivals()
-        decided = {parameter.name: steps for parameter, steps in self._kept.items() if len(steps) == UNCHANGED}
-        kept = {name: steps[0][0] for name, steps in decided.items() if all(is_kept for _, is_kept in steps)}
+        self._read_kept()
+        decided = [parameter for parameter in self._parameters.values() if len(parameter.kept) == UNCHANGED]
+        kept = {parameter.name: min(parameter.kept) for parameter in decided if False not in parameter.kept.values()}
         if not decided:
             return
         self.checked.add("kept-gradient")
@@ -810,27 +837,17 @@ class ParameterWatch:
             for name, since in kept.items():
                 yield Problem("kept", name, since, UNCHANGED)
 
-    def _read_arrivals(self) -> None:
-        """Read which gradients were there, in one copy per device, 2 steps later, when the device has computed it."""
-        unfinished = {iteration for iteration, _ in self._clearing.values()}
-        for iteration in [sampled for sampled in self._arrivals if sampled + 2 < self._ended]:
-            unread: dict[torch.device, list[tuple[_Arrivals, torch.Tensor]]] = {}
-            all_arrivals = self._arrivals[iteration] if iteration in unfinished else self._arrivals.pop(iteration)
-            for arrivals in all_arrivals:
-                if isinstance(arrivals.was_kept, torch.Tensor):
-                    unread.setdefault(arrivals.was_kept.device, []).append((arrivals, arrivals.was_kept))
-            for of_device in unread.values():
-                values = torch.stack([flag for _, flag in of_device]).tolist()
-                for (arrivals, _), was_kept in zip(of_device, values, strict=True):
-                    arrivals.was_kept = was_kept
-            shown: dict[_Parameter, bool] = {}
-            for arrivals in all_arrivals:
-                if arrivals.was_kept is not None:
-                    is_kept = arrivals.was_kept is True or shown.get(arrivals.parameter, False)
-                    shown[arrivals.parameter] = is_kept
-            for parameter, is_kept in shown.items():
-                others = [step for step in self._kept.get(parameter, ()) if step[0] != iteration]
-                self._kept[parameter] = sorted([*others, (iteration, is_kept)])[-UNCHANGED:]
+    def _read_kept(self) -> None:
+        """Read which gradients were kept, in one copy per device, 2 steps later, when the device has computed it."""
+        ready = [clearing for clearing in self._unread if clearing.iteration + 2 < self._ended]
+        self._unread = [clearing for clearing in self._unread if clearing.iteration + 2 >= self._ended]
+        for clearing in ready:
+            flags = [(key, was_kept) for key, was_kept in clearing.kept.items() if isinstance(was_kept, torch.Tensor)]
+            for places, stack in stack_equal([was_kept for _, was_kept in flags]):
+                clearing.kept.update(zip([flags[place][0] for place in places], stack.tolist(), strict=True))
+            for parameter, was_kept in clearing.kept.items():
+                if was_kept is not None:
+                    parameter.note_kept(clearing.iteration, is_kept=bool(was_kept))
 
     def _unheld_parameters(self) -> Iterator[Problem]:
         held = self._held_parameters()
@@ -945,6 +962,14 @@ def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
     return starts
 
 
+def _masters(optimizer: Optimizer, all_held: Iterable[_Held]) -> list[tuple[_Held, torch.Tensor]]:
+    kinds = {tuple(state) for state in optimizer.state.values()}
+    in_state = any("master" in str(name) for names in kinds for name in names)
+    candidates = [held for held in all_held if in_state or held.tensor is not held.parameter.weight]
+    masters = [(held, _master(optimizer, held)) for held in candidates]
+    return [(held, master) for held, master in masters if master is not None]
+
+
 def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
     """Return the float32 master weight, or its local part: stepped by the optimizer, or in the optimizer's state.
 
@@ -1037,19 +1062,18 @@ def _exceeds_rounding(
 
 def _find_nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
     """Return the names of weights with inf or nan, with one copy to the host per dtype and device."""
-    plain: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+    plain: list[tuple[str, torch.Tensor]] = []
     for name, weight in weights:
         codes = weight
-        if type(weight) is not torch.Tensor and is_quantized(weight):  # each format has its own code for nan
+        if is_quantized(weight):  # each format has its own code for nan
             if not hasattr(weight, "_fp8_dtype"):
                 continue
             least = 0x7C if "E5M2" in str(getattr(weight, "_fp8_dtype", "")) else 0x7F
             codes = torch.where((raw_codes(weight) & 0x7F) >= least, torch.nan, 0.0)
-        if codes.numel() and codes.is_floating_point():
-            plain.setdefault((codes.device, codes.dtype), []).append((name, codes))
-    broken: list[str] = []
-    for named in plain.values():
-        largest = torch._foreach_norm([codes for _, codes in named], float("inf"))
-        finite = torch.stack(largest).isfinite().tolist()
-        broken += [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite]
-    return broken
+        plain.append((name, codes))
+    return [
+        plain[place][0]
+        for places, largest in largest_of_each([codes for _, codes in plain])
+        for place, is_finite in zip(places, largest.isfinite().tolist(), strict=True)
+        if not is_finite
+    ]

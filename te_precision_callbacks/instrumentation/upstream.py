@@ -526,6 +526,9 @@ class EventLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
+            if "\n" in record.message:
+                beginning = line.partition(record.message)[0]
+                line = line.replace("\n", f"\n{beginning}")
         except Exception:
             self.handleError(record)
         else:

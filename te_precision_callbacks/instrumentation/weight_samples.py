@@ -42,7 +42,7 @@ class WeightSample(NamedTuple):
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is torch.Tensor and not tensor.requires_grad:  # the usual gradient, without a call of torch
         return tensor
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    part: torch.Tensor = tensor if type(tensor) is torch.nn.Parameter else getattr(tensor, "_local_tensor", tensor)
     return part.detach()
 
 
@@ -123,17 +123,12 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     return WeightSample(elements * factors, 2.0 ** (-form.mantissa_bits - 1), absolute)
 
 
-def _stacking_key(tensor: torch.Tensor) -> Hashable:
-    """Return a key that is equal for tensors that can be stacked."""
-    return tensor.device, tensor.dtype, tensor.shape
-
-
 class BatchedChecks:
     """Comparisons of many small tensors, launched together by device and kind, and read in a later step."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, tuple[Compare, list[tuple[tuple[torch.Tensor, ...], Note]]]] = {}
-        self._shares: list[tuple[torch.Tensor, list[Note]]] = []
+        self._shares: list[tuple[torch.Tensor, Sequence[Note]]] = []
 
     def add(self, key: Hashable, compare: Compare, tensors: tuple[torch.Tensor, ...], note: Note) -> None:
         """Add a comparison.
@@ -144,14 +139,18 @@ class BatchedChecks:
             tensors: samples, [rows, columns].
             note: called with the share of true elements.
         """
-        self._waiting.setdefault((key, *map(_stacking_key, tensors)), (compare, []))[1].append((tensors, note))
+        kinds = [(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors]
+        self._waiting.setdefault((key, *kinds), (compare, []))[1].append((tensors, note))
+
+    def add_shares(self, shares: torch.Tensor, notes: Sequence[Note]) -> None:
+        self._shares.append((shares.float(), notes))
 
     def launch(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for compare, members in waiting.values():
             columns = zip(*(tensors for tensors, _ in members), strict=True)
             are_true = compare(*map(torch.stack, columns))
-            self._shares.append((are_true.flatten(1).float().mean(1), [note for _, note in members]))
+            self.add_shares(are_true.flatten(1).float().mean(1), [note for _, note in members])
 
     def start_copy(self) -> Callable[[], None] | None:
         """Start copying the shares to the host, one copy per device.
@@ -162,7 +161,7 @@ class BatchedChecks:
         """
         if not self._shares:
             return None
-        by_device: dict[torch.device, list[tuple[torch.Tensor, list[Note]]]] = {}
+        by_device: dict[torch.device, list[tuple[torch.Tensor, Sequence[Note]]]] = {}
         for shares, notes in self._shares:
             by_device.setdefault(shares.device, []).append((shares, notes))
         self._shares = []
@@ -183,9 +182,20 @@ def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], to
     """Stack tensors of equal device, dtype and shape: yield their indices and the stack, [tensors, ...]."""
     places: dict[Hashable, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        places.setdefault(_stacking_key(tensor), []).append(place)
+        places.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(place)
     for group in places.values():
         yield group, torch.stack([tensors[place] for place in group])
+
+
+def largest_of_each(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield, per device and dtype, the indices of dense tensors with elements, and their largest absolute values, which
+    are inf or nan if an element is."""
+    places: dict[Hashable, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.layout is torch.strided and tensor.is_floating_point() and tensor.numel():
+            places.setdefault((tensor.device, tensor.dtype), []).append(place)
+    for group in places.values():
+        yield group, torch.stack(torch._foreach_norm([tensors[place] for place in group], float("inf")))
 
 
 def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

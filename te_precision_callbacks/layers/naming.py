@@ -557,9 +557,10 @@ def is_wrapper(module: torch.nn.Module) -> bool:
 
 def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
     """Return whether a module wraps its child of this name, which then adds no part to paths."""
-    return _is_process_wrapper_part(parent, child_name) or any(
-        child_name == attribute and _is_peft(parent, class_name) for class_name, attribute in PEFT_WRAPPERS.items()
-    )
+    if child_name in PEFT_WRAPPERS.values():
+        classes = [class_name for class_name, attribute in PEFT_WRAPPERS.items() if attribute == child_name]
+        return any(_is_peft(parent, class_name) for class_name in classes)
+    return _is_process_wrapper_part(parent, child_name)
 
 
 def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:

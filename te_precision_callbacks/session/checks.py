@@ -239,7 +239,7 @@ class ParameterChecks:
         self._watch = ParameterWatch(model, context.failures)
         self._checked: set[str] = set()
         self.begin, self.remove = self._watch.begin, self._watch.remove
-        self.before_clipping = self._watch.before_clipping
+        self.before_clipping, self.around_backward = self._watch.before_clipping, self._watch.around_backward
         self.after_optimizer_step = self._watch.after_step
 
     @torch.no_grad()

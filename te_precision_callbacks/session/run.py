@@ -119,6 +119,7 @@ class Run:
         self._rules = RuleChecks(context)
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model)
+        self.hooks.products.around_backward = self._parameters.around_backward
         self._clipping = ClippingWatch(self._parameters.before_clipping, failures)
         self.overflow = OverflowCheck(context)
         self._files = RunFiles(context, model.layers.given)

@@ -98,8 +98,7 @@ class StatisticsLog:
     def _names_in(self, table: SeriesTable) -> Sequence[str]:
         if self._named is not table or self._named_as != self._given_names:
             self._named, self._named_as, self._names = table, dict(self._given_names), []
-        for number in range(len(self._names), len(table)):
-            series = table[number]
+        for series in table.since(len(self._names)):
             layer = self._named_as.get(series.layer, series.layer)
             self._names.append(log_name(layer, series.family.tensor, series.family.statistic))
         return self._names

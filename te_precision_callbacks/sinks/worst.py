@@ -115,7 +115,7 @@ class RunStatistics:
 
     def _grow(self) -> None:
         """Add rows for new series; after an interruption, the next step adds them."""
-        families = [self._table[number].family for number in range(len(self._summaries), len(self._table))]
+        families = [series.family for series in self._table.since(len(self._summaries))]
         if not families:
             return
         without_values = {

@@ -116,6 +116,9 @@ class SeriesTable:
     def __getitem__(self, number: int) -> Series:
         return self._series[number]
 
+    def since(self, number: int) -> list[Series]:
+        return self._series[number:]
+
     def find(self, layer: str, tensor: str, statistic: str) -> int | None:
         return self._numbers.get((layer, tensor, statistic, None))
 
@@ -183,7 +186,7 @@ class Measured:
 
 def log_name(layer: str, tensor: str, statistic: str) -> str:
     """Return Transformer Engine's name of a series: ``<layer>_<tensor>_<statistic>``."""
-    return "_".join(part for part in (layer, tensor, statistic) if part)
+    return "_".join(filter(None, (layer, tensor, statistic)))
 
 
 def parse_log_name(name: str, layers: Collection[str]) -> tuple[str, str, str]:
