@@ -26,15 +26,11 @@ class Gpt(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(CLASSES, 32)
-        self.layers = torch.nn.ModuleList(te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0)
-                                          for _ in range(2))  # fmt: skip
+        self.layer = te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0)
         self.head = torch.nn.Linear(32, CLASSES)
 
     def forward(self, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(labels).view(8, -1, 32)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).flatten(0, 1)
+        return self.head(self.layer(self.embedding(labels).view(8, -1, 32))).flatten(0, 1)
 
 
 class Mlp(torch.nn.Module):
@@ -112,7 +108,7 @@ class Training(NamedTuple):
         return session.findings, sorted(losses[-5:])[2]
 
 
-POISONED = {"gpt": "layers.1.layernorm_mlp.fc1_weight", "mlp": "mlp.fc2_weight", "conv": "conv.weight"}
+POISONED = {"gpt": "layer.layernorm_mlp.fc1_weight", "mlp": "mlp.fc2_weight", "conv": "conv.weight"}
 
 
 class Case(NamedTuple):

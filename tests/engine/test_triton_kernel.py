@@ -333,6 +333,7 @@ OF_CODES: dict[str, Callable[..., torch.Tensor]] = {
     "one small error": lambda x, *codes: decoded(x, *codes) + with_at(77, 2.0**-60)(torch.zeros_like(x)),
     "small losses": lambda x, *codes: torch.where(x.abs() < 1, 2.0**-60, x),
     "zeros with codes": lambda x, *codes: x * 0,
+    "overflows": lambda x, *codes: x * 4,
 }
 
 
