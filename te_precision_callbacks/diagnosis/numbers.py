@@ -185,15 +185,13 @@ class StepNumbers:
 
     def mask_nonfinite(self, column: Column) -> Column:
         """Replace values of tensors that contain inf or nan by nan, since statistics ignore these elements."""
-        known = self._masked.get(id(column))
-        if known is not None:
-            return known[1]
-        lost = self.column("nonfinite_num")
-        masked = column
-        if lost is not None and (lost.values > 0).any():
-            masked = column._replace(values=np.where(lost.at(column.rows, 0.0) > 0, np.nan, column.values))
-        self._masked[id(column)] = column, masked
-        return masked
+        if id(column) not in self._masked:
+            lost = self.column("nonfinite_num")
+            masked = column
+            if lost is not None and (lost.values > 0).any():
+                masked = column._replace(values=np.where(lost.at(column.rows, 0.0) > 0, np.nan, column.values))
+            self._masked[id(column)] = column, masked
+        return self._masked[id(column)][1]
 
 
 class Splitter:
@@ -202,7 +200,7 @@ class Splitter:
         self._rows: dict[tuple[str, str], int] = {}  # layer and tensor -> row
         self._families: dict[Family, int] = {}
         self._numbers: dict[tuple[str, str | None, bool], int] = {}  # statistic, GEMM, is a user's own -> number
-        self._names: list[str] = []
+        self._names: Sequence[str] = ()
         self._layers = np.empty(0, np.int64)
         self._tensors = np.empty(0, np.str_)
         self._series = np.empty((0, 3), np.int64)  # row, family and number of the statistic of each series
@@ -242,11 +240,11 @@ class Splitter:
         equal: dict[bytes, Rows] = {}  # equal arrays become one, which is compared faster
         self._split = []
         for begin, end in zip(begins, [*begins[1:], len(series)], strict=True):
-            places = self._order[begin:end]
-            of_number = rows[places]
+            of_number = rows[self._order[begin:end]]
             of_number = equal.setdefault(of_number.tobytes(), of_number)
-            family = known[families[places[0]]]
-            column = Column(int(numbers[places[0]]), family.statistic, family.request, of_number, np.empty(0))
+            first = self._order[begin]
+            family = known[families[first]]
+            column = Column(int(numbers[first]), family.statistic, family.request, of_number, np.empty(0))
             self._split.append((family, column, slice(begin, end)))
         self._last = series.copy()
 
@@ -256,17 +254,12 @@ class Splitter:
             return
         added = []
         for layer, family in new:
-            key = family.statistic, family.gemm, family.request is None
             row = self._rows.setdefault((layer, family.tensor), len(self._rows))
-            added.append(
-                (
-                    row,
-                    self._families.setdefault(family, len(self._families)),
-                    self._numbers.setdefault(key, len(self._numbers)),
-                )
-            )
+            place = self._families.setdefault(family, len(self._families))
+            key = family.statistic, family.gemm, family.request is None
+            added.append((row, place, self._numbers.setdefault(key, len(self._numbers))))
         self._series = np.concatenate([self._series, np.array(added, np.int64)])
-        layers: dict[str, int] = {}
-        self._names[len(self._names) :] = [layer for layer, _ in self._rows][len(self._names) :]
-        self._layers = np.array([layers.setdefault(name, len(layers)) for name in self._names], np.int64)
-        self._tensors = np.array([tensor for _, tensor in self._rows], np.str_)
+        self._names, tensors = zip(*self._rows, strict=True)
+        self._tensors = np.array(tensors)
+        layers = {name: number for number, name in enumerate(dict.fromkeys(self._names))}
+        self._layers = np.array([layers[name] for name in self._names])

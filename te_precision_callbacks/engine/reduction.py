@@ -375,10 +375,10 @@ class _Layout:
         self._asked = list(asked)
         labels: dict[SegmentKey, set[str]] = {}
         measured: set[SegmentKey] = set()
-        for segment, of_segment, is_measured in itertools.chain.from_iterable(asked):
-            labels.setdefault(segment.key, set()).update(of_segment)
+        for asked_of, of_segment, is_measured in itertools.chain.from_iterable(asked):
+            labels.setdefault(asked_of.key, set()).update(of_segment)
             if is_measured:
-                measured.add(segment.key)
+                measured.add(asked_of.key)
         due: list[bool] = []
         resting: list[int] = []
         for entry, segment, _, sums_at, _ in self._pieces:

@@ -811,7 +811,7 @@ def test_a_healthy_step_takes_no_call_for_each_layer() -> None:
         assert not diagnosis.verdict.findings
         return count
 
-    assert calls_of_a_step(80) == calls_of_a_step(20) < 2100
+    assert calls_of_a_step(80) == calls_of_a_step(20) < 1500
 
 
 def test_a_rule_that_fails_is_not_judged_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

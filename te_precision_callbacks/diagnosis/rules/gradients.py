@@ -263,7 +263,7 @@ class FirstValues:
 
     def are_known(self, rows: Rows) -> Mask:
         self._known = extend_rows(self._known, rows, np.nan)
-        are: Mask = np.isfinite(self._known[rows]).all(axis=1)
+        are: Mask = np.logical_and.reduce(np.isfinite(self._known[rows]), axis=1)
         return are
 
     def add(self, rows: Rows, values: Values) -> None:

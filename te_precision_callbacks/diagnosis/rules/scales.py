@@ -89,10 +89,10 @@ class _ScaleJudge(Judge):
         ``cur_amax`` is nan if the tensor has inf or nan, which its scale may follow.
         """
         amax = numbers.column("cur_amax")
-        for scales in numbers.columns("scale_inv_max", facts) if amax is not None else ():
+        for scales in numbers.columns("scale_inv_max", facts):
             largest = _largest(numbers, facts, scales)
             known = ~np.isnan(largest)
-            if known.any():
+            if amax is not None and known.any():
                 yield scales.where(known), numbers.mask_nonfinite(amax), largest[known]
 
 
@@ -114,8 +114,7 @@ class ScaleNeverUpdated(_ScaleJudge):
             unmoved = counts >= UNMOVED_STEPS
             if not unmoved.any():
                 continue
-            values = [f"{value:.3g}" for value in scales.values.tolist()]
-            values = np.where(initial, "1, its initial value,", values)
+            values = np.where(initial, "1, its initial value,", [f"{value:.3g}" for value in scales.values.tolist()])
             seen = "its scale is {} in all {:.0f} collection steps; amax is {:.3g}"
             for sighting in self.streaks.sightings(numbers, facts, scales, unmoved, seen, values, counts, amaxes):
                 remedy = ""
