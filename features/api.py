@@ -194,12 +194,13 @@ class TransformerEngineAPI(UpstreamAPI):
     def watchers(self, layer: str, tensor: str) -> tuple[Watcher, ...]:
         watchers: tuple[Watcher, ...] | None = self._api_cache.get((layer, tensor))
         if watchers is None:
-            watchers = self._api_cache[layer, tensor] = tuple(
+            watchers = tuple(
                 Watcher(name, feature, options)
                 for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items()
                 if isinstance(feature := self.namespace_features.get(name), ScheduledFeature)
                 for options in self._matching(name, written, tensor, None)
             )
+            self._api_cache[layer, tensor] = watchers
         return watchers
 
     def _find(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
@@ -328,7 +329,8 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def _log_noted(self) -> None:
         """Log all lines, in a session as one message: its log writes the time and the level before each line."""
-        lines, self._unlogged = self._unlogged, []
+        lines = self._unlogged
+        self._unlogged = []
         for message in lines if self._plain is not None or not lines else ["\n".join(lines)]:
             get_logger().log_message(message)
 

@@ -62,7 +62,8 @@ class ContractKeeper:
         self._contract = contract
         self._on_broken = contract.on_broken or on_broken
         self._first: int | None = None
-        self._changes = self._changed_at = 0
+        self._changes = 0
+        self._changed_at = 0
         self._checked = self._checked_until = -1
         self._message = ""
         self.unchecked = ""
@@ -90,13 +91,16 @@ class ContractKeeper:
             ranks.request_check(note=iteration >= first and self._checked != changes)
         noted = ranks.check_requested(send=send)
         # A change detected after the step's statistics were sent is announced in the next step, for this step's check.
-        changed_at, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
+        changed_at = self._changed_at
+        self._changed_at = iteration if changes != self._changes else self._changed_at
         if not noted:
             return None
         if iteration == first or not ranks.several:
-            self._checked, own = changes, coverage_at(iteration)
+            self._checked = changes
+            own = coverage_at(iteration)
         else:
-            self._checked, own = self._changes, coverage_at(changed_at)
+            self._checked = self._changes
+            own = coverage_at(changed_at)
         products = shared_products(own, ranks, "products to check")
         coverage = Coverage(products, state=shared_state(own.state, ranks, "types to check"))
         if ranks.several and not ranks.are_connected:
@@ -116,7 +120,9 @@ class ContractKeeper:
         self.unchecked = "" if broken else left_out(self._contract, coverage)
         if broken:
             return self._report_broken(broken, coverage, when, raises=raises)
-        return self._report(self.unchecked, coverage, raises=False) if self.unchecked else ""
+        if self.unchecked:
+            return self._report(self.unchecked, coverage, raises=False)
+        return ""
 
     def end_run(
         self,
@@ -166,7 +172,9 @@ class ContractKeeper:
                 return self._report_broken(broken, coverage, when, raises=raises)
             if not self.unchecked:
                 return ""
-        return self._report(self.unchecked, coverage, raises=raises) if self.unchecked else None
+        if self.unchecked:
+            return self._report(self.unchecked, coverage, raises=raises)
+        return None
 
     def _report_broken(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
         listed = "\n".join(f"- {text}" for text in broken)
@@ -277,7 +285,9 @@ def _offenders(coverage: Coverage) -> list[str]:
         remedy = f". Remedy: {REMEDIES[reason]}." if reason and reason in REMEDIES else ""
         texts.append(f"- {layers} {gemms}: {share} % in {precision.upper()}{f' ({why}){remedy}' if reason else ''}")
     more = len(rows) - _MOST_OFFENDERS
-    return [*texts, f"- and {more} more"] if more > 0 else texts
+    if more > 0:
+        return [*texts, f"- and {more} more"]
+    return texts
 
 
 EntryT = TypeVar("EntryT", bound=Hashable)

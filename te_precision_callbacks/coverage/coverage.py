@@ -134,8 +134,12 @@ class Product:
         if self.not_run:
             return self.not_run
         if self.reason is None or self.reason_ref in ("", self.reason.value):
-            return "" if self.reason is None else self.reason.value
-        return f"{self.reason.value}: {self.reason_ref}" if self.reason in _WITH_VALUE else self.reason_ref
+            if self.reason is None:
+                return ""
+            return self.reason.value
+        if self.reason in _WITH_VALUE:
+            return f"{self.reason.value}: {self.reason_ref}"
+        return self.reason_ref
 
     @property
     def is_low(self) -> bool:
@@ -151,7 +155,9 @@ def _widest(formats: tuple[str, ...]) -> str:
 def _format_name(formats: tuple[str, ...]) -> str:
     widest = _widest(formats)
     in_fp8 = [text for text in formats if precision_of(text) == "fp8"]
-    return "FP8 block" if widest == "fp8" and all(text.startswith("FP8 block") for text in in_fp8) else widest.upper()
+    if widest == "fp8" and all(text.startswith("FP8 block") for text in in_fp8):
+        return "FP8 block"
+    return widest.upper()
 
 
 @functools.cache
@@ -197,7 +203,8 @@ class Coverage(tuple[Product, ...]):
         cls, products: Iterable[Product] = (), *, state: tuple[StateRow, ...] = (), steps: str = ""
     ) -> Coverage:
         made = super().__new__(cls, products)
-        made.state, made.steps = state, steps
+        made.state = state
+        made.steps = steps
         return made
 
     def macs(self, precision: str | None = None, *, gemm: str | None = None, backward: bool | None = None) -> int:
@@ -235,7 +242,9 @@ class Coverage(tuple[Product, ...]):
         if self.has_unknown:
             return float("nan")
         whole = self.macs(gemm=gemm, backward=backward)
-        return self.macs(precision, gemm=gemm, backward=backward) / whole if whole else float("nan")
+        if whole:
+            return self.macs(precision, gemm=gemm, backward=backward) / whole
+        return float("nan")
 
     @property
     def has_backward(self) -> bool:
@@ -332,7 +341,11 @@ def percent(share: float) -> str:
     text = f"{100 * share:.1f}"
     if text == "100.0" and share < 1:
         return "99.9"
-    return "0.1" if text == "0.0" and share > 0 else text.removesuffix(".0") if share in (0, 1) else text
+    if text == "0.0" and share > 0:
+        return "0.1"
+    if share in (0, 1):
+        return text.removesuffix(".0")
+    return text
 
 
 def _causes(products: Iterable[Product]) -> list[str]:

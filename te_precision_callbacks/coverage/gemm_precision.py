@@ -179,7 +179,9 @@ class PrecisionHistory:
 
     def last_facts(self, layer: str) -> LayerFacts:
         changes = self._layers.get(layer)
-        return changes[-1].facts if changes else _UNKNOWN
+        if changes:
+            return changes[-1].facts
+        return _UNKNOWN
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs in an iteration; raises IterationError if it has not run."""
@@ -225,7 +227,8 @@ def _spans(changes: Sequence[_Change]) -> Iterator[_Span]:
             flags = functools.reduce(operator.or_, (change.flags for change in changes[begin:end]))
             until = changes[end].since - 1 if end < len(changes) else None
             if fact is not None:
-                seen, excluded = bool(flags >> column & 1), bool(flags & _EXCLUDED)
+                seen = bool(flags >> column & 1)
+                excluded = bool(flags & _EXCLUDED)
                 yield _Span(gemm, fact, seen, excluded, changes[begin].since, until)
             begin = end
 

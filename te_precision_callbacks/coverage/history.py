@@ -128,7 +128,8 @@ class CoverageHistory:
             if not now.has_backward and last.has_backward:
                 return
             if now.has_backward and not last.has_backward:
-                now.since, now.state = last.since, step.state or last.state
+                now.since = last.since
+                now.state = step.state or last.state
                 self._counted.pop()
             elif last.steps == 1 and last.parts == step.parts:
                 return
@@ -198,10 +199,13 @@ class CoverageHistory:
     def _steps(self, number: int, last: int) -> str:
         if len(self._counted) < 2:
             return ""
-        since, after = self._counted[number].since, self._counted[number + 1 : number + 2]
+        since = self._counted[number].since
+        after = self._counted[number + 1 : number + 2]
         until = after[0].since - 1 if after else max(since, last)
         steps = f"step {since}" if since == until else f"steps {since} to {until}"
-        return f"the mean of {steps}" if self._counted[number].steps > 1 else steps
+        if self._counted[number].steps > 1:
+            return f"the mean of {steps}"
+        return steps
 
 
 def _split_by_precision(
@@ -217,14 +221,16 @@ def _split_by_precision(
             _apply_precision(product, None, facts, unconverted), order, None, counted.since, counted.until
         )
     for place, entry in enumerate(entries):
-        since, until = entry.since, entry.until
+        since = entry.since
+        until = entry.until
         if not place and since <= counted.since + 1:
             since = counted.since  # in the first step, the precision may become known one step late
         elif not place:  # older changes were dropped, so the precision before this one is unknown
             before = since - 1 if counted.until is None else min(since - 1, counted.until)
             yield ProductSpan(replace(product, operands={}), order, None, counted.since, before)
         ends = [end for end in (until, counted.until) if end is not None]
-        since, until = max(since, counted.since), min(ends, default=None)
+        since = max(since, counted.since)
+        until = min(ends, default=None)
         if until is None or until >= since:
             yield ProductSpan(_apply_precision(product, entry, facts, unconverted), order, entry, since, until)
 

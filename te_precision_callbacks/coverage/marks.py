@@ -139,7 +139,9 @@ class Marks(Generic[MarkT]):
     def get(self, tensor: torch.Tensor) -> MarkT | None:
         storage = _storage(tensor)
         marked = None if storage is None else self._marks.get(storage._cdata)
-        return None if marked is None else marked[1]
+        if marked is None:
+            return None
+        return marked[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,4 +217,6 @@ def _storage(tensor: torch.Tensor) -> Any:
 def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
     storage = _storage(tensor)
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return None if storage is None else (storage._cdata, int(local.storage_offset()))
+    if storage is None:
+        return None
+    return (storage._cdata, int(local.storage_offset()))

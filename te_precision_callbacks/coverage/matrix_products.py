@@ -69,7 +69,9 @@ def products_of(operator: str, arguments: Sequence[Any], result: Any) -> list[Ma
         result: its result.
     """
     find = _OPERATORS.get(operator)
-    return [] if find is None else list(find(arguments, result))
+    if find is None:
+        return []
+    return list(find(arguments, result))
 
 
 def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
@@ -89,7 +91,9 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
     if namespace in _NO_PRODUCTS:
         return ""
     matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1 and _has_numbers(tensor)]
-    return "takes several matrices and may multiply them" if len(matrices) > 1 else ""
+    if len(matrices) > 1:
+        return "takes several matrices and may multiply them"
+    return ""
 
 
 _NAME_OF_PRODUCT = re.compile(
@@ -104,7 +108,9 @@ def _why_not_counted_of_torch(name: str) -> str:
     if name in NOT_COUNTED:
         return NOT_COUNTED[name]
     is_named_so = _NAME_OF_PRODUCT.search(name) and not _NAME_WITHOUT_PRODUCT.search(name)
-    return "may multiply matrices" if is_named_so else ""
+    if is_named_so:
+        return "may multiply matrices"
+    return ""
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
@@ -123,7 +129,8 @@ def _matrices(a: int, b: int) -> _Find:
     """``[..., n, k] @ [..., k, m]``, or a vector in place of either, arguments by two argument numbers."""
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        left, right = arguments[a], arguments[b]
+        left = arguments[a]
+        right = arguments[b]
         n = 1 if left.dim() == 1 else left.shape[-2]
         m = 1 if right.dim() == 1 else right.shape[-1]
         yield MatrixProduct(left, right, n, m, left.shape[-1], math.prod(left.shape[:-2]))
@@ -157,7 +164,8 @@ def _conv_tbc(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
 
 def _convolution(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     activation, weight = arguments[:2]
-    transposed, groups = arguments[6], arguments[8]
+    transposed = arguments[6]
+    groups = arguments[8]
     yield _convolution_product(activation, weight, weight, activation if transposed else result, groups)
 
 
@@ -188,7 +196,8 @@ def _recurrent(*, backward: bool) -> _Find:
     """
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        activation, wanted = arguments[0], arguments[-1]
+        activation = arguments[0]
+        wanted = arguments[-1]
         rows = activation.numel() // max(1, activation.shape[-1])
         needs_wgrad = backward and (not isinstance(wanted, (list, tuple)) or wanted[-1])  # cuDNN has a mask
         for weight in tensors_in(arguments[1:3]):
@@ -231,8 +240,11 @@ def _attention(
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
         query, key, value = arguments[backward : backward + 3]
-        size, size_v = query.shape[-1], value.shape[-1]
-        rows, columns, batch = query.shape[length], key.shape[length], query.numel() // (query.shape[length] * size)
+        size = query.shape[-1]
+        size_v = value.shape[-1]
+        rows = query.shape[length]
+        columns = key.shape[length]
+        batch = query.numel() // (query.shape[length] * size)
         q_bounds, k_bounds = arguments[bounds : bounds + 2] if bounds and len(arguments) > bounds + 1 else (None, None)
         lengths: _Lengths = None
         if q_bounds is not None:
@@ -262,7 +274,9 @@ def _mask_share(
     if right == 0 or (len(arguments) > causal and arguments[causal]):
         return causal_share(rows, columns, at_the_end=window is not None)
     has_mask = mask is not None and (mask < 0 or (len(arguments) > mask and arguments[mask] is not None))
-    return None if has_mask else 1.0
+    if has_mask:
+        return None
+    return 1.0
 
 
 def _lengths(queries: torch.Tensor, keys: torch.Tensor) -> _Lengths:
@@ -290,7 +304,8 @@ def _with_sequences(product: MatrixProduct, lengths: _Lengths, rows: int, column
     sequences = []
     for queries, keys in lengths:
         sizes = [product.n, product.m, product.k]
-        sizes[rows], sizes[columns] = queries, keys
+        sizes[rows] = queries
+        sizes[columns] = keys
         n, m, k = sizes
         sequences.append(PackedSequence((n, m, k, product.batch), causal_share(queries, keys, at_the_end=True)))
     return product._replace(sequences=tuple(sequences))
@@ -315,7 +330,9 @@ def _gradients_of_attention(
 def _flex_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     """Query, key, value, result, its logarithms, and the gradient: [batch, heads, length, size]."""
     query, key, value, _, _, gradient = arguments[:6]
-    rows, columns, batch = query.shape[-2], key.shape[-2], math.prod(query.shape[:-2])
+    rows = query.shape[-2]
+    columns = key.shape[-2]
+    batch = math.prod(query.shape[:-2])
     tensors = gradient, query, key, value
     yield from _gradients_of_attention(tensors, rows, columns, query.shape[-1], value.shape[-1], batch)
 
@@ -419,11 +436,14 @@ def attention_mask_share(arguments: Mapping[str, Any], rows: int, columns: int) 
     """
     if str(arguments.get("qkv_format") or arguments.get("qkv_layout") or "").startswith("t"):
         return None
-    mask, window = str(arguments.get("attn_mask_type")), arguments.get("window_size")
+    mask = str(arguments.get("attn_mask_type"))
+    window = arguments.get("window_size")
     if window is not None and window[0] not in (None, -1):
         return None
     if mask == "no_mask":
-        return 1.0 if window is None or window[1] in (None, -1) else None
+        if window is None or window[1] in (None, -1):
+            return 1.0
+        return None
     kind = mask.removeprefix("padding_")
     if kind not in ("causal", "causal_bottom_right"):
         return None

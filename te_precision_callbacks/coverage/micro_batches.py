@@ -191,7 +191,8 @@ class ModelCalls:
             inputs: Hashable = _form(arguments, numbers), _form(keywords, numbers)
         except _UnknownFormError:
             inputs = None
-        form = base = hash((id(root), root.training, flags, inputs))
+        form = hash((id(root), root.training, flags, inputs))
+        base = form
         if integers_count and numbers and self._equal_counts.get(base, 0) < _ENOUGH_EQUAL:
             form = hash((base, tuple(numbers)))
             self._base[form] = base
@@ -201,21 +202,24 @@ class ModelCalls:
         call = ModelCall(form, wanted, producers=list(_calls_in(leaves([arguments, keywords]))))
         if call.is_counted:
             self._left -= not self.is_first
-            search.is_new, search.last = False, call
+            search.is_new = False
+            search.last = call
         call.nodes = -made_in_thread()
         self.thread_call.call = call
         return call
 
     def leave(self) -> None:
         """End the call of this thread, also after an exception. A call that raised does not represent others."""
-        call, self.thread_call.call = self.thread_call.call, None
+        call = self.thread_call.call
+        self.thread_call.call = None
         if call is not None and call.is_counted and not call.has_ended:
             self._forms[call.form].is_new = True
 
     def end(self, call: ModelCall, results: Any) -> None:
         call.nodes += made_in_thread()
         if self.has_graphs:
-            call.path = call.nodes = 0
+            call.path = 0
+            call.nodes = 0
         call.has_ended = True
         mark = _Mark(call)
         call.is_marked = mark_call(leaves(results), mark)
@@ -226,7 +230,8 @@ class ModelCalls:
 
     def _look_up(self, call: ModelCall) -> bool:
         """Record the kind of a call that has ended; returns whether a new search began."""
-        form, kind = self._forms[call.form], call.kind
+        form = self._forms[call.form]
+        kind = call.kind
         if call.is_counted:
             form.find(kind)
             self._known.add(kind)
@@ -257,7 +262,8 @@ class ModelCalls:
     def end_step(self) -> list[ModelCall]:
         """Return the calls of the step; ``forwards`` of counted calls is then complete."""
         counted: dict[Kind, ModelCall] = {}
-        calls, self._all = self._all, []
+        calls = self._all
+        self._all = []
         for call in calls:
             if call.is_counted:
                 counted[call.kind] = call
@@ -286,7 +292,8 @@ class ModelCalls:
         if not has_products and not self.outside.path:
             return None
         if self.has_graphs:
-            self.outside.path = self.outside.nodes = 0
+            self.outside.path = 0
+            self.outside.nodes = 0
         self._left -= self._look_up(self.outside)
         return self.outside.kind
 
@@ -342,4 +349,6 @@ def leaves(value: Any, depth: int = 0) -> list[Any]:
         parts = value
     else:
         parts = getattr(value, "__dict__", {}).values()
-    return [] if depth > _DEEPEST else [leaf for part in parts for leaf in leaves(part, depth + 1)]
+    if depth > _DEEPEST:
+        return []
+    return [leaf for part in parts for leaf in leaves(part, depth + 1)]

@@ -98,7 +98,8 @@ class ModelWatch:
         is_paused: Callable[[], bool],
         count: Callable[[], None] = lambda: None,
     ) -> None:
-        self.active = self.counting = False
+        self.active = False
+        self.counting = False
         self.failure = ""
         self.state = KeptState(report, lambda: self.operators.current_call())
         self.calls = ModelCalls()
@@ -119,7 +120,8 @@ class ModelWatch:
         self.calls = ModelCalls()
         self.operators = OperatorProducts(modules, self.state, self.calls)
         self.state.watch(model)
-        self.active = self.counting = True
+        self.active = True
+        self.counting = True
         roots = [root for _, root in named_roots(model) or ()]
         whole = set(map(id, roots))
         for root in roots:
@@ -140,11 +142,15 @@ class ModelWatch:
 
     def take_ran(self) -> dict[int, set[TrainingForward]] | None:
         self.unobserved.end_step()
-        ran, self.ran = self.ran, {}
-        return ran if self.active and not self.failure else None
+        ran = self.ran
+        self.ran = {}
+        if self.active and not self.failure:
+            return ran
+        return None
 
     def close(self) -> None:
-        self.active = self.counting = False
+        self.active = False
+        self.counting = False
         self.unobserved = UnobservedForwards()
         self.state.close()
         self._replaced.restore()
@@ -162,7 +168,8 @@ class ModelWatch:
 
     def _wrap_module(self, number: int, module: Any) -> None:
         own = module._compiled_call_impl
-        upstream, noting = own or module._call_impl, self._own_call(module)
+        upstream = own or module._call_impl
+        noting = self._own_call(module)
         here = self.calls.thread_call
         is_te = hasattr(module, "fp8_meta")
         attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and is_te else None
@@ -279,11 +286,15 @@ class ModelWatch:
         self.operators.nodes.bind(roots)
         call = self.calls.begin_backward(roots)
         if call is not None and call.is_counted:
-            return nullcontext() if is_seen_by(self) else self._counting_operators(call)
+            if is_seen_by(self):
+                return nullcontext()
+            return self._counting_operators(call)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.calls.is_first and distributed and not self.state.reduced:
             return SeeingMode(self, only=REDUCING)
-        return self.operators.in_backward_of(call) if self.counting else nullcontext()
+        if self.counting:
+            return self.operators.in_backward_of(call)
+        return nullcontext()
 
     @contextmanager
     def _counting_operators(self, backward_of: ModelCall | None = None) -> Iterator[None]:
@@ -298,13 +309,16 @@ class ModelWatch:
     def _run_guarded(self, do: Callable[[], ResultT]) -> ResultT | None:
         """Run a function and keep its failure from training; skipped after a failure."""
         try:
-            return None if self.failure else do()
+            if self.failure:
+                return None
+            return do()
         except Exception as error:
             self.fail(error)
             return None
 
     def fail(self, error: Exception) -> None:
-        first, self.failure = not self.failure, f"all products of torch: {type(error).__name__}: {error}"
+        first = not self.failure
+        self.failure = f"all products of torch: {type(error).__name__}: {error}"
         if first:
             self._report("counting the matrix products of", "a step", error)
 

@@ -66,7 +66,8 @@ class OperatorProducts:
         self._backward_of: ModelCall | None = None
         self.weights = WeightMarks()
         self._activations = Marks[list[SeenProduct]]()
-        self._scores, self._probabilities = Marks[SeenProduct](), Marks[bool]()
+        self._scores = Marks[SeenProduct]()
+        self._probabilities = Marks[bool]()
 
     @contextmanager
     def in_backward_of(self, call: ModelCall | None) -> Iterator[None]:
@@ -89,7 +90,9 @@ class OperatorProducts:
         if not is_in_backward():
             return self.calls.current
         at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
-        return at_node[0].call if at_node else None
+        if at_node:
+            return at_node[0].call
+        return None
 
     def look(self, operator: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
         is_backward = is_in_backward()
@@ -125,7 +128,8 @@ class OperatorProducts:
         for tensor in tensors_in(arguments):
             scores = self._scores.get(tensor)
             if scores is not None and operator in _SOFTMAX:
-                scores.role, scores.family = "qk", "attention"
+                scores.role = "qk"
+                scores.family = "attention"
             for made in results:
                 if scores is not None and operator in _SOFTMAX:
                     self._probabilities.put(made, True)
@@ -207,7 +211,9 @@ class OperatorProducts:
     def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
         weight_modules = (module for path, module in self._modules.values() if path == weight.module)
         module = next(weight_modules, None) if inside is None else inside[1]
-        return "torch" if module is None else kind_of(module)
+        if module is None:
+            return "torch"
+        return kind_of(module)
 
     def _note_backward(
         self,
@@ -240,7 +246,8 @@ class OperatorProducts:
             if of.weight is not None and not role:
                 role = self._role_in_backward(product, of, of.weight)
             of.gradients += role != "dgrad"
-            formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
+            formats = (dtype_name(product.a.dtype), dtype_name(product.b.dtype))
+            sizes = product[2:6]
             self.seen.append(
                 SeenProduct(
                     of.layer,
@@ -262,7 +269,9 @@ class OperatorProducts:
             if weight is not None and weight.module == forward_weight.module:
                 return "dgrad"
         rows, columns, *_ = of.sizes
-        return "dgrad" if product.k == columns and product.k != rows else "wgrad"
+        if product.k == columns and product.k != rows:
+            return "dgrad"
+        return "wgrad"
 
     def _find_forward_product(self, product: MatrixProduct, at_node: Sequence[SeenProduct]) -> SeenProduct:
         """The forward product of a backward product. If the node has several: by role in attention, weight or
@@ -275,7 +284,9 @@ class OperatorProducts:
         weights = list(filter(None, map(self.weights.find, operands)))
         if weights:
             by_weight = next((seen for seen in reversed(alike) if seen.weight == weights[0]), None)
-            return alike[0] if by_weight is None else by_weight
+            if by_weight is None:
+                return alike[0]
+            return by_weight
         by_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
         for seen in (*(seen for seen in by_activation if seen in alike), *alike):
             wanted = 1 if seen.weight is not None else 2

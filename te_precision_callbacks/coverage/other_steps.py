@@ -53,7 +53,8 @@ class OtherSteps:
 
     @property
     def steps(self) -> str:
-        shown, left = tuple(self.intervals[:_MOST_INTERVALS]), len(self.intervals) - _MOST_INTERVALS
+        shown = tuple(self.intervals[:_MOST_INTERVALS])
+        left = len(self.intervals) - _MOST_INTERVALS
         return f"{Schedule(intervals=shown)}{f' and {left} more spans' if left > 0 else ''}"
 
     def __str__(self) -> str:

@@ -266,7 +266,8 @@ class _ProductPlanner:
                 self._products.append(Product.left_out(path, "torch", gemm, FROZEN))
                 continue
             operands: dict[str, str] = dict.fromkeys(OPERANDS[gemm], dtype_name(weight.dtype))
-            backward, ref = gemm != "fprop", kind_of(module)
+            backward = gemm != "fprop"
+            ref = kind_of(module)
             self._products.append(
                 Product(path, "torch", gemm, backward, n, m, k, 1, 1, macs, operands, "planned", "", Reason.NOT_TE, ref)
             )

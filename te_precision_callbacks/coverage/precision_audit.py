@@ -120,7 +120,8 @@ class PrecisionAudit:
         self._end()
         if self._iteration is not None and iteration < self._iteration:
             self._in_history.clear()  # the history is truncated at this iteration
-        self._iteration, self._had_backward = iteration, False
+        self._iteration = iteration
+        self._had_backward = False
 
     def leave(self, iteration: int) -> None:
         self.enter(iteration)
@@ -183,7 +184,9 @@ class PrecisionAudit:
         """Return whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
         fact = self.history.last_facts(layer)[0]
         formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
-        return any(made.recipe for made in formats) if formats else None
+        if formats:
+            return any(made.recipe for made in formats)
+        return None
 
     def select_running(self, formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
         facts = {operand: self._last_fact(operand) for operand in formats}
@@ -371,7 +374,9 @@ def backward_override(module: Any) -> str | None:
 
 
 def recipe_text(recipe: Any) -> str:
-    return "" if recipe is None else name_of_recipe(recipe) or type(recipe).__name__
+    if recipe is None:
+        return ""
+    return name_of_recipe(recipe) or type(recipe).__name__
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -388,14 +393,18 @@ def _known_format(tensor_or_quantizer: Any) -> str | None:
 @functools.cache
 def _format_name(kind: type, dtype: Any) -> str | None:
     name = format_of_class(kind)
-    return name if name in (None, "NVFP4") else f"{name} {fp8_format_of(dtype).name}"
+    if name in (None, "NVFP4"):
+        return name
+    return f"{name} {fp8_format_of(dtype).name}"
 
 
 def _unknown_format(tensor: Any) -> str:
     if type(tensor).__module__.partition(".")[0] == "torch":
         return dtype_name(tensor.dtype)
     if "QuantizedTensorStorage" not in class_names(tensor):
-        return dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if isinstance(tensor, torch.Tensor):
+            return dtype_name(tensor.dtype)
+        return type(tensor).__name__
     if getattr(tensor, "custom", False):
         return type(tensor).__name__
     # Transformer Engine passes the decoded tensor to the GEMM.

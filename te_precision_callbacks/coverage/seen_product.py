@@ -79,7 +79,8 @@ class SeenProduct:
         weight = None if self.weight is None else replace(self.weight, owner=None)
         made = replace(self, of=None, call=None, weight=weight, backward=self.is_of_backward, sequences=None)
         made.role = self.role if self.gemm == "other" else self.gemm
-        made.mask_share = share = self.origin.mask_share if self.mask_share is None else self.mask_share
+        share = self.origin.mask_share if self.mask_share is None else self.mask_share
+        made.mask_share = share
         if self.sequences is None:
             return [made]
         return [
@@ -91,7 +92,9 @@ class SeenProduct:
     def reason(self) -> Reason | None:
         if self.family in ("te", "te_ops", "lookup"):
             return None
-        return Reason.ATTENTION if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL, ANY_KERNEL) else Reason.NOT_TE
+        if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL, ANY_KERNEL):
+            return Reason.ATTENTION
+        return Reason.NOT_TE
 
     @property
     def origin(self) -> SeenProduct:
@@ -106,7 +109,9 @@ def kind_of(module: torch.nn.Module) -> str:
     kind = type(module)
     if kind.__name__ == UNFUSED:
         return UNFUSED_KERNEL
-    return f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
+    if kind.__module__.startswith("torch.nn."):
+        return f"torch.nn.{kind.__name__}"
+    return kind.__name__
 
 
 def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
@@ -147,14 +152,18 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]
 
 
 def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
-    left = whole = 0.0
+    left = 0.0
+    whole = 0.0
     for call, times in calls:
         share = call.origin.mask_share
         if share is None:
             return None
         macs = times * math.prod(call.sizes)
-        left, whole = left + share * macs, whole + macs
-    return left / whole if whole else None
+        left = left + share * macs
+        whole = whole + macs
+    if whole:
+        return left / whole
+    return None
 
 
 class _CountedCalls(NamedTuple):
@@ -223,12 +232,15 @@ class CountedKinds:
 
     def has_backward(self, kind: Kind) -> bool | None:
         counted = self._counted.get(kind)
-        return None if counted is None else any(seen.is_of_backward for seen in counted.seen)
+        if counted is None:
+            return None
+        return any(seen.is_of_backward for seen in counted.seen)
 
     def products(self, parts: Parts, steps: int = 1) -> tuple[Product, ...]:
         """The products of a step with these calls, or their mean over several steps; uncounted products last."""
         weighted: list[tuple[SeenProduct, float]] = []
-        unknown = lacking = 0
+        unknown = 0
+        lacking = 0
         texts: dict[str, None] = {}
         for kind, (forwards, backwards) in parts.items():
             counted = self._counted.get(kind)

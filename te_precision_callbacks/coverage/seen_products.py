@@ -57,7 +57,8 @@ class ModelProducts(ModelWatch):
         attentions = named_attention(model, names)
         for key, path in attentions.items():
             paths |= {id(part): path for part in modules[key].modules()}
-        self._operations, self.attentions = frozenset(operations), attentions
+        self._operations = frozenset(operations)
+        self.attentions = attentions
         self._kinds = CountedKinds(next((paths[id(root)] for root in roots if id(root) in paths), ""))
         self.watch(model, {key: (path, modules[key]) for key, path in paths.items()})
 
@@ -76,7 +77,9 @@ class ModelProducts(ModelWatch):
             else:
                 parts = self._keep_products(step_calls)
             state = self.state.rows() if is_first and parts else None
-            return CountedStep(parts, self._kinds, state) if parts else None
+            if parts:
+                return CountedStep(parts, self._kinds, state)
+            return None
         finally:
             self.end_step()
             if not self.counting:
@@ -111,7 +114,9 @@ class ModelProducts(ModelWatch):
 
     def close(self) -> None:
         super().close()
-        self.attentions, self.recomputed_outside, self._first_in_recipe = {}, set(), set()
+        self.attentions = {}
+        self.recomputed_outside = set()
+        self._first_in_recipe = set()
         self._operations = frozenset()
 
     # ------------------------------------------------------------------ what runs
@@ -267,4 +272,6 @@ class ModelProducts(ModelWatch):
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:
     """The format that a quantizer gives an inner tensor of attention; ``otherwise`` without one, as in MXFP8."""
-    return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)
+    if quantizer is None:
+        return otherwise
+    return quantizer_format(quantizer, torch.float32, columnwise=False)

@@ -75,14 +75,18 @@ def _add_note(error: BaseException, text: str, *, was_shown: bool) -> None:
 
 def _layer_of(error: Exception, place: _FailedLayer | None, others: Mapping[int, str]) -> str:
     if place is not None:
-        where, name, kind = "backward" if place.in_backward else "forward", place.named.name, place.named.module
+        where = "backward" if place.in_backward else "forward"
+        name = place.named.name
+        kind = place.named.module
     else:
         calls = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name in _FORWARDS)
         owners = (frame.f_locals.get("self") for frame in calls)
         other = next((owner for owner in owners if id(owner) in others), None)
         if other is None:
             return ""
-        where, name, kind = "forward", others[id(other)], other
+        where = "forward"
+        name = others[id(other)]
+        kind = other
     return f"te-precision-callbacks: raised in the {where} of the layer {name!r} ({type(kind).__name__})."
 
 
@@ -150,7 +154,8 @@ def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Fail
         by_part |= {id(part): named for parts in quantizers.values() for part in parts or ()}
     place: _FailedLayer | None = None
     while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
+        frame = trace.tb_frame
+        trace = trace.tb_next
         if not frame.f_globals.get("__name__", "").startswith("transformer_engine.pytorch."):
             continue
         local = frame.f_locals
@@ -192,7 +197,8 @@ def _local_objects(local: Mapping[str, Any]) -> Iterator[Any]:
 def _sizes(place: _FailedLayer) -> list[tuple[int, int, int]]:
     """Tokens, in_features and out_features of each layer of a module; 0 tokens if unknown."""
     module: Any = place.named.module
-    rows, features = place.rows or 0, layer_features(module)
+    rows = place.rows or 0
+    features = layer_features(module)
     if hasattr(module, "num_gemms"):
         splits = place.splits or [0] * module.num_gemms
         return [(tokens, *sizes) for tokens, sizes in zip(splits, features, strict=True)]

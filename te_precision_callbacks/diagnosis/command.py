@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from te_precision_callbacks.diagnosis.rule import Rule
     from te_precision_callbacks.runs.recorded import RecordedRun
 
-FOUND, NOT_CHECKED = 1, 3
+FOUND = 1
+NOT_CHECKED = 3
 """Exit codes."""
 
-_INDENT, _MOST_LAYERS = 2, 8
+_INDENT = 2
+_MOST_LAYERS = 8
 
 
 def diagnose_command(
@@ -223,7 +225,9 @@ def _show(verdict: Verdict) -> None:
 
 
 def _span(finding: Finding) -> str:
-    return f"step {finding.since}" if finding.since == finding.until else f"steps {finding.since} to {finding.until}"
+    if finding.since == finding.until:
+        return f"step {finding.since}"
+    return f"steps {finding.since} to {finding.until}"
 
 
 def _format_last_good(finding: Finding) -> str:

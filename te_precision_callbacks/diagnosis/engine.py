@@ -49,7 +49,8 @@ class Diagnosis:
         self._collected = 0
 
     def set_facts(self, facts: Facts, iteration: int) -> list[Finding]:
-        self._facts, self.has_run = facts, self.has_run or facts.has_run
+        self.has_run = self.has_run or facts.has_run
+        self._facts = facts
         return self._judge(iteration, lambda judge: judge.facts(facts), is_fact=True)
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
@@ -89,7 +90,8 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
-        judged, not_judged = [], []
+        judged = []
+        not_judged = []
         with_findings = {finding.rule for finding in self._findings.values()}
         for rule, judge in self._judges:
             if rule.id in self._failed:
@@ -141,11 +143,14 @@ class Diagnosis:
             if self._facts.settings is not None:  # else a log, which does not show what ran
                 return "no layer of Transformer Engine ran in the session's model"
         # The first collection step lacks the statistics of scales and of FP8.
-        return "only one collection step has run" if self._collected == 1 else ""
+        if self._collected == 1:
+            return "only one collection step has run"
+        return ""
 
     def merge_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
         """Return the verdict on all ranks; equal findings are merged. ``others``: one for each other rank."""
-        own, judged = self.verdict, {rule for other in others for rule in other.verdict.judged}
+        own = self.verdict
+        judged = {rule for other in others for rule in other.verdict.judged}
         merged: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
         for diagnosis in (self, *others):
             for key, finding in diagnosis._findings.items():

@@ -168,7 +168,8 @@ class Facts:
             known["refused"] = row.get("refused") or ""
             known["is_quantized_only"] = row.get("primary_weights") == "quantized"
         for row in gemms:
-            known, gemm = of(row["layer"]), row["gemm"]
+            known = of(row["layer"])
+            gemm = row["gemm"]
             if gemm == "fprop":
                 known |= {"shape": (row["m"], row["k"]), "since": row.get("since") or 0}
                 known["calls"] = row.get("calls") or 0
@@ -238,7 +239,9 @@ class Facts:
 
     def format_of(self, layer: str, tensor: str) -> str:
         known = self.layers.get(layer)
-        return "" if known is None else known.formats.get(tensor, "")
+        if known is None:
+            return ""
+        return known.formats.get(tensor, "")
 
     def quantizes(self, layer: str, tensor: str) -> bool:
         """Return whether a product that reads a tensor of a layer runs in low precision; True if unknown."""
@@ -251,7 +254,9 @@ class Facts:
 
     def recipe_of(self, layer: str) -> str:
         known = self.layers.get(layer)
-        return "" if known is None else known.recipe
+        if known is None:
+            return ""
+        return known.recipe
 
     @property
     def has_run(self) -> bool:
@@ -285,7 +290,9 @@ class Facts:
     def kind_of(self, layer: str) -> str:
         known = self.layers.get(layer)
         form = form_of(layer)
-        return form if known is None else f"{form}|{known.module_class}|{known.shape}"
+        if known is None:
+            return form
+        return f"{form}|{known.module_class}|{known.shape}"
 
 
 def _rows_at(rows: Iterable[Row], iteration: int) -> list[Row]:

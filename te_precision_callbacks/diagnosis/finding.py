@@ -82,15 +82,20 @@ class Finding:
         """The tensor and the layers: ``gradient of h.4.mlp.fc1 and 3 more layers``."""
         if not self.layers:
             return "the model"
-        first, more = self.layers[0], len(self.layers) - 1
+        first = self.layers[0]
+        more = len(self.layers) - 1
         names = fold_for_sentence(*self.layers, most=_MOST_NAMES) if more < _MOST_NAMES else fold_for_sentence(first)
         others = f" and {many(more, 'more layer')}" if more >= _MOST_NAMES else ""
-        return f"{self.tensor} of {names}{others}" if self.tensor else f"{names}{others}"
+        if self.tensor:
+            return f"{self.tensor} of {names}{others}"
+        return f"{names}{others}"
 
     @property
     def gemm(self) -> str | None:
         """The GEMM with the tensor as its result: ``fprop``, ``dgrad`` or ``wgrad``; None for other tensors."""
-        return self.tensor if self.tensor in GEMMS else None
+        if self.tensor in GEMMS:
+            return self.tensor
+        return None
 
     @property
     def seen_in_words(self) -> str:
@@ -98,7 +103,9 @@ class Finding:
         if self.seen_at is None:
             return self.seen
         where = f"in {fold_for_sentence(self.layers[0])} " if len(self.layers) > 1 and self.tensor else ""
-        return f"{where}at step {self.seen_at}, {self.seen}" if where or self.since != self.seen_at else self.seen
+        if where or self.since != self.seen_at:
+            return f"{where}at step {self.seen_at}, {self.seen}"
+        return self.seen
 
     @property
     def in_short(self) -> str:
@@ -109,7 +116,9 @@ class Finding:
     @property
     def when(self) -> str:
         """The first step, in words; empty for a problem from the start."""
-        return "" if self.since is None else f"since step {self.since}"
+        if self.since is None:
+            return ""
+        return f"since step {self.since}"
 
     @property
     def where(self) -> str:
@@ -191,7 +200,9 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
 
 
 def _first_step(finding: Finding) -> int:
-    return -1 if finding.since is None else finding.since
+    if finding.since is None:
+        return -1
+    return finding.since
 
 
 def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[str]]) -> bool:
@@ -249,7 +260,9 @@ class Verdict(Sequence[Finding]):
         if self.wrong:
             return "problems found"
         lacking = self.is_partial or not self.judged or any(rule.essential for rule in self.not_judged)
-        return "not enough checked" if lacking else "no problems found"
+        if lacking:
+            return "not enough checked"
+        return "no problems found"
 
     @property
     def healthy(self) -> bool:
@@ -289,7 +302,8 @@ class Verdict(Sequence[Finding]):
                 lacking.setdefault(f"data ({collect})" if collect else rule.why, []).append(rule.rule)
         reasons = []
         for why, rules in lacking.items():
-            named, lack = ", ".join(rules), "lacks" if len(rules) == 1 else "lack"
+            named = ", ".join(rules)
+            lack = "lacks" if len(rules) == 1 else "lack"
             reasons.append(f"{named} {lack} {why}" if why.startswith("data") else f"{named}: {why}")
         more = len(reasons) - _MOST_REASONS
         shown = [*reasons[:_MOST_REASONS], *([f"{more} more"] if more > 0 else [])]
@@ -334,4 +348,6 @@ MOST_FINDINGS = 5
 
 
 def more_findings(count: int) -> str:
-    return f"and {many(count - MOST_FINDINGS, 'more finding')}" if count > MOST_FINDINGS else ""
+    if count > MOST_FINDINGS:
+        return f"and {many(count - MOST_FINDINGS, 'more finding')}"
+    return ""

@@ -35,7 +35,8 @@ class KnownLine(NamedTuple):
 
 def leave_out(known: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, int, list[tuple[int, str]]]:
     """Return a verdict without known findings, their count, and the unused lines: number and text."""
-    left, used = [], set()
+    left = []
+    used = set()
     for finding in verdict:
         names = finding.layers or ("",)
         lines = [line for line in known if line.rule == finding.rule]
@@ -94,7 +95,9 @@ def _matcher(layers: str) -> Callable[[str], bool]:
 def _expand_ranges(text: str) -> list[str]:
     braces = _BRACES.search(text)
     if braces is None:
-        return [text] if text else []
+        if text:
+            return [text]
+        return []
     bounds = (part.partition("-") for part in braces[1].split(","))
     numbers = [number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)]
     ends = _expand_ranges(text[braces.end() :]) or [""]

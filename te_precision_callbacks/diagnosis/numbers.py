@@ -49,7 +49,9 @@ class Column(NamedTuple):
         return table[rows]
 
     def where(self, chosen: Mask) -> Column:
-        return self if chosen.all() else self._replace(rows=self.rows[chosen], values=self.values[chosen])
+        if chosen.all():
+            return self
+        return self._replace(rows=self.rows[chosen], values=self.values[chosen])
 
     @property
     def bits(self) -> Values:
@@ -139,7 +141,9 @@ class StepNumbers:
         """The values of a statistic of a tensor; None without one."""
         column = self.column(statistic)
         of_tensor = None if column is None else column.where(self.are(tensor, column))
-        return of_tensor if of_tensor is not None and len(of_tensor.rows) else None
+        if of_tensor is not None and len(of_tensor.rows):
+            return of_tensor
+        return None
 
     def _find(self, statistic: str, facts: Facts | None) -> Iterator[Column]:
         if statistic == "cur_amax":

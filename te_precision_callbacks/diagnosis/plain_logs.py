@@ -18,7 +18,10 @@ from te_precision_callbacks.statistics.names import OWN_RECIPE, logged_request
 
 Values = npt.NDArray[np.float64]
 
-_LEAST_CODE, _LARGEST_CODE, _BIAS, _DECIMALS = 32, 254, 127, 4
+_LEAST_CODE = 32
+_LARGEST_CODE = 254
+_BIAS = 127
+_DECIMALS = 4
 """The codes of E8M0 that are taken for codes, the code of the scale 1, and the decimals of a log."""
 
 _COARSE = 0.002
@@ -51,7 +54,8 @@ class PlainLog(NamedTuple):
 
 def read_plain_log(run: RecordedRun) -> PlainLog:
     table = run.values(list(range(len(run.subjects))))
-    series, values = table["series"].to_numpy(), table["value"].to_numpy()
+    series = table["series"].to_numpy()
+    values = table["value"].to_numpy()
     iterations = table["iteration"].to_numpy()
     finite = values[np.isfinite(values)]
     is_rounded = bool((np.round(finite, _DECIMALS) == finite).all())
@@ -110,7 +114,8 @@ def _facts(
 
 def _recipe(tensor: str, statistics: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
     text = "FP8 E5M2" if tensor == "gradient" else "FP8 E4M3"
-    largest, least = statistics.get("scale_inv_max", {}), statistics.get("scale_inv_min", {})
+    largest = statistics.get("scale_inv_max", {})
+    least = statistics.get("scale_inv_min", {})
     scales = np.array(list(largest.values()))
     if (
         not len(scales)

@@ -189,7 +189,8 @@ def _steps(
         table = table.set_column(position, table.schema.field(position), pa.array(adapted)).filter(pa.array(known))
     iterations = table["iteration"].to_numpy()
     order = np.argsort(iterations, kind="stable")  # within a step by series, as in the table
-    iterations, values = iterations[order], table["value"].to_numpy()[order]
+    iterations = iterations[order]
+    values = table["value"].to_numpy()[order]
     numbers = np.searchsorted(chosen, table["series"].to_numpy()[order]).astype(np.int32)
     unscaled = (table["flags"].fill_null(0).to_numpy()[order] & STEP0) != 0
     steps, begins = np.unique(iterations, return_index=True)
@@ -200,7 +201,10 @@ def _steps(
 
 def _event(row: Row) -> Event:
     layer, tensor, gemm = (row[name] or "" for name in ("layer", "tensor", "gemm"))
-    iteration, severity, phase, data = row["iteration"], row["severity"], row["phase"], _data(row)
+    iteration = row["iteration"]
+    severity = row["severity"]
+    phase = row["phase"]
+    data = _data(row)
     return Event(row["kind"], row["text"] or "", iteration, severity, phase, layer, tensor, gemm, data, wall_time=0.0)
 
 
@@ -209,7 +213,9 @@ def _data(row: Row) -> dict[str, Any]:
         data = json.loads(row["data"] or "{}")
     except (ValueError, RecursionError):
         return {}
-    return data if isinstance(data, dict) else {}
+    if isinstance(data, dict):
+        return data
+    return {}
 
 
 def _from_rank(row: Row) -> _FromRank | None:
@@ -221,4 +227,6 @@ def _from_rank(row: Row) -> _FromRank | None:
         sighting = Sighting(tuple(map(str, data["layers"])), since=data["since"], severity=severity, **texts)
     except (ValueError, TypeError, KeyError):
         return None
-    return (rule, sighting, rank) if rule not in _IDS_ON_NUMBERS and severity in SEVERITIES else None
+    if rule not in _IDS_ON_NUMBERS and severity in SEVERITIES:
+        return (rule, sighting, rank)
+    return None

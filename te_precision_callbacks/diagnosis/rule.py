@@ -76,7 +76,9 @@ class Judge:
 
     @property
     def why_not(self) -> str:
-        return f"not enough {self._kind_of_step}s ({self._count} of {self.needed})" if self._count else ""
+        if self._count:
+            return f"not enough {self._kind_of_step}s ({self._count} of {self.needed})"
+        return ""
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         return ()
@@ -167,7 +169,8 @@ class ColumnStreaks:
         before = self._held.get((column.number, key), {})
         if not before and not holds.any():
             return
-        tensors, rows = numbers.tensors_of(column), column.rows.tolist()
+        tensors = numbers.tensors_of(column)
+        rows = column.rows.tolist()
         held = {row: streak for row, streak in before.items() if numbers.tensors[row] not in tensors}
         lasting: dict[str, dict[str, int]] = {}  # tensor -> layer -> place
         for place in np.flatnonzero(holds).tolist():

@@ -120,7 +120,9 @@ class Placement(NamedTuple):
     @property
     def shard(self) -> int:
         """Index of this rank's part of the weight."""
-        return 0 if self.mode is None else self.rank
+        if self.mode is None:
+            return 0
+        return self.rank
 
     def contributes(self, tensor: str) -> bool:
         """Return whether this rank's part of a tensor counts; False if the first rank has the same part."""
@@ -207,7 +209,8 @@ class StatisticsEngine:
             source: the source of the columns.
             sums, maxima: float64, the columns of ``source``.
         """
-        self.has_news, self.iteration = True, iteration
+        self.has_news = True
+        self.iteration = iteration
         with _without_autograd():
             segment = self._slots.segment(
                 SegmentKey(layer, tensor, source.name), *_COLUMNS[source], sums.device, contributes=True
@@ -221,11 +224,13 @@ class StatisticsEngine:
         An exception is raised only after the other tensors were measured.
         """
         if self._noted:
-            noted, self._noted = self._noted, []
+            noted = self._noted
+            self._noted = []
             if is_capturing():  # the captured pass would add the values again in each replay
                 self._warn_captured(noted[0][0])
                 return
-            self.has_news, self.iteration = True, noted[-1][0].iteration
+            self.has_news = True
+            self.iteration = noted[-1][0].iteration
             with _without_autograd():
                 self._measure(noted)
 
@@ -295,7 +300,8 @@ class StatisticsEngine:
         self, tensors: Iterable[tuple[int, Prepared]], pending: Sequence[Pending], iteration: int
     ) -> None:
         """Measure what :meth:`pending_again` returned, without autograd."""
-        self.has_news, self.iteration = True, iteration
+        self.has_news = True
+        self.iteration = iteration
         if pending:
             kernels.add(pending, *self._slots.on(pending[0].values.device))
         for _, prepared in tensors:
@@ -367,7 +373,8 @@ class StatisticsEngine:
     def _reading(self, rows: Rows) -> _TableReader:
         reading = self._readings.get(rows)
         if reading is None:
-            reading = self._readings[rows] = _TableReader(rows, self.series)
+            reading = _TableReader(rows, self.series)
+            self._readings[rows] = reading
         return reading
 
     def forget(self) -> None:
@@ -393,7 +400,9 @@ def _disable_autograd() -> Iterator[None]:
 
 def _without_autograd() -> AbstractContextManager[None]:
     """Disable gradients and inference mode: tensors created in inference mode cannot be changed later."""
-    return _disable_autograd() if torch.is_grad_enabled() or torch.is_inference_mode_enabled() else _NO_CONTEXT
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return _disable_autograd()
+    return _NO_CONTEXT
 
 
 def _log_failure_once() -> OnFailure:
@@ -648,7 +657,9 @@ class _Measurement:
         """
         if self._quantized is not None or self._unknown_quantizer is not None:
             return None
-        return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
+        if self._recipe in RECIPES:
+            return self._recipe
+        return "fp8_current_scaling"
 
     @property
     def key(self) -> _Key:
@@ -660,7 +671,8 @@ class _Measurement:
         Returns:
             Passes to launch before :meth:`end`; None if nothing is left to do.
         """
-        slots, seen = self._engine._slots, self._engine._weights_seen
+        slots = self._engine._slots
+        seen = self._engine._weights_seen
         key = self.key
         ready = plan.ready.get(key)
         if ready is not None and ready.moves == slots.moves and ready.device == self._values.device:
@@ -733,7 +745,8 @@ class _Measurement:
         segments: dict[_QuantizedForm | None, dict[StatisticSource, SlotRange]]
         segments = {kind.form: {} for kind in fused if kind.form is not None} or {None: {}}
         first = next(iter(segments))  # its pass also covers kinds without a form
-        slots, device = self._engine._slots, self._values.device
+        slots = self._engine._slots
+        device = self._values.device
         for kind in fused:
             segment = self._segment(kind)
             if segment.device != device:
@@ -755,7 +768,9 @@ class _Measurement:
         data = held.get(kind.form)
         if self._watched.values is None or data is None:  # codes are compared with values
             return False
-        return kind.source in _OF_CODES if isinstance(data, PerTensor) else data.fits(self._values)
+        if isinstance(data, PerTensor):
+            return kind.source in _OF_CODES
+        return data.fits(self._values)
 
     def _measure_separately(
         self, kinds: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
@@ -839,7 +854,9 @@ class _Measurement:
         if form.recipe != recipe_of(own):
             return default_settings(form.recipe, self._watched.tensor, e5m2=form.e5m2)
         settings = settings_of(own)
-        return settings if form.e5m2 is None else settings._replace(e5m2=form.e5m2)
+        if form.e5m2 is None:
+            return settings
+        return settings._replace(e5m2=form.e5m2)
 
     def _quantizer(self, columnwise: bool) -> Any:
         """Return the quantizer of the tensor that a GEMM reads, which a feature may have replaced; else the layer's."""
@@ -847,10 +864,13 @@ class _Measurement:
 
     def _quantizer_of(self, quantized: Any) -> Any:
         its = getattr(quantized, "_quantizer", None)
-        return self._watched.quantizer if recipe_of(its) is None else its
+        if recipe_of(its) is None:
+            return self._watched.quantizer
+        return its
 
     def _segment(self, kind: _SegmentKind) -> SlotRange:
-        segment, device = self._segments.get(kind), self._values.device
+        segment = self._segments.get(kind)
+        device = self._values.device
         if segment is None or segment.device != device:
             key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
             segment = self._engine._slots.segment(key, *_COLUMNS[kind.source], device, contributes=self._contributes)
@@ -882,9 +902,12 @@ def _pass(form: _QuantizedForm | None, segments: Mapping[StatisticSource, SlotRa
 
     def at(source: StatisticSource) -> tuple[int, int]:
         segment = segments.get(source)
-        return (-1, -1) if segment is None else (segment.sum_start, segment.maximum_start)
+        if segment is None:
+            return (-1, -1)
+        return (segment.sum_start, segment.maximum_start)
 
-    moments, scales = at(StatisticSource.TENSOR), at(StatisticSource.SCALES)
+    moments = at(StatisticSource.TENSOR)
+    scales = at(StatisticSource.SCALES)
     places = ColumnPlaces(
         moments=moments[0],
         maxima=moments[1],
@@ -900,4 +923,6 @@ def _plain(values: torch.Tensor | None) -> torch.Tensor:
     if values is None:
         return torch.empty(0)
     # Avoid a torch operation between GEMMs: for a small tensor it costs as much as the rest.
-    return values if type(values) is torch.Tensor else values.detach()
+    if type(values) is torch.Tensor:
+        return values
+    return values.detach()

@@ -118,7 +118,8 @@ class Reduction:
 
     def __init__(self, messages: Messages | None, on_failure: OnFailure) -> None:
         self.messages = messages
-        self.local = self.optimizers_differ = False
+        self.local = False
+        self.optimizers_differ = False
         self._on_failure = on_failure
         self._agreed: dict[SegmentKey, SegmentDescription] = {}
         self._layout: _Layout | None = None
@@ -126,7 +127,8 @@ class Reduction:
         self._own_layout: _Layout | None = None
         self._own_version = -1
         self._meeting = 0
-        self._agreements = self._last_agreement = 0
+        self._agreements = 0
+        self._last_agreement = 0
         self._is_undecided = False
 
     def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
@@ -139,7 +141,9 @@ class Reduction:
         if not reduce or messages is None or not messages.is_open:
             return self._collect_own(slots)
         if self._meeting != messages.meetings:
-            self._meeting, self._agreed, self._layout = messages.meetings, {}, None
+            self._meeting = messages.meetings
+            self._agreed = {}
+            self._layout = None
             self._agreements = 0
         try:
             layout = self._reduce(messages, slots, stamp)
@@ -180,7 +184,8 @@ class Reduction:
                 if not layout.has_changed():
                     messages.requested = layout.requested()
                     if layout.has_one_optimizer_count():
-                        self._agreements, self._last_agreement = self._agreements + 1, stamp.iteration
+                        self._agreements = self._agreements + 1
+                        self._last_agreement = stamp.iteration
                     return layout
             for entry in messages.pool(news, "names of statistics", why, SegmentDescription):
                 known = self._agreed.get(entry.key)
@@ -300,7 +305,9 @@ class _Layout:
         self._pieces: list[_Piece] = []
         self._blocks: dict[tuple[tuple[str, ...], tuple[str, ...]], _Block] = {}
         moves: dict[tuple[torch.device, str], list[tuple[int, int, int]]] = {}
-        due, added, largest = 0, self._due, self.split
+        due = 0
+        added = self._due
+        largest = self.split
         for entry in entries:
             segment = slots.segments.get(entry.key)
             if segment is not None and not (segment.contributes or include_all):
@@ -344,7 +351,9 @@ class _Layout:
 
     def optimizer_step_difference(self) -> int:
         largest, smallest = self._stamps()[:, -1]
-        return 0 if largest == NOTHING else int(largest + smallest)
+        if largest == NOTHING:
+            return 0
+        return int(largest + smallest)
 
     def has_one_optimizer_count(self) -> bool:
         return not self.optimizer_step_difference() and bool(self._stamps()[0, -1] > 0)
@@ -369,7 +378,8 @@ class _Layout:
         for place, part in enumerate(stamp):
             trailer[place] = part if part >= 0 else NOTHING
             trailer[_PARTS + place] = -part if part >= 0 else NOTHING
-        trailer[_CHANGED], trailer[_CHANGED + 1 :] = changed, requests
+        trailer[_CHANGED] = changed
+        trailer[_CHANGED + 1 :] = requests
 
     def _note_asked(self, asked: Sequence[Asked]) -> None:
         self._asked = list(asked)
@@ -443,9 +453,11 @@ class _Block:
         if selection is None:
             if len(self._selections) == _MAX_PATTERNS:
                 self._selections.clear()
-            selection = self._selections[pattern] = self._select(flags.tolist())
+            selection = self._select(flags.tolist())
+            self._selections[pattern] = selection
         cells = values[selection.cells]
-        added, largest = cells[: len(sums)], cells[len(sums) :]
+        added = cells[: len(sums)]
+        largest = cells[len(sums) :]
         added[added == NOTHING] = 0.0  # no rank has measured this replica
         columns = (
             *np.add.reduceat(added, selection.begins, axis=1),
@@ -462,7 +474,8 @@ class _Block:
             if labels:
                 outputs.setdefault(row, {}).update(dict.fromkeys(labels))
                 chosen.setdefault(row, []).append(index)
-        keys, counts = list(self.rows), [len(pieces) for pieces in chosen.values()]
+        keys = list(self.rows)
+        counts = [len(pieces) for pieces in chosen.values()]
         return _Selection(
             Rows([keys[row] for row in outputs], [tuple(labels) for labels in outputs.values()]),
             self._cells[:, list(itertools.chain.from_iterable(chosen.values()))],

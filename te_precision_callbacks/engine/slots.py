@@ -115,9 +115,11 @@ class _Device:
             follow(vectors.stream, (vectors.sums, vectors.maxima))
         used_sums, used_maxima = self.used
         first, *others = self._vectors
-        sums, maxima = first.sums[:used_sums], first.maxima[:used_maxima]
+        sums = first.sums[:used_sums]
+        maxima = first.maxima[:used_maxima]
         if others:
-            sums, maxima = sums.clone(), maxima.clone()
+            sums = sums.clone()
+            maxima = maxima.clone()
         for other in others:  # shorter vectors are older than the last segments
             sums[: len(other.sums)].add_(other.sums[:used_sums])
             here = maxima[: len(other.maxima)]
@@ -166,14 +168,17 @@ class Segments:
         if segment is None or (segment.device != device and not self._is_measured(segment)):
             on = self._devices.get(device)
             if on is None:
-                on = self._devices[device] = _Device(device)
+                on = _Device(device)
+                self._devices[device] = on
             sum_start, maximum_start = on.used
             on.used = sum_start + len(sums), maximum_start + len(maxima)
             if segment is None:
                 segment = SlotRange(key, sums, maxima, device, sum_start, maximum_start, contributes)
                 self.segments[key] = segment
             else:  # the layer moved to another device
-                segment.device, segment.sum_start, segment.maximum_start = device, sum_start, maximum_start
+                segment.device = device
+                segment.sum_start = sum_start
+                segment.maximum_start = maximum_start
                 segment.contributes = contributes
                 self.moves += 1
             self.version += 1

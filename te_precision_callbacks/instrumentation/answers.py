@@ -107,7 +107,9 @@ class DelayedScalingLayers:
         keys = [key for key, sums in new.items() for _ in range(sums.shape[1])]
         without = {key for key, is_empty in zip(keys, empty, strict=True) if is_empty}
         unscaled = frozenset(name for name, key in ours.items() if key in without)
-        return unscaled.union(layer for layer in layers if layer not in ours) if unscaled else unscaled
+        if unscaled:
+            return unscaled.union(layer for layer in layers if layer not in ours)
+        return unscaled
 
 
 def _sums_of_states(states: Sequence[Any]) -> torch.Tensor:
@@ -136,7 +138,8 @@ def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[
     for direction, tensor, position in _STATES:
         state = delayed_state(vars(module).get("fp8_meta"), direction)
         if state is not None:
-            scales, histories = state.scale.chunk(len(layers)), state.amax_history.chunk(len(layers), 1)
+            scales = state.scale.chunk(len(layers))
+            histories = state.amax_history.chunk(len(layers), 1)
             for layer, scale, history in zip(layers, scales, histories, strict=True):
                 yield f"{layer}_{tensor}_scale_inv_max", 1 / scale[position]
                 if len(history) > 1:
@@ -238,7 +241,9 @@ class DebugPathDecisions:
         """Note a forward in a compiled graph, which only its fused path has; the tap sees all of its formats."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        self.current.kind, self.current.module, self.current.has_quantized_input = kind, module, False
+        self.current.kind = kind
+        self.current.module = module
+        self.current.has_quantized_input = False
         self.current.input_needs_gradient = arguments.input_requires_grad
         if kind is ForwardKind.OBSERVED:
             self.ran.add(id(module))
@@ -260,7 +265,9 @@ class DebugPathDecisions:
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
         self._upstream_is_debug_iter = upstream
-        unwatched, classify, watched = self.unwatched, self._classify, self.watched
+        unwatched = self.unwatched
+        classify = self._classify
+        watched = self.watched
 
         @outside_of_dynamo
         def note_unwatched(module: Any) -> bool:
@@ -363,7 +370,8 @@ class DebugPathDecisions:
         formats = select_fprop(formats) if fprop_only else formats
         run = [gemm for gemm in gemms if gemm not in left_out]
         unseen = {operand: made for operand, made in formats.items() if operand[:2] not in left_out}
-        self._expected[id(module)] = expected = _ExpectedGemms(state, left_out, run, unseen)
+        expected = _ExpectedGemms(state, left_out, run, unseen)
+        self._expected[id(module)] = expected
         return expected
 
     def check_scales(self, module: Any, iteration: int) -> None:
@@ -384,7 +392,8 @@ class DebugPathDecisions:
         self._failures.report(f"What features do with {tensors}", f"of {module.name}", QuantizationError(why))
 
     def _stays_idle(self, forward: DebugForward, *, idle: bool) -> bool:
-        module, refusal = forward.module, refusal_of(forward)
+        module = forward.module
+        refusal = refusal_of(forward)
         if refusal is None or (idle and not refusal.lasts):
             return idle
         if refusal is CUDA_GRAPH:
@@ -412,7 +421,8 @@ class DebugPathDecisions:
                 self.watched.exclude(module)
                 self._note_refusal(module, graph_refusal(why_not))
             self._captured.pop(id(module), None)
-        captured, self._captured = self._captured, {}
+        captured = self._captured
+        self._captured = {}
         for key, (module, changed_steps) in captured.items():
             if key in bypassable:
                 self.watched.watch_again(module, changed_steps)
@@ -455,7 +465,8 @@ def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[t
     if not cached or frame is None or frame.f_locals.get("is_first_microbatch") is not False:
         return
     for key, held in cached.items():
-        weight, codes = getattr(module, key, None), getattr(held, "rowwise_gemm_tensor", held)
+        weight = getattr(module, key, None)
+        codes = getattr(held, "rowwise_gemm_tensor", held)
         if isinstance(weight, torch.Tensor) and codes is not None:
             percentage = _stale_percentage(weight.detach(), codes)
             if percentage is not None:
@@ -469,7 +480,8 @@ def _stale_percentage(weight: torch.Tensor, codes: Any) -> torch.Tensor | None:
     weight = getattr(weight, "_local_tensor", weight)
     if name not in _ROUNDING or name_of_format(weight) is not None:
         return None
-    now, then = weight.float(), codes.dequantize(dtype=torch.float32)
+    now = weight.float()
+    then = codes.dequantize(dtype=torch.float32)
     if now.shape != then.shape:
         return None
     size = now.abs()

@@ -76,15 +76,21 @@ class CompiledLinears:
                 first = getattr(module, module.weight_names[0], None)
                 self._by_weight.setdefault(_address(first), []).append(module)
         modules = self._by_weight.get(key, ())
-        return modules[0] if key and len(modules) == 1 else None
+        if key and len(modules) == 1:
+            return modules[0]
+        return None
 
 
 def _address(weight: Any) -> int:
     """Return the address of a weight's data, which views and the concatenation of adjacent parameters share."""
     if is_quantized(weight):
         parts = [part for part in weight.get_metadata().values() if hasattr(part, "data_ptr")]
-        return int(parts[0].data_ptr()) if parts else 0
-    return int(weight.data_ptr()) if hasattr(weight, "data_ptr") else 0
+        if parts:
+            return int(parts[0].data_ptr())
+        return 0
+    if hasattr(weight, "data_ptr"):
+        return int(weight.data_ptr())
+    return 0
 
 
 def _arguments_of_operator() -> Any:
@@ -96,4 +102,6 @@ def _arguments_of_operator() -> Any:
         if frame is None or frame.f_code in codes:
             break
         frame = frame.f_back
-    return frame.f_locals["args"] if frame is not None and frame.f_code in codes else None
+    if frame is not None and frame.f_code in codes:
+        return frame.f_locals["args"]
+    return None

@@ -57,7 +57,8 @@ class ObservationFailures:
         self._new: list[tuple[int, str]] = []
 
     def take(self) -> list[tuple[int, str]]:
-        new, self._new = self._new, []
+        new = self._new
+        self._new = []
         return new
 
     def report(self, operation: str, subject: str, error: BaseException) -> None:
@@ -114,12 +115,14 @@ class ObservationFailures:
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
         """Report once that a log folder is not writable: on rank 0 now, on other ranks when they fail to write."""
-        self.lost_folder, self._lost_by = folder.absolute(), error
+        self.lost_folder = folder.absolute()
+        self._lost_by = error
         if self._rank == 0:
             self._report_lost_folder()
 
     def _report_lost_folder(self) -> None:
-        error, self._lost_by = self._lost_by, None
+        error = self._lost_by
+        self._lost_by = None
         if error is not None:
             logger.error(
                 "log_dir=%r cannot be written to: %s. Training continues, but rank %d writes no records, logs, dumps"
@@ -165,4 +168,6 @@ def _format_error(error: BaseException) -> str:
         text = str(error)
     except Exception:  # of a feature or sink: it must not end training
         text = ""
-    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__} (without a message)"
+    if text:
+        return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__} (without a message)"

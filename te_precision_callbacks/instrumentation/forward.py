@@ -135,7 +135,9 @@ class ForwardHooks:
         self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.armed))
         self._graphs = CudaGraphs()
         self._seams = Replacements()
-        self._has_ranges = self._is_capturing = self._paused_before = False
+        self._has_ranges = False
+        self._is_capturing = False
+        self._paused_before = False
 
     def set_ranges(self, *, enabled: bool) -> None:
         if enabled != self._has_ranges:
@@ -325,7 +327,8 @@ class ForwardHooks:
         @functools.wraps(upstream)
         def set_capture_start() -> None:
             self._paused_before = self._classify.paused
-            self._classify.paused = self._is_capturing = True
+            self._classify.paused = True
+            self._is_capturing = True
             self._graphs.restore()
             self._watched.rest_all()
             self._tap.listen()
@@ -334,7 +337,8 @@ class ForwardHooks:
         return set_capture_start
 
     def _end_capture(self) -> None:
-        self._is_capturing, self._classify.paused = False, self._paused_before
+        self._classify.paused = self._paused_before
+        self._is_capturing = False
         self.arm()
 
     def _make_capture_end(self, upstream: Callable[[], None]) -> Callable[[], None]:

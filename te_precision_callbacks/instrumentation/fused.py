@@ -60,7 +60,9 @@ class NotFused(NamedTuple):
     layer: str = ""
 
     def __str__(self) -> str:
-        return f"{self.layer}: {self.reason}" if self.layer else self.reason
+        if self.layer:
+            return f"{self.layer}: {self.reason}"
+        return self.reason
 
 
 def why_not_fused(
@@ -114,7 +116,8 @@ def _why_feature_not_fused(
             return f"{name} changes precision, which needs the debug path"
         return ""
     for target in schema.targets:
-        tensor, item = str(target.tensor), target.options
+        tensor = str(target.tensor)
+        item = target.options
         if tensor == "wgrad" and getattr(module, "fuse_wgrad_accumulation", False):
             return f"{name}: with fuse_wgrad_accumulation=True its wgrad exists only as part of a sum"
         if tensor in available:
@@ -269,7 +272,8 @@ class FusedObservation:
                 (tensor, *((watcher.name, id(watcher.options)) for watcher in watchers))
                 for tensor, watchers in of_tensors
             )
-            watchers = self._watchers[layer] = self._shared.setdefault(key, of_tensors)
+            watchers = self._shared.setdefault(key, of_tensors)
+            self._watchers[layer] = watchers
         answer = self._due_of_watchers.get(id(watchers))
         if answer is None:
             answer = _query_watchers(watchers, iteration)
@@ -286,7 +290,8 @@ class FusedObservation:
         needed = self._needed.get(numbers)
         if needed is None:
             watched = [(index, tensor) for index, layer in enumerate(layers) for tensor in self.due[layer].watchers]
-            needed = self._needed[numbers] = frozenset(watched)
+            needed = frozenset(watched)
+            self._needed[numbers] = needed
         return needed
 
     def __call__(self, event: GemmEvent) -> None:

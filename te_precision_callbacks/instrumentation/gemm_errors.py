@@ -107,13 +107,17 @@ class SelectedGemms(Generic[_OptionsT]):
         if iteration is None:
             from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-            iteration = kept["iteration"] = int(TEDebugState.get_iteration())
-        return (options, iteration) if options.schedule.at(iteration)[0] else None
+            iteration = int(TEDebugState.get_iteration())
+            kept["iteration"] = iteration
+        if options.schedule.at(iteration)[0]:
+            return (options, iteration)
+        return None
 
     def of_layer(self, layer: str) -> Mapping[str, _OptionsT]:
         of_layer = self._options.get(layer)
         if of_layer is None:
-            of_layer = self._options[layer] = self._read(layer) if layer in self._layers else {}
+            of_layer = self._read(layer) if layer in self._layers else {}
+            self._options[layer] = of_layer
         return of_layer
 
     def _read(self, layer: str) -> dict[str, _OptionsT]:
@@ -143,7 +147,9 @@ class GemmErrors:
 
     @property
     def why_none_measured(self) -> str:
-        return "" if self._measured else next(iter(self.not_measured.values()), "")
+        if self._measured:
+            return ""
+        return next(iter(self.not_measured.values()), "")
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         self.selected.watch(modules)
@@ -234,7 +240,8 @@ class GemmErrors:
                     operand._replace(columnwise=columnwise), high, seed_of(iteration, layer, gemm, "window")
                 )
             if swept.to_k is not None and swept.to_rows is not None:
-                kept = event.kept[layer, gemm] = _Kept(iteration, swept.to_k, swept.to_rows, codes)
+                kept = _Kept(iteration, swept.to_k, swept.to_rows, codes)
+                event.kept[layer, gemm] = kept
                 if tensor == "weight":
                     self._weights[layer, gemm] = kept
 
@@ -319,7 +326,9 @@ class GemmErrors:
 
 def high_precision_of(kept: GemmOperands, layer: str, operand: GemmOperand) -> torch.Tensor | None:
     high = operand.high if operand.high is not None else kept.get(layer, operand.tensor)
-    return None if high is None or is_quantized(high) else high.detach()
+    if high is None or is_quantized(high):
+        return None
+    return high.detach()
 
 
 @contextmanager
@@ -331,7 +340,9 @@ def without_autograd(device: torch.device) -> Iterator[None]:
 
 def result_of(event: GemmEvent) -> Any:
     """Return a GEMM's result, before a fused GELU."""
-    return event.gelu_input if event.arguments.get("gelu") else event.out
+    if event.arguments.get("gelu"):
+        return event.gelu_input
+    return event.out
 
 
 def why_not_seen(event: GemmEvent, before: Any) -> str:
@@ -352,7 +363,9 @@ def why_not_seen(event: GemmEvent, before: Any) -> str:
         return "its result is written quantized"
     if getattr(arguments.get("quantization_params"), "rowwise_tensor_plan", None) == API_CALL_MODIFY:
         return "a feature replaces its result"
-    return "the previous sum was not observed" if arguments.get("accumulate") and before is None else ""
+    if arguments.get("accumulate") and before is None:
+        return "the previous sum was not observed"
+    return ""
 
 
 def added_terms(event: GemmEvent) -> dict[str, Any]:
@@ -383,7 +396,9 @@ def _rotate_probes(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> tor
     if not isinstance(factor.memory, Stored) or not factor.memory.hadamard:
         return g
     mask = rules_of(operand.data._quantizer, columnwise=operand.columnwise).sign_mask
-    return g if mask is None else rotate(g, mask)
+    if mask is None:
+        return g
+    return rotate(g, mask)
 
 
 def _check_operand_codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor | None:
@@ -507,4 +522,6 @@ class GemmRecords:
         high = high_precision_of(self._operands, event.layer, operand)
         n, m, k = event.sizes
         rows = m if operand is event.a else n
-        return None if high is None or high.numel() != rows * k else high
+        if high is None or high.numel() != rows * k:
+            return None
+        return high

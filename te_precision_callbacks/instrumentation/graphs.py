@@ -32,7 +32,9 @@ def why_not_bypassed(module: Any) -> str | None:
         return ""
     if not _is_graphed(forward):
         wraps_graph = callable(forward) and _is_graphed(inspect.unwrap(forward))
-        return "its forward was wrapped after its graph was made" if wraps_graph else None
+        if wraps_graph:
+            return "its forward was wrapped after its graph was made"
+        return None
     if _below(forward) is None:
         return "the original forward cannot be found"
     if _closure(attributes.get("backward_dw")).get("need_bwd_dw"):
@@ -46,7 +48,9 @@ def _is_graphed(forward: Any) -> bool:
 
 def _graphs_of_megatron(module: Any) -> list[Any]:
     graphs = module.__dict__.get("cuda_graphs")
-    return graphs if isinstance(graphs, list) else []
+    if isinstance(graphs, list):
+        return graphs
+    return []
 
 
 def _closure(function: Any) -> Mapping[str, Any]:
@@ -200,7 +204,8 @@ class CudaGraphs:
 
     def watch(self, roots: Iterable[torch.nn.Module], watched: Collection[int]) -> None:
         self._places = []
-        self._graphs, self._unused = {}, set()
+        self._graphs = {}
+        self._unused = set()
         for root in roots:
             for module in root.modules():
                 layers = {id(part): part for part in module.modules() if id(part) in watched}
@@ -208,7 +213,8 @@ class CudaGraphs:
                     self._places.append((module, layers))
 
     def find(self) -> None:
-        before, self._graphs = self._graphs, {}
+        before = self._graphs
+        self._graphs = {}
         for module, layers in self._places:
             if "forward" not in module.__dict__ and "cuda_graphs" not in module.__dict__:
                 continue

@@ -69,7 +69,9 @@ def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> Argume
 
     def named(arguments: Sequence[Any]) -> dict[str, Any]:
         given = dict(zip(fixed, arguments, strict=False))
-        return given if rest is None else {**given, rest: arguments[len(fixed) :]}
+        if rest is None:
+            return given
+        return {**given, rest: arguments[len(fixed) :]}
 
     return named
 
@@ -81,7 +83,8 @@ def single_gemm(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any
 def gemms_of_experts(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
     outs = arguments["out"]
     if arguments.get("single_output"):
-        whole, rows = outs[0], arguments["m_splits"]
+        whole = outs[0]
+        rows = arguments["m_splits"]
         plain = isinstance(whole, torch.Tensor) and type(whole) in (torch.Tensor, torch.nn.Parameter)
         outs = torch.split(whole, list(rows)) if plain else [None] * len(arguments["A"])
     return zip(arguments["A"], arguments["B"], outs, strict=True)
@@ -119,11 +122,15 @@ def autograd_functions() -> tuple[tuple[Any, Sources], ...]:
 
 def forward_arguments(module: Any) -> dict[str, Any]:
     frame = running_forward(module)
-    return {} if frame is None else dict(frame.f_locals)
+    if frame is None:
+        return {}
+    return dict(frame.f_locals)
 
 
 def _sources_of_experts(given: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
-    activation, splits, weights = given["inp"], _rows(given["m_splits"]), given["weights_and_biases"]
+    activation = given["inp"]
+    splits = _rows(given["m_splits"])
+    weights = given["weights_and_biases"]
     rows = torch.split(activation.reshape(-1, activation.shape[-1]), splits)
     activations = {(expert, "activation"): part for expert, part in enumerate(rows)}
     return plain_tensors(activations | {(expert, "weight"): weights[expert] for expert in range(len(splits))})

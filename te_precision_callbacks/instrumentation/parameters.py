@@ -57,10 +57,12 @@ LOST = 8
 UNSTEPPED = 20
 """Consecutive debug iterations without a step of optimizers that stepped before."""
 
-UNCHANGED, SPAN = 3, 6
+UNCHANGED = 3
+SPAN = 6
 """Minimum of sampled steps that should have changed a weight, and of the steps that they span."""
 
-FEW_CHANGED, NEARLY_ALL = 0.05, 0.9
+FEW_CHANGED = 0.05
+NEARLY_ALL = 0.9
 """Largest share of changed elements in a weight that hardly changes; smallest share of matrices that hardly change, or
 have gradients of 0, for a problem of the model.
 """
@@ -68,7 +70,9 @@ have gradients of 0, for a problem of the model.
 LIKELY = 4.0
 """An update of this many units in the last place must change a weight."""
 
-AT_ZERO, RISEN, RISING_STEPS = 0.005, 0.05, 5
+AT_ZERO = 0.005
+RISEN = 0.05
+RISING_STEPS = 5
 """Share of the largest learning rate that counts as 0, the share it rises to, and the steps in which it rises."""
 
 DECAYS = 0.02
@@ -77,7 +81,8 @@ DECAYS = 0.02
 IDLE = 60
 """Steps between the first and the last sampled gradient of 0 of a parameter whose similar parameters have gradients."""
 
-OTHERWISE, REPLACED = 8.0, 0.5
+OTHERWISE = 8.0
+REPLACED = 0.5
 """An overwritten weight differs from its last sample by so many times the ordinary change, and by this share of its
 norm."""
 
@@ -88,7 +93,8 @@ are kept."""
 LATE = 8
 """Optimizer steps after which a weight that is equal to its first sample again was restored."""
 
-APART, APART_CHECKS = 0.01, 2
+APART = 0.01
+APART_CHECKS = 2
 """Share of sampled elements that differ from the master weight by more than rounding, and the consecutive checks that
 must find it.
 """
@@ -260,7 +266,9 @@ class _Held(NamedTuple):
 
     @property
     def span(self) -> range | None:
-        return None if self.start is None else range(self.start, self.start + self.tensor.numel())
+        if self.start is None:
+            return None
+        return range(self.start, self.start + self.tensor.numel())
 
 
 @dataclass(eq=False)
@@ -318,17 +326,21 @@ class ParameterWatch:
         self._arrived: list[Problem] = []
         self._decays: dict[str, Problem] = {}
         self._stepped = 0
-        self._first = self._ended = 0
+        self._first = 0
+        self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._schedules: weakref.WeakKeyDictionary[Optimizer, _Schedule] = weakref.WeakKeyDictionary()
         self._finite = FiniteGradients()
         self._is_due = True
-        self._has_sampled = self._has_begun = False
+        self._has_sampled = False
+        self._has_begun = False
 
     def begin(self, iteration: int) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._first = self._iteration = self._stepped = iteration
+            self._first = iteration
+            self._iteration = iteration
+            self._stepped = iteration
 
     def remove(self) -> None:
         for parameter in self._parameters.values():
@@ -409,7 +421,8 @@ class ParameterWatch:
         samples = [(iteration, stack[index]) for iteration, stack, index in parameter.writes.samples]
         if weight.dim() < 2 or is_quantized(weight) or not samples:
             return
-        now, iteration = sampled_view(weight, THIN), self._iteration
+        now = sampled_view(weight, THIN)
+        iteration = self._iteration
         first, at_first = samples[0]
         last, at_last = samples[-1]
         self._has_sampled = True
@@ -438,7 +451,8 @@ class ParameterWatch:
         if listed == self._listed:
             return
         self._listed = listed
-        known, self._parameters = self._parameters, {}
+        known = self._parameters
+        self._parameters = {}
         for name, weight, module in self._model.named_parameters():
             if id(weight) not in known:
                 self._held.clear()
@@ -485,7 +499,9 @@ class ParameterWatch:
         read = batches.start_copy()
         if read is not None:
             read()
-        return held if shares and max(shares) < APART else []
+        if shares and max(shares) < APART:
+            return held
+        return []
 
     def _check_gradients(self, held: list[tuple[_Parameter, torch.Tensor]]) -> None:
         for parameter, tensor in held:
@@ -500,7 +516,8 @@ class ParameterWatch:
         """
         weight = parameter.weight
         if weight.grad is not None or held.grad is not None or getattr(weight, "grad_added_to_main_grad", False):
-            parameter.has_gradient = parameter.at_step = True
+            parameter.has_gradient = True
+            parameter.at_step = True
         elif parameter.gap is not None and parameter.gap.reached:
             parameter.has_gradient, parameter.at_step = True, False  # it is removed before the step
         elif parameter.at_step or not parameter.has_gradient:
@@ -521,7 +538,8 @@ class ParameterWatch:
     def _count_missing_gradient(self, parameter: _Parameter) -> None:
         gap = parameter.gap
         if gap is None:
-            gap = parameter.gap = _Gap(self._iteration)
+            gap = _Gap(self._iteration)
+            parameter.gap = gap
             if parameter.weight.requires_grad:
                 note: Any = parameter.weight.register_post_accumulate_grad_hook
                 forward = parameter.module.register_forward_pre_hook(_note_forward(gap))
@@ -600,7 +618,8 @@ class ParameterWatch:
         elements = [sampled_view(raw_codes(parameter.weight)) for parameter in first]
         self._compare_with_references(optimizer, still)
         for parameter, copy in zip(first, copy_all(elements), strict=True):
-            parameter.reference, parameter.still = copy, (iteration, -1)
+            parameter.reference = copy
+            parameter.still = (iteration, -1)
 
     def _sample_values(self, matrices: Iterable[_Parameter]) -> None:
         local = [(parameter, local_part(parameter.weight)) for parameter in matrices]
@@ -616,16 +635,19 @@ class ParameterWatch:
     ) -> None:
         """Compare weights with their references, if they have one, and their gradients with what must change them."""
         for held, gradient in compared:
-            parameter, weight = held.parameter, held.parameter.weight
+            parameter = held.parameter
+            weight = held.parameter.weight
             if parameter.reference is not None:
-                elements, reference = sampled_view(raw_codes(weight)), parameter.reference
+                elements = sampled_view(raw_codes(weight))
+                reference = parameter.reference
                 if (reference.shape, reference.dtype) != (elements.shape, elements.dtype):
                     parameter.note_changed(self._iteration, 1.0)
                     continue
                 note = functools.partial(parameter.note_changed, self._iteration)
                 self._batches.add("changed", torch.ne, (elements, reference), note)
             if gradient is not None and (now := sample(weight)) is not None:
-                gradient, squares = sampled_view(local_part(gradient)), _mean_squares(optimizer, held)
+                gradient = sampled_view(local_part(gradient))
+                squares = _mean_squares(optimizer, held)
                 should_move = functools.partial(_should_move, held.group, now.relative, len(squares))
                 note = functools.partial(parameter.note_expected, self._iteration)
                 tensors = (now.values, gradient, *squares, *now.with_tensor(gradient)[2:])
@@ -654,7 +676,8 @@ class ParameterWatch:
             broken = self._finite.end_step(iteration)
             if self._has_sampled:
                 self._pending_read = self._batches.start_copy()
-                self._is_due = self._has_sampled = False
+                self._is_due = False
+                self._has_sampled = False
             if self.is_due:
                 self._refresh()
             if ("rises_again", "") not in self._reported:
@@ -805,7 +828,8 @@ class ParameterWatch:
         """
         idle: dict[_Parameter, int] = {}
         for parameter in self._parameters.values():
-            gap, zeroed = parameter.gap, parameter.zeroed
+            gap = parameter.gap
+            zeroed = parameter.zeroed
             if len(zeroed) >= UNCHANGED and zeroed[-1] - zeroed[0] >= IDLE:
                 idle[parameter] = zeroed[0]
             elif gap is not None and parameter.is_left_out:
@@ -985,7 +1009,9 @@ def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
         return None
     own = local_part(tensor)
-    return own if own.shape == local_part(weight).shape or held.start is not None else None
+    if own.shape == local_part(weight).shape or held.start is not None:
+        return own
+    return None
 
 
 def _gradient(held: _Held) -> torch.Tensor | None:
@@ -994,7 +1020,9 @@ def _gradient(held: _Held) -> torch.Tensor | None:
         if isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided:
             weight = held.parameter.weight
             own: torch.Tensor = getattr(weight, "_local_tensor", weight)
-            return gradient if getattr(gradient, "_local_tensor", gradient).shape == own.shape else None
+            if getattr(gradient, "_local_tensor", gradient).shape == own.shape:
+                return gradient
+            return None
     return None
 
 
@@ -1005,7 +1033,9 @@ def _mean_squares(optimizer: Optimizer, held: _Held) -> tuple[torch.Tensor, ...]
     if not isinstance(squares, torch.Tensor) or squares.dtype not in (torch.float32, torch.bfloat16):
         return ()  # others are scaled
     own = local_part(squares)
-    return (sampled_view(own),) if own.shape == local_part(held.parameter.weight).shape else ()
+    if own.shape == local_part(held.parameter.weight).shape:
+        return (sampled_view(own),)
+    return ()
 
 
 def _should_move(

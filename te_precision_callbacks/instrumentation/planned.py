@@ -95,7 +95,9 @@ class GemmPlans:
         """
         half = forward.half
         key: Key = ()
-        plans, read, high = forward.plans or {}, forward.read, forward.high or {}
+        plans = forward.plans or {}
+        read = forward.read
+        high = forward.high or {}
         try:
             gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
             if forward.kind is not ForwardKind.OBSERVED or (half == 2 and gemm == "fprop"):

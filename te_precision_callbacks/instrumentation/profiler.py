@@ -72,14 +72,18 @@ class StepProfiler:
     def stop(self) -> Any:
         """Stop, and return the profile for :func:`export`, if any."""
         self._seams.restore()
-        profile, self._profile = self._profile, None
-        runs, self.runs = self.runs, False
+        profile = self._profile
+        self._profile = None
+        runs = self.runs
+        self.runs = False
         if profile is None:
             return None
         if not runs:  # a profiler that only warmed up ends as a short one
             profile.start_trace()
         profile.stop_trace()
-        return profile if runs else None
+        if runs:
+            return profile
+        return None
 
     def _wrap(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)

@@ -162,7 +162,8 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
         if out is None and dtype is None:
             # Under torch's autocast the input may differ in dtype from the other operand. Upstream casts it only on its
             # ordinary path.
-            rowwise, columnwise = result.rowwise_gemm_tensor, result.columnwise_gemm_tensor
+            rowwise = result.rowwise_gemm_tensor
+            columnwise = result.columnwise_gemm_tensor
             result.rowwise_gemm_tensor = self._as_operand(rowwise)
             same = columnwise is rowwise
             result.columnwise_gemm_tensor = result.rowwise_gemm_tensor if same else self._as_operand(columnwise)
@@ -187,7 +188,9 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
 
     def _as_operand(self, tensor: Any) -> Any:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        return tensor.to(self._high_precision) if plain and self._high_precision is not None else tensor
+        if plain and self._high_precision is not None:
+            return tensor.to(self._high_precision)
+        return tensor
 
     def _call_inspect_tensor_api(self, tensor: Any, rowwise: Any = None, columnwise: Any = None) -> None:
         if self.kind is not ForwardKind.OBSERVED:
@@ -201,12 +204,15 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
 
     @outside_of_dynamo
     def process_gemm_output(self, tensor: torch.Tensor) -> torch.Tensor:
-        owner, self._shown_first = self._shown_first, None
+        owner = self._shown_first
+        self._shown_first = None
         if owner is not None:
             return owner.process_gemm_output(tensor)
         if not self._accumulates:
             return super().process_gemm_output(tensor)  # type: ignore[no-any-return]
-        own, self._own_wgrad, self._accumulates = self._own_wgrad, None, False
+        own = self._own_wgrad
+        self._own_wgrad = None
+        self._accumulates = False
         if own is not None:
             self._call_inspect_tensor_api(own)
         return tensor

@@ -175,4 +175,6 @@ def _metas_in_use(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    return dist.get_process_group_ranks(group) if is_initialized() else [0]
+    if is_initialized():
+        return dist.get_process_group_ranks(group)
+    return [0]

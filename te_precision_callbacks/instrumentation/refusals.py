@@ -66,11 +66,9 @@ class DebugRefusal:
 
     @property
     def known(self) -> str:
-        return (
-            "before the first step"
-            if self.applies_to_module or self.applies_to_effects
-            else "in the first affected forward"
-        )
+        if self.applies_to_module or self.applies_to_effects:
+            return "before the first step"
+        return "in the first affected forward"
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"

@@ -24,10 +24,13 @@ class AutocastRegions:
     """
 
     def __init__(self) -> None:
-        self.excludes_more = self.has_enabled = False
-        self._disabled = self._disabled_before = 0
+        self.excludes_more = False
+        self.has_enabled = False
+        self._disabled = 0
+        self._disabled_before = 0
         self._recipes: list[Any] = []
-        self._entered = self._before = 0
+        self._entered = 0
+        self._before = 0
 
     def wrap(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``FP8GlobalStateManager.autocast_enter`` of TE 2.20.2 (``pytorch/quantization.py``)."""
@@ -49,9 +52,12 @@ class AutocastRegions:
         return self._entered != 0
 
     def end_step(self) -> bool:
-        before, self._before, self._entered = self._before, self._entered, 0
+        before = self._before
+        self._before = self._entered
+        self._entered = 0
         self.excludes_more = self._disabled > self._disabled_before
-        self._disabled_before, self._disabled = self._disabled, 0
+        self._disabled_before = self._disabled
+        self._disabled = 0
         return self._before != before
 
     def _recipe_index(self, recipe: Any) -> int:

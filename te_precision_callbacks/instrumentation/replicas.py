@@ -77,7 +77,8 @@ class Replicas:
         self._news += news
         if not is_due:
             return []
-        now, start = self._sums(), self._start or {}
+        now = self._sums()
+        start = self._start or {}
         names = sorted(now.keys() | start.keys())
         new_names = not set(names) <= set(self._agreed)
         pooled: list[Problem] = []
@@ -91,12 +92,14 @@ class Replicas:
             entries = self._ranks.pool([*names, *self._news], "names of parameters", str | Problem)
             self._agreed = sorted({*self._agreed, *(entry for entry in entries if isinstance(entry, str))})
             pooled += [entry for entry in entries if isinstance(entry, Problem)]
-            self._news, new_names = [], False
+            self._news = []
+            new_names = False
         columns = merged[_HEADER:].reshape(-1, _COLUMNS)
         return pooled + list(self._compare(columns, iteration, in_parts=bool(merged[_HEADER - 1] > 0)))
 
     def take_news(self) -> list[Problem]:
-        news, self._news = self._news, []
+        news = self._news
+        self._news = []
         return news
 
     def _message(self, iteration: int, start: Sums, now: Sums, *, has_news: bool) -> npt.NDArray[np.float64]:

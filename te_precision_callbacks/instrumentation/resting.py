@@ -67,7 +67,8 @@ class RestingLayers:
 
     def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:
         """Return the modules that rested for the first time in the last step, when ``armed`` were armed."""
-        new, self._new = self._new, []
+        new = self._new
+        self._new = []
         return [module for module in new if id(module) not in armed]
 
     def check_resting(
@@ -115,7 +116,8 @@ class RestingLayers:
 
     def _record_first_rest(self, module: Any) -> None:
         """Record the precision of a module in its first resting step: FP8 or not, as in its last armed step."""
-        key, state = id(module), _state_of(module)
+        key = id(module)
+        state = _state_of(module)
         fp8 = self._trained_in_fp8.get(key)
         self._last_state.pop(key, None)
         if fp8 is None or state is None:
@@ -133,7 +135,8 @@ class RestingLayers:
 
         The last forward may have been an evaluation, so only known training forwards count.
         """
-        key, state = id(module), _state_of(module)
+        key = id(module)
+        state = _state_of(module)
         if state is None:
             return
         self._last_state[key] = state
@@ -172,7 +175,8 @@ def _state_of(module: torch.nn.Module) -> _State | None:
     attributes = module.__dict__
     if attributes["activation_dtype"] is None:
         return None
-    quantizers, recipe = attributes["quantizers"]["scaling_fwd"], attributes["fp8_meta"].get("recipe")
+    quantizers = attributes["quantizers"]["scaling_fwd"]
+    recipe = attributes["fp8_meta"].get("recipe")
     return _State(attributes["fp8"], quantizers, recipe, attributes["activation_dtype"])
 
 

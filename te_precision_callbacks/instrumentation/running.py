@@ -147,7 +147,8 @@ class Running:
     ) -> Any:
         """Call a function as part of a forward or backward, hidden from dispatch modes, since products have events."""
         state = self.thread_state
-        before, state.running = state.running, forward
+        before = state.running
+        state.running = forward
         try:
             if not self.has_ranges and not modes_are_active():
                 return function(*arguments, **keywords)

@@ -38,7 +38,8 @@ class ScalarBuffer:
         return to_floats([value for _, value in self.entries])
 
     def clear(self) -> None:
-        self.entries, self._on_streams = [], {}
+        self.entries = []
+        self._on_streams = {}
 
 
 def is_scalar(value: object) -> bool:

@@ -254,7 +254,8 @@ class GemmTap:
         try:
             halves = "LayerNormMLP" in class_names(module)
             if compiled is None:
-                kind, recipe = self._classify(module), recipe_in_force(module, fp8=module.fp8)
+                kind = self._classify(module)
+                recipe = recipe_in_force(module, fp8=module.fp8)
             else:
                 with torch.set_grad_enabled(compiled.is_grad_enabled):
                     kind = self._classify(module)
@@ -274,9 +275,9 @@ class GemmTap:
         return entered
 
     def _begin_compiled(self, module: Any, arguments: Any) -> Forward:
-        return (
-            self._make_forward(module, arguments) if id(module) in self._observed else self._forward_for_ranges(module)
-        )
+        if id(module) in self._observed:
+            return self._make_forward(module, arguments)
+        return self._forward_for_ranges(module)
 
     def _forward_in_graph(self, arguments: Sequence[Any]) -> Forward | None:
         """Make the forward of a compiled ``te.Linear`` with delayed scaling: its graph ends before the autograd
@@ -284,7 +285,9 @@ class GemmTap:
         """
         operator = arguments[-1] if self._compiled.modules else None
         module = self._compiled.module_of(arguments[0]) if type(operator).__name__ == "LinearFwdArgs" else None
-        return None if module is None else self._begin_compiled(module, operator)
+        if module is None:
+            return None
+        return self._begin_compiled(module, operator)
 
     def _find_tensors(
         self, forward: Forward, find: Callable[[], dict[tuple[int, str], Any]]
@@ -298,7 +301,8 @@ class GemmTap:
     def _wrap_end(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def end_forward(module: Any) -> Any:
-            entered, self._running.thread_state.entered = self._running.thread_state.entered, None
+            entered = self._running.thread_state.entered
+            self._running.thread_state.entered = None
             if id(module) in self._attention.names and entered is not None and entered.layers:
                 self._attention.leave(module, entered)
             return upstream(module)
@@ -324,7 +328,9 @@ class GemmTap:
                 ctx.te_precision_forward = entered
             before = entered.events
             if name_arguments is None:
-                entered.wanted, entered.high, entered.kind = (), None, ForwardKind.UNTOUCHED
+                entered.wanted = ()
+                entered.high = None
+                entered.kind = ForwardKind.UNTOUCHED
             elif entered.high is not None:
                 entered.high = self._find_tensors(entered, lambda: sources.find(name_arguments((ctx, *arguments))))
             try:
@@ -373,12 +379,14 @@ class GemmTap:
             running = self._running.thread_state.running
             if running is None:
                 return upstream(store, tensors, function)
-            half, high = running.half, running.high
+            half = running.half
+            high = running.high
 
             @functools.wraps(function)
             def later(*arguments: Any) -> Any:
                 running.half = half
-                running.high, before = high, running.high
+                before = running.high
+                running.high = high
                 try:
                     return self._running.call(running, True, function, *arguments)
                 finally:
@@ -472,7 +480,8 @@ class GemmTap:
         if before is None or forward is None or not forward.layers or not arguments.get("accumulate"):
             return ()
         try:
-            gemm, sums = GEMM_OF_LAYOUT[arguments["layout"]], arguments["out"]
+            gemm = GEMM_OF_LAYOUT[arguments["layout"]]
+            sums = arguments["out"]
             if not grouped:
                 return [before(forward.layers[forward.peek_layer_index(gemm)], gemm, sums, forward.kept)]
             return [before(forward.layers[index], gemm, total, forward.kept) for index, total in enumerate(sums)]

@@ -120,7 +120,9 @@ class OperationsTap:
 def _recipe_of(operation: NamedOperation) -> Any:
     """Return the recipe of an operation's last forward; None for high precision."""
     meta: Any = operation.module.__dict__["_fp8_metas"]
-    return None if meta is None or meta["forward"] is None else meta["forward"].get("recipe")
+    if meta is None or meta["forward"] is None:
+        return None
+    return meta["forward"].get("recipe")
 
 
 class AttentionTap:
@@ -181,7 +183,9 @@ class AttentionTap:
 
 
 def _attention_event(forward: Forward, given: Mapping[str, Any]) -> AttentionEvent:
-    query, key, value = given["q"], given["k"], given["v"]
+    query = given["q"]
+    key = given["k"]
+    value = given["v"]
     form = given["qkv_layout"].replace("3", "").replace("2", "").partition("_")[0]
     return AttentionEvent(
         forward.layers[0],

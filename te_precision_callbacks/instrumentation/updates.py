@@ -69,7 +69,8 @@ class UpdateWatch:
     @torch.no_grad()
     def end_step(self) -> None:
         """Log the shares of the iteration, over all optimizers: some loops have one for each parameter."""
-        counts_by_name, self._counts = self._counts, {}
+        counts_by_name = self._counts
+        self._counts = {}
         for name, counts in counts_by_name.items():
             for stream, tensor in counts:
                 follow(stream, [tensor])
@@ -86,7 +87,8 @@ class UpdateWatch:
         self._before.clear()
         try:
             rate = max((float(group.get("lr") or 0.0) for group in optimizer.param_groups), default=0.0)
-            largest = self._largest_rates[optimizer] = max(rate, self._largest_rates.get(optimizer, 0.0))
+            largest = max(rate, self._largest_rates.get(optimizer, 0.0))
+            self._largest_rates[optimizer] = largest
             if not is_due or rate < LEAST_RATE * largest or not self._model.is_trained_by(optimizer):
                 return
             samples = [(group, list(_gradient_samples(group["params"]))) for group in optimizer.param_groups]
@@ -101,7 +103,8 @@ class UpdateWatch:
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        before, self._before = self._before, []
+        before = self._before
+        self._before = []
         try:
             if optimizer not in self._known:
                 self._known.add(optimizer)
@@ -141,7 +144,8 @@ def _gradient_samples(weights: Iterable[torch.Tensor]) -> Iterator[_GradientSamp
         gradient = weight.grad
         if gradient is None or gradient.layout is not torch.strided:
             continue
-        own, own_gradient = local_part(weight), local_part(gradient)
+        own = local_part(weight)
+        own_gradient = local_part(gradient)
         if own.numel() == own_gradient.numel() > 0 and own.is_contiguous() and own_gradient.is_contiguous():
             yield weight, _subsample(own_gradient)
 

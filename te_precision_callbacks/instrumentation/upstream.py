@@ -224,7 +224,8 @@ class Inspector:
             warnings.simplefilter("ignore", DeprecationWarning)
             self._initialize(debug_api, scalars)
         manager: Any = debug_api.DEBUG_MANAGER
-        self._debug_api, self._manager = debug_api, manager
+        self._debug_api = debug_api
+        self._manager = manager
         self._stray_calls = StrayCalls(manager)
         manager._tensor_reduction_group = self._options.process_group
         self._api.begin(observation, reduce=self._options.reduce)
@@ -397,7 +398,8 @@ class Inspector:
             self.keep()
             debug_api.end_debug()
         finally:
-            debug_api.DEBUG_MANAGER = self._manager = None
+            debug_api.DEBUG_MANAGER = None
+            self._manager = None
             # A failed start has no manager to end, but may have reached the namespace's features.
             vars(STATS_BUFFERS).pop("log_stats", None)
             self._snapshot.restore()

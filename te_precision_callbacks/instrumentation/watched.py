@@ -110,7 +110,8 @@ class WatchedModules:
             ran: see :meth:`RestingLayers.check_resting`.
             excluded: see :attr:`AutocastRegions.excludes_more`.
         """
-        ended_iteration, was_armed = iteration - 1, frozenset(self.armed)
+        ended_iteration = iteration - 1
+        was_armed = frozenset(self.armed)
         new_at_rest = self.resting.take_new(was_armed)
         for module in list(self.armed.values()):
             upcoming = module.__dict__["next_iter_when_debug_should_be_run"]

@@ -10,7 +10,8 @@ import torch
 
 from te_precision_callbacks.base.numerics.layouts import NVFP4, is_quantized, read_stored, scaling_mode
 
-ROWS, ELEMENTS = 32, 1024
+ROWS = 32
+ELEMENTS = 1024
 """Minimum number of sampled rows and elements of a larger weight; at most twice as many are sampled."""
 
 PLAIN_ROUNDING = 2.0**-7
@@ -36,7 +37,9 @@ class WeightSample(NamedTuple):
     absolute: torch.Tensor | None = None
 
     def with_tensor(self, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.values, other) if self.absolute is None else (self.values, other, self.absolute)
+        if self.absolute is None:
+            return (self.values, other)
+        return (self.values, other, self.absolute)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +64,9 @@ def sampled_view(tensor: torch.Tensor, thin: int = 1) -> torch.Tensor:
         thin: every how many sampled columns are returned.
     """
     layout = _layout_of_sample(tensor.shape, tensor.stride(), thin)
-    return _sampled_elements(tensor, thin) if layout is None else tensor.as_strided(*layout)
+    if layout is None:
+        return _sampled_elements(tensor, thin)
+    return tensor.as_strided(*layout)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,7 +76,9 @@ def _layout_of_sample(
     """Return shape and stride of a sample, so that one operation makes the view; None if strides do not allow that."""
     tensor = torch.empty_strided(shape, stride, device="meta")
     elements = _sampled_elements(tensor, thin)
-    return (elements.shape, elements.stride()) if elements._base is tensor else None
+    if elements._base is tensor:
+        return (elements.shape, elements.stride())
+    return None
 
 
 def _sampled_elements(tensor: torch.Tensor, thin: int) -> torch.Tensor:
@@ -99,7 +106,8 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     part = read_stored(own, columnwise=False)
     if part is None or part.transposed:
         return None
-    device, length = part.codes.device, part.matrix_shape[1]
+    device = part.codes.device
+    length = part.matrix_shape[1]
     if span is None:
         rows, columns = (
             torch.arange(size, device=device)[chosen]
@@ -108,12 +116,14 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
         rows = rows[:, None]
     else:
         places = torch.arange(span.start, span.stop, device=device)[None, _grid(1, len(span))[1]]
-        rows, columns = places // length, places % length
+        rows = places // length
+        columns = places % length
     if scaling_mode(own) == NVFP4:
         codes = (part.codes[rows, columns // 2] >> (columns % 2 * 4).to(torch.uint8)) & 0xF
     else:
         codes = part.codes[rows, columns]
-    form, factors = part.element_format, part.factors()
+    form = part.element_format
+    factors = part.factors()
     elements = form.decode(codes)
     if factors.numel() > 1:
         factors = factors[rows // part.block[0], columns // part.block[1]]
@@ -146,7 +156,8 @@ class BatchedChecks:
         self._shares.append((shares.float(), notes))
 
     def launch(self) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting
+        self._waiting = {}
         for compare, members in waiting.values():
             columns = zip(*(tensors for tensors, _ in members), strict=True)
             are_true = compare(*map(torch.stack, columns))

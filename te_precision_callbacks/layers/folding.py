@@ -41,7 +41,9 @@ def fold_names(names: Iterable[str], *, most: int | None = None, most_ranges: in
         for ranges in _boxes(list(numbers), form.count("\0"))
     ]
     more = len(texts) - (len(texts) if most is None else most)
-    return [*texts[:most], f"{more} more"] if more > 0 else texts
+    if more > 0:
+        return [*texts[:most], f"{more} more"]
+    return texts
 
 
 def fold_for_sentence(*names: str, most: int | None = None) -> str:
@@ -95,7 +97,8 @@ def _ranges(numbers: Sequence[int], most: int | None) -> str:
             parts[-1] = [parts[-1][0], number]
         else:
             parts.append([number])
-    shown, left = parts[:most], parts[most if most is not None else len(parts) :]
+    shown = parts[:most]
+    left = parts[most if most is not None else len(parts) :]
     more = sum(part[-1] - part[0] + 1 for part in left)
     return f"{{{','.join('-'.join(map(str, part)) for part in shown)}{f' and {more} more' if more else ''}}}"
 
@@ -115,7 +118,9 @@ class ShortNames:
                 before += segment
 
     def of(self, name: str, most: int) -> str:
-        parts, before, shared = _SEGMENT.findall(name), "", list[int]()
+        parts = _SEGMENT.findall(name)
+        before = ""
+        shared = list[int]()
         for place, part in enumerate(parts):
             if len(self._following.get(before, ())) == 1:
                 shared.append(place)

@@ -97,7 +97,8 @@ class ForwardClassifier:
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:
         self._evaluation = ForwardKind.EVALUATION if precision_features_in_eval else ForwardKind.UNTOUCHED
-        self._paused = self.was_paused = False
+        self._paused = False
+        self.was_paused = False
         self.eval_mode_counts = True
         self.abandoned: Callable[[], bool] | None = None
         self.in_training_call: Callable[[], bool] = bool
@@ -122,7 +123,8 @@ class ForwardClassifier:
     def pause_during(self, function: FunctionT) -> FunctionT:
         @functools.wraps(function)
         def paused(*arguments: Any, **keywords: Any) -> Any:
-            before, self.paused = self.paused, True
+            before = self.paused
+            self.paused = True
             try:
                 return function(*arguments, **keywords)
             finally:
@@ -140,7 +142,9 @@ class ForwardClassifier:
             # autograd Function) ran the first forward without gradients, so the recomputed one is observed. A
             # non-reentrant checkpoint recomputes in a hook of a saved tensor, and its first forward was observed.
             reentrant = innermost_autograd_frame() == "backward"
-            return ForwardKind.OBSERVED if reentrant else ForwardKind.SILENT
+            if reentrant:
+                return ForwardKind.OBSERVED
+            return ForwardKind.SILENT
         if torch.is_grad_enabled():
             return ForwardKind.OBSERVED
         if is_evaluation_forward():

@@ -33,7 +33,9 @@ def delayed_state(meta: Mapping[str, Any] | None, direction: str) -> Any:
         direction: ``scaling_fwd`` or ``scaling_bwd``.
     """
     state = (meta or {}).get(direction)
-    return None if getattr(state, "amax_history", None) is None else state
+    if getattr(state, "amax_history", None) is None:
+        return None
+    return state
 
 
 def is_in_checkpoints(module: torch.nn.Module) -> bool:

@@ -189,4 +189,6 @@ class Watched(NamedTuple):
         first, second = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
         if has_scale(first):
             return first
-        return second if second is not first and has_scale(second) else None
+        if second is not first and has_scale(second):
+            return second
+        return None

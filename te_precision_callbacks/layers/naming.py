@@ -54,7 +54,9 @@ def detect_scope(module: torch.nn.Module) -> DetectedScope:
 def _megatron() -> Any:
     """Return Megatron Core's ``parallel_state`` module (0.16.1); None if not in use."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
-    return state if state is not None and state.model_parallel_is_initialized() else None
+    if state is not None and state.model_parallel_is_initialized():
+        return state
+    return None
 
 
 def _megatron_scope(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
@@ -62,7 +64,8 @@ def _megatron_scope(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
     state = _megatron()
     if state is None:
         return "", ""
-    stage = experts = ""
+    stage = ""
+    experts = ""
     if state.get_pipeline_model_parallel_world_size() > 1:
         stage = f"pp{state.get_pipeline_model_parallel_rank()}"
     has_experts = any(getattr(parameter, "allreduce", True) is False for parameter in parameters)
@@ -213,12 +216,14 @@ def named_te_modules(
     taken: set[str] = set()
     names_upstream = upstream_names(model)
     for place, root in _named_places(model):
-        module, path = place.module, place.by_number if by_number else place.path
+        module = place.module
+        path = place.by_number if by_number else place.path
         parts = _gemm_parts(module) if isinstance(module, TransformerEngineBaseModule) else None
         if parts is None or id(module) in named:
             continue
         upstream = names_upstream[id(module)]
-        given_scope, rank_scope = resolve_scope(scope, place.path), detect_scope(module)
+        given_scope = resolve_scope(scope, place.path)
+        rank_scope = detect_scope(module)
         # Drop parts of the scope that numbers in the path already show.
         missing = "" if place.has_number else rank_scope.stage, "" if place.has_experts else rank_scope.experts
         numbered_scope = given_scope or ".".join(filter(None, missing))
@@ -328,7 +333,8 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
             names[id(module)] = tuple(dict.fromkeys((name, plain)))
         numbered = isinstance(module, torch.nn.ModuleList)
         for child_name, child in module.named_children():
-            number, plain_number = child_name, child_name
+            number = child_name
+            plain_number = child_name
             if numbered:
                 number = getattr(child, "layer_number", child_name)
                 plain_number = getattr(_inside(child), "layer_number", child_name)
@@ -350,7 +356,8 @@ def _wrapped(
         is_part: returns whether a module wraps its child of a given name; None for DDP and similar wrappers.
     """
     is_part = is_part or _is_process_wrapper_part
-    name, seen = "", set[torch.nn.Module]()
+    name = ""
+    seen = set[torch.nn.Module]()
     while module not in seen:
         seen.add(module)
         yield name, module
@@ -422,11 +429,14 @@ def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
     else:
         return None
     fits = all(isinstance(key, str) and isinstance(root, torch.nn.Module) for key, root in roots)
-    return roots if fits else None
+    if fits:
+        return roots
+    return None
 
 
 def _unique(path: str, scope: str, taken: set[str]) -> str:
-    name, count = path, 1
+    name = path
+    count = 1
     while _joined(scope, name) in taken:
         count += 1
         name = f"{path}_{count}"
@@ -503,7 +513,8 @@ def _places(
             if is_wrapper_part(module, child_name) or (through_adapters and is_adapted(module, child_name)):
                 children.append(place._replace(module=child))
             else:
-                number, experts = _layer_number(module, child), _expert_numbers(module, child_name)
+                number = _layer_number(module, child)
+                experts = _expert_numbers(module, child_name)
                 children.append(
                     _Node(
                         _joined(place.path, child_name),
@@ -519,13 +530,17 @@ def _places(
 def _layer_number(module: torch.nn.Module, child: torch.nn.Module) -> str:
     """Return the number of a ModuleList's child in the whole model, or empty. Read from Megatron Core 0.16."""
     number = getattr(_inside(child), "layer_number", None) if isinstance(module, torch.nn.ModuleList) else None
-    return str(number - 1) if isinstance(number, int) and number > 0 else ""
+    if isinstance(number, int) and number > 0:
+        return str(number - 1)
+    return ""
 
 
 def _expert_numbers(module: torch.nn.Module, child_name: str) -> str:
     """Return ``experts_<first>_<last>`` for Megatron's experts, or empty. Read from Megatron Core 0.16."""
     experts = getattr(module, "local_expert_indices", None) if child_name == "experts" else None
-    return f"{child_name}_{experts[0]}_{experts[-1]}" if experts else ""
+    if experts:
+        return f"{child_name}_{experts[0]}_{experts[-1]}"
+    return ""
 
 
 def _own_class(module: torch.nn.Module) -> str:
@@ -533,7 +548,9 @@ def _own_class(module: torch.nn.Module) -> str:
 
 
 def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    if path:
+        return f"{path}.{name}"
+    return name
 
 
 def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
@@ -579,7 +596,9 @@ def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
         return (".fc1", ".fc2")
     if "GroupedLinear" in classes:
         return tuple(f".gemm_{index}" for index in range(int(module.num_gemms)))  # type: ignore[arg-type]
-    return ("",) if classes & {"Linear", "LayerNormLinear"} else None
+    if classes & {"Linear", "LayerNormLinear"}:
+        return ("",)
+    return None
 
 
 def _layer_of_upstream(entry: _Found, part: str) -> Layer:
@@ -589,7 +608,8 @@ def _layer_of_upstream(entry: _Found, part: str) -> Layer:
 
 
 def _layer(entry: _Found, part: str) -> Layer:
-    module, name = entry.module, entry.name
+    module = entry.module
+    name = entry.name
     bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.pytorch")]
     classes = dict.fromkeys([type(module).__name__, *(base for base in bases if base != "TransformerEngineBaseModule")])
     given = str(getattr(module, "name", None) or "")

@@ -19,6 +19,7 @@ class RoundRobin(Generic[ItemT]):
         self._at_once = AT_ONCE if len(items) <= MANY else AT_ONCE // 4
 
     def take(self, more: int = 0) -> Sequence[ItemT]:
-        begin, end = self._next, self._next + self._at_once + more
+        begin = self._next
+        end = self._next + self._at_once + more
         self._next = end if end < len(self._items) else 0
         return self._items[begin:end]

@@ -80,7 +80,9 @@ class RuleChecks:
         numbers = self._splitter.step(records.iteration, records.series, values, records.unscaled, rank)
         self._react(self._diagnosis.step(numbers), records.iteration)
         counts = self._diagnosis.problems
-        return replace(records, findings=counts) if counts else records
+        if counts:
+            return replace(records, findings=counts)
+        return records
 
     def stop_if_wanted(self) -> None:
         """Stop the run on all ranks if a finding of one rank demands it; all ranks report the same first finding."""
@@ -100,7 +102,8 @@ class RuleChecks:
             self._stop()
 
     def _stop(self) -> None:
-        findings, self._stopping = self._stopping, []
+        findings = self._stopping
+        self._stopping = []
         text = "; ".join(map(str, findings)) or "found on another rank, see the error of that rank"
         remedies = (finding.remedy for finding in sorted(findings, key=lambda finding: len(finding.remedy)))
         by_beginning = {remedy.partition(". ")[0]: f"{remedy}." for remedy in remedies}  # the longest of similar ones
@@ -180,7 +183,8 @@ class ContractCheck:
         Raises:
             PrecisionContractError: the contract is broken, and ends the run.
         """
-        results, keeper = self._results, self.keeper
+        results = self._results
+        keeper = self.keeper
         if self._shares_left:
             own = results.coverage_at(iteration)
             shared = Coverage(shared_products(own, self._ranks, "products of the first step", mean=True))
@@ -200,7 +204,8 @@ class ContractCheck:
             why_not: the reason why the contract cannot be checked, if so.
             raises: whether to raise; False if another error ends the run, which must not be hidden.
         """
-        keeper, results = self.keeper, self._results
+        keeper = self.keeper
+        results = self._results
         if keeper is not None:
             has_run = has_step and iteration in results.iterations
             coverage = results.coverage_with_other_ranks(iteration) if has_run else NOTHING
@@ -303,7 +308,8 @@ class OverflowCheck:
         self._reports = 0
 
     def attach(self, model: Model) -> None:
-        context, options = self._context, self._context.options
+        context = self._context
+        options = self._context.options
         if ACTIVATION_OVERFLOW not in options.debug:
             return
         former = self.detector
@@ -313,7 +319,8 @@ class OverflowCheck:
             former.close(SessionError("Another model was attached."))
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
         self.detector.join_session(messages=context.ranks.messages, step=context.describe_step)
-        self._model, self._reports = model, 0
+        self._model = model
+        self._reports = 0
         if former is not None:
             self.detector.loss_scaled = former.loss_scaled
 

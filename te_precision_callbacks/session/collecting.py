@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 _MOST_LOSSES = 10_000
 """Maximum number of losses that a rank keeps for rank 0 between two collection steps."""
 
-_MOST_KEPT, _LONGEST = 256, 1.0
+_MOST_KEPT = 256
+_LONGEST = 1.0
 """Number of scalars, and seconds, after which the trainer's scalars are copied to the host."""
 
 
@@ -94,13 +95,16 @@ class StepCollector:
         try:
             return self._records(ending)
         finally:
-            self._measured, self._is_local = [], False
+            self._measured = []
+            self._is_local = False
             self._scalars.clear()
 
     @without_collections()
     def _records(self, ending: EndingStep) -> StepRecords | None:
-        names, measured = [name for name, _ in self._scalars.entries], self._measured
-        ranks, results = self._context.ranks, self._context.results
+        names = [name for name, _ in self._scalars.entries]
+        measured = self._measured
+        ranks = self._context.ranks
+        results = self._context.results
         if not names and not measured:
             return None
         try:
@@ -170,7 +174,8 @@ class TrainerScalars:
 
     def exchange_losses(self) -> list[Scalars]:
         """Return the mean losses over the ranks that have one. All ranks must call this."""
-        own, by_step = list(self.losses), dict[tuple[int, int], dict[str, list[float]]]()
+        own = list(self.losses)
+        by_step = dict[tuple[int, int], dict[str, list[float]]]()
         self.losses.clear()
         for loss in self._context.ranks.pool(own, "losses", Loss):
             of_step = by_step.setdefault((loss.iteration, loss.logging_step), {})

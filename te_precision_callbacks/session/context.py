@@ -84,7 +84,9 @@ class RunResults:
 
     @property
     def findings(self) -> Verdict:
-        return self.diagnosis.verdict if self.whole_run is None else self.whole_run
+        if self.whole_run is None:
+            return self.diagnosis.verdict
+        return self.whole_run
 
 
 @dataclass

@@ -49,7 +49,8 @@ class Sinks:
         """Start the sinks. Called at the first step, when the iteration of a resumed run is known."""
         self.have_started = True
         self._each("starting", self._sinks, lambda sink: sink.start(run))
-        early, self._early = self._early, []
+        early = self._early
+        self._early = []
         for item in early:
             self.send(item)
 
@@ -117,8 +118,10 @@ class RunFiles:
     """
 
     def __init__(self, context: RunContext, given_names: Mapping[str, str]) -> None:
-        options, log_dir = context.options, context.results.log_dir
-        choice, limit = read_statistics_log(options.statistics_log), record_limit(options.records)
+        options = context.options
+        log_dir = context.results.log_dir
+        choice = read_statistics_log(options.statistics_log)
+        limit = record_limit(options.records)
         self._on_all_ranks = choice.ranks == "all"
         self._context = context
         self._ranks = context.ranks
@@ -136,7 +139,9 @@ class RunFiles:
 
     @property
     def place(self) -> Place | None:
-        return None if self.records is None else self.records.place
+        if self.records is None:
+            return None
+        return self.records.place
 
     def attach(self) -> None:
         if self.log is not None:
@@ -151,7 +156,8 @@ class RunFiles:
         if self._has_begun:
             return
         self._has_begun = True
-        ranks, group = self._ranks, self._context.options.process_group
+        ranks = self._ranks
+        group = self._context.options.process_group
         with_rank_0 = ranks.several and (group is None or 0 in torch.distributed.get_process_group_ranks(group))
         if self.records is not None:
             self.records.writes_reduced = own_rank() == 0 or (ranks.several and ranks.leads)
@@ -180,13 +186,17 @@ class RunFiles:
         if records is None or records.place is None or not records.has_content:
             return ""
         run_id = records.place.run_id
-        return run_id if (self._log_dir / FOLDER / run_id).is_dir() else ""
+        if (self._log_dir / FOLDER / run_id).is_dir():
+            return run_id
+        return ""
 
     @property
     def run_folder(self) -> Path:
         """The folder of the run, which its commands name; without records, the log folder."""
         run_id = self._run_id
-        return self._log_dir / FOLDER / run_id if run_id else self._log_dir
+        if run_id:
+            return self._log_dir / FOLDER / run_id
+        return self._log_dir
 
     def log_command(self) -> str:
         """Log the command that writes the report page; return the id of the run, empty without records."""

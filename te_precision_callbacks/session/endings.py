@@ -132,7 +132,9 @@ def uncaught_exception(exits: ExitWatch) -> BaseException | None:
     if bool(sys.flags.interactive) or hasattr(sys, "ps1"):
         return None
     error = getattr(sys, "last_value", None) or exits.error or sys.exc_info()[1]  # the last in a child process
-    return error if is_failure(error) else None
+    if is_failure(error):
+        return error
+    return None
 
 
 def _end_by_sigint() -> None:

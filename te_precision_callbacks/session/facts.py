@@ -92,7 +92,8 @@ class RunFacts:
 
     @without_collections()
     def take(self) -> FactTables:
-        begun, state = time.perf_counter(), self._state
+        begun = time.perf_counter()
+        state = self._state
         self._rests_until = begun + REST_AFTER_A_FAILURE
         infos = self._results.layers
         precision = list(self._results.audit.history.spans())
@@ -110,7 +111,8 @@ class RunFacts:
         }
         facts = FactTables(self._run(precision), tables)
         now = time.perf_counter()
-        self._taken, self._rests_until = state, now + (now - begun) / MOST_SHARE
+        self._taken = state
+        self._rests_until = now + (now - begun) / MOST_SHARE
         return facts
 
     # ------------------------------------------------------------------ run.json
@@ -136,7 +138,8 @@ class RunFacts:
         return {why: fold_names(of_reason) for why, of_reason in names.items()}
 
     def _settings(self) -> Row:
-        layers, reduces = self._model.layers, self._options.reduce
+        layers = self._model.layers
+        reduces = self._options.reduce
         computed = modules_with_gemms(layers.modules, layers.operations)
         several = reduces and is_distributed(self._options.process_group)
         return {
@@ -162,7 +165,8 @@ class RunFacts:
 
     @property
     def _unmeasured(self) -> str:
-        begin, last = self._results.iterations.first, self._results.iterations.last
+        begin = self._results.iterations.first
+        last = self._results.iterations.last
         why_none_measured = self._model.hooks.gemm_errors.why_none_measured
         if why_none_measured or begin is None or last is None:
             return why_none_measured
@@ -326,7 +330,9 @@ class RunFacts:
 def _script() -> str:
     """Return the path of the script; ``-c`` or ``-`` for code without a file, empty at an interactive prompt."""
     started = sys.argv[0] if sys.argv else ""
-    return started if started in ("", "-", "-c") else os.path.abspath(started)
+    if started in ("", "-", "-c"):
+        return started
+    return os.path.abspath(started)
 
 
 def _place(sections: Sequence[Section], namespace: str, feature: str) -> tuple[str, str, int | None]:
@@ -346,4 +352,6 @@ def _place(sections: Sequence[Section], namespace: str, feature: str) -> tuple[s
 
 
 def _plain(value: object) -> object:
-    return dict(value) if isinstance(value, Mapping) else str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value)

@@ -153,7 +153,8 @@ class NamedLayers:
         self.given.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
 
     def _find(self, model: Model) -> None:
-        names, scope = self._options.layer_names or "path", self._options.scope
+        names = self._options.layer_names or "path"
+        scope = self._options.scope
         self.modules = named_te_modules(model, names, by_number=self._by_number, scope=scope)
         self.operations = named_operations(model, by_number=self._by_number, scope=scope)
         self._attentions = named_attention(model, self.paths(model))
@@ -217,7 +218,9 @@ class ObservedModel:
     # ------------------------------------------------------------------ attach
 
     def attach(self, model: Model) -> None:
-        options, inspector, ranks = self._options, self._inspector, self._context.ranks
+        options = self._options
+        inspector = self._inspector
+        ranks = self._context.ranks
         inspector.forget_names()
         self.layers.attach(model, ranks)
         planned = self._plan(model)
@@ -238,7 +241,9 @@ class ObservedModel:
         self.attached = True
 
     def _plan(self, model: Model) -> _Planned:
-        config, registered, modules = self._options.config, self._inspector.registered, self.layers.modules
+        config = self._options.config
+        registered = self._inspector.registered
+        modules = self.layers.modules
         plan = config.plan(
             self.layers.of_all,
             registered,
@@ -260,7 +265,9 @@ class ObservedModel:
         return _Planned(own_plan, sections, fused, not_fused)
 
     def _observe(self, planned: _Planned) -> None:
-        inspector, plan, modules = self._inspector, planned.plan, self.layers.modules
+        inspector = self._inspector
+        plan = planned.plan
+        modules = self.layers.modules
         by_layer = {entry.layer.name: entry for entry in plan.layers}
         self._results.layers = tuple(
             LayerInfo(
@@ -294,7 +301,8 @@ class ObservedModel:
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield name and module for all modules that can run hooks, except the model itself."""
-        names, roots = self.layers.paths(self.model), tuple(named_roots(self.model) or ())
+        names = self.layers.paths(self.model)
+        roots = tuple(named_roots(self.model) or ())
         whole = {id(root) for _, root in roots}
         for _, module in watched_modules(roots):
             if id(module) in names and id(module) not in whole and compiled_call(module) is None:
@@ -309,7 +317,8 @@ class ObservedModel:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
         """Yield name, parameter and module, once per parameter."""
-        names, seen = self.layers.paths(self.model), set[int]()
+        names = self.layers.paths(self.model)
+        seen = set[int]()
         for root in self.roots:
             for module in root.modules():
                 for own, parameter in module._parameters.items():
@@ -366,7 +375,8 @@ class ObservedModel:
 
     def note_unobserved(self) -> None:
         """Note the layers that ran only in forwards that are not observed, with the reasons."""
-        reasons, observed = self.hooks.products.unobserved.reasons, self.hooks.order.forward
+        reasons = self.hooks.products.unobserved.reasons
+        observed = self.hooks.order.forward
         unobserved = {
             layer.name: reasons[id(named.module)]
             for named in (self.layers.modules if reasons else ())

@@ -95,7 +95,8 @@ class Profiling:
             self._stop()
 
     def _leave(self, ending: int | None = None) -> None:
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is None:
             return
         iteration, around = running
@@ -107,7 +108,8 @@ class Profiling:
                 pass
 
     def _stop(self) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         try:
             self._leave()
             if self._has_ranges:
@@ -121,17 +123,20 @@ class Profiling:
         self._stopped = profile if self._ended else None
 
     def _write(self) -> None:
-        profile, self._stopped = self._stopped, None
+        profile = self._stopped
+        self._stopped = None
         path = self._files.trace_file(self._ended[0], self._ended[-1])
         export(profile, path)
         self.trace = path
         logger.info("The profile of iterations %d to %d: %s", self._ended[0], self._ended[-1], path)
 
     def _warn_of_missing(self, iteration: int) -> None:
-        asked, self._asked = self._asked, None
+        asked = self._asked
+        self._asked = None
         if asked is None or own_rank() != 0:
             return
-        wanted, ran = asked.last - asked.first + 1, len(self._ended)
+        wanted = asked.last - asked.first + 1
+        ran = len(self._ended)
         if ran < wanted:
             over = f"ended before iteration {iteration}" if iteration <= asked.last else "started later"
             self._warn(
@@ -156,11 +161,15 @@ class Profiling:
         except ObservationError:
             raise
         except Exception as error:
-            self._choice = self._asked = self._stopped = None
+            self._choice = None
+            self._asked = None
+            self._stopped = None
             if self._profiler is not None or self._running is not None or self._has_ranges:
                 self._guarded("ending", self._stop)
             self._context.failures.report(doing, "a profile", error)
 
 
 def _iterations(first: int, last: int) -> str:
-    return f"iteration {first}" if first == last else f"iterations {first} to {last}"
+    if first == last:
+        return f"iteration {first}"
+    return f"iterations {first} to {last}"

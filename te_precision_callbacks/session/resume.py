@@ -97,7 +97,9 @@ class ResumeAudit:
     def text(self, iteration: int) -> str | None:
         """Return the fingerprint of this rank as JSON; None without layers, and after a failure."""
         fingerprint = self._take(iteration)
-        return None if fingerprint is None else fingerprint.to_text()
+        if fingerprint is None:
+            return None
+        return fingerprint.to_text()
 
     def save(self, folder: Path, iteration: int) -> None:
         fingerprint = self._take(iteration)
@@ -111,7 +113,8 @@ class ResumeAudit:
         self._forget()
         if self._model is not None:
             self._config = config_hash(self._model.flat_config)
-            self._run_id, self._records = self._name_of_run, None
+            self._run_id = self._name_of_run
+            self._records = None
             self._left = [(weakref.ref(named.module), named.name, named.layers) for named in self._model.layers.modules]
             self._model = None
 
@@ -121,7 +124,8 @@ class ResumeAudit:
             return None
         try:
             taken = with_recipes(self._with_layers(iteration), modules, self._results.audit.trained_in_fp8)
-            context, unsaved = self._context, unsaved_layers(taken)
+            context = self._context
+            unsaved = unsaved_layers(taken)
             if unsaved is not None and own_rank() == 0 and context.notices.first("unsaved"):
                 converts = context.loop.front_door in ("accelerate", "transformers")
                 remedy = _EVALUATE_IN_FP8_WITH_ACCELERATE if converts else "Evaluate inside te.autocast"
@@ -145,7 +149,9 @@ class ResumeAudit:
 
     @property
     def _name_of_run(self) -> str:
-        return self._run_id if self._records is None else self._records.run_id
+        if self._records is None:
+            return self._run_id
+        return self._records.run_id
 
     def _modules(self) -> Sequence[NamedModule]:
         if self._model is not None:
@@ -204,7 +210,8 @@ class ResumeAudit:
         return None
 
     def _compare(self) -> None:
-        saved, restored = self._saved, self._restored
+        saved = self._saved
+        restored = self._restored
         if saved is None or restored is None:
             return
         self._saved, self._restored = None, None  # torch runs the hooks now; they are removed at the end of the step
@@ -229,7 +236,8 @@ class ResumeAudit:
             logger.warning("%s\n%s", own, _REMEDY)
 
     def _forget(self) -> None:
-        self._saved, self._restored = None, None
+        self._saved = None
+        self._restored = None
         while self._handles:
             self._handles.pop().remove()
 
@@ -255,7 +263,8 @@ class ScaleRestoreCheck:
         if steps < 1 or self._context.results.resume is not None:
             return
         self._steps = []
-        iteration, modules = self._context.iteration, self._model.layers.modules
+        iteration = self._context.iteration
+        modules = self._model.layers.modules
         layers = [layer.name for named in modules if any(delayed_states(named.module)) for layer in named.layers]
         if layers and self._model.hooks.answers.delayed_scaling.unscaled(iteration, modules, ()).issuperset(layers):
             text = (
@@ -304,7 +313,9 @@ class ResumedLoss:
 
     def saved(self) -> dict[str, Any]:
         """Return the last losses for a checkpoint, under the key ``losses``; empty without losses."""
-        return {"losses": to_floats(self._recent)} if self._recent else {}
+        if self._recent:
+            return {"losses": to_floats(self._recent)}
+        return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.restored = [float(loss) for loss in state.get("losses", ())]
@@ -314,7 +325,8 @@ class ResumedLoss:
         """Return the losses of the checkpoint once, when the first training loss after the resume is logged."""
         if not self.restored or not any(is_training_loss(str(name)) for name in values):
             return []
-        restored, self.restored = self.restored, []
+        restored = self.restored
+        self.restored = []
         return restored
 
 

@@ -83,7 +83,7 @@ class Run:
         # A method of the run's ranks would keep the model alive as long as the results.
         leading = functools.partial(leads, options.process_group, reduce=options.reduce)
         failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
-        self.context = context = RunContext(
+        context = RunContext(
             options,
             loop,
             results,
@@ -91,9 +91,11 @@ class Run:
             Ranks(options.process_group, reduce=options.reduce, report=failures.report),
             Inspector(results.log_dir, options, failures),
         )
+        self.context = context
         classify.begin(abandoned=self._is_abandoned)
         self._classify = classify
-        self._scalars = scalars = ScalarBuffer(failures)
+        scalars = ScalarBuffer(failures)
+        self._scalars = scalars
         engine = StatisticsEngine(results.series, failures.report)
         recorder = Recorder(
             results.log_dir, report=failures.report, detects_overflow=ACTIVATION_OVERFLOW in options.debug
@@ -107,7 +109,8 @@ class Run:
             engine,
             strict=options.strict,
         )
-        self.model = model = ObservedModel(context, self.hooks, engine)
+        model = ObservedModel(context, self.hooks, engine)
+        self.model = model
         self._loop_checks = LoopChecks(context, model)
         self._optimizer_hooks: list[RemovableHandle] = []
         self._updates = UpdateWatch(model, scalars, failures)
@@ -140,14 +143,16 @@ class Run:
         self.context.inspector.iteration = self.context.failures.iteration = self.context.options.start_step or 0
 
     def count_from(self, iteration: int) -> None:
-        self.context.inspector.iteration = self.context.failures.iteration = iteration
+        self.context.inspector.iteration = iteration
+        self.context.failures.iteration = iteration
         self.last_logging_step = None
         self.hooks.arm()
         if self.model.attached:
             self._profiling.begin(iteration)
 
     def attach(self, model: Model) -> None:
-        context, ranks = self.context, self.context.ranks
+        context = self.context
+        ranks = self.context.ranks
         ranks.meet()
         with ranks.together("attaching a session", SessionError, ConfigError, agree=ranks.several):
             self.observation.engine.reduce_over(ranks.messages)
@@ -250,7 +255,8 @@ class Run:
         self._start_sinks()
         self._profiling.write()  # the folder of the records is known now
         # Reduce the statistics over the ranks, and begin the next iteration.
-        ranks, optimizer_steps = self.context.ranks, self._loop_checks.optimizer_steps
+        ranks = self.context.ranks
+        optimizer_steps = self._loop_checks.optimizer_steps
         ranks.request(losses=ranks.leads and optimizer_steps > 1 and not self._trainer_scalars.has_loss)
         self._contract.begin_step(iteration)
         self._reduce(ending)
@@ -308,7 +314,8 @@ class Run:
             self._collector.collect_local()
 
     def _check_facts(self, iteration: int, *, at_last: bool = False, has_statistics: bool = False) -> None:
-        results, records = self.context.results, self._files.records
+        results = self.context.results
+        records = self._files.records
         try:
             results.adds_eps = self._updates.adds_eps
             results.scales_loss |= any(map(self.model.is_trained_by, self._scaled.take()))
@@ -390,7 +397,8 @@ class Run:
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         if self.is_forked:
             return None
-        iteration, last = self.context.iteration, self.last_logging_step
+        iteration = self.context.iteration
+        last = self.last_logging_step
         if logging_step is None:
             logging_step = self.context.logging_step(iteration)
         elif logging_step == last and iteration:
@@ -414,11 +422,13 @@ class Run:
     # ------------------------------------------------------------------ stop
 
     def stop(self, error: BaseException | None, logging_step: int | None) -> None:
-        context, layers = self.context, self.model.layers
+        context = self.context
+        layers = self.model.layers
         ended_by = error or sys.exc_info()[1]
         explain_failure(ended_by, layers.modules, layers.other_names)
         explain_checkpoint(ended_by, layers.modules)
-        attached, leads_all = self.model.attached, own_rank() == 0
+        attached = self.model.attached
+        leads_all = own_rank() == 0
         with Uninterrupted(self._ends), without_collections(), ExitStack() as stack:
             if ended_by is not None and not self._loop_checks.has_trained:
                 context.results.audit.abandon()
@@ -471,7 +481,8 @@ class Run:
         ends_all = isinstance(error, (Terminated, KeyboardInterrupt))
         if not self._files.writes_all and (ends_all or not is_failure(error)):
             self._sinks.skipped = self._files.sinks
-        iteration, last = self.context.iteration, self.last_logging_step
+        iteration = self.context.iteration
+        last = self.last_logging_step
         if logging_step is None:
             logging_step = self.context.logging_step(iteration) if last is None else last + 1
         if self._may_read_device:
@@ -499,7 +510,8 @@ class Run:
 
     def _check_contract(self, error: BaseException | None) -> None:
         """Check the contract if it was not checked before, without hiding an error that ends the run."""
-        attached, has_stepped = self.model.attached, self._loop_checks.has_stepped
+        attached = self.model.attached
+        has_stepped = self._loop_checks.has_stepped
         has_step = has_stepped or error is None or self._loop_checks.has_trained  # False if the first step failed
         if attached and has_step and not has_stepped:
             self._note_unended()
@@ -519,7 +531,8 @@ class Run:
             self._send()
 
     def _note_unended(self) -> None:
-        results, before = self.context.results, self.context.results.coverage.changes
+        results = self.context.results
+        before = self.context.results.coverage.changes
         self.model.note_order()
         self.model.note_unobserved()
         self.model.note_products()

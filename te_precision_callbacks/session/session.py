@@ -47,7 +47,9 @@ def running_session() -> InspectSession | None:
     In a notebook, ``running_session().stop()`` ends a session that no variable refers to.
     """
     session = None if _last_started is None else _last_started()
-    return session if session is not None and session.running else None
+    if session is not None and session.running:
+        return session
+    return None
 
 
 class InspectSession:
@@ -126,7 +128,9 @@ class InspectSession:
     def iteration(self) -> int:
         """The current debug iteration, counted from 0; after the end, the first iteration that did not run."""
         run = self._run
-        return self._results.iteration if run is None or not run.live else run.context.iteration
+        if run is None or not run.live:
+            return self._results.iteration
+        return run.context.iteration
 
     @iteration.setter
     def iteration(self, value: int) -> None:
@@ -147,7 +151,9 @@ class InspectSession:
     @property
     def overflow(self) -> DebugActivationOverflow | None:
         """The detector of ``debug="activation_overflow"``, from :meth:`attach` to :meth:`stop`; otherwise None."""
-        return None if self._run is None or not self._run.live else self._run.overflow.detector
+        if self._run is None or not self._run.live:
+            return None
+        return self._run.overflow.detector
 
     @property
     def resumed_loss(self) -> ResumedLoss:
@@ -297,7 +303,8 @@ class InspectSession:
         self._results.started_at = _place_in_script()
         self._loop = LoopFacts(counts_from, front_door, gives_way)
         self._classify.eval_mode_counts = eval_mode_counts
-        self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop)
+        run = Run(self._options, sinks, self._results, self._classify, self._loop)
+        self._run = run
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
@@ -454,7 +461,9 @@ class InspectSession:
         state: dict[str, Any] = {"iteration": self.iteration, **self._resumed_loss.saved()}
         self._note_checkpoint(file)
         text = None if self._resume_audit is None else self._resume_audit.text(self.iteration)
-        return state if text is None else {**state, "fingerprint": text}
+        if text is None:
+            return state
+        return {**state, "fingerprint": text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the iteration of a checkpoint, and audit the resume in the first step.

@@ -90,7 +90,8 @@ class LoopChecks:
     """
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
-        self.has_stepped = self._in_evaluation = False
+        self.has_stepped = False
+        self._in_evaluation = False
         self.optimizer_steps = -1
         self._context = context
         self._notices = context.notices
@@ -134,7 +135,8 @@ class LoopChecks:
         if list(self._gaps) != [gap] * _ALIKE or len(set(gap)) != 1 or gap[0] == "forward":
             return
         if self._notices.first("further steps"):
-            is_mistake, count = gap[0] == "nothing", len(gap) + 1
+            is_mistake = gap[0] == "nothing"
+            count = len(gap) + 1
             text = (
                 f"{_AGAIN if is_mistake else _IN_MICRO_BATCHES}: {count} debug iterations per optimizer step, so"
                 f" schedules run {count} times too fast. Call step() once after each optimizer step."
@@ -153,15 +155,18 @@ class LoopChecks:
         if watched is None and search:
             watched = next((parameter for parameter in self._model.parameters() if parameter.grad is not None), None)
             self._watched = None if watched is None else weakref.ref(watched)
-        before, gradient = self._gradient, None if watched is None else watched.grad
+        before = self._gradient
+        gradient = None if watched is None else watched.grad
         self._gradient = None if gradient is None else (id(gradient), gradient._version)
         return gradient is not None and self._gradient != before
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
-        ever = self._all_steps[optimizer] = self._all_steps.get(optimizer, 0) + 1
+        ever = self._all_steps.get(optimizer, 0) + 1
+        self._all_steps[optimizer] = ever
         self.optimizer_steps = max(self.optimizer_steps, ever)
         self._in_evaluation |= is_in_evaluation(self._model.layers.modules)
-        count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        count = self._steps.get(optimizer, 0) + 1
+        self._steps[optimizer] = count
         if count == MOST_OPTIMIZER_STEPS:
             self._warn_of_forgotten_step(
                 optimizer, count, "Ignore this warning if that many steps per debug iteration are intended."
@@ -211,13 +216,18 @@ class BackwardLoss:
         self._script_logs |= self._name in scalars
 
     def end_step(self) -> None:
-        total, count = self._sum, 1 if self._total else self._count
+        total = self._sum
+        count = 1 if self._total else self._count
         self._last_loss = {} if total is None else {self._name: total / count}
-        self._sum, self._count = None, 0
+        self._sum = None
+        self._count = 0
 
     def take(self) -> dict[str, torch.Tensor]:
-        loss, self._last_loss = self._last_loss, {}
-        return {} if self._script_logs else loss
+        loss = self._last_loss
+        self._last_loss = {}
+        if self._script_logs:
+            return {}
+        return loss
 
     @outside_of_dynamo
     def _note(self, *losses: Any, **keywords: Any) -> None:

@@ -123,7 +123,9 @@ def tensor_request(entry: object) -> Request:
         return _blockwise_request(entry)
     if not isinstance(entry, str) or entry not in (*TENSOR_STATISTICS, BLOCKWISE):
         raise UnknownStatisticError(f"there is no tensor statistic {entry!r}")
-    return _blockwise_request({BLOCKWISE: {}}) if entry == BLOCKWISE else Request(entry, STATISTICS[entry])
+    if entry == BLOCKWISE:
+        return _blockwise_request({BLOCKWISE: {}})
+    return Request(entry, STATISTICS[entry])
 
 
 def _blockwise_request(entry: Mapping[Any, Any]) -> Request:
@@ -135,7 +137,8 @@ def _blockwise_request(entry: Mapping[Any, Any]) -> Request:
     for key in parameters:
         if key not in ("block_size", "dims"):
             raise UnknownStatisticError(f"{BLOCKWISE!r} takes block_size and dims, not {key!r}")
-    size, dims = parameters.get("block_size", 32), parameters.get("dims", 1)
+    size = parameters.get("block_size", 32)
+    dims = parameters.get("dims", 1)
     if type(size) is not int or size < 1:
         raise UnknownStatisticError(f"block_size of {BLOCKWISE!r} must be an integer above 0, not {size!r}")
     if type(dims) is not int or dims not in (1, 2):
@@ -176,7 +179,9 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
 
 
 def _is_e5m2(element_format: str | None) -> bool | None:
-    return None if element_format is None else element_format == "e5m2"
+    if element_format is None:
+        return None
+    return element_format == "e5m2"
 
 
 def _parts(name: str) -> tuple[str | None, str | None, str, bool]:

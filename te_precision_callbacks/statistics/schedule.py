@@ -81,7 +81,9 @@ class Schedule:
         early = f", and step{'s' * (len(self.early) > 1)} {', '.join(map(str, self.early))}" if self.early else ""
         plural = "" if parts == [str(self.intervals[0][0])] and not multiples else "s"
         steps = "steps" if parts == ["0 on"] else f"step{plural} {' and '.join(parts)}"
-        return f"{steps}{multiples}{early}" if parts != ["0 on"] or multiples else "every step"
+        if parts != ["0 on"] or multiples:
+            return f"{steps}{multiples}{early}"
+        return "every step"
 
 
 EVERY_STEP = Schedule()
@@ -95,4 +97,6 @@ def fingerprint(schedules: frozenset[Schedule]) -> int:
 
 
 def _end(end: int | None) -> float:
-    return math.inf if end is None or end == -1 else end
+    if end is None or end == -1:
+        return math.inf
+    return end

@@ -41,7 +41,9 @@ class Family:
 
     @property
     def worse(self) -> Worse | None:
-        return None if self.request is None else self.request.statistic.worse
+        if self.request is None:
+            return None
+        return self.request.statistic.worse
 
     @property
     def is_of_delayed_scaling(self) -> bool:
@@ -68,7 +70,9 @@ class Family:
         if math.isnan(value):
             return math.inf
         sign = sign_of(self.worse)
-        return abs(value) if math.isnan(sign) else sign * value
+        if math.isnan(sign):
+            return abs(value)
+        return sign * value
 
 
 _SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0}
@@ -76,7 +80,9 @@ _SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0}
 
 def sign_of(worse: Worse | None) -> float:
     """Return the factor that makes a value grow as it gets worse; nan if its magnitude counts."""
-    return math.nan if worse is None else _SIGN.get(worse, math.nan)
+    if worse is None:
+        return math.nan
+    return _SIGN.get(worse, math.nan)
 
 
 def badness(values: npt.NDArray[np.float64], signs: float | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -134,7 +140,8 @@ class SeriesTable:
         if number is None:
             family = self._families.get(key[1:])
             if family is None:
-                family = self._families[key[1:]] = family_of(tensor, statistic, gemm)
+                family = family_of(tensor, statistic, gemm)
+                self._families[key[1:]] = family
             number = len(self._series)
             self._series.append(Series(layer, family))
             self._numbers[key] = number  # last, so that no series gets a used number after a MemoryError
@@ -171,7 +178,9 @@ class Measured:
 
     def value(self, layer: str, tensor: str, statistic: str) -> float | None:
         number = self.table.find(layer, tensor, statistic)
-        return None if number is None else self._by_series.get(number)
+        if number is None:
+            return None
+        return self._by_series.get(number)
 
     @cached_property
     def _by_series(self) -> Mapping[int, float]:

@@ -157,7 +157,8 @@ def _dynamic_range(columns: Columns) -> Values:
 
 
 def _sqnr(columns: Columns) -> Values:
-    signal, error = columns["signal_square_sum"], columns["error_square_sum"]
+    signal = columns["signal_square_sum"]
+    error = columns["error_square_sum"]
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(error == 0, np.inf, 10 * np.log10(signal / error))
 
@@ -172,7 +173,11 @@ def _if_any(largest: str, negated_least: str = "") -> Callable[[Columns], Values
     return lambda c: _or_zero(np.isfinite(c[largest]), -c[negated_least] if negated_least else c[largest])
 
 
-_ELEMENT, _COUNT, _BLOCKS, _POWERS, _PERCENT = "of the tensor", "elements", "blocks", "powers of two", "%"
+_ELEMENT = "of the tensor"
+_COUNT = "elements"
+_BLOCKS = "blocks"
+_POWERS = "powers of two"
+_PERCENT = "%"
 
 _LIMITED = "; none in a block with the factor 0"
 
@@ -221,7 +226,8 @@ def _statistics() -> Iterable[Statistic]:
         worse=Worse.NEITHER,
     )
     quantized = functools.partial(Statistic, source=StatisticSource.QUANTIZED)
-    underflows, overflows = "number of x != 0 with y = 0", "number of |x| > largest code * its factor * (1 + 2^-21)"
+    underflows = "number of x != 0 with y = 0"
+    overflows = "number of |x| > largest code * its factor * (1 + 2^-21)"
     yield quantized(
         "underflows%", f"100 * ({underflows}) / n", _PERCENT, _share("underflows", total="compared"), upstream=True
     )
@@ -265,7 +271,8 @@ def _norm_ratio(numerator: str, denominator: str) -> Callable[[Columns], Values]
     """Return a function for the root of a ratio of sums of squares: inf for x / 0, 0 for 0 / 0."""
 
     def value(columns: Columns) -> Values:
-        above, below = columns[numerator], columns[denominator]
+        above = columns[numerator]
+        below = columns[denominator]
         return np.sqrt(np.where((below == 0) & (above > 0), np.inf, _ratio(above, below)))
 
     return value
@@ -280,7 +287,8 @@ def _excess(columns: Columns) -> Values:
 
 
 def _gain(columns: Columns) -> Values:
-    expected, dot = columns["expected_square"], columns["gain_dot"]
+    expected = columns["expected_square"]
+    dot = columns["gain_dot"]
     return np.where(expected > 0, _ratio(dot, expected), np.where(columns["kernel_error_square"] > 0, np.inf, 1.0))
 
 
@@ -303,7 +311,8 @@ SYMBOLS_OF_GEMMS = "; docs/gemm-error.md has the symbols"
 def _of_gemms() -> Iterable[Statistic]:
     """Yield the statistics of LogGemmError. C is the result, A and B are the operands in Transformer Engine's terms."""
     symbols = SYMBOLS_OF_GEMMS
-    relative, ratio = "relative", "tolerances"
+    relative = "relative"
+    ratio = "tolerances"
     of_gemm = functools.partial(Statistic, source=StatisticSource.GEMM)
     yield of_gemm(
         "gemm_kernel_error",
@@ -416,7 +425,8 @@ def _of_blocks() -> Iterable[Statistic]:
         formula = f"100 * (number of blocks {what}) / blocks{left_out}"
         yield Statistic(name, formula, _PERCENT, _share(column, total="blocks"), source=StatisticSource.SCALE_LIMITS)
     for name, what, more in (("underflow", "an underflow", ""), ("overflow", "an overflow", _LIMITED)):
-        column, formula = f"{name}_blocks", f"100 * (number of blocks with {what}) / blocks{more}"
+        column = f"{name}_blocks"
+        formula = f"100 * (number of blocks with {what}) / blocks{more}"
         yield Statistic(f"{column}%", formula, _PERCENT, _share(column, total="blocks"), source=StatisticSource.LOSSES)
     yield Statistic(
         "block_underflows%_max",

@@ -16,12 +16,16 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 GAIN = 0.05
 """How far the gain may be from 1. A wrong scale is off by a factor of 2 or more."""
 
-CODES, SCALES, BIAS, ZEROS = 0.1, 1.0, 0.15, 10.0
+CODES = 0.1
+SCALES = 1.0
+BIAS = 0.15
+ZEROS = 10.0
 """Percent of the codes and of the scales that are wrong; the bias of stochastic rounding, in distances of two numbers;
 and the percent of zeros beyond those that are expected. Over 1,024 elements the bias of an unbiased quantizer has a
 standard deviation of 0.016 at most."""
 
-EXCESS, EXCESS_STEPS = 10.0, 2
+EXCESS = 10.0
+EXCESS_STEPS = 2
 """The excess, and collection steps in a row."""
 
 _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}

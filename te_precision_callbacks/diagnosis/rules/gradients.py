@@ -23,16 +23,20 @@ from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.sinks.step_records import Event
 
-DEAD_STEPS, TRAINED_STEPS = 3, 2
+DEAD_STEPS = 3
+TRAINED_STEPS = 2
 """Due steps in a row in which a gradient is 0; and in which it is there again, for a note."""
 
 RHYTHM = 5
 """The most steps of a rhythm in which a layer may train: a generator every fifth step (WGAN, arXiv 1701.07875)."""
 
-ZEROS, ZEROS_STEPS = 7.0, 3
+ZEROS = 7.0
+ZEROS_STEPS = 3
 """Percent of the elements of a weight's gradient that are 0, and collection steps in a row."""
 
-GROWTH, GROWTH_STEPS, BEGIN = 6.0, 2, 3
+GROWTH = 6.0
+GROWTH_STEPS = 2
+BEGIN = 3
 """Powers of two above the least of the first collection steps, collection steps in a row, and the number of first
 steps."""
 
@@ -42,7 +46,8 @@ activations of healthy models, :data:`FAR_GROWN_ELSE`."""
 
 FAR_GROWN_ELSE = 12.0
 
-LEAST_TOGETHER, TOGETHER = 4, 0.5
+LEAST_TOGETHER = 4
+TOGETHER = 0.5
 """Layers, and the share of them, whose gradients grow together: then far growth alone is no warning; nor is underflow
 with less growth, in layers of which most grow."""
 
@@ -244,7 +249,8 @@ class Growth(Judge):
 
 def _grow_together(groups: Sequence[str], grows: Mask, counts: Mask) -> Mask:
     """[rows]: whether most rows of the same group grow, among those that count."""
-    names, together = np.array(groups), np.zeros(len(groups), bool)
+    names = np.array(groups)
+    together = np.zeros(len(groups), bool)
     for name in np.unique(names[grows & counts]):
         group = (names == name) & counts
         together |= group & (group.sum() >= LEAST_TOGETHER and grows[group].mean() > TOGETHER)

@@ -25,17 +25,21 @@ RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5)
 """The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
 last ones are above all of the 20 before."""
 
-SIGNED, TIMES_SIGNED = 3, 30.0
+SIGNED = 3
+TIMES_SIGNED = 30.0
 """The last losses, and how many times as large as all of the 20 before they are, where a loss was 0 or negative."""
 
-BLOCK, LASTS = 20, 5
+BLOCK = 20
+LASTS = 5
 """Losses of which a level is the median; last losses that must all be above it."""
 
-SPREADS, LOST = 4.0, 0.8
+SPREADS = 4.0
+LOST = 0.8
 """A rise above the best level, in spreads (95th percentile above the median); the share of the progress that is lost,
 or of the best level where there is no progress."""
 
-OF_FIRST, FIRST_SPREADS = 2.5, 3.0
+OF_FIRST = 2.5
+FIRST_SPREADS = 3.0
 """How many times as large as the first loss the last ones are, where the loss rises before it has a level; the same in
 standard deviations of the logarithm, since the first batch may be an easy one."""
 
@@ -45,17 +49,24 @@ NEGLIGIBLE = 0.01
 FALLEN = 0.25
 """The share of a rise that is left when the loss has fallen again."""
 
-TIMES_CHANGE, OF_LOSS, STAYS, LEAST_CHANGES = 10.0, 0.1, 4, 8
+TIMES_CHANGE = 10.0
+OF_LOSS = 0.1
+STAYS = 4
+LEAST_CHANGES = 8
 """A jump of the loss: how many times as large as the largest change before, as a share of the loss, the losses in which
 half of it stays, and the least number of changes before."""
 
-FACTOR, SIGMAS, LEAST_NORMS, NORMS = 3.0, 7.0, 20, 128
+FACTOR = 3.0
+SIGMAS = 7.0
+LEAST_NORMS = 20
+NORMS = 128
 """Powers of two and standard deviations of the logarithm above the median of the norms before; how many of them."""
 
 SPIKE = math.log2(5000)
 """Powers of two above the median for a single norm."""
 
-WEIGHT_JUMP, STEADY = 4.0, 1.0
+WEIGHT_JUMP = 4.0
+STEADY = 1.0
 """Powers of two of a jump between collection steps, and the most between those before it."""
 
 
@@ -164,17 +175,21 @@ class _Curve:
         others = [math.log(value) for _, value in self._recent][-BLOCK:]
         others = others[1:] if len(self._recent) <= BLOCK else others
         distance = statistics.mean(others[-LASTS:]) - math.log(first)
-        return (LASTS, first) if distance >= FIRST_SPREADS * statistics.stdev(others) else None
+        if distance >= FIRST_SPREADS * statistics.stdev(others):
+            return (LASTS, first)
+        return None
 
     def _rise(self) -> tuple[int, float] | None:
         """The number of last losses that are far above all losses before, and the median of these; or None."""
         values = [value for _, value in self._recent]
         if self._least <= 0:  # compare magnitudes, since ratios make no sense
-            before, last = values[-BLOCK - SIGNED : -SIGNED], values[-SIGNED:]
+            before = values[-BLOCK - SIGNED : -SIGNED]
+            last = values[-SIGNED:]
             if len(before) >= LASTS and min(map(abs, last)) >= TIMES_SIGNED * max(map(abs, before)) > 0:
                 return SIGNED, statistics.median(before)
         for count, least, low, high in RISES:
-            before, last = values[-BLOCK - count : -count], values[-count:]
+            before = values[-BLOCK - count : -count]
+            last = values[-count:]
             if len(before) >= least and self._least > 0:
                 top = max(before)
                 if min(last) >= low * top and max(last) >= high * top:
@@ -190,7 +205,9 @@ class _Curve:
         spread = max(spread, *self._spreads)
         progress = statistics.median(self._start) - level
         gained = progress if progress > SPREADS * spread else level if self._least > 0 else 0.0
-        return (LASTS, level) if gained > 0 and rise >= max(SPREADS * spread, LOST * gained) else None
+        if gained > 0 and rise >= max(SPREADS * spread, LOST * gained):
+            return (LASTS, level)
+        return None
 
     def _jump(self) -> Iterator[Sighting]:
         """Find a jump from one step to the next that stays: code may have written the weights."""
@@ -245,7 +262,8 @@ class GradientJump(Judge):
                 self._high.clear()
             else:
                 self._high.append((iteration, bits))
-                rise, lasts = min(high for _, high in self._high[-3:]) - middle, len(self._high) >= 3
+                rise = min(high for _, high in self._high[-3:]) - middle
+                lasts = len(self._high) >= 3
                 severity: Severity = "warning" if lasts or bits - middle >= SPIKE else "note"
                 times = 2 ** (rise if lasts else bits - middle)
                 seen = f"{name} is {norm:.3g}, {times:.3g} times the median before"
@@ -280,7 +298,8 @@ class NonfiniteGradientNorm(Judge):
 
     def _release(self) -> Iterator[Sighting]:
         if self._is_scaled is not None:
-            waiting, self._waiting = self._waiting, []
+            waiting = self._waiting
+            self._waiting = []
             yield from () if self._is_scaled else waiting
 
 
@@ -320,15 +339,18 @@ class WeightJump(ParameterRule):
         change = np.full(len(bits), np.nan)
         steady = np.zeros(len(bits), bool)
         if last is not None:
-            before, changed = last[1].at(column.rows, np.nan), last[2].at(column.rows, np.nan)
+            before = last[1].at(column.rows, np.nan)
+            changed = last[2].at(column.rows, np.nan)
             with np.errstate(invalid="ignore"):
-                change, steady = bits - before, np.abs(changed) <= STEADY
+                change = bits - before
+                steady = np.abs(changed) <= STEADY
                 jumped = steady & (np.abs(change) >= WEIGHT_JUMP)
             count = int(jumped.sum())
             if count >= max(2, len(bits) / 2):
                 names = [name for name, jumps in zip(numbers.names_of(column), jumped, strict=True) if jumps]
                 first = names.index(facts.sort_by_execution(names, "weight")[0])
-                now, then = column.values[jumped][first], 2 ** before[jumped][first]
+                now = column.values[jumped][first]
+                then = 2 ** before[jumped][first]
                 seen = (
                     f"{column.statistic} has changed from {then:.3g} in step {last[0]} to {now:.3g}, and by"
                     f" {2**WEIGHT_JUMP:g} times or more in {count} of {many(len(bits), 'layer')}"

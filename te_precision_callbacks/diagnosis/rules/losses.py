@@ -23,7 +23,9 @@ FROM_ZERO = 20
 MOST_KEPT = 4
 """The most layers that a finding proposes to keep in high precision."""
 
-OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 3
+OVERFLOW = 0.5
+OF_OTHERS = 2.0
+OVERFLOW_STEPS = 3
 """Percent of the elements of activations, of other tensors, which may grow from 0, and collection steps in a row."""
 
 FALLING = 0.75
@@ -35,7 +37,8 @@ MOST_OF_ACTIVATION = 90.0
 UNDERFLOW = {"NVFP4": 40.0, "MXFP8": 20.0, "FP8": 20.0}
 """Percent of the elements, by the first word of the format."""
 
-UNDERFLOW_STEPS, LOST_NORM = 2, 10.0
+UNDERFLOW_STEPS = 2
+LOST_NORM = 10.0
 """Collection steps in a row, and percent of a tensor's norm that a healthy run does not lose."""
 
 _CAN_OVERFLOW = ("fp8_delayed_scaling", "")
@@ -250,7 +253,9 @@ def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
 def lost_norm(numbers: StepNumbers, facts: Facts, column: Column) -> Values:
     """[rows of the column]: percent of the tensor's norm in elements that round to 0; nan if not recorded."""
     norms = numbers.column("underflow_norm%", facts)
-    return np.full(len(column.rows), np.nan) if norms is None else norms.at(column.rows, np.nan)
+    if norms is None:
+        return np.full(len(column.rows), np.nan)
+    return norms.at(column.rows, np.nan)
 
 
 def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:

@@ -25,14 +25,16 @@ class FailedRun(Judge):
     def event(self, event: Event) -> Iterator[Sighting]:
         first_line = event.text.partition("\n")[0].rstrip(":. ")
         if event.kind == "stopped":
-            self.why_not, self.judged = first_line, False
+            self.why_not = first_line
+            self.judged = False
         if event.kind == "earlier_start":
             yield Sighting((), "", "", first_line, event.iteration, severity="note", key=first_line)
         if event.kind != "segment_ended" or event.severity != "error":
             return
         cause = ended_by(first_line)
         if cause in _BEFORE_ITS_END:
-            self.why_not, self.judged = f"{cause} ended the run after step {event.iteration}", False
+            self.why_not = f"{cause} ended the run after step {event.iteration}"
+            self.judged = False
         elif not cause and not first_line.startswith(_EXPLAINED):
             yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
 
@@ -56,7 +58,8 @@ class EvaluationMode(Judge):
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "evaluation_mode":
-            self.applies = self.judged = True
+            self.applies = True
+            self.judged = True
             yield Sighting((), "", "", event.text, event.iteration)
 
 

@@ -196,7 +196,8 @@ class ParameterRule(Judge):
                 all_names = fold_for_sentence(*row["names"], most=_MOST_NAMES)
                 places = {"names": names, "all_names": all_names, "number": row["number"], "since": row["since"]}
                 seen = kind.seen.format(**places)
-                layers, key = layers_of(row["names"]), row["what"]
+                layers = layers_of(row["names"])
+                key = row["what"]
                 if key == "arrived":
                     yield from self._ended(row["names"], Sighting(layers, "", "", seen, row["since"], kind.severity))
                     continue

@@ -117,7 +117,9 @@ def _blocks_in_high_precision(facts: Facts) -> Iterator[Sighting]:
 
 def _describe_reason(reason: str, exactly: str) -> str:
     text = Reason[reason].value if reason in Reason.__members__ else reason
-    return exactly or text if exactly in ("", text, EXCLUDED) else f"{text} ({exactly})"
+    if exactly in ("", text, EXCLUDED):
+        return exactly or text
+    return f"{text} ({exactly})"
 
 
 def _is_outside(layer: LayerFacts) -> bool:

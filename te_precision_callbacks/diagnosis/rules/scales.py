@@ -15,20 +15,26 @@ from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses_too_mu
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.sinks.step_records import Event
 
-FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3
+FAR = 2.0
+TOO_SMALL = 1.0
+TOO_SMALL_STEPS = 3
 """Powers of two by which amax is above the range of the scale, the same where elements overflow, and collection steps
 in a row."""
 
-RISING, RISEN = 0.4, 4.0
+RISING = 0.4
+RISEN = 4.0
 """The same of an activation or gradient with an amax that rises from collection step to collection step, and the
 minimum rise. A scale of delayed scaling is a step late, so amax is a little above its range as long as gradients grow:
 in healthy runs, collected in each step, by up to 2^1.5 for two steps, and while amax rises by up to 2^2.6."""
 
-TOO_LARGE, TOO_LARGE_STEPS, LOST = 5.0, 2, 0.5
+TOO_LARGE = 5.0
+TOO_LARGE_STEPS = 2
+LOST = 0.5
 """Powers of two by which the range is above amax, collection steps in a row, and percent of
 the elements that round to 0."""
 
-APART, APART_STEPS = 1.0, 2
+APART = 1.0
+APART_STEPS = 2
 """Powers of two between the scales of ranks that are a warning, and collection steps in a row."""
 
 UNMOVED_STEPS = 3
@@ -59,7 +65,8 @@ class _UnmovedScales:
         used = np.isfinite(amaxes) & (amaxes > 0)
         moved = np.where(used & (scales.values != first), 1.0, moved)
         was_above = most >= 2**TOO_SMALL * largest * first  # an amax history of any length would have raised the scale
-        count, least = count + used, np.where(used, np.minimum(least, amaxes), least)
+        count = count + used
+        least = np.where(used, np.minimum(least, amaxes), least)
         most = np.where(used, np.maximum(most, amaxes), most)
         self._rows[scales.rows] = np.stack([first, count, least, most, moved], axis=1)
         unmoved = (moved == 0) & ~np.isnan(largest)
@@ -174,7 +181,9 @@ class StaleScale(_ScaleJudge):
             counts, initial = self._unmoved.add(numbers, scales, amaxes, largest)
             follows = ~initial & (counts < UNMOVED_STEPS)  # otherwise the rule scale-never-updated applies
             is_new = self._from_zero.grow(numbers, scales)
-            small, rises, large = small & follows & ~is_new, rises & follows & ~is_new, large & follows
+            small = small & follows & ~is_new
+            rises = rises & follows & ~is_new
+            large = large & follows
             of_small = self.streaks.sightings(
                 numbers,
                 facts,
@@ -250,7 +259,8 @@ class LostScales(Judge):
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "resume_audited":
-            self.applies = self.judged = True
+            self.applies = True
+            self.judged = True
             layers = tuple(event.data.get("without_scales", ()))
             if layers:
                 seen = f"the resume has lost the scales and amax histories of {many(len(layers), 'layer')}"

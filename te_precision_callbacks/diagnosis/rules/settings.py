@@ -14,7 +14,8 @@ NEEDS_SCALER = (
     " under torch.autocast(dtype=torch.float16). Or train in bfloat16"
 )
 
-NOTED_MARGIN, LARGE_MARGIN = 3, 6
+NOTED_MARGIN = 3
+LARGE_MARGIN = 6
 """Powers of two between amax and the format's maximum that are a note, and a warning."""
 
 
@@ -61,7 +62,8 @@ class AmaxReduction(Judge):
         self.applies = settings.ranks > 1 and facts.has_delayed_scaling
         self.judged = bool(self.applies and settings.amaxes)
         for row in settings.amaxes if self.judged else ():
-            layers, outside = tuple(row["layers"]), row["outside"]
+            layers = tuple(row["layers"])
+            outside = row["outside"]
             if outside:
                 over = f"over {many(row['ranks'], 'rank')}" if row["reduced"] else "over no other rank"
                 seen = (

@@ -21,11 +21,14 @@ from te_precision_callbacks.diagnosis.rules.losses import (
 )
 from te_precision_callbacks.layers.folding import numbers_of
 
-LEAST_ALIKE, LEAST_OF_SHARES, FEW = 2, 3, 7
+LEAST_ALIKE = 2
+LEAST_OF_SHARES = 3
+FEW = 7
 """Alike layers that can be compared, the same of shares of their elements, and the most that count as few, which need
 stronger evidence."""
 
-FAR, FAR_STEPS = 12.0, 3
+FAR = 12.0
+FAR_STEPS = 3
 """Powers of two that need no consequence, and collection steps in a row."""
 
 OF_GRADIENTS = 7.0
@@ -37,14 +40,19 @@ OF_WEIGHTS: Mapping[str, float] = {"std": 3.0, "cur_amax": 4.0}
 OF_TWO_WEIGHTS = 8.0
 """The same of weights, which differed by less than 2^0.7 in these trainings; and of the weights of only two layers."""
 
-NEAR, NEAR_STEPS, LOST = 5.0, 2, 1.0
+NEAR = 5.0
+NEAR_STEPS = 2
+LOST = 1.0
 """Powers of two with a consequence, collection steps in a row, and percent of the elements that round to 0."""
 
-SPREADS, FEW_SPREADS = 6.0, 3.0
+SPREADS = 6.0
+FEW_SPREADS = 3.0
 """The least jump in median absolute deviations of all steps between neighbours; with few similar layers, in distances
 between the farthest of the others."""
 
-SHARES, TIMES, MOST_ODD = {"underflows%": 5.0, "overflows%": OVERFLOW}, 8.0, 4
+SHARES = {"underflows%": 5.0, "overflows%": OVERFLOW}
+TIMES = 8.0
+MOST_ODD = 4
 """Percent of the elements of a layer that are lost, how many times those of the others, and one in how many alike
 layers may be so."""
 
@@ -83,7 +91,9 @@ class Sibling(Judge):
     @property
     def why_not(self) -> str:
         has_none = self._most_similar and not self.steps
-        return "the model has no similar layers" if has_none else super().why_not
+        if has_none:
+            return "the model has no similar layers"
+        return super().why_not
 
     def _judge_share(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         """Find layers that lose far more of a tensor's elements than similar layers, but less than the thresholds of
@@ -156,13 +166,15 @@ class Sibling(Judge):
             jumps[known] = compare(bits[known], flows=tensor in _FLOWS, least=least)
             if tensor in _GRADIENTS and self._one_in_a_block(numbers, column, known):
                 far_from[known] = OF_GRADIENTS
-        far, some = np.abs(jumps) >= far_from, np.abs(jumps) >= NEAR
+        far = np.abs(jumps) >= far_from
+        some = np.abs(jumps) >= NEAR
         lossy = some & of_many
         lossy = lossy & _loses(numbers, facts, column) if lossy.any() else lossy
         seen = f"{statistic.removeprefix('cur_')} is {{:.3g}}, {{:.3g}} times {{}} than in similar layers"
         values = column.values, np.exp2(np.abs(jumps)), np.where(jumps < 0, "smaller", "larger")
         of_amax_alone = numbers.are("activation", column) & (statistic == "cur_amax")
-        notes, warnings = some & ~lossy & of_amax_alone, far & ~lossy & ~of_amax_alone
+        notes = some & ~lossy & of_amax_alone
+        warnings = far & ~lossy & ~of_amax_alone
         return by_tensor(
             numbers,
             column,
@@ -198,7 +210,8 @@ class Sibling(Judge):
         return spread
 
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        names, tensors = numbers.names_of(column), numbers.tensors_of(column)
+        names = numbers.names_of(column)
+        tensors = numbers.tensors_of(column)
         alike: dict[tuple[str, str, str], list[int]] = {}
         for place, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
             alike.setdefault((tensor, facts.kind_of(name), facts.format_of(name, tensor)), []).append(place)
@@ -260,7 +273,8 @@ def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool, least: float =
         if np.abs(away) >= FEW_SPREADS * np.ptp(others):
             result[place] = away
     for cut in range(2, len(bits) - 1) if flows and not result.any() else ():
-        before, behind = bits[:cut], bits[cut:]
+        before = bits[:cut]
+        behind = bits[cut:]
         jump = np.median(behind) - np.median(before)
         if np.abs(jump) >= FEW_SPREADS * max(np.ptp(before), np.ptp(behind)):
             result[cut] = bits[cut] - np.median(before)

@@ -16,7 +16,9 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.runs.answers import is_loss, is_training_loss, loss_first, words_of
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 
-WINDOW, OF_MEAN, MEANS = 30, 8, (1, 8, 64, 512)
+WINDOW = 30
+OF_MEAN = 8
+MEANS = (1, 8, 64, 512)
 """Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
 
 FINITE_AGAIN = 3
@@ -28,10 +30,13 @@ RISE = 1.0
 JUMP = 0.6
 """The share of the rise between two neighbouring sixths of a window above which the norm has jumped."""
 
-FLAT, RISING = 0.01, 0.10
+FLAT = 0.01
+RISING = 0.10
 """The share by which the loss may fall over the window, and the share by which it rises for a warning."""
 
-CLIPPED, CLIPPED_STEPS, NEARLY_ALL_CLIPPED = 50.0, 20, 0.9
+CLIPPED = 50.0
+CLIPPED_STEPS = 20
+NEARLY_ALL_CLIPPED = 0.9
 """How many times the limit a gradient norm is before clipping, the last steps with clipping, and their share."""
 
 FAR_CLIPPED = 1e4
@@ -74,7 +79,8 @@ class NonfiniteLoss(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._others: dict[str, None] = {}
-        self._is_filtered = self._has_unfiltered = False
+        self._is_filtered = False
+        self._has_unfiltered = False
         self._bad = self._finite = 0  # logged steps with inf or nan, and finite ones since the last of them
 
     @property
@@ -84,12 +90,12 @@ class NonfiniteLoss(Judge):
                 "the Trainer filters inf and nan from the logged loss: set logging_nan_inf_filter=False in"
                 " TrainingArguments"
             )
-        return (
-            f"no logged name clearly is the training loss (logged: {some_of(self._others)}): also log it as loss or"
-            " train_loss"
-            if self._others
-            else ""
-        )
+        if self._others:
+            return (
+                f"no logged name clearly is the training loss (logged: {some_of(self._others)}): also log it as loss or"
+                " train_loss"
+            )
+        return ""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         if facts.settings is not None:
@@ -108,7 +114,8 @@ class NonfiniteLoss(Judge):
             self._others.update(dict.fromkeys(others))
         for name in loss_first(losses):
             if not math.isfinite(values[name]):
-                self._bad, self._finite = self._bad + 1, 0
+                self._bad = self._bad + 1
+                self._finite = 0
                 yield Sighting((), "", "", f"{name} is {values[name]}", iteration)
                 return
         if losses and self._bad:
@@ -198,7 +205,8 @@ class GradientSize(Judge):
         if losses and self._first is None:
             self._first = iteration, losses[0], values[losses[0]]
             yield from self._check_first_loss()
-        norm, limit = values.get(CLIPPED_NORM, math.nan), values.get(CLIPPING_LIMIT, math.nan)
+        norm = values.get(CLIPPED_NORM, math.nan)
+        limit = values.get(CLIPPING_LIMIT, math.nan)
         if not (math.isfinite(norm) and math.isfinite(limit) and limit > 0):
             return
         self.applies = True

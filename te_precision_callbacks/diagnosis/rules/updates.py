@@ -11,13 +11,16 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_scaler
 from te_precision_callbacks.statistics.names import BELOW_EPS, STALE, UNCHANGED
 
-STALE_SHARE, STALE_STEPS = 3.0, 2
+STALE_SHARE = 3.0
+STALE_STEPS = 2
 """Percent of a weight's elements, and collection steps in a row."""
 
-LOST, LOST_STEPS = 90.0, 2
+LOST = 90.0
+LOST_STEPS = 2
 """Percent of the elements, and collection steps in a row."""
 
-SMALL, SMALL_STEPS = 90.0, 2
+SMALL = 90.0
+SMALL_STEPS = 2
 """Percent of the weights, and collection steps in a row."""
 
 
@@ -40,7 +43,10 @@ class AboveThreshold(Judge):
     ) -> None:
         self.needed = needed
         super().__init__()
-        self._statistic, self._threshold, self._seen, self._applies_to = statistic, threshold, seen, applies_to
+        self._statistic = statistic
+        self._threshold = threshold
+        self._seen = seen
+        self._applies_to = applies_to
         self._is_of_gradients = is_of_gradients
         self.applies = applies_to is not None
 
@@ -61,11 +67,15 @@ class AboveThreshold(Judge):
 
 def _has_16_bit_weights(facts: Facts) -> bool | None:
     types = [layer.weight_dtype for layer in facts.layers.values() if layer.weight_dtype]
-    return any("float16" in dtype for dtype in types) if types else None
+    if types:
+        return any("float16" in dtype for dtype in types)
+    return None
 
 
 def _adds_eps(facts: Facts) -> bool | None:
-    return None if facts.settings is None else facts.settings.adds_eps
+    if facts.settings is None:
+        return None
+    return facts.settings.adds_eps
 
 
 _COLLECT = "the default config, or a section named default_statistics"

@@ -42,7 +42,9 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
 
 def _pass_of(tensor: Pending) -> Pass:
     taken = _pass_for(tensor.values)
-    return _blocks_in_torch if tensor.in_blocks is not None and taken in (eager.add, native.add) else taken
+    if tensor.in_blocks is not None and taken in (eager.add, native.add):
+        return _blocks_in_torch
+    return taken
 
 
 def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -56,7 +58,9 @@ def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: tor
 def _pass_for(values: torch.Tensor) -> Pass:
     if values.device.type == "cuda" and values.element_size() <= 4:
         return _on_gpu
-    return native.add if native.accepts(values) else eager.add
+    if native.accepts(values):
+        return native.add
+    return eager.add
 
 
 def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:

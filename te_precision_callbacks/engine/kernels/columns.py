@@ -110,7 +110,9 @@ class BlockScaledTensor:
 
     @property
     def limits(self) -> tuple[float, float]:
-        return FLOAT32_SCALES if self.part.largest_scale is None else (0.0, self.part.largest_scale)
+        if self.part.largest_scale is None:
+            return FLOAT32_SCALES
+        return (0.0, self.part.largest_scale)
 
     def fits(self, values: torch.Tensor) -> bool:
         """Return whether a tensor has the shape of the tensor before quantization."""
@@ -129,7 +131,9 @@ class BlockScaledTensor:
                 f"values: the shape is {tuple(values.shape)}, must be that of the quantized tensor, {self.part.shape}."
             )
         rows = as_matrix(values)
-        return rows.t() if self.part.transposed else rows
+        if self.part.transposed:
+            return rows.t()
+        return rows
 
 
 class Pending(NamedTuple):

@@ -94,7 +94,8 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
         kernel = _kernels.get((function, dtypes))
         try:
             if kernel is None:
-                kernel = _kernels[function, dtypes] = _compile(function)
+                kernel = _compile(function)
+                _kernels[function, dtypes] = kernel
             if not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")) and torch.is_autocast_cache_enabled():
                 return kernel(rows, *others)
             # torch recompiles if a guarded mode differs, so the modes are fixed here.

@@ -29,7 +29,9 @@ PIECE_ELSEWHERE = 2**22
 
 
 def piece_size(values: torch.Tensor) -> int:
-    return PIECE if values.device.type == "cpu" else PIECE_ELSEWHERE
+    if values.device.type == "cpu":
+        return PIECE
+    return PIECE_ELSEWHERE
 
 
 def flatten(values: torch.Tensor) -> torch.Tensor:
@@ -41,7 +43,9 @@ def flatten(values: torch.Tensor) -> torch.Tensor:
 
 def widen(values: torch.Tensor) -> torch.Tensor:
     """Convert to float32; float64 stays."""
-    return values if values.dtype == torch.float64 else values.to(torch.float32)
+    if values.dtype == torch.float64:
+        return values
+    return values.to(torch.float32)
 
 
 def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,7 +182,8 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
     step = piece_size(flat)
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
-        quantized = limit = None
+        quantized = None
+        limit = None
         if flat_codes is not None and scale is not None:
             quantized = number_format.decode(flat_codes[start : start + step]) * scale
             limit = number_format.max * ROUNDING * scale
@@ -196,4 +201,6 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
 
 
 def _merge(name: str, kept: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(kept, part, out=kept) if name in _KEPT else kept.add_(part)
+    if name in _KEPT:
+        return torch.maximum(kept, part, out=kept)
+    return kept.add_(part)

@@ -55,7 +55,8 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
 
 def destinations(pending: Pending) -> dict[StatisticSource, tuple[int, int]]:
     """Return the requested kinds of block statistics -> offsets of their sums and maxima, or -1."""
-    whole, own = pending.places, pending.of_blocks
+    whole = pending.places
+    own = pending.of_blocks
     places = {
         StatisticSource.QUANTIZED: (whole.compared, -1),
         StatisticSource.SCALES: (whole.scales, whole.scale_maxima),
@@ -88,12 +89,14 @@ def columns(
     """
     part, (down, along) = tensor.part, tensor.stored_again
     matrix = None if values is None else tensor.matrix(values)
-    factors, scales = part.factors()[::down, ::along], part.block_scales()[::down, ::along]
+    factors = part.factors()[::down, ::along]
+    scales = part.block_scales()[::down, ::along]
     merged: dict[StatisticSource, SumsAndMaxima] = {}
     for of_rows, of_blocks in _bands(tensor):
         band = matrix if matrix is None else split_into_blocks(matrix[of_rows], tensor.block)
         its_factors = factors[of_blocks].reshape(-1, 1)
-        compared = occupied = None
+        compared = None
+        occupied = None
         if band is not None and (StatisticSource.QUANTIZED in wanted or StatisticSource.LOSSES in wanted):
             elements = split_into_blocks(part.elements(of_rows), tensor.block, 0.0)
             compared = _compare_blocks(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
@@ -130,7 +133,9 @@ def _merge_columns(
 def _merge_optional(
     merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], first: torch.Tensor | None, other: torch.Tensor | None
 ) -> torch.Tensor | None:
-    return other if first is None or other is None else merge(first, other)
+    if first is None or other is None:
+        return other
+    return merge(first, other)
 
 
 class Scales(NamedTuple):
@@ -163,13 +168,17 @@ def _compare_blocks(
 def _comparison(number_format: FloatFormat, by_block: bool) -> Callable[..., torch.Tensor]:
     def comparison(blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         rows = eager.comparison(blocks, elements * factors, limit(factors, number_format))
-        return rows if by_block else rows.sum(1, keepdim=True)
+        if by_block:
+            return rows
+        return rows.sum(1, keepdim=True)
 
     return comparison
 
 
 def join_comparisons(compared: Sequence[torch.Tensor], by_block: bool) -> torch.Tensor:
-    return torch.cat(list(compared), 1) if by_block else torch.cat(list(compared), 1).sum(1, keepdim=True)
+    if by_block:
+        return torch.cat(list(compared), 1)
+    return torch.cat(list(compared), 1).sum(1, keepdim=True)
 
 
 def columns_of(

@@ -48,11 +48,15 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
         # The check is cheaper than a torch operation that does nothing.
         if not values.is_contiguous():
             values = (eager.flatten(values) if codes is None else values).contiguous()
-        codes_format, at_codes, at_factor = 0, None, None
+        codes_format = 0
+        at_codes = None
+        at_factor = None
         if codes is not None and scale_inv is not None:
-            codes, factor = codes.contiguous(), scale_inv.to(torch.float32)
+            codes = codes.contiguous()
+            factor = scale_inv.to(torch.float32)
             codes_format = 2 if e5m2 else 1
-            at_codes, at_factor = codes.data_ptr(), factor.data_ptr()
+            at_codes = codes.data_ptr()
+            at_factor = factor.data_ptr()
         ONE_PASS.function(
             values.data_ptr(),
             _DTYPES[values.dtype],
