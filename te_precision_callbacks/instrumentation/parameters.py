@@ -315,7 +315,8 @@ class ParameterWatch:
         self._iteration = 0
         self._parameters: dict[int, _Parameter] = {}
         self._listed: list[tuple[int, int]] | None = None  # id and size of the parameters at the last refresh
-        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[list[tuple[int, int]], list[_Held]]]
+        self._held = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
         self._clearing: weakref.WeakKeyDictionary[Optimizer, _Clearing] = weakref.WeakKeyDictionary()
@@ -464,9 +465,10 @@ class ParameterWatch:
     def held_by(self, optimizer: Optimizer) -> list[_Held]:
         if not self._parameters:
             self._refresh()
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        # Groups that grow, or that load_state_dict() has replaced.
+        groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
         known = self._held.get(optimizer)
-        if known is not None and known[0] == count:
+        if known is not None and known[0] == groups:
             return known[1]
         owners = dict(self._parameters)
         for parameter in self._parameters.values():
@@ -482,7 +484,7 @@ class ParameterWatch:
             if id(tensor) in owners
         ]
         held = held or self._match_by_values(pairs)
-        self._held[optimizer] = count, held
+        self._held[optimizer] = groups, held
         return held
 
     def _match_by_values(self, pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]) -> list[_Held]:

@@ -183,6 +183,19 @@ def test_a_decay_that_leaves_nothing(tmp_path: Path, kind: Any, rate: float, dec
     assert not finds or f"weight decay removes {100 * rate * decay:.3g} % of blocks.1" in results[0].seen
 
 
+def test_an_optimizer_that_loads_its_state_has_other_groups(tmp_path: Path) -> None:
+    """Their learning rate and decay count from then on."""
+    model = Model()
+    optimizer = adamw(model)
+
+    def load() -> None:
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["weight_decay"] = 20.0
+
+    (result,) = [item for item in train(tmp_path, model, optimizer, after=load) if item.rule == "learning-rate"]
+    assert "weight decay removes 2 %" in result.seen
+
+
 def test_a_tiny_learning_rate_moves_elements_near_0(tmp_path: Path) -> None:
     model = Model()
     with torch.no_grad():
