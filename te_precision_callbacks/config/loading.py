@@ -146,21 +146,19 @@ def load_config(
     """
     known = known_features(feature.__name__ for feature in features or ())
     others = features is None or bool(feature_dirs)
-    if isinstance(source, Config):
-        unknown = Problems()
-        for section in source.enabled_sections:
-            with unknown.collecting():
-                resolve_features(section, known, others=others)
-        unknown.raise_any()
-        return source
     problems = Problems()
+    if isinstance(source, Config):
+        for section in source.enabled_sections:
+            with problems.collecting():
+                resolve_features(section, known, others=others)
+        problems.raise_any()
+        return source
     path = None
-    data: Any
+    data: Any = source
     if source is None:
         data = DEFAULT_CONFIG
         places = Places("the default config")
     elif isinstance(source, Mapping):
-        data = source
         places = Places("the config mapping")
     elif not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"A config must be a path, a mapping or None, not {type(source).__name__} {shown(source)}.")

@@ -140,7 +140,7 @@ class _Device:
 
 @dataclass
 class Segments:
-    """The segments of all tensors, and their values in the current step.
+    """The segments of all tensors, with their values in the current step.
 
     Attributes:
         segments: in the order in which they were first measured.

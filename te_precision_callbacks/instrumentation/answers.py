@@ -113,7 +113,7 @@ class DelayedScalingLayers:
 
 
 def _sums_of_states(states: Sequence[Any]) -> torch.Tensor:
-    """Return :attr:`_ScalingSnapshot.sums`, which are 0 for a state whose scales are 1, without an earlier amax.
+    """Return :attr:`_ScalingSnapshot.sums`: 0 for a state with scales of 1 and without an earlier amax.
 
     The history's first row holds the current amaxes until the scales are updated. Read from Transformer Engine 2.20.2,
     ``common/recipe/delayed_scaling.cu`` and ``quantization.py: _update_amax_history``.

@@ -88,11 +88,7 @@ class GemmPlans:
         return self._of_modules[id(module)]
 
     def follow(self, forward: Forward, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> Key | None:
-        """Observe a GEMM by its plan.
-
-        Returns:
-            None, or the key of a GEMM that must go to the listeners.
-        """
+        """Observe a GEMM by its plan; return the key of a GEMM that must go to the listeners."""
         half = forward.half
         key: Key = ()
         plans = forward.plans or {}

@@ -101,14 +101,7 @@ class Run:
             results.log_dir, report=failures.report, detects_overflow=ACTIVATION_OVERFLOW in options.debug
         )
         self.observation = Observation(engine, recorder)
-        self.hooks = ForwardHooks(
-            classify,
-            failures,
-            results.audit,
-            scalars,
-            engine,
-            strict=options.strict,
-        )
+        self.hooks = ForwardHooks(classify, failures, results.audit, scalars, engine, strict=options.strict)
         model = ObservedModel(context, self.hooks, engine)
         self.model = model
         self._loop_checks = LoopChecks(context, model)

@@ -248,7 +248,7 @@ class Growth(Judge):
 
 
 def _grow_together(groups: Sequence[str], grows: Mask, counts: Mask) -> Mask:
-    """[rows]: whether most rows of the same group grow, among those that count."""
+    """[rows]: whether most counted rows of the same group grow."""
     names = np.array(groups)
     together = np.zeros(len(groups), bool)
     for name in np.unique(names[grows & counts]):

@@ -286,7 +286,7 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
 
 
 def _quantized(padded: Sequence[Pending]) -> Sequence[Pending]:
-    """Return the tensors whose codes are passed; a tensor without codes passes unread codes of another."""
+    """Return the tensors whose codes are passed. The kernel ignores codes of a tensor without codes."""
     example = _with_codes(padded)
     return [example if one.codes is None else one for one in padded]
 
