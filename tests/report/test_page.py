@@ -83,14 +83,14 @@ def test_zoom_and_back(look: Look, report: Path) -> None:
     look.page.mouse.move(*look.at(20, 6), steps=5)
     look.page.mouse.up()
     look.page.wait_for_function(
-        "whole => document.querySelector('.plot').layout.yaxis.range[0] !== whole", arg=whole[0]
+        "whole => (document.querySelector('.plot')?.layout?.yaxis.range[0] ?? whole) !== whole", arg=whole[0]
     )
     low, high = sorted(look.plot("plot.layout.yaxis.range"))
     assert 1.5 <= low <= 2.5
     assert 5.5 <= high <= 6.5
     look.page.mouse.dblclick(*look.at(10, 4))
     look.page.wait_for_function(
-        "whole => document.querySelector('.plot').layout.yaxis.range[0] === whole", arg=whole[0]
+        "whole => document.querySelector('.plot')?.layout?.yaxis.range[0] === whole", arg=whole[0]
     )
     look.page.evaluate("new Promise((done) => setTimeout(done, 300))")  # behind the page's own wait for a second click
     assert look.page.locator("h1.layer-name").count() == 0, "two clicks are not one that opens a layer"
@@ -107,7 +107,7 @@ def test_fold_and_unfold(look: Look, report: Path) -> None:
     assert [row.removeprefix("● ") for row in rows()] == [f"▸ decoder.layers.{block} (4)" for block in range(3)]
     folded = look.plot("plot.data[0].z[1]")
     look.page.mouse.click(*look.at(10, 1))
-    look.page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.ticktext.length === 7")
+    look.page.wait_for_function("() => document.querySelector('.plot')?.layout?.yaxis.ticktext.length === 7")
     assert [row.removeprefix("● ") for row in rows()[2:6]] == [f"   decoder.layers.1.{part}" for part in PARTS]
     members = np.array(look.plot("plot.data[0].z.slice(2, 6)"))
     assert folded == members.max(0).tolist(), "a folded row is the worst of its layers"
@@ -115,7 +115,7 @@ def test_fold_and_unfold(look: Look, report: Path) -> None:
     look.go(look.page.get_by_role("button", name="Alike names"))
     assert [row.rpartition(".")[2] for row in rows()] == ["qkv (3)", "proj (3)", "fc1 (3)", "fc2 (3)"]
     look.page.get_by_label("Layer name contains").fill("MLP")
-    look.page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.ticktext.length === 2")
+    look.page.wait_for_function("() => document.querySelector('.plot')?.layout?.yaxis.ticktext.length === 2")
 
 
 def test_a_layer_is_chosen(look: Look, report: Path) -> None:
