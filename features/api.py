@@ -331,7 +331,9 @@ class TransformerEngineAPI(UpstreamAPI):
         """Log all lines, in a session as one message: its log writes the time and the level before each line."""
         lines = self._unlogged
         self._unlogged = []
-        for message in lines if self._plain is not None or not lines else ["\n".join(lines)]:
+        if lines and self._plain is None:
+            lines = ["\n".join(lines)]
+        for message in lines:
             get_logger().log_message(message)
 
     def set_features(self, features: Any) -> None:

@@ -19,8 +19,8 @@ def size(count: int) -> str:
     number = float(count)
     unit = 0
     while abs(number) >= 999.5 and unit < len(units) - 1:
-        number = number / 1024
-        unit = unit + 1
+        number /= 1024
+        unit += 1
     if not unit:
         return f"{count} B"
     return f"{number:.{max(0, 2 - len(str(abs(int(number)))) + 1)}f} {units[unit]}"

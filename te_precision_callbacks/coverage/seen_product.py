@@ -159,8 +159,8 @@ def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
         if share is None:
             return None
         macs = times * math.prod(call.sizes)
-        left = left + share * macs
-        whole = whole + macs
+        left += share * macs
+        whole += macs
     if whole:
         return left / whole
     return None

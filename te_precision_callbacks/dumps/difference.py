@@ -204,8 +204,8 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
         both = x.isfinite() & y.isfinite()
         x, error = x.where(both, 0), (x - y).abs().where(both, 0)
         finite += int(both.sum())
-        signal = signal + float(x.abs().square().sum())
-        noise = noise + float(error.square().sum())
+        signal += float(x.abs().square().sum())
+        noise += float(error.square().sum())
         total += float(error.sum())
         place = int(error.argmax())
         if float(error[place]) > largest:
@@ -272,8 +272,8 @@ def _tensor(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         zeros += int((values == 0).sum())
         values = values[values.isfinite()]
         if values.numel():
-            finite = finite + values.numel()
-            total = total + float(values.sum())
+            finite += values.numel()
+            total += float(values.sum())
             low = min(low, float(values.min()))
             high = max(high, float(values.max()))
     return {

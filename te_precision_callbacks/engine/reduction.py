@@ -184,7 +184,7 @@ class Reduction:
                 if not layout.has_changed():
                     messages.requested = layout.requested()
                     if layout.has_one_optimizer_count():
-                        self._agreements = self._agreements + 1
+                        self._agreements += 1
                         self._last_agreement = stamp.iteration
                     return layout
             for entry in messages.pool(news, "names of statistics", why, SegmentDescription):

@@ -123,7 +123,7 @@ class GemmPlans:
             pending = self._engine.pending_again(plan.tensors, values, operands)
             if pending and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
                 raise Differs("autograd")
-            if out.is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+            if pending and out.is_cuda and torch._C._cuda_isCurrentStreamCapturing():
                 raise Differs("capture")
         except Exception as error:
             forward.half = half

@@ -424,7 +424,7 @@ class GemmTap:
         def tapped(*operands: Any, **keywords: Any) -> Any:
             call = upstream
             if not grouped and hasattr(keywords.get("quantization_params"), "take_own_wgrad"):
-                call = _with_own_wgrad(upstream)
+                call = functools.partial(_with_own_wgrad, upstream)
             current = self._running.thread_state
             if current.in_gemm:
                 return call(*operands, **keywords)
@@ -562,14 +562,9 @@ class GemmTap:
             self._report("observing the GEMMs of", layer, error)
 
 
-def _with_own_wgrad(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``general_gemm`` to first compute the wgrad of the micro-batch for a quantizer that needs it."""
-
-    @functools.wraps(upstream)
-    def general_gemm(*operands: Any, **keywords: Any) -> Any:
-        if keywords.get("accumulate"):
-            alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
-            keywords["quantization_params"].take_own_wgrad(lambda: upstream(*operands, **{**keywords, **alone})[0])
-        return upstream(*operands, **keywords)
-
-    return general_gemm
+def _with_own_wgrad(upstream: Callable[..., Any], *operands: Any, **keywords: Any) -> Any:
+    """Call ``general_gemm``; before, compute the wgrad of the micro-batch for a quantizer that needs it."""
+    if keywords.get("accumulate"):
+        alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
+        keywords["quantization_params"].take_own_wgrad(lambda: upstream(*operands, **{**keywords, **alone})[0])
+    return upstream(*operands, **keywords)

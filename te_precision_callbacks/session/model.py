@@ -287,7 +287,8 @@ class ObservedModel:
         self._engine.placements = placements(modules, self._options.process_group)
         for module in modules:
             inspector.name_module(module.module, module.name)
-        inspector.log("\n".join(f"Assigned layer name: {module.name}" for module in modules))
+        if modules:
+            inspector.log("\n".join(f"Assigned layer name: {module.name}" for module in modules))
         self.hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused, self.roots)
         self.warn_of_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):

@@ -1,6 +1,5 @@
 """The Triton kernel for tensors in blocks, in Triton's interpreter, against float64."""
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +36,7 @@ from tests.engine.test_triton_kernel import (
     Compiled,
     Launch,
     Launcher,
+    assert_same_launch,
     compiled_launch,
     compiles,
     disassembled,
@@ -199,12 +199,8 @@ def test_a_direct_launch_has_all_arguments_in_order(form: Form) -> None:
     assert (len(compiled.bound), len(compiled.direct)) == (1, 1)
     module._known.clear()
     module.add(second, *into)
-    bound, constants = compiled.bound[-1]
-    named_constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    expected = inspect.signature(function.fn).bind(*bound[1:], **named_constants).arguments.values()
-    addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expected]
     (direct,) = compiled.direct
-    assert (direct[0], *direct[9:]) == (bound[0], *addresses)
+    assert_same_launch(function, compiled.bound[-1], direct)
 
 
 @pytest.mark.usefixtures("compiles")

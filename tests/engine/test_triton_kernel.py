@@ -573,6 +573,15 @@ class Compiled:
             raise self._error
 
 
+def assert_same_launch(function: Any, bound: tuple[tuple[Any, ...], dict[str, Any]], direct: tuple[Any, ...]) -> None:
+    """A direct launch has the arguments of one through the binder in order: tensors as addresses, and constants too."""
+    arguments, constants = bound
+    named_constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    expected = inspect.signature(function.fn).bind(*arguments[1:], **named_constants).arguments.values()
+    addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expected]
+    assert (direct[0], *direct[9:]) == (arguments[0], *addresses)
+
+
 def measured_again(module: ModuleType, pending: Sequence[Pending], into: Sequence[torch.Tensor]) -> list[Pending]:
     """The tensors that were left, and then were measured and remembered."""
     left = list(module.repeat(pending, *into))
@@ -603,12 +612,8 @@ def test_a_direct_launch_has_all_arguments_in_order(codes: Sequence[int], launch
             assert arguments[1:9] == (1, 1, 0, 7, (4, 1), None, None, None)
     compiled.bound.clear()
     by_kernel(module)(pending, *into)
-    ((bound, constants),) = compiled.bound
-    direct = compiled.direct[-1]
-    named_constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    expected = inspect.signature(function.fn).bind(*bound[1:], **named_constants).arguments.values()
-    addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expected]
-    assert (direct[0], *direct[9:]) == (bound[0], *addresses)
+    (bound,) = compiled.bound
+    assert_same_launch(function, bound, compiled.direct[-1])
 
 
 @pytest.mark.usefixtures("compiles")

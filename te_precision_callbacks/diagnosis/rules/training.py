@@ -114,7 +114,7 @@ class NonfiniteLoss(Judge):
             self._others.update(dict.fromkeys(others))
         for name in loss_first(losses):
             if not math.isfinite(values[name]):
-                self._bad = self._bad + 1
+                self._bad += 1
                 self._finite = 0
                 yield Sighting((), "", "", f"{name} is {values[name]}", iteration)
                 return
