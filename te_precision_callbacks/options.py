@@ -165,6 +165,7 @@ class SessionKeywords(TypedDict, total=False):
     log_filter: LogFilter
     debug: DebugValue
     observe: Observe
+    every_step: bool
     precision_features_in_eval: bool
     allow_unmatched: bool
     strict: bool
@@ -182,8 +183,8 @@ def _hints() -> Mapping[str, Any]:
 
 _PLAIN = frozenset(
     {
-        *("process_group", "reduce", "report", "layer_names", "prefix", "observe", "precision_features_in_eval"),
-        *("allow_unmatched", "strict", "on_broken", "quiet"),
+        *("process_group", "reduce", "report", "layer_names", "prefix", "observe", "every_step"),
+        *("precision_features_in_eval", "allow_unmatched", "strict", "on_broken", "quiet"),
     }
 )
 """Keywords without a parser of their own."""
@@ -245,6 +246,8 @@ class SessionOptions:
         observe: call path of observed layers. ``"fused"``: TE's fused path, with bit-identical training; features that
             need another path are refused. ``"debug"``: TE's unfused debug path, which rounds some tensors differently.
             ``"auto"``: the fused path where a layer's features allow it (docs/observing.md).
+        every_step: watch the largest magnitude of each GEMM's tensors in every step, also between collection steps
+            (docs/every-step.md). False: outside of collection steps, layers run no code of the session.
         precision_features_in_eval: whether features that change precision also act in evaluation.
         allow_unmatched: warn instead of raising about sections that match no layer.
         strict: raise instead of warning about a failed observation, a layer refused by TE's debug path, or a difference
@@ -280,6 +283,7 @@ class SessionOptions:
     log_filter: LogFilter = None
     debug: tuple[str, ...] = ()
     observe: Observe = "auto"
+    every_step: bool = True
     precision_features_in_eval: bool = True
     allow_unmatched: bool = False
     strict: bool = False

@@ -30,7 +30,9 @@ from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
+from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.answers import DebugPathDecisions, scales_in_graph
+from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords
@@ -107,8 +109,10 @@ class ForwardHooks:
         engine: StatisticsEngine,
         *,
         strict: bool,
+        every_step: bool = False,
     ) -> None:
         self._classify = classify
+        self._watches_every_step = every_step
         self._failures = failures
         self._audit = audit
         self._scalars = scalars
@@ -121,6 +125,7 @@ class ForwardHooks:
         selected = self.gemm_errors.selected, self._gemm_records.selected
         self.plans = GemmPlans(audit, self._fused_observation, engine, selected, failures.report)
         self.order = ExecutionOrder()
+        self.every_step = EveryStep(Ring(), failures.report)
         running = Running()
         self.products = ModelProducts(failures.report, lambda: classify.paused, self._update_listeners)
         classify.in_training_call = lambda: self.products.calls.current is not None
@@ -131,6 +136,7 @@ class ForwardHooks:
             enter=self._enter_fused,
             silent=self.products.note_silent,
             attention=self.products,
+            every_step=self.every_step,
         )
         self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.armed))
         self._graphs = CudaGraphs()
@@ -165,6 +171,7 @@ class ForwardHooks:
         self._watched.watch(modules, refused, fused)
         self._watched.leave_graphs(self.answers.refused.acting)
         self._tap.watch(self._watched.modules, self._watched.layers, operations)
+        self.every_step.modules = frozenset(self._watched.modules if self._watches_every_step else ())
         self.gemm_errors.watch(modules)
         self._gemm_records.watch(modules)
         self.plans.forget()

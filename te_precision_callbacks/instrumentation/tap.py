@@ -38,6 +38,7 @@ from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, Gem
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force, recipe_of_operator
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.instrumentation.compiled import CompiledLinears
+from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.handed import (
     GEMM,
     GROUPED_GEMM,
@@ -93,6 +94,7 @@ class GemmTap:
             quantization, as (layer index, tensor name).
         silent: called after a training forward or backward without events, for example of an operation with its own
             GEMM kernel, with the layers, the operation, and whether it was the backward.
+        every_step: gets the GEMMs of training forwards of its modules, with and without listeners.
     """
 
     def __init__(
@@ -104,8 +106,10 @@ class GemmTap:
         enter: Callable[[torch.nn.Module, ForwardKind, Any], Collection[tuple[int, str]]] | None = None,
         silent: Callable[[Sequence[str], str, bool], None] | None = None,
         attention: ModelProducts | None = None,
+        every_step: EveryStep | None = None,
     ) -> None:
         self._classify = classify
+        self._every_step = every_step
         self._report = report
         self._running = Running() if running is None else running
         self._enter = enter
@@ -154,7 +158,7 @@ class GemmTap:
         ranges: bool = False,
         plans: GemmPlans | None = None,
     ) -> None:
-        """Set the listeners; without listeners and ranges, remove the tap.
+        """Set the listeners; without listeners, ranges and a watch of every step, remove the tap.
 
         Args:
             *listeners: called after each GEMM.
@@ -164,9 +168,10 @@ class GemmTap:
         """
         self._listening = _Listening(listeners, before, plans)
         self._running.has_ranges = ranges
-        if (listeners or ranges) and not self._seams:
+        is_needed = listeners or ranges or (self._every_step is not None and self._every_step.modules)
+        if is_needed and not self._seams:
             self._install()
-        elif not (listeners or ranges) and self._seams:
+        elif not is_needed and self._seams:
             self._seams.restore()
             self._running.forget()
 
@@ -235,11 +240,26 @@ class GemmTap:
                 self._running.thread_state.entered = self._attention.enter(module)
             elif id(module) in self._observed:
                 self._running.thread_state.entered = self._make_forward(module)
+            elif self._is_watched(module):
+                self._running.thread_state.entered = self._watched_forward(module)
             else:
                 self._running.thread_state.entered = self._forward_for_ranges(module)
             return result
 
         return absent_from_graphs(prepare_forward, upstream)
+
+    def _is_watched(self, module: Any) -> bool:
+        return self._every_step is not None and id(module) in self._every_step.modules
+
+    def _watched_forward(self, module: Any) -> Forward:
+        """Make the forward of a module whose GEMMs only the watch of every step gets."""
+        if self._classify(module) is not ForwardKind.OBSERVED:
+            return self._forward_for_ranges(module)
+        layers = self._layers[id(module)]
+        halves = len(layers) > 1 and "LayerNormMLP" in class_names(module)
+        entered = Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
+        entered.watched = set()
+        return entered
 
     def _forward_for_ranges(self, module: Any) -> Forward:
         layers = self._layers.get(id(module)) if self._running.has_ranges else None
@@ -261,6 +281,8 @@ class GemmTap:
                     kind = self._classify(module)
                 recipe = recipe_of_operator(module, compiled)
             entered = Forward(self._layers[id(module)], kind, recipe, halves=halves)
+            if kind is ForwardKind.OBSERVED and compiled is None and self._is_watched(module):
+                entered.watched = set()
             entered.wanted = () if self._enter is None else self._enter(module, kind, compiled)
             if entered.wanted:
                 entered.high = {}
@@ -429,14 +451,26 @@ class GemmTap:
             if current.in_gemm:
                 return call(*operands, **keywords)
             forward = current.running or current.entered
-            is_compiled = forward is None and not grouped and bool(self._compiled.modules)
+            listeners = self._listening.listeners
+            is_compiled = forward is None and not grouped and bool(self._compiled.modules and listeners)
             if is_compiled:
                 layout = {"layout": "TN", **name_arguments(operands), **keywords}["layout"]
                 forward = self._find_compiled(GEMM_OF_LAYOUT[layout])
             if self._running.has_ranges:
                 call = self._call_in_range(forward, call, name_arguments, grouped=grouped)
-            if (forward is not None and not forward.has_events) or not self._listening.listeners:
-                return call(*operands, **keywords)
+            has_no_events = forward is not None and not forward.has_events
+            if has_no_events or not listeners:
+                if forward is None or forward.watched is None or self._every_step is None:
+                    return call(*operands, **keywords)
+                current.in_gemm = True
+                try:
+                    result = call(*operands, **keywords)
+                finally:
+                    current.in_gemm = False
+                if forward.halves and not self._running.has_ranges:  # a range has advanced to the layer
+                    forward.next_layer_index(GEMM_OF_LAYOUT[keywords.get("layout", "TN")], None)
+                self._every_step.note(forward, operands, keywords, result)
+                return result
             planned = not grouped and forward is not None and forward.plans is not None and len(operands) == 2
             plans = self._listening.plans if planned else None
             before: Sequence[Any] = ()  # no listener needs the sums of modules with plans
@@ -456,9 +490,13 @@ class GemmTap:
                 key = plans.follow(forward, operands, keywords, result)
                 if key is None:
                     next(self._running.gemm_counter)
+                    if forward.watched is not None and self._every_step is not None:
+                        self._every_step.note(forward, operands, keywords, result)
                     return result
                 arguments = {"layout": "TN", **name_arguments(operands), **keywords}
             self._emit(forward, arguments, result, gemms, before, grouped=grouped, key=key)
+            if forward is not None and forward.watched is not None and self._every_step is not None:
+                self._every_step.note(forward, operands, keywords, result)
             if is_compiled and forward is not None and forward.high:
                 forward.high = {}
             return result

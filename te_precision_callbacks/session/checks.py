@@ -29,6 +29,9 @@ from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
 from te_precision_callbacks.dumps.recording import Recorder
+from te_precision_callbacks.flight.ring import StepRow
+from te_precision_callbacks.flight.steps import LastSteps
+from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem
 from te_precision_callbacks.instrumentation.replicas import Replicas
 from te_precision_callbacks.layers.naming import Model, named_roots
@@ -236,9 +239,10 @@ class ContractCheck:
 class ParameterChecks:
     """Checks the parameters of a run, and adds an event per result, for the rules and the records."""
 
-    def __init__(self, context: RunContext, model: ObservedModel) -> None:
+    def __init__(self, context: RunContext, model: ObservedModel, every_step: EveryStepCheck) -> None:
         self._ranks = context.ranks
         self._events = context.events
+        self._every_step = every_step
         self._failures = context.failures
         self._replicas = Replicas(model, context.ranks)
         self._watch = ParameterWatch(model, context.failures)
@@ -276,6 +280,8 @@ class ParameterChecks:
         if not problems and checked <= self._checked:
             return
         self._checked |= checked
+        if any(problem.what.startswith("nonfinite") for problem in problems):
+            self._every_step.read()  # it may know where they began
         of_kind: dict[str, list[Problem]] = {}
         for problem in {(problem.what, problem.name): problem for problem in problems}.values():
             of_kind.setdefault(problem.what, []).append(problem)
@@ -296,6 +302,45 @@ class ParameterChecks:
         )
         severity: Severity = "warning" if problems else "info"
         self._events.append(Event("parameters", f"{text}.", iteration, severity, phase="step", data=data))
+
+
+class EveryStepCheck:
+    """Reads what the watch of every step has measured, and adds an event where inf or nan began."""
+
+    def __init__(self, context: RunContext, watch: EveryStep) -> None:
+        self._events = context.events
+        self._failures = context.failures
+        self._watch = watch
+        self.steps = LastSteps(watch.ring.slots)
+
+    def end_step(self, iteration: int, *, waits: bool) -> None:
+        """End a step; ``waits``: whether to read all steps so far from the device, after waiting for it."""
+        try:
+            self._watch.end_step()
+            self._add(self._watch.ring.end_step(iteration))
+        except Exception as error:
+            self._watch.modules = ()
+            self._failures.report("reading what was watched in", f"iteration {iteration}", error)
+        if waits:
+            self.read()
+
+    def read(self) -> None:
+        """Read all steps so far from the devices, and wait for them."""
+        try:
+            self._add(self._watch.ring.take())
+        except Exception as error:
+            self._watch.modules = ()
+            self._failures.report("reading", "what was watched in the last steps", error)
+
+    def _add(self, rows: Sequence[StepRow]) -> None:
+        for row in rows:
+            origin = self.steps.add(row)
+            if origin is not None:
+                phase = "backward" if origin.in_backward else "forward"
+                data = origin.as_json()
+                text = f"{origin.tensor} of {origin.layer}: {origin}."
+                place = origin.layer, origin.tensor
+                self._events.append(Event("first_nonfinite", text, row.iteration, "error", phase, *place, data=data))
 
 
 class OverflowCheck:

@@ -40,6 +40,7 @@ from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
 from te_precision_callbacks.session.checks import (
     ContractCheck,
+    EveryStepCheck,
     OverflowCheck,
     ParameterChecks,
     RuleChecks,
@@ -101,7 +102,9 @@ class Run:
             results.log_dir, report=failures.report, detects_overflow=ACTIVATION_OVERFLOW in options.debug
         )
         self.observation = Observation(engine, recorder)
-        self.hooks = ForwardHooks(classify, failures, results.audit, scalars, engine, strict=options.strict)
+        self.hooks = ForwardHooks(
+            classify, failures, results.audit, scalars, engine, strict=options.strict, every_step=options.every_step
+        )
         model = ObservedModel(context, self.hooks, engine)
         self.model = model
         self._loop_checks = LoopChecks(context, model)
@@ -114,7 +117,8 @@ class Run:
         self._trainer_scalars = TrainerScalars(context)
         self._rules = RuleChecks(context)
         self._contract = ContractCheck(context)
-        self._parameters = ParameterChecks(context, model)
+        self._every_step = EveryStepCheck(context, self.hooks.every_step)
+        self._parameters = ParameterChecks(context, model, self._every_step)
         self.hooks.products.around_backward = self._parameters.around_backward
         self._clipping = ClippingWatch(self._parameters.before_clipping, failures)
         self.overflow = OverflowCheck(context)
@@ -242,6 +246,7 @@ class Run:
         self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
         self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
+        self._every_step.end_step(iteration, waits=self.observation.engine.has_news)
         self.model.end_step()
         self.hooks.padding.end_step()
         self._updates.end_step()
@@ -469,6 +474,8 @@ class Run:
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
     def _deliver_remainder(self, error: BaseException | None, logging_step: int | None) -> None:
+        if self._may_read_device:
+            self._every_step.end_step(self.context.iteration, waits=True)
         self.model.warn_of_refused()
         self._loop_checks.end(error)
         ends_all = isinstance(error, (Terminated, KeyboardInterrupt))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,16 @@ _REMEDY_OF_GRADIENT = (
     " layer, look for code that writes .grad after it: hooks, collectives, unscaling, clipping"
 )
 
+_REMEDY_OF_UPDATE = (
+    "Resume from a checkpoint before that update, and look at the optimizer's step, the learning rate, and code that"
+    " writes weights or .grad: hooks, collectives, unscaling, clipping"
+)
+
+_REMEDY_BETWEEN = (
+    "Resume from an earlier checkpoint, and look at {}: GEMM, bias, norm, activation function, attention."
+    " debug='activation_overflow' stops at the module and batch"
+)
+
 _REMEDY_OF_ALL_GRADIENTS = (
     "Resume from an earlier checkpoint. Check the loss of that step, and pass debug='activation_overflow', which stops"
     " at the module and batch with the first inf or nan"
@@ -83,6 +93,11 @@ class Nonfinite(Judge):
     """
 
     _first: Sighting | None = None
+    _is_scaled = False
+
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
+        self._is_scaled = is_scaled(facts)
+        return ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         before = self.steps[-1] if self.steps else None
@@ -112,6 +127,8 @@ class Nonfinite(Judge):
                 tuple(filter(None, (event.layer,))), "", "", first_line, event.iteration
             )
             yield self._first
+        if event.kind == "first_nonfinite":
+            yield from self._origin(event)
         for row in event.data.get("problems", ()) if event.kind == "parameters" and self._first is None else ():
             if row["what"] == "nonfinite_gradient":
                 self._first = _nonfinite_gradient(row)
@@ -122,6 +139,24 @@ class Nonfinite(Judge):
                 seen = f"{count} after the last step, first {names[0]}"
                 self._first = Sighting(layers_of(names), "", "", seen, row["since"])
                 yield self._first
+
+
+    def _origin(self, event: Event) -> Iterator[Sighting]:
+        seen = event.text.partition(": ")[2].rstrip(".")
+        found = Sighting((event.layer,), event.tensor, "", seen, event.iteration)
+        if event.phase == "backward" and self._is_scaled:
+            yield found._replace(severity="note", key="scaled", remedy=_SKIPPED)
+            return
+        if event.tensor == "weight":
+            found = found._replace(remedy=_REMEDY_OF_UPDATE)
+            if event.data["weights"] > 1:
+                found = found._replace(layers=(), tensor="")
+        elif event.data["before"]:
+            layer, tensor = event.data["before"]
+            between = f"what runs between the {tensor} of {layer} and the {event.tensor} of {event.layer}"
+            found = found._replace(remedy=_REMEDY_BETWEEN.format(between))
+        self._first = self._first or found
+        yield self._first
 
 
 def _nonfinite_gradient(row: Mapping[str, Any]) -> Sighting:

@@ -26,7 +26,11 @@ ONE_PASS = CppFile(
             *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
             *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
             *[ctypes.c_int64] * len(ColumnPlaces._fields),
-        )
+        ),
+        "te_precision_largest": (
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p),
+            *(ctypes.c_int, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p),
+        ),
     },
     what="Statistics on the CPU are computed by plain torch operations",
     times="a hundred",
@@ -57,7 +61,7 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
             codes_format = 2 if e5m2 else 1
             at_codes = codes.data_ptr()
             at_factor = factor.data_ptr()
-        ONE_PASS.function(
+        ONE_PASS.functions["te_precision_one_pass"](
             values.data_ptr(),
             _DTYPES[values.dtype],
             values.numel(),

@@ -787,3 +787,70 @@ extern "C" __attribute__((visibility("default"))) void te_precision_one_pass(
     for (int bin = 0; bin < kBins; ++bin) exponents[bin] += static_cast<double>(bins[bin]);
   }
 }
+
+namespace {
+
+// The largest of the words without their sign: the bits of the largest magnitude, or of a NaN if there is one.
+template <typename Word>
+uint32_t largest_of_block(const Word* words, int64_t count) {
+  typedef Word Words __attribute__((vector_size(4 * kLanes)));
+  constexpr int kWords = sizeof(Words) / sizeof(Word);
+  constexpr Word kMask = std::numeric_limits<Word>::max() >> 1;
+  Words found = {};
+  int64_t place = 0;
+  for (; place + kWords <= count; place += kWords) {
+    Words loaded;
+    std::memcpy(&loaded, words + place, sizeof(Words));
+    loaded &= kMask;
+    found = loaded > found ? loaded : found;
+  }
+  Word largest = 0;
+  for (int lane = 0; lane < kWords; ++lane) largest = found[lane] > largest ? found[lane] : largest;
+  for (; place < count; ++place) {
+    const Word word = words[place] & kMask;
+    largest = word > largest ? word : largest;
+  }
+  return largest;
+}
+
+template <typename Word>
+uint32_t largest_word(const char* values, int64_t count, int threads) {
+  const Word* words = reinterpret_cast<const Word*>(values);
+  const int64_t pieces = (count + kPiece - 1) / kPiece;
+  uint32_t found = 0;
+#pragma omp parallel for reduction(max : found) num_threads(threads) if (threads > 1 && pieces > 1)
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    const int64_t begin = piece * kPiece;
+    const uint32_t largest = largest_of_block(words + begin, count - begin < kPiece ? count - begin : kPiece);
+    found = largest > found ? largest : found;
+  }
+  return found;
+}
+
+float magnitude_of(uint32_t word, int format) {
+  if (format == 0) return bits_of<float>(word);
+  if (format == 1) return bits_of<float>(word << 16);
+  const int bits = format == 2 ? 10 : format == 3 ? 3 : 2;  // of the mantissa
+  const uint32_t exponent = word >> bits, mantissa = word & ((1u << bits) - 1);
+  const int bias = format == 3 ? 7 : 15;
+  if (format == 3 ? word == 0x7F : exponent == 31) {
+    return format != 3 && mantissa == 0 ? kInfinity : std::numeric_limits<float>::quiet_NaN();
+  }
+  const float whole = exponent == 0 ? mantissa : mantissa + (1u << bits);
+  return whole * bits_of<float>(static_cast<uint32_t>(127 - bias - bits + (exponent == 0 ? 1 : exponent)) << 23);
+}
+
+}  // namespace
+
+// Raise `largest` to the bits of the largest magnitude, a float32, times a scale if there is one; lower `first` to `order`
+// if it is inf or NaN. Formats: 0 float32, 1 bfloat16, 2 float16, 3 E4M3, 4 E5M2.
+extern "C" void te_precision_largest(const char* values, int format, int64_t count, const float* scale, int threads,
+                                     int32_t order, int32_t* largest, int32_t* first) {
+  const uint32_t word = format == 0   ? largest_word<uint32_t>(values, count, threads)
+                        : format <= 2 ? largest_word<uint16_t>(values, count, threads)
+                                      : largest_word<uint8_t>(values, count, threads);
+  const float magnitude = magnitude_of(word, format) * (scale == nullptr ? 1.0f : *scale);
+  int32_t bits = bits_of<int32_t>(magnitude) & 0x7FFFFFFF;
+  if (bits > *largest) *largest = bits;
+  if (bits >= 0x7F800000 && order < *first) *first = order;
+}

@@ -1,0 +1,106 @@
+"""The largest magnitude of a tensor as it is stored, and whether it has inf or nan: little enough for every step.
+
+    add([Largest(codes, E4M3, scale_inv, slot, order)], row)       # nothing waits for the device
+
+A row is int32, [slots, 3]. The first column has the bits of the largest magnitude as a float32, which integers order as
+the numbers do; -1 if nothing was added. inf is above all numbers, nan above inf. The second is the same for the scales of
+blocks, and the third the least ``order`` of a tensor with inf or nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from te_precision_callbacks.engine.kernels.native import ONE_PASS
+
+FLOAT32 = 0
+E4M3 = 3
+E5M2 = 4
+E8M0 = 5
+FORMATS = {torch.float32: FLOAT32, torch.bfloat16: 1, torch.float16: 2}
+"""dtype -> its number in the kernels; FP8 codes are uint8."""
+
+NOTHING = -1
+NEVER = 2**31 - 1
+INFINITE = 0x7F800000
+"""The first values of a row's columns; the bits of inf."""
+
+MAGNITUDE = 0
+SCALE = 1
+FIRST = 2
+COLUMNS = 3
+"""The columns of a row, and their number."""
+
+_OF_CODES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+
+class Largest(NamedTuple):
+    """A tensor to add to a row.
+
+    Attributes:
+        values: as stored.
+        format: a number of :data:`FORMATS`, ``E4M3``, ``E5M2`` or ``E8M0``.
+        scale: float32, [1]: the factor of all codes; None without one.
+        slot: the place in the row.
+        order: the place in the order of execution.
+        column: ``MAGNITUDE``, or ``SCALE`` for the scales of blocks.
+    """
+
+    values: torch.Tensor
+    format: int
+    scale: torch.Tensor | None
+    slot: int
+    order: int
+    column: int = MAGNITUDE
+
+
+def new_rows(rows: int, slots: int, device: torch.device) -> torch.Tensor:
+    made = torch.empty((rows, slots, COLUMNS), dtype=torch.int32, device=device)
+    reset(made)
+    return made
+
+
+def reset(rows: torch.Tensor) -> None:
+    rows[..., :FIRST] = NOTHING
+    rows[..., FIRST] = NEVER
+
+
+def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
+    """Add tensors on one device to a row of :func:`new_rows` on this device."""
+    in_cpp = None
+    if row.device.type == "cpu" and ONE_PASS.is_compiled():
+        in_cpp = ONE_PASS.functions["te_precision_largest"]
+    begin = row.data_ptr()
+    for tensor in tensors:
+        values, number, scale, slot, order, column = tensor
+        if in_cpp is None or number == E8M0:
+            _in_torch(tensor, row)
+            continue
+        if not values.is_contiguous():
+            values = values.contiguous()
+        at = begin + 4 * COLUMNS * slot
+        factor = None if scale is None else scale.data_ptr()
+        threads = torch.get_num_threads()
+        in_cpp(values.data_ptr(), number, values.numel(), factor, threads, order, at + 4 * column, at + 4 * FIRST)
+
+
+def _in_torch(tensor: Largest, row: torch.Tensor) -> None:
+    values, number, scale, slot, order, column = tensor
+    if number == E8M0:
+        largest = values.amax().float()
+        magnitude = torch.exp2(largest - 127.0)
+        magnitude = torch.where(largest >= 254.0, torch.inf, magnitude)  # an inf of the tensor, as TE stores it
+        magnitude = torch.where(largest == 255.0, torch.nan, magnitude)
+    else:
+        plain = values if number in FORMATS.values() else values.view(_OF_CODES[number]).to(torch.bfloat16)
+        magnitude = plain.abs().amax().float()
+    if scale is not None:
+        magnitude = magnitude * scale[0]
+    bits = torch.where(magnitude.isnan(), torch.nan, magnitude).view(torch.int32) & 0x7FFFFFFF
+    of_slot = row[slot]
+    of_slot[column] = torch.maximum(of_slot[column], bits)
+    now = torch.where(bits >= INFINITE, order, NEVER).to(torch.int32)
+    of_slot[FIRST] = torch.minimum(of_slot[FIRST], now)

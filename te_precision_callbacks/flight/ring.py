@@ -1,0 +1,204 @@
+"""The ring: the largest magnitude of each tensor in each step, on the device, read without waiting for it.
+
+A device has rows for two batches of steps (:mod:`te_precision_callbacks.engine.kernels.largest`). While one batch is
+filled, the other is copied to the host; a copy is read in a later step, when it has arrived. On a CPU a batch is a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
+from te_precision_callbacks.engine.kernels import largest
+from te_precision_callbacks.engine.kernels.largest import Largest
+
+_STEPS_PER_COPY = 8
+_FIRST_SLOTS = 256
+
+
+class Slot(NamedTuple):
+    """A tensor of a layer."""
+
+    layer: str
+    tensor: str
+
+
+@dataclass
+class StepRow:
+    """A step, as the ring has measured it.
+
+    Attributes:
+        order: the slots in the order in which GEMMs read or wrote them; one appears once for each micro-batch.
+        magnitudes: float32, [slots]: the largest magnitude over the micro-batches, with inf and nan; -1 for a tensor
+            that was not read. Of tensors with scaled blocks, an upper bound, at most twice as large (MXFP8).
+        first: the place in ``order`` of the first tensor with inf or nan; None without one.
+    """
+
+    iteration: int
+    order: Sequence[int]
+    magnitudes: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    first: int | None = None
+
+    def add(self, row: npt.NDArray[np.int32]) -> None:
+        """Add the row of a device: int32, [slots, 3]."""
+        bits, scales, first = row.T
+        magnitudes = bits.view(np.float32)
+        with np.errstate(invalid="ignore", over="ignore"):
+            scaled = np.where(scales < 0, magnitudes, magnitudes * scales.view(np.float32))
+        found = np.where(bits < 0, np.float32(-1), scaled).astype(np.float32)
+        before = np.pad(self.magnitudes, (0, max(len(found) - len(self.magnitudes), 0)), constant_values=-1)
+        self.magnitudes = np.fmax(before, found) if (before >= 0).any() else found
+        earliest = int(first.min(initial=largest.NEVER))
+        if earliest != largest.NEVER and (self.first is None or earliest < self.first):
+            self.first = earliest
+
+
+class Ring:
+    """The rows of all devices.
+
+    Attributes:
+        slots: all tensors so far; their places are their slots.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self._places: dict[Slot, int] = {}
+        self._devices: dict[torch.device, _OnDevice] = {}
+        self.order: list[int] = []
+        self._waiting: list[StepRow] = []
+
+    def slot(self, layer: str, tensor: str) -> int:
+        slot = Slot(layer, tensor)
+        place = self._places.get(slot)
+        if place is None:
+            place = len(self.slots)
+            self._places[slot] = place
+            self.slots.append(slot)
+        return place
+
+    def add(self, tensors: Sequence[Largest], device: torch.device) -> None:
+        """Add tensors on a device, whose orders are their places in :attr:`order`."""
+        on = self._devices.get(device)
+        if on is None:
+            on = _OnDevice(device)
+            self._devices[device] = on
+        for tensor in tensors:
+            if tensor.column == largest.MAGNITUDE:
+                self.order.append(tensor.slot)
+        on.add(tensors, len(self.slots))
+
+    def end_step(self, iteration: int) -> list[StepRow]:
+        """End a step; return the steps that the host has now, in order."""
+        self._waiting.append(StepRow(iteration, self.order))
+        self.order = []
+        for on in self._devices.values():
+            on.end_step(self._waiting[-1])
+        return self._take()
+
+    def take(self) -> list[StepRow]:
+        """Wait for the devices, and return all steps that :meth:`end_step` has not returned."""
+        for on in self._devices.values():
+            on.copy()
+            on.read()
+        return self._take()
+
+    def _take(self) -> list[StepRow]:
+        missing = {id(step) for on in self._devices.values() for step in on.missing}
+        count = next((place for place, step in enumerate(self._waiting) if id(step) in missing), len(self._waiting))
+        taken = self._waiting[:count]
+        del self._waiting[:count]
+        return taken
+
+
+class _OnDevice:
+    """The rows of a device.
+
+    Attributes:
+        missing: the steps that the host does not have.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._batch = 1 if device.type == "cpu" else _STEPS_PER_COPY
+        self._handle_now = raw_stream_of(device)
+        self._streams: dict[int, torch.cuda.Stream | None] = {}
+        self._make(_FIRST_SLOTS)
+        self._filled: list[StepRow] = []
+        self._copied: tuple[list[StepRow], torch.Tensor, torch.cuda.Event | None] | None = None
+
+    @property
+    def missing(self) -> list[StepRow]:
+        copied = self._copied[0] if self._copied is not None else []
+        return copied + self._filled
+
+    def _make(self, slots: int) -> None:
+        self._slots = slots
+        self._rows = largest.new_rows(2 * self._batch, slots, self._device)
+        self._half = 0
+        self._row = self._rows[0]
+
+    def add(self, tensors: Sequence[Largest], slots: int) -> None:
+        handle = self._handle_now()
+        if handle not in self._streams:
+            self._streams[handle] = current_stream(self._device)
+        if slots > self._slots:
+            self._grow(slots)
+        largest.add(tensors, self._row)
+
+    def _grow(self, slots: int) -> None:
+        before = self._rows
+        half = self._half
+        self._make(2 * slots)
+        self._rows[:, : before.shape[1]] = before
+        self._half = half
+        self._row = self._rows[half * self._batch + len(self._filled)]
+
+    def end_step(self, step: StepRow) -> None:
+        self._filled.append(step)
+        if len(self._filled) == self._batch:
+            self.copy()
+        else:
+            self._row = self._rows[self._half * self._batch + len(self._filled)]
+        if self._copied is not None and (self._copied[2] is None or self._copied[2].query()):
+            self.read()
+
+    def copy(self) -> None:
+        """Copy the filled rows to the host, and go on with the other half."""
+        if not self._filled:
+            return
+        if self._copied is not None:
+            self.read()
+        for stream in self._streams.values():
+            follow(stream, (self._rows,))
+        begin = self._half * self._batch
+        rows = self._rows[begin : begin + len(self._filled)]
+        arrived = None
+        if self._device.type == "cuda":
+            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            host.copy_(rows, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()  # type: ignore[no-untyped-call]
+        else:
+            host = rows.to("cpu", copy=True)
+        largest.reset(rows)
+        self._copied = self._filled, host, arrived
+        self._filled = []
+        self._half = 1 - self._half
+        self._row = self._rows[self._half * self._batch]
+
+    def read(self) -> None:
+        """Give the copied rows to their steps, after waiting for the copy."""
+        if self._copied is None:
+            return
+        steps, host, arrived = self._copied
+        self._copied = None
+        if arrived is not None:
+            arrived.synchronize()
+        for step, row in zip(steps, host.numpy(), strict=True):
+            step.add(row)

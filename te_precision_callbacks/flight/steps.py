@@ -1,0 +1,126 @@
+"""The last steps on the host, and the origin of inf and nan in them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.flight.ring import Slot, StepRow
+
+KEPT_STEPS = 64
+
+BACKWARD = ("gradient", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first tensor with inf or nan, in the order of execution.
+
+    Attributes:
+        layer, tensor: the tensor.
+        micro_batch: the tensor's micro-batch, from 0.
+        micro_batches: how many micro-batches the tensor had in the step.
+        magnitude: its largest magnitude in the last step before; None without one.
+        before: layer and tensor of the last tensor before it, whose elements were all finite; empty if it was the first.
+        before_magnitude: the largest magnitude of that tensor.
+        tensors: the number of tensors with inf or nan in the step.
+        weights: the number of weights among them.
+        in_backward: whether all of them are tensors of the backward.
+        since: the first step that was watched.
+    """
+
+    iteration: int
+    layer: str
+    tensor: str
+    micro_batch: int
+    micro_batches: int
+    magnitude: float | None
+    before: tuple[str, str] | tuple[()]
+    before_magnitude: float | None
+    tensors: int
+    weights: int
+    in_backward: bool
+    since: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        step = f"step {self.iteration}"
+        if self.tensor == "weight" and self.weights > 1:
+            text = f"the weights of {self.weights} layers have inf or nan as {step} begins"
+            if self.iteration > self.since:
+                text += f": the optimizer wrote them in step {self.iteration - 1}, whose GEMMs read finite numbers"
+            return text
+        of_batch = f"micro-batch {self.micro_batch} of " if self.micro_batches > 1 else ""
+        text = f"inf or nan appear in {of_batch}{step}"
+        if self.magnitude is not None:
+            text += f", after a largest magnitude of {self.magnitude:.3g} in the step before"
+        if self.before:
+            layer, tensor = self.before
+            size = "" if self.before_magnitude is None else f" (at most {self.before_magnitude:.3g})"
+            text += f"; all that the GEMMs before it read is finite, last the {tensor} of {layer}{size}"
+        others = self.tensors - 1
+        if others:
+            text += f"; {many(others, 'more tensor')} in this step"
+        return text
+
+
+class LastSteps:
+    """The last steps of a run.
+
+    Attributes:
+        slots: the tensors, by slot.
+        rows: the last :data:`KEPT_STEPS` steps.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+        self.rows: deque[StepRow] = deque(maxlen=KEPT_STEPS)
+        self._since: int | None = None
+        self._told: set[bool] = set()
+
+    def add(self, row: StepRow) -> Origin | None:
+        """Add a step; return where inf and nan began, once for the run and once for steps with it in backwards only."""
+        if self._since is None:
+            self._since = row.iteration
+        before = self.rows[-1] if self.rows else None
+        self.rows.append(row)
+        if row.first is None:
+            return None
+        origin = self._origin(row, row.first, before, self._since)
+        if origin.in_backward in self._told:
+            return None
+        self._told.add(origin.in_backward)
+        return origin
+
+    def _origin(self, row: StepRow, first: int, before: StepRow | None, since: int) -> Origin:
+        slot = row.order[first]
+        seen = Counter(row.order[:first])
+        last = next((other for other in reversed(row.order[:first]) if other != slot), None)
+        broken = [self.slots[place] for place in (~(row.magnitudes < float("inf"))).nonzero()[0].tolist()]
+        of_weights = sum(other.tensor == "weight" for other in broken)
+        return Origin(
+            row.iteration,
+            *self.slots[slot],
+            micro_batch=seen[slot],
+            micro_batches=row.order.count(slot),
+            magnitude=None if before is None else _magnitude(before, slot),
+            before=() if last is None else (self.slots[last].layer, self.slots[last].tensor),
+            before_magnitude=None if last is None else _magnitude(row, last),
+            tensors=len(broken),
+            weights=of_weights,
+            in_backward=all(other.tensor in BACKWARD for other in broken),
+            since=since,
+        )
+
+
+def _magnitude(row: StepRow, slot: int) -> float | None:
+    """The largest magnitude of a slot; None where it was not read, or has inf or nan."""
+    value = float(row.magnitudes[slot]) if slot < len(row.magnitudes) else -1.0
+    if 0 <= value < float("inf"):
+        return value
+    return None
