@@ -9,12 +9,16 @@ blocks, and the third the least ``order`` of a tensor with inf or nan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.devices import is_lost
 from te_precision_callbacks.engine.kernels.native import ONE_PASS
+
+logger = logging.getLogger(__name__)
 
 FLOAT32 = 0
 E4M3 = 3
@@ -70,9 +74,10 @@ def reset(rows: torch.Tensor) -> None:
 
 def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     """Add tensors on one device to a row of :func:`new_rows` on this device."""
-    in_cpp = None
-    if row.device.type == "cpu" and ONE_PASS.is_compiled():
-        in_cpp = ONE_PASS.functions["te_precision_largest"]
+    if row.device.type == "cuda":
+        _on_gpu(tensors, row)
+        return
+    in_cpp = ONE_PASS.functions["te_precision_largest"] if ONE_PASS.is_compiled() else None
     begin = row.data_ptr()
     for tensor in tensors:
         values, number, scale, slot, order, column = tensor
@@ -85,6 +90,40 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
         factor = None if scale is None else scale.data_ptr()
         threads = torch.get_num_threads()
         in_cpp(values.data_ptr(), number, values.numel(), factor, threads, order, at + 4 * column, at + 4 * FIRST)
+
+
+def _with_triton(tensors: Sequence[Largest], row: torch.Tensor) -> None:
+    """Add with Triton, or in plain torch once Triton is missing or the kernel has failed to compile."""
+    global _on_gpu
+    try:
+        from te_precision_callbacks.engine.kernels import triton_largest
+
+        fitting = [tensor for tensor in tensors if triton_largest.fits(tensor)]
+        for begin in range(0, len(fitting), triton_largest.TOGETHER):
+            triton_largest.add(fitting[begin : begin + triton_largest.TOGETHER], row)
+        if len(fitting) < len(tensors):
+            _all_in_torch([tensor for tensor in tensors if not triton_largest.fits(tensor)], row)
+    except torch.OutOfMemoryError:
+        raise  # not caused by the kernel
+    except Exception as error:
+        if is_lost(error):
+            raise  # nothing can run on this GPU any more
+        _on_gpu = _all_in_torch
+        logger.warning(
+            "The watch of every step uses plain torch operations on the GPU, which are slower but give the same results:"
+            " the Triton kernel failed (%s: %s).",
+            type(error).__name__,
+            error,
+        )
+        _all_in_torch(tensors, row)  # adding a tensor twice changes nothing
+
+
+def _all_in_torch(tensors: Sequence[Largest], row: torch.Tensor) -> None:
+    for tensor in tensors:
+        _in_torch(tensor, row)
+
+
+_on_gpu: Callable[[Sequence[Largest], torch.Tensor], None] = _with_triton
 
 
 def _in_torch(tensor: Largest, row: torch.Tensor) -> None:
