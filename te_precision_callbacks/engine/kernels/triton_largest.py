@@ -1,0 +1,195 @@
+"""The largest magnitude by Triton: one launch for the tensors of a GEMM, which reads words of four bytes.
+
+See :mod:`te_precision_callbacks.engine.kernels.largest`. One compiled kernel reads all formats, and the launches after the
+first one call it without Triton's binder.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from te_precision_callbacks.base.devices import is_lost, raw_stream_of
+from te_precision_callbacks.engine.kernels.largest import COLUMNS, E8M0, FIRST, FLOAT32, INFINITE, Largest
+from te_precision_callbacks.engine.kernels.triton_parts import jit, launcher_of, program_count, report_binder
+
+TOGETHER = 4
+_WORDS = 2048
+"""Words that a program reads at a time."""
+
+_INFINITE = tl.constexpr(INFINITE)
+_FLOAT32 = tl.constexpr(FLOAT32)
+_FLOAT16 = tl.constexpr(2)
+_E4M3 = tl.constexpr(3)
+_E5M2 = tl.constexpr(4)
+_E8M0 = tl.constexpr(E8M0)
+
+_GENERAL = [
+    "row",
+    *(f"{name}{place}" for place in range(TOGETHER) for name in ("scale", "words", "number", "at", "first", "order")),
+    *(f"begin{place}" for place in range(1, TOGETHER)),
+]
+"""Arguments that Triton must not compile separate kernels for."""
+
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_GENERAL)
+
+_Launcher = tuple[Callable[..., object], Sequence[Any]]
+
+_launchers: dict[torch.device, _Launcher | None] = {}
+"""Device -> how to launch the kernel without Triton's binder; None if that failed."""
+
+
+def fits(tensor: Largest) -> bool:
+    """Return whether the kernel can read a tensor."""
+    values = tensor.values
+    size = values.numel() * values.element_size()
+    return 0 < size < 2**33 and size % 4 == 0 and values.data_ptr() % 16 == 0 and values.is_contiguous()
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones(1, dtype=torch.float32, device=device)
+
+
+def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
+    """Add up to :data:`TOGETHER` tensors that :func:`fits` accepts to a row."""
+    device = row.device
+    most = program_count(device)
+    one = _one(device)
+    words: list[int] = []
+    begins: list[int] = []
+    programs = 0
+    for tensor in tensors:
+        count = tensor.values.numel() * tensor.values.element_size() // 4
+        words.append(count)
+        begins.append(programs)
+        programs += min(most, -(-count // _WORDS))
+    padded = [*tensors, *[tensors[0]] * (TOGETHER - len(tensors))]
+    unused = TOGETHER - len(tensors)
+    numbers = [*words, *[0] * unused, *begins[1:], *[programs] * unused]
+    for tensor in padded:
+        numbers += tensor.format, COLUMNS * tensor.slot + tensor.column, COLUMNS * tensor.slot + FIRST, tensor.order
+    launcher = _launchers.get(device)
+    if launcher is not None:
+        launch, settings = launcher
+        pointers = [tensor.values.data_ptr() for tensor in padded]
+        for tensor in padded:
+            pointers.append((one if tensor.scale is None else tensor.scale).data_ptr())
+        arguments = (*pointers, row.data_ptr(), *numbers, _WORDS)
+        try:
+            launch(programs, 1, 1, raw_stream_of(device)(), *settings, arguments)
+            return
+        except Exception as error:
+            if is_lost(error):
+                raise
+            _launchers[device] = None
+            report_binder(error)
+    values = [tensor.values.detach().view(-1).view(torch.int32) for tensor in padded]
+    scales = [one if tensor.scale is None else tensor.scale for tensor in padded]
+    with torch.cuda.device(values[0].get_device()):
+        compiled = _add[(programs,)](*values, *scales, row, *numbers, WORDS=_WORDS)
+    if compiled is not None and device not in _launchers:  # None in the interpreter
+        _launchers[device] = launcher_of(compiled)
+
+
+@_jit
+def _add(
+    values0: tl.tensor,
+    values1: tl.tensor,
+    values2: tl.tensor,
+    values3: tl.tensor,
+    scale0: tl.tensor,
+    scale1: tl.tensor,
+    scale2: tl.tensor,
+    scale3: tl.tensor,
+    row: tl.tensor,
+    words0: tl.tensor,
+    words1: tl.tensor,
+    words2: tl.tensor,
+    words3: tl.tensor,
+    begin1: tl.tensor,
+    begin2: tl.tensor,
+    begin3: tl.tensor,
+    number0: tl.tensor,
+    at0: tl.tensor,
+    first0: tl.tensor,
+    order0: tl.tensor,
+    number1: tl.tensor,
+    at1: tl.tensor,
+    first1: tl.tensor,
+    order1: tl.tensor,
+    number2: tl.tensor,
+    at2: tl.tensor,
+    first2: tl.tensor,
+    order2: tl.tensor,
+    number3: tl.tensor,
+    at3: tl.tensor,
+    first3: tl.tensor,
+    order3: tl.tensor,
+    WORDS: tl.constexpr,
+) -> None:
+    """Each program reads every n-th piece of a tensor, and raises the tensor's number in the row."""
+    program = tl.program_id(0)
+    which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
+    begin = _select(which, 0, begin1, begin2, begin3)
+    programs = _select(which, begin1, begin2, begin3, tl.num_programs(0)) - begin
+    values = tl.multiple_of(_select(which, values0, values1, values2, values3), 16)
+    words = _select(which, words0, words1, words2, words3)
+    number = _select(which, number0, number1, number2, number3)
+    place = tl.arange(0, WORDS)
+    found = tl.full([WORDS], 0, tl.int32)
+    first = (program - begin) * WORDS
+    step = programs * WORDS
+    for piece in range(first, words - (WORDS - 1), step):
+        found = _larger(found, tl.load(values + piece + place), number)
+    rest = words // WORDS * WORDS  # the piece that is not whole, if any, of the program whose turn it is
+    if (rest // WORDS) % programs == program - begin:
+        found = _larger(found, tl.load(values + rest + place, mask=place < words - rest, other=0), number)
+    scale = tl.load(_select(which, scale0, scale1, scale2, scale3))
+    magnitude = _decode(tl.max(found, 0), number) * scale
+    bits = tl.where(magnitude == magnitude, magnitude.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FC00000)
+    tl.atomic_max(row + _select(which, at0, at1, at2, at3), bits, sem="relaxed")
+    if bits >= _INFINITE:
+        order = _select(which, order0, order1, order2, order3)
+        tl.atomic_min(row + _select(which, first0, first1, first2, first3), order, sem="relaxed")
+
+
+@jit
+def _select(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
+    return tl.where(which == 0, first, tl.where(which == 1, second, tl.where(which == 2, third, fourth)))
+
+
+@jit
+def _larger(found: tl.tensor, word: tl.tensor, number: tl.tensor) -> tl.tensor:
+    """Raise each number to the largest magnitude in a word, as bits without their sign."""
+    if number == _FLOAT32:
+        found = tl.maximum(found, word & 0x7FFFFFFF)
+    elif number <= _FLOAT16:
+        found = tl.maximum(found, tl.maximum(word & 0x7FFF, (word >> 16) & 0x7FFF))
+    else:
+        kept = tl.where(number == _E8M0, 0xFF, 0x7F)
+        low = tl.maximum(word & kept, (word >> 8) & kept)
+        found = tl.maximum(found, tl.maximum(low, tl.maximum((word >> 16) & kept, (word >> 24) & kept)))
+    return found
+
+
+@jit
+def _decode(word: tl.tensor, number: tl.tensor) -> tl.tensor:
+    """The magnitude with the bits ``word`` in a format, as a float32."""
+    nan = float("nan")
+    of_half = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    of_e5m2 = (word << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    # As bits of a float32, whose exponent bias is 127, not 7: 2^-120 of the value. Scaling by 2^120 is exact.
+    of_e4m3 = (word << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    of_e4m3 = tl.where(word == 0x7F, nan, of_e4m3)
+    of_e8m0 = tl.where(word == 0, 0x00400000, word << 23).to(tl.float32, bitcast=True)
+    of_e8m0 = tl.where(word == 255, nan, tl.where(word == 254, float("inf"), of_e8m0))
+    of_float = tl.where(number == _FLOAT32, word, word << 16).to(tl.float32, bitcast=True)
+    half_or_float = tl.where(number == _FLOAT16, of_half, of_float)
+    fp8 = tl.where(number == _E4M3, of_e4m3, tl.where(number == _E5M2, of_e5m2, of_e8m0))
+    return tl.where(number >= _E4M3, fp8, half_or_float)
