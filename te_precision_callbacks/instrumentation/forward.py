@@ -215,7 +215,7 @@ class ForwardHooks:
         else:
             self._tap.observe(self._watched.armed)
         plans = None if self.products.counting or self._has_ranges or not listeners else self.plans
-        self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges, plans=plans)
+        self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges, plans=plans, watches=True)
         # Bypass the CUDA graphs of layers to observe in this step only.
         all_graphs = self.products.counting or self._tap.operations.has_new
         if (self._watched.armed or all_graphs) and not is_captured():

@@ -157,18 +157,20 @@ class GemmTap:
         before: BeforeSum | None = None,
         ranges: bool = False,
         plans: GemmPlans | None = None,
+        watches: bool = False,
     ) -> None:
-        """Set the listeners; without listeners, ranges and a watch of every step, remove the tap.
+        """Set the listeners; without listeners, ranges and watch, remove the tap.
 
         Args:
             *listeners: called after each GEMM.
             before: called before a GEMM accumulates into its result.
             ranges: put torch.profiler ranges around layers and their GEMMs.
             plans: the plans of GEMMs that need no listener.
+            watches: whether the watch of every step gets the GEMMs of its modules.
         """
         self._listening = _Listening(listeners, before, plans)
         self._running.has_ranges = ranges
-        is_needed = listeners or ranges or (self._every_step is not None and self._every_step.modules)
+        is_needed = listeners or ranges or (watches and self._every_step is not None and self._every_step.modules)
         if is_needed and not self._seams:
             self._install()
         elif not is_needed and self._seams:
