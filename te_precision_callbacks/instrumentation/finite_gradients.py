@@ -1,4 +1,4 @@
-"""Finds gradients with inf or nan at an optimizer's step, without waiting for the device.
+"""Finds gradients with inf or nan at an optimizer's step, and weights after it, without waiting for the device.
 
 Gradients that are clipped are read before: clipping by a norm of nan makes all of them nan.
 """
@@ -6,6 +6,7 @@ Gradients that are clipped are read before: clipping by a norm of nan makes all 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -13,17 +14,25 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.instrumentation.weight_samples import largest_of_each, local_part, to_host
 
 NamedGradient = tuple[str, torch.Tensor]
-"""The name of a parameter, and its gradient."""
+"""The name of a parameter, and its gradient or itself."""
+
+
+class Broken(NamedTuple):
+    """A gradient or a weight that was not finite in an iteration."""
+
+    iteration: int
+    what: Literal["nonfinite_gradient", "nonfinite"]
+    name: str
 
 
 class FiniteGradients:
-    """Checks the gradients of each step, until some were not finite."""
+    """Checks the gradients and the stepped weights of each step, until some were not finite."""
 
     def __init__(self) -> None:
         self._has_found = False
         self._clipped: list[tuple[list[str], torch.Tensor]] = []
         self._stepped: list[tuple[list[str], torch.Tensor]] = []
-        self._copies: list[tuple[int, list[str], Callable[[], list[float]]]] = []
+        self._copies: list[tuple[list[Broken], Callable[[], list[float]]]] = []
 
     def before_clipping(self, gradients: Sequence[NamedGradient]) -> None:
         if not self._has_found:
@@ -38,26 +47,26 @@ class FiniteGradients:
         known = {name for names, _ in clipped for name in names}
         self._stepped += clipped + _are_broken([gradient for gradient in gradients if gradient[0] not in known])
 
-    def end_step(self, iteration: int, *, at_last: bool = False) -> list[tuple[int, str]]:
-        """Return the iteration and the parameter of each gradient that was not finite.
+    def end_step(
+        self, iteration: int, weights: Sequence[NamedGradient] = (), *, at_last: bool = False
+    ) -> list[Broken]:
+        """Return the gradients that were not finite; if all were, the stepped ``weights`` that are not.
 
         On a GPU, the result of an iteration is returned after the next one, when it has been copied.
         """
         self._clipped = []
-        for names, flags in self._stepped:
-            self._copies.append((iteration, names, to_host(flags)))
-        waits = any(flags.device.type != "cpu" for _, flags in self._stepped) and not at_last
+        waits = False
+        updated = [] if self._has_found else _are_broken(weights)
+        for what, flags_of in (("nonfinite_gradient", self._stepped), ("nonfinite", updated)):
+            for names, flags in flags_of:
+                self._copies.append(([Broken(iteration, what, name) for name in names], to_host(flags)))
+                waits |= flags.device.type != "cpu" and not at_last
         self._stepped = []
-        ready = [copy for copy in self._copies if copy[0] < iteration or not waits]
-        self._copies = [copy for copy in self._copies if copy[0] >= iteration and waits]
-        broken = [
-            (copied_at, name)
-            for copied_at, names, read in ready
-            for name, is_broken in zip(names, read(), strict=True)
-            if is_broken
-        ]
-        self._has_found |= bool(broken)
-        return broken
+        ready = [copy for copy in self._copies if copy[0][0].iteration < iteration or not waits]
+        self._copies = [copy for copy in self._copies if copy[0][0].iteration >= iteration and waits]
+        found = [one for all_of, read in ready for one, is_broken in zip(all_of, read(), strict=True) if is_broken]
+        self._has_found |= bool(found)
+        return [one for one in found if one.what == "nonfinite_gradient"] or found
 
 
 def _are_broken(gradients: Sequence[NamedGradient]) -> list[tuple[list[str], torch.Tensor]]:

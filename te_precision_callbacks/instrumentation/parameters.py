@@ -27,7 +27,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.optimizers import held_ids_of_process
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
-from te_precision_callbacks.instrumentation.finite_gradients import FiniteGradients
+from te_precision_callbacks.instrumentation.finite_gradients import Broken, FiniteGradients
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import (
     BatchedChecks,
@@ -675,7 +675,9 @@ class ParameterWatch:
                 self._check_without_optimizer()
             is_complete = self._pending_read is not None or self._has_sampled or self.is_due
             self._read()
-            broken = self._finite.end_step(iteration)
+            stepped = [one for one in self._parameters.values() if one.held_until == iteration]
+            weights = [(one.name, local_part(one.weight)) for one in stepped if not is_quantized(one.weight)]
+            broken = self._finite.end_step(iteration, weights)
             if self._has_sampled:
                 self._pending_read = self._batches.start_copy()
                 self._is_due = False
@@ -686,17 +688,17 @@ class ParameterWatch:
                 is_complete |= any([schedule.rises_again for schedule in self._schedules.values()])  # noqa: C419  # as below
             if is_complete or any([state.gap is not None for state in self._parameters.values()]):  # noqa: C419  # no call each
                 problems = self._new_problems()
-            problems += self._nonfinite_gradients(broken)
+            problems += self._nonfinite(broken)
         except Exception as error:
             self._failures.report("checking", "the parameters", error)
         return problems
 
-    def _nonfinite_gradients(self, broken: list[tuple[int, str]]) -> list[Problem]:
+    def _nonfinite(self, broken: list[Broken]) -> list[Problem]:
         if not broken:
             return []
         trained = sum(parameter.at_step for parameter in self._parameters.values())
-        share = 100 * len({name for _, name in broken}) / max(1, trained)
-        return [Problem("nonfinite_gradient", name, since, share) for since, name in broken]
+        share = 100 * len({name for _, _, name in broken}) / max(1, trained)
+        return [Problem(what, name, since, share) for since, what, name in broken]
 
     def begin_step(self, iteration: int) -> None:
         self._iteration = iteration
@@ -898,9 +900,9 @@ class ParameterWatch:
         self._pending_read = self._batches.start_copy()
         self._read()
         problems = self._new_problems()
-        problems += self._nonfinite_gradients(self._finite.end_step(iteration, at_last=True))
+        problems += self._nonfinite(self._finite.end_step(iteration, at_last=True))
         broken = _find_nonfinite([(name, local_part(weight)) for name, weight, _ in self._model.named_parameters()])
-        return problems + [Problem("nonfinite", name, iteration, 1) for name in broken]
+        return problems + [Problem("nonfinite", name, iteration, 0) for name in broken]
 
 
 def is_due(step: int) -> bool:

@@ -136,7 +136,8 @@ class Nonfinite(Judge):
             elif row["what"] == "nonfinite":
                 names = row["names"]
                 count = f"{many(len(names), 'parameter')} {'has' if len(names) == 1 else 'have'} inf or nan"
-                seen = f"{count} after the last step, first {names[0]}"
+                when = f"the update of step {row['since']}" if row["number"] else "the last step"
+                seen = f"{count} after {when}, first {names[0]}"
                 self._first = Sighting(layers_of(names), "", "", seen, row["since"])
                 yield self._first
 
