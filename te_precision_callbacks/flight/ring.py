@@ -6,7 +6,7 @@ filled, the other is copied to the host; a copy is read in a later step, when it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,10 +38,12 @@ class StepRow:
         magnitudes: float32, [slots]: the largest magnitude over the micro-batches, with inf and nan; -1 for a tensor
             that was not read. Of tensors with scaled blocks, an upper bound, at most twice as large (MXFP8).
         first: the place in ``order`` of the first tensor with inf or nan; None without one.
+        high: the layers with an activation in high precision.
     """
 
     iteration: int
     order: Sequence[int]
+    high: Set[str] = frozenset()
     magnitudes: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     first: int | None = None
 
@@ -64,6 +66,7 @@ class Ring:
 
     Attributes:
         slots: all tensors so far; their places are their slots.
+        order, high: of the current step; see :class:`StepRow`.
     """
 
     def __init__(self) -> None:
@@ -71,6 +74,7 @@ class Ring:
         self._places: dict[Slot, int] = {}
         self._devices: dict[torch.device, _OnDevice] = {}
         self.order: list[int] = []
+        self.high: set[str] = set()
         self._waiting: list[StepRow] = []
 
     def slot(self, layer: str, tensor: str) -> int:
@@ -95,8 +99,9 @@ class Ring:
 
     def end_step(self, iteration: int) -> list[StepRow]:
         """End a step; return the steps that the host has now, in order."""
-        self._waiting.append(StepRow(iteration, self.order))
+        self._waiting.append(StepRow(iteration, self.order, self.high))
         self.order = []
+        self.high = set()
         for on in self._devices.values():
             on.end_step(self._waiting[-1])
         return self._take()

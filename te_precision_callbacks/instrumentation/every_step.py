@@ -82,6 +82,8 @@ class EveryStep:
                     self._slots[layer, name] = slot
                 kind = type(tensor)
                 if kind in PLAIN and tensor.dtype in FORMATS:
+                    if name == "activation":
+                        self.ring.high.add(layer)
                     part = tensor, FORMATS[tensor.dtype], None, slot, order, MAGNITUDE
                 elif kind in self._per_tensor:
                     codes = tensor._data
