@@ -5,14 +5,14 @@ Each tensor is compared with its own last steps. What is found is data (:class:`
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.flight.ring import Slot, StepRow
 
 HISTORY = 32
@@ -23,8 +23,8 @@ SPIKE = {"activation": 4.0, "weight": 1.0}
 SPIKE_OF_GRADIENT = 8.0
 """Powers of two above the largest magnitude of the last steps; of weights also below the smallest one."""
 
-STEADY = 0.25
-"""Powers of two by which a steady weight's largest magnitude changes in a step."""
+STEADY = 0.5
+"""Powers of two within which the largest magnitude of a steady weight stays in the last steps."""
 
 GAP = 8
 """The most steps of a gap in low precision; the steps after which a layer is not called any more."""
@@ -50,6 +50,26 @@ class Change:
     before: float = 0.0
     now: float = 0.0
 
+    def as_json(self) -> dict[str, Any]:
+        """All attributes, as JSON values."""
+        return {**asdict(self), "slots": [list(slot) for slot in self.slots]}
+
+    def __str__(self) -> str:
+        first = self.slots[0]
+        count = many(len(self.slots), "layer")
+        if self.kind == "precision":
+            if self.until == self.since:
+                return f"{count} ran in high precision in step {self.since} alone"
+            return f"{count} ran in high precision in the steps {self.since} to {self.until}, and not before and after"
+        if self.kind == "uncalled":
+            return f"{count} had a GEMM in each step, and no more since step {self.since}"
+        others = len(self.slots) - 1
+        more = f"; {many(others, 'more tensor')} in the same step" if others else ""
+        return (
+            f"the largest magnitude of the {first.tensor} is {self.now:.3g} in step {self.since}, and was at most"
+            f" {self.before:.3g} in the {LEAST_HISTORY} to {HISTORY} steps before{more}"
+        )
+
 
 class Changes:
     """Compares each step with the ones before.
@@ -60,87 +80,85 @@ class Changes:
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
-        self._rows: deque[npt.NDArray[np.float32]] = deque(maxlen=HISTORY)
-        self._low_for: dict[str, int] = {}
-        self._high_since: dict[str, int] = {}
+        self._steps = 0
+        self._bits = np.full((HISTORY, 0), np.nan, np.float32)  # of the magnitudes of the last steps, in any order
+        self._limits = np.empty(0)
+        self._are_weights = np.empty(0, bool)
+        self._last: tuple[Sequence[int], Set[str]] = (), frozenset()
+        self._low_from: dict[str, int] = {}  # layer -> the step, as counted here
+        self._called_from: dict[str, int] = {}
+        self._high_since: dict[str, int] = {}  # layer -> iteration
         self._uncalled_since: dict[str, int] = {}
-        self._called_for: dict[str, int] = {}
 
     def add(self, row: StepRow) -> Iterator[Change]:
         """Add the next step, and yield its changes."""
-        if not len(row.magnitudes) or not row.order:
+        if not row.order:
             return
+        self._steps += 1
         yield from self._magnitudes(row)
-        yield from self._precision(row)
-        yield from self._calls(row)
+        if self._last != (row.order, row.high) or self._high_since or self._uncalled_since:
+            self._last = row.order, row.high
+            layers = [slot.layer for slot in map(self._slots.__getitem__, row.order) if slot.tensor == "activation"]
+            yield from self._precision(row, dict.fromkeys(layers))
+            yield from self._calls(row, dict.fromkeys(layers))
 
     def _magnitudes(self, row: StepRow) -> Iterator[Change]:
-        now = np.where(row.magnitudes > 0, row.magnitudes, np.nan)
-        count = len(now)
-        enough = len(self._rows) >= LEAST_HISTORY
-        if enough and row.first is None:
-            past = np.full((len(self._rows), count), np.nan, np.float32)
-            for place, old in enumerate(self._rows):
-                past[place, : len(old)] = old[:count]
-            known = np.isfinite(past).sum(0) >= LEAST_HISTORY
-            bits = np.log2(past, where=np.isfinite(past), out=np.full_like(past, np.nan))
-            bits_now = np.log2(now)
-            above = bits_now - np.fmax.reduce(bits)
-            limits = np.array([SPIKE.get(slot.tensor, SPIKE_OF_GRADIENT) for slot in self._slots[:count]])
-            weights = np.array([slot.tensor == "weight" for slot in self._slots[:count]])
-            with np.errstate(invalid="ignore"):
-                high = known & (above >= limits)
-                low = known & weights & (np.fmin.reduce(bits) - bits_now >= limits)
-                steps = np.abs(np.diff(bits, axis=0))
-                steady = np.fmax.reduce(np.where(np.isfinite(steps), steps, 0.0)) <= STEADY
-            written = weights & steady & (high | low)
-            for kind, found in (("weights", written), ("spike", high & ~weights)):
-                if found.any():
-                    yield self._change(kind, row, found, np.fmax.reduce(past), now)
-        self._rows.append(now)
+        count = len(row.magnitudes)
+        if count > len(self._limits):
+            slots = self._slots[:count]
+            more = np.full((HISTORY, count - self._bits.shape[1]), np.nan, np.float32)
+            self._bits = np.concatenate([self._bits, more], axis=1)
+            self._limits = np.array([SPIKE.get(slot.tensor, SPIKE_OF_GRADIENT) for slot in slots])
+            self._are_weights = np.array([slot.tensor == "weight" for slot in slots])
+        is_number = (row.magnitudes > 0) & (row.magnitudes < np.inf)
+        now = np.full(self._bits.shape[1], np.nan, np.float32)
+        np.log2(row.magnitudes, where=is_number, out=now[:count])
+        if row.first is None:
+            largest = np.fmax.reduce(self._bits)
+            smallest = np.fmin.reduce(self._bits)
+            jumps = (now - largest >= self._limits) | (self._are_weights & (smallest - now >= self._limits))
+            if jumps.any():
+                jumps &= np.isfinite(self._bits).sum(0) >= LEAST_HISTORY
+                are_steady = largest - smallest <= STEADY
+                kinds: dict[Kind, npt.NDArray[np.bool_]] = {
+                    "weights": jumps & self._are_weights & are_steady,
+                    "spike": jumps & ~self._are_weights,
+                }
+                for kind, found in kinds.items():
+                    if found.any():
+                        places = [place for place in dict.fromkeys(row.order) if found[place]]
+                        before = float(np.exp2(largest[places[0]]))
+                        slots = tuple(self._slots[place] for place in places)
+                        yield Change(kind, slots, row.iteration, None, before, float(row.magnitudes[places[0]]))
+        self._bits[self._steps % HISTORY] = now
 
-    def _change(
-        self, kind: Kind, row: StepRow, found: npt.NDArray[np.bool_], before: npt.NDArray[np.float32], now: npt.NDArray[np.float32]
-    ) -> Change:
-        places = [place for place in dict.fromkeys(row.order) if found[place]]
-        first = places[0]
-        slots = tuple(self._slots[place] for place in places)
-        return Change(kind, slots, row.iteration, None, float(before[first]), float(now[first]))
+    def _precision(self, row: StepRow, layers: Iterable[str]) -> Iterator[Change]:
+        gaps: dict[int, list[Slot]] = {}
+        for layer in layers:
+            if layer not in row.high:
+                self._low_from.setdefault(layer, self._steps)
+                since = self._high_since.pop(layer, None)
+                if since is not None and row.iteration - since <= GAP:
+                    gaps.setdefault(since, []).append(Slot(layer, "activation"))
+            elif self._steps - self._low_from.pop(layer, self._steps) >= LEAST_HISTORY:
+                self._high_since[layer] = row.iteration
+        for since, slots in gaps.items():
+            yield Change("precision", tuple(slots), since, row.iteration - 1)
 
-    def _precision(self, row: StepRow) -> Iterator[Change]:
-        returned: dict[tuple[int, int], list[Slot]] = {}
-        for layer in self._layers(row):
-            since = self._high_since.get(layer)
-            if layer in row.high:
-                if since is None and self._low_for.get(layer, 0) >= LEAST_HISTORY:
-                    self._high_since[layer] = row.iteration
-                self._low_for[layer] = 0
-                continue
-            self._low_for[layer] = self._low_for.get(layer, 0) + 1
-            if since is not None:
-                del self._high_since[layer]
-                if row.iteration - since <= GAP:
-                    returned.setdefault((since, row.iteration - 1), []).append(Slot(layer, "activation"))
-        for (since, until), slots in returned.items():
-            yield Change("precision", tuple(slots), since, until)
-
-    def _calls(self, row: StepRow) -> Iterator[Change]:
-        called = dict.fromkeys(self._layers(row))
+    def _calls(self, row: StepRow, layers: Collection[str]) -> Iterator[Change]:
         missing: dict[int, list[Slot]] = {}
-        for layer in called:
-            self._called_for[layer] = self._called_for.get(layer, 0) + 1
+        for layer in layers:
+            self._called_from.setdefault(layer, self._steps)
             self._uncalled_since.pop(layer, None)
-        for layer, steps in self._called_for.items():
-            if layer in called:
-                continue
-            if steps >= LEAST_HISTORY:
-                since = self._uncalled_since.setdefault(layer, row.iteration)
-                if row.iteration - since + 1 == GAP:
-                    missing.setdefault(since, []).append(Slot(layer, ""))
-            else:
-                self._called_for[layer] = 0
+        for layer in [layer for layer in self._called_from if layer not in layers]:
+            if layer not in self._uncalled_since:
+                if self._steps - self._called_from[layer] < LEAST_HISTORY:
+                    del self._called_from[layer]
+                    continue
+                self._uncalled_since[layer] = row.iteration
+            since = self._uncalled_since[layer]
+            if row.iteration - since + 1 >= GAP:
+                missing.setdefault(since, []).append(Slot(layer, ""))
+                del self._called_from[layer], self._uncalled_since[layer]
         for since, slots in missing.items():
             yield Change("uncalled", tuple(slots), since)
-
-    def _layers(self, row: StepRow) -> Set[str]:
-        return {slot.layer: None for slot in map(self._slots.__getitem__, row.order) if slot.tensor == "activation"}.keys()

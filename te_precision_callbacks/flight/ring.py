@@ -1,7 +1,8 @@
 """The ring: the largest magnitude of each tensor in each step, on the device, read without waiting for it.
 
 A device has rows for two batches of steps (:mod:`te_precision_callbacks.engine.kernels.largest`). While one batch is
-filled, the other is copied to the host; a copy is read in a later step, when it has arrived. On a CPU a batch is a step.
+filled, the other is copied to the host; a copy is read in a later step, when it has arrived. On a CPU, a batch is one
+step.
 """
 
 from __future__ import annotations
@@ -170,8 +171,10 @@ class _OnDevice:
             self.copy()
         else:
             self._row = self._rows[self._half * self._batch + len(self._filled)]
-        if self._copied is not None and (self._copied[2] is None or self._copied[2].query()):
-            self.read()
+        if self._copied is not None:
+            arrived = self._copied[2]
+            if arrived is None or arrived.query():  # type: ignore[no-untyped-call]
+                self.read()
 
     def copy(self) -> None:
         """Copy the filled rows to the host, and go on with the other half."""
@@ -188,7 +191,7 @@ class _OnDevice:
             host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             host.copy_(rows, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()  # type: ignore[no-untyped-call]
+            arrived.record()
         else:
             host = rows.to("cpu", copy=True)
         largest.reset(rows)

@@ -24,7 +24,7 @@ class Origin:
         micro_batch: the tensor's micro-batch, from 0.
         micro_batches: how many micro-batches the tensor had in the step.
         magnitude: its largest magnitude in the last step before; None without one.
-        before: layer and tensor of the last tensor before it, whose elements were all finite; empty if it was the first.
+        before: layer and tensor of the last tensor before it, which was finite; empty if it was the first.
         before_magnitude: the largest magnitude of that tensor.
         tensors: the number of tensors with inf or nan in the step.
         weights: the number of weights among them.

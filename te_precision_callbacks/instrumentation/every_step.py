@@ -1,11 +1,12 @@
 """Adds what each GEMM reads to the ring, in every step, also where nothing else observes the layer.
 
-Each operand counts where the first GEMM reads it, in the codes that this GEMM gets: a weight once in a step, an activation
-in each fprop, a gradient in each dgrad or wgrad. A result counts if no other GEMM reads it, which is true of wgrad; and in
-float16, where finite operands can overflow. A wgrad that is added to others, as in ``main_grad``, does not count.
+Each operand counts where the first GEMM reads it, in the codes that this GEMM gets: a weight once in a step, an
+activation in each fprop, a gradient in each dgrad or wgrad. A result counts if no other GEMM reads it, which is true of
+wgrad; and in float16, where finite operands can overflow. A wgrad that is added to others, as in ``main_grad``, does
+not count.
 
-What the codes say of inf and nan follows from the casts of Transformer Engine 2.20.2: FP8 keeps nan, and MXFP8 keeps inf in
-its scales. Casts saturate otherwise, so that an inf in FP8, or a nan in NVFP4, is a large number from there on.
+What the codes say of inf and nan follows from the casts of Transformer Engine 2.20.2: FP8 keeps nan, and MXFP8 keeps
+inf in its scales. Casts saturate otherwise, so an inf in FP8, or a nan in NVFP4, is a large number from there on.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT
 from te_precision_callbacks.engine.kernels.largest import E4M3, E5M2, E8M0, FLOAT32, FORMATS, MAGNITUDE, SCALE, Largest
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.running import Forward
+
 
 class EveryStep:
     """The watch of every step.

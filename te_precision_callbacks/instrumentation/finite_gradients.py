@@ -17,11 +17,14 @@ NamedGradient = tuple[str, torch.Tensor]
 """The name of a parameter, and its gradient or itself."""
 
 
+_What = Literal["nonfinite_gradient", "nonfinite"]
+
+
 class Broken(NamedTuple):
     """A gradient or a weight that was not finite in an iteration."""
 
     iteration: int
-    what: Literal["nonfinite_gradient", "nonfinite"]
+    what: _What
     name: str
 
 
@@ -47,9 +50,7 @@ class FiniteGradients:
         known = {name for names, _ in clipped for name in names}
         self._stepped += clipped + _are_broken([gradient for gradient in gradients if gradient[0] not in known])
 
-    def end_step(
-        self, iteration: int, weights: Sequence[NamedGradient] = (), *, at_last: bool = False
-    ) -> list[Broken]:
+    def end_step(self, iteration: int, weights: Sequence[NamedGradient] = (), *, at_last: bool = False) -> list[Broken]:
         """Return the gradients that were not finite; if all were, the stepped ``weights`` that are not.
 
         On a GPU, the result of an iteration is returned after the next one, when it has been copied.
@@ -57,7 +58,9 @@ class FiniteGradients:
         self._clipped = []
         waits = False
         updated = [] if self._has_found else _are_broken(weights)
-        for what, flags_of in (("nonfinite_gradient", self._stepped), ("nonfinite", updated)):
+        kinds: dict[_What, list[tuple[list[str], torch.Tensor]]]
+        kinds = {"nonfinite_gradient": self._stepped, "nonfinite": updated}
+        for what, flags_of in kinds.items():
             for names, flags in flags_of:
                 self._copies.append(([Broken(iteration, what, name) for name in names], to_host(flags)))
                 waits |= flags.device.type != "cpu" and not at_last

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
 from te_precision_callbacks.dumps.recording import Recorder
+from te_precision_callbacks.flight.changes import LEAST_HISTORY, Changes, Kind
 from te_precision_callbacks.flight.ring import StepRow
 from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.instrumentation.every_step import EveryStep
@@ -42,6 +43,9 @@ from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, StepRecords
 
 logger = logging.getLogger(__name__)
+
+MOST_CHANGES = 32
+"""The most events of a kind of change."""
 
 MOST_NAMES = 1000
 """Maximum number of parameters that an event names per problem."""
@@ -312,6 +316,9 @@ class EveryStepCheck:
         self._failures = context.failures
         self._watch = watch
         self.steps = LastSteps(watch.ring.slots)
+        self._changes = Changes(watch.ring.slots)
+        self._watched = 0
+        self._left = dict.fromkeys(get_args(Kind), MOST_CHANGES)
 
     def end_step(self, iteration: int, *, waits: bool) -> None:
         """End a step; ``waits``: whether to read all steps so far from the device, after waiting for it."""
@@ -341,6 +348,14 @@ class EveryStepCheck:
                 text = f"{origin.tensor} of {origin.layer}: {origin}."
                 place = origin.layer, origin.tensor
                 self._events.append(Event("first_nonfinite", text, row.iteration, "error", phase, *place, data=data))
+            for change in self._changes.add(row):
+                self._left[change.kind] -= 1
+                if self._left[change.kind] >= 0:
+                    self._events.append(Event("changed", str(change), change.since, data=change.as_json()))
+            self._watched += bool(row.order)
+            if self._watched == LEAST_HISTORY and row.order:
+                text = f"The GEMMs of {many(len(self._watch.modules), 'module')} are watched in every step."
+                self._events.append(Event("every_step_watched", text, row.iteration))
 
 
 class OverflowCheck:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from te_precision_callbacks.diagnosis.rule import Rule
 from te_precision_callbacks.diagnosis.rules import (
+    between_steps,
     gemms,
     gradients,
     jumps,
@@ -30,6 +31,7 @@ RULES: Sequence[Rule] = (
     *gradients.RULES,
     *training.RULES,
     *jumps.RULES,
+    *between_steps.RULES,
     *precision.RULES,
     *settings.RULES,
     *outcome.RULES,

@@ -18,6 +18,7 @@ from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
+from te_precision_callbacks.flight import changes
 from te_precision_callbacks.runs.answers import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -322,6 +323,12 @@ class WeightJump(ParameterRule):
                     yield from self._vanished(numbers, facts, column, last[1])
                 yield from self._jump(numbers, facts, column)
 
+    def event(self, event: Event) -> Iterator[Sighting]:
+        yield from super().event(event)
+        if event.kind == "changed" and event.data["kind"] == "weights":
+            layers = tuple(layer for layer, _ in event.data["slots"])
+            yield Sighting(layers, "weight", "", event.text, event.iteration, key="steps")
+
     @staticmethod
     def _vanished(numbers: StepNumbers, facts: Facts, column: Column, before: Column) -> Iterator[Sighting]:
         """Find weights that are 0; ``before``: logarithms of the last collection step."""
@@ -459,7 +466,9 @@ RULES = (
             f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
             f" 2^{STEADY:g} before. Or a weight is 0 in a collection step, and was not before. Or code has written a"
             " weight in place between two optimizer steps, more often than ever, and the sampled elements are 0, are"
-            " the first ones again, or differ from the last sample by half their norm and 8 times the ordinary change"
+            " the first ones again, or differ from the last sample by half their norm and 8 times the ordinary change."
+            f" Or a weight's largest magnitude stayed within 2^{changes.STEADY:g} for 16 to 32 steps, and leaves their"
+            f" range by 2^{changes.SPIKE['weight']:g} in one step"
         ),
         silent=(
             "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"

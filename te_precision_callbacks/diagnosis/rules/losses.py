@@ -141,7 +141,6 @@ class Nonfinite(Judge):
                 self._first = Sighting(layers_of(names), "", "", seen, row["since"])
                 yield self._first
 
-
     def _origin(self, event: Event) -> Iterator[Sighting]:
         seen = event.text.partition(": ")[2].rstrip(".")
         found = Sighting((event.layer,), event.tensor, "", seen, event.iteration)

@@ -2,8 +2,8 @@
 
     add([Largest(codes, E4M3, scale_inv, slot, order)], row)       # nothing waits for the device
 
-A row is int32, [slots, 3]. The first column has the bits of the largest magnitude as a float32, which integers order as
-the numbers do; -1 if nothing was added. inf is above all numbers, nan above inf. The second is the same for the scales of
+A row is int32, [slots, 3]. The first column has the bits of the largest magnitude as a float32, which are in the order
+of the numbers, with inf above them and nan above inf; -1 if nothing was added. The second is the same for the scales of
 blocks, and the third the least ``order`` of a tensor with inf or nan.
 """
 
@@ -110,8 +110,8 @@ def _with_triton(tensors: Sequence[Largest], row: torch.Tensor) -> None:
             raise  # nothing can run on this GPU any more
         _on_gpu = _all_in_torch
         logger.warning(
-            "The watch of every step uses plain torch operations on the GPU, which are slower but give the same results:"
-            " the Triton kernel failed (%s: %s).",
+            "The watch of every step uses plain torch operations on the GPU, which are slower but give the same"
+            " results: the Triton kernel failed (%s: %s).",
             type(error).__name__,
             error,
         )

@@ -1,7 +1,7 @@
 """The largest magnitude by Triton: one launch for the tensors of a GEMM, which reads words of four bytes.
 
-See :mod:`te_precision_callbacks.engine.kernels.largest`. One compiled kernel reads all formats, and the launches after the
-first one call it without Triton's binder.
+See :mod:`te_precision_callbacks.engine.kernels.largest`. One compiled kernel reads all formats; launches after the first
+one call it without Triton's binder.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     if launcher is not None:
         launch, settings = launcher
         pointers = [tensor.values.data_ptr() for tensor in padded]
-        for tensor in padded:
-            pointers.append((one if tensor.scale is None else tensor.scale).data_ptr())
-        arguments = (*pointers, row.data_ptr(), *numbers, _WORDS)
+        pointers += [(one if tensor.scale is None else tensor.scale).data_ptr() for tensor in padded]
+        arguments = *pointers, row.data_ptr(), *numbers, _WORDS
         try:
             launch(programs, 1, 1, raw_stream_of(device)(), *settings, arguments)
             return

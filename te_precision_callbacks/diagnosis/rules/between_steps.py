@@ -1,0 +1,91 @@
+"""Rules on sudden changes, which the watch of every step finds, also between collection steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.flight.changes import GAP, HISTORY, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT
+from te_precision_callbacks.sinks.step_records import Event
+
+
+class Changed(Judge):
+    """Reports the changes of one kind."""
+
+    applies = False
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        if event.kind == "every_step_watched":
+            self.applies = True
+            self.judged = True
+        if event.kind == "changed" and event.data["kind"] == self._kind:
+            layers = tuple(layer for layer, _ in event.data["slots"])
+            tensor = event.data["slots"][0][1] if self._kind == "spike" else ""
+            yield Sighting(layers, tensor, "", event.text, event.iteration)
+
+
+_NEEDS = f"every_step=True, and {LEAST_HISTORY} steps"
+
+RULES = (
+    Rule(
+        id="precision-gap",
+        title="layers run in high precision for a few steps",
+        subject="layer",
+        needs=_NEEDS,
+        collect="every_step=True, the default, and a longer run",
+        condition=(
+            f"the activation of a layer was quantized in {LEAST_HISTORY} steps in a row, is not quantized for 1 to"
+            f" {GAP} steps, and is again after them; in one micro-batch or in all"
+        ),
+        silent="layers that change their precision for good, as at the end of a warm-up or for the last part of a run",
+        severity="warning",
+        source="this project",
+        why="steps in another precision are slower, and hide what low precision does",
+        disproof="the script does that on purpose, for example in a measurement",
+        remedy=(
+            "Look in these steps for a call of the model outside of te.autocast, or with enabled=False, such as a retry"
+            " after a failure or an evaluation that trains"
+        ),
+        judge=lambda: Changed("precision"),
+    ),
+    Rule(
+        id="uncalled-layer",
+        title="a layer does not run any more",
+        subject="layer",
+        needs=_NEEDS,
+        collect="every_step=True, the default, and a longer run",
+        condition=(
+            f"a layer had a GEMM in each of {LEAST_HISTORY} training steps in a row, and has had none for {GAP} steps,"
+            " in which other layers had"
+        ),
+        silent="layers that are left out at random, or in turn, from the start",
+        severity="warning",
+        source="this project",
+        why="its weights do not change any more, and the model without it is another model",
+        disproof="the script leaves the layer out on purpose from that step on",
+        remedy="Look for what chooses the layers of a step: a schedule, a condition on data, routing, early exits",
+        judge=lambda: Changed("uncalled"),
+    ),
+    Rule(
+        id="spike",
+        title="a tensor's largest magnitude is far above its last ones",
+        subject="tensor",
+        needs=_NEEDS,
+        collect="every_step=True, the default, and a longer run",
+        condition=(
+            f"the largest magnitude of an activation is 2^{SPIKE['activation']:g} times that of the {LEAST_HISTORY} to"
+            f" {HISTORY} steps before, or 2^{SPIKE_OF_GRADIENT:g} times for tensors of the backward"
+        ),
+        silent="what grows over several steps; steps with inf or nan, and weights, which have rules of their own",
+        severity="note",
+        source="SPAM, arXiv 2501.06842 (gradients of 5,000 times); the factors are this project's",
+        why="one batch can undo what was learned, and with delayed scaling its largest elements are clipped",
+        disproof="the loss of the next steps goes on as before",
+        remedy="Look at the batch of that step; clip the gradient norm if such steps come again",
+        judge=lambda: Changed("spike"),
+    ),
+)
