@@ -1,7 +1,7 @@
 """The largest magnitude by Triton: one launch for the tensors of a GEMM, which reads words of four bytes.
 
-See :mod:`te_precision_callbacks.engine.kernels.largest`. One compiled kernel reads all formats; launches after the first
-one call it without Triton's binder.
+See :mod:`te_precision_callbacks.engine.kernels.largest`. One compiled kernel reads all formats; after the first launch,
+it is called without Triton's binder.
 """
 
 from __future__ import annotations
