@@ -119,6 +119,8 @@ class Ring:
         count = next((place for place, step in enumerate(self._waiting) if id(step) in missing), len(self._waiting))
         taken = self._waiting[:count]
         del self._waiting[:count]
+        for step in taken:
+            step.magnitudes = step.magnitudes[: len(self.slots)]
         return taken
 
 
