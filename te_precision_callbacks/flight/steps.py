@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -97,6 +98,25 @@ class LastSteps:
         self._told.add(origin.in_backward)
         return origin
 
+    def as_json(self) -> dict[str, Any]:
+        """The steps as JSON values.
+
+        ``tensors``: layer and tensor, in the order of execution; ``iterations``; ``magnitudes``: for each tensor and
+        iteration the largest magnitude, rounded to three digits, ``"inf"`` or ``"nan"``, or None if it was not read;
+        ``first``: the place of the first tensor with inf or nan, and its iteration, or None.
+        """
+        order = dict.fromkeys(itertools.chain.from_iterable(row.order for row in reversed(self.rows)))
+        broken = next((row for row in self.rows if row.first is not None), None)
+        first = None
+        if broken is not None and broken.first is not None:
+            first = [list(order).index(broken.order[broken.first]), broken.iteration]
+        return {
+            "tensors": [list(self.slots[slot]) for slot in order],
+            "iterations": [row.iteration for row in self.rows],
+            "magnitudes": [[_shown(row, slot) for row in self.rows] for slot in order],
+            "first": first,
+        }
+
     def _origin(self, row: StepRow, first: int, before: StepRow | None, since: int) -> Origin:
         slot = row.order[first]
         seen = Counter(row.order[:first])
@@ -116,6 +136,15 @@ class LastSteps:
             in_backward=all(other.tensor in BACKWARD for other in broken),
             since=since,
         )
+
+
+def _shown(row: StepRow, slot: int) -> float | str | None:
+    value = float(row.magnitudes[slot]) if slot < len(row.magnitudes) else -1.0
+    if value < 0:
+        return None
+    if value < float("inf"):
+        return float(f"{value:.3g}")
+    return str(value)
 
 
 def _magnitude(row: StepRow, slot: int) -> float | None:

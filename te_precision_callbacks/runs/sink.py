@@ -224,7 +224,7 @@ class RecordSink(EventSink):
         is_of_all |= job.kind == "finding" and not job.data.get("ranks")
         if is_of_all and not self.is_alone:
             return False
-        return job.severity != "info" or job.kind == "dump_written"
+        return job.severity != "info" or job.kind in ("dump_written", "last_steps")
 
 
 def _is_content(job: _Job) -> bool:

@@ -44,6 +44,12 @@ from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, 
 
 logger = logging.getLogger(__name__)
 
+_NOT_REPORTED = ("parameters", "first_nonfinite", "changed")
+"""The kinds of events that their sources do not report."""
+
+MOST_RECORDS = 4
+"""The most times that the last steps of a run are recorded."""
+
 MOST_CHANGES = 32
 """The most events of a kind of change."""
 
@@ -57,8 +63,9 @@ class RuleChecks:
     Findings are added to the events of the context.
     """
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, every_step: EveryStepCheck) -> None:
         self._context = context
+        self._every_step = every_step
         self._diagnosis = context.results.diagnosis
         self._splitter = Splitter(context.results.series.__getitem__)
         self._on_finding = context.options.on_finding
@@ -75,9 +82,9 @@ class RuleChecks:
         self._react(findings, scalars.iteration)
 
     def event(self, event: Event) -> None:
-        """Check an event, and report problems of parameters; other events were reported by their source."""
+        """Check an event, and report what it shows, unless its source has reported it."""
         findings = self._diagnosis.event(event, None if event.data.get("of_all") else own_rank() or None)
-        if event.kind == "parameters":
+        if event.kind in _NOT_REPORTED:
             self._react(findings, event.iteration)
 
     def records(self, records: StepRecords) -> StepRecords:
@@ -122,6 +129,8 @@ class RuleChecks:
         for finding in findings:
             data = finding.as_json()
             severity = "info" if finding.severity == "note" else finding.severity
+            if severity == "error":
+                self._every_step.record(finding.in_short, iteration)
             layer = finding.layers[0] if finding.layers else ""
             self._context.events.append(
                 Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)
@@ -318,6 +327,7 @@ class EveryStepCheck:
         self.steps = LastSteps(watch.ring.slots)
         self._changes = Changes(watch.ring.slots)
         self._watched = 0
+        self._records_left = MOST_RECORDS
         self._left = dict.fromkeys(get_args(Kind), MOST_CHANGES)
 
     def end_step(self, iteration: int, *, waits: bool) -> None:
@@ -338,6 +348,14 @@ class EveryStepCheck:
         except Exception as error:
             self._watch.modules = ()
             self._failures.report("reading", "what was watched in the last steps", error)
+
+    def record(self, why: str, iteration: int) -> None:
+        """Add an event with the last steps, if they were not recorded too often."""
+        if self._records_left and self.steps.rows:
+            self._records_left -= 1
+            data = {"why": why, **self.steps.as_json()}
+            count = many(len(self.steps.rows), "step")
+            self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 
     def _add(self, rows: Sequence[StepRow]) -> None:
         for row in rows:

@@ -115,9 +115,9 @@ class Run:
             context, self.observation, scalars, model.layers, self.hooks.answers.delayed_scaling
         )
         self._trainer_scalars = TrainerScalars(context)
-        self._rules = RuleChecks(context)
-        self._contract = ContractCheck(context)
         self._every_step = EveryStepCheck(context, self.hooks.every_step)
+        self._rules = RuleChecks(context, self._every_step)
+        self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model, self._every_step)
         self.hooks.products.around_backward = self._parameters.around_backward
         self._clipping = ClippingWatch(self._parameters.before_clipping, failures)
@@ -544,6 +544,7 @@ class Run:
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
             if error is not None:
                 self._send_nonfinite(error)
+                self._every_step.record(f"the run was ended by {type(error).__name__}", iteration)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
             self._check_facts(iteration, at_last=True)

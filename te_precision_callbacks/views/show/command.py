@@ -5,6 +5,7 @@ Usage::
     te-precision show logs
     te-precision show logs --follow
     te-precision show logs --statistic underflows% --most 10
+    te-precision show logs --last-steps
 
 The exit code is 0; 2 for wrong use, such as a path without a run, or an empty run. ``--json`` prints one JSON object.
 """
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _Display = AbstractContextManager[Callable[["RunView"], None]]
 
+MOST_TENSORS = 20
+_MOST_LAYERS = 3
 _MOST_FAILURES = 5
 
 _SHARE = 4.0
@@ -44,7 +47,16 @@ def show_command(
         list[str] | None,
         typer.Option(metavar="NAME", help="A statistic, as in a config or with its recipe. Can be repeated."),
     ] = None,
-    most: Annotated[int, typer.Option(metavar="N", min=1, help="The number of layers per statistic.")] = 3,
+    most: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="The number of layers per statistic (3), or of tensors (20)."),
+    ] = None,
+    last_steps: Annotated[
+        bool,
+        typer.Option(
+            "--last-steps", help="The last steps before the first error: the largest magnitude of each tensor."
+        ),
+    ] = False,
     follow: Annotated[
         bool,
         typer.Option(
@@ -67,11 +79,21 @@ def show_command(
     if note:
         terminal.show_text(note, err=as_json)
     chosen = recorded.run_id if note else run
+    if last_steps:
+        from te_precision_callbacks.views.show.last_steps import LastSteps
+
+        steps = LastSteps(recorded, most or MOST_TENSORS)
+        if as_json:
+            terminal.show_json(steps.data)
+        else:
+            terminal.show(steps)
+        recorded.require_undamaged()
+        return
 
     def read() -> RunView:
-        return read_view(chosen_run(path, chosen)[0], statistic or (), most)
+        return read_view(chosen_run(path, chosen)[0], statistic or (), most or _MOST_LAYERS)
 
-    view = read_view(recorded, statistic or (), most)
+    view = read_view(recorded, statistic or (), most or _MOST_LAYERS)
     is_drawn = follow and not as_json and terminal.is_terminal()
     if follow:
         view = _follow(view, read, every, _screen() if is_drawn else contextlib.nullcontext(lambda view: None))

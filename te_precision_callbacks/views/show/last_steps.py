@@ -1,0 +1,91 @@
+"""The last steps before a problem: the largest magnitude of each tensor, in the order of execution."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from te_precision_callbacks.base.terminal import paragraph, visible
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.views.show.view import NothingToShowError
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_BAD = {"inf": "∞", "nan": "N"}
+
+
+class LastSteps:
+    """The last steps that a run has recorded, as rich draws them.
+
+    Args:
+        most: the number of tensors; those around the first one with inf or nan, or else the last ones.
+
+    Raises:
+        NothingToShowError: the run has recorded none.
+    """
+
+    def __init__(self, run: RecordedRun, most: int) -> None:
+        rows = [row for row in run.events.to_pylist() if row["kind"] == "last_steps"]
+        if not rows:
+            raise NothingToShowError(
+                f"{run.run_id} has recorded no last steps: it has no error, or it ran with every_step=False."
+            )
+        self._row = rows[0]
+        self._most = most
+        self.data: Mapping[str, Any] = json.loads(self._row["data"])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        tensors = self.data["tensors"]
+        iterations: Sequence[int] = self.data["iterations"]
+        first = self.data["first"]
+        centre = len(tensors) - 1 if first is None else first[0]
+        begin = max(0, min(centre - self._most // 2, len(tensors) - self._most))
+        shown = range(begin, min(begin + self._most, len(tensors)))
+        names = {place: visible(" ".join(tensors[place])) for place in shown}
+        width = max(8, options.max_width - max(map(len, names.values())) - 24)
+        columns = range(max(0, len(iterations) - width), len(iterations))
+        yield paragraph(visible(self._row["text"]), "bold")
+        yield paragraph(
+            f"Largest magnitudes in the steps {iterations[columns[0]]} to {iterations[-1]}, from left to right, and in"
+            " the last one; the tensors in the order of execution. Each row has a scale of its own, by powers of two."
+            " N: nan, ∞: inf, blank: not read."
+        )
+        table = Table.grid(padding=(0, 1, 0, 0))
+        for _ in range(3):
+            table.add_column(no_wrap=True)
+        if begin:
+            table.add_row(f"{begin} before", "", "")
+        for place in shown:
+            numbers = self.data["magnitudes"][place]
+            curve = Text("".join(_levels([numbers[column] for column in columns])))
+            if first is not None and place == first[0]:
+                column = iterations.index(first[1]) - columns[0]
+                curve.stylize("bold reverse red", column, column + 1)
+            table.add_row(names[place], curve, "" if numbers[-1] is None else str(numbers[-1]))
+        left = len(tensors) - shown.stop
+        if left:
+            table.add_row(f"{left} after", "", "")
+        yield table
+        if first is not None:
+            layer, tensor = tensors[first[0]]
+            yield paragraph(visible(f"First inf or nan: the {tensor} of {layer}, in step {first[1]}."), "bold red")
+
+
+def _levels(numbers: Sequence[float | str | None]) -> Iterator[str]:
+    bits = [math.log2(number) for number in numbers if isinstance(number, float) and number > 0]
+    least = min(bits, default=0.0)
+    span = max(max(bits, default=0.0) - least, 1.0)
+    for number in numbers:
+        if number is None:
+            yield " "
+        elif isinstance(number, str):
+            yield _BAD[number]
+        elif number <= 0:
+            yield "_"
+        else:
+            yield _LEVELS[min(int((math.log2(number) - least) / span * len(_LEVELS)), len(_LEVELS) - 1)]
