@@ -131,8 +131,10 @@ CHANGES = {
     "base.vocabulary": {"_NAMES_OF_RECIPES"},  # class -> name
     "engine.kernels": {"_on_gpu", "_repeat"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
+    "engine.kernels.largest": {"_on_gpu"},
     "engine.kernels.triton_blocks": {"_known"},
     "engine.kernels.triton_kernel": {"_compiled", "_known"},
+    "engine.kernels.triton_largest": {"_launchers"},
     "engine.kernels.triton_parts": {"_notices", "kept_scratch"},  # memory of launches, one for each device and stream
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.flight.ring import Slot, StepRow
+from te_precision_callbacks.flight.rows import Slot, StepRow
 
 HISTORY = 32
 LEAST_HISTORY = 16

@@ -7,59 +7,17 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
 from te_precision_callbacks.engine.kernels import largest
-from te_precision_callbacks.engine.kernels.largest import Largest
+from te_precision_callbacks.engine.kernels.columns import MAGNITUDE, Largest
+from te_precision_callbacks.flight.rows import Slot, StepRow
 
 _STEPS_PER_COPY = 8
 _FIRST_SLOTS = 256
-
-
-class Slot(NamedTuple):
-    """A tensor of a layer."""
-
-    layer: str
-    tensor: str
-
-
-@dataclass
-class StepRow:
-    """A step, as the ring has measured it.
-
-    Attributes:
-        order: the slots in the order in which GEMMs read or wrote them; one appears once for each micro-batch.
-        magnitudes: float32, [slots]: the largest magnitude over the micro-batches, with inf and nan; -1 for a tensor
-            that was not read. Of tensors with scaled blocks, an upper bound, at most twice as large (MXFP8).
-        first: the place in ``order`` of the first tensor with inf or nan; None without one.
-        high: the layers with an activation in high precision.
-    """
-
-    iteration: int
-    order: Sequence[int]
-    high: Set[str] = frozenset()
-    magnitudes: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    first: int | None = None
-
-    def add(self, row: npt.NDArray[np.int32]) -> None:
-        """Add the row of a device: int32, [slots, 3]."""
-        bits, scales, first = row.T
-        magnitudes = bits.view(np.float32)
-        with np.errstate(invalid="ignore", over="ignore"):
-            scaled = np.where(scales < 0, magnitudes, magnitudes * scales.view(np.float32))
-        found = np.where(bits < 0, np.float32(-1), scaled).astype(np.float32)
-        before = np.pad(self.magnitudes, (0, max(len(found) - len(self.magnitudes), 0)), constant_values=-1)
-        self.magnitudes = np.fmax(before, found) if (before >= 0).any() else found
-        earliest = int(first.min(initial=largest.NEVER))
-        if earliest != largest.NEVER and (self.first is None or earliest < self.first):
-            self.first = earliest
 
 
 class Ring:
@@ -94,7 +52,7 @@ class Ring:
             on = _OnDevice(device)
             self._devices[device] = on
         for tensor in tensors:
-            if tensor.column == largest.MAGNITUDE:
+            if tensor.column == MAGNITUDE:
                 self.order.append(tensor.slot)
         on.add(tensors, len(self.slots))
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.flight.ring import Slot, StepRow
+from te_precision_callbacks.flight.rows import Slot, StepRow
 
 KEPT_STEPS = 64
 

@@ -30,7 +30,7 @@ from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.flight.changes import LEAST_HISTORY, Changes, Kind
-from te_precision_callbacks.flight.ring import StepRow
+from te_precision_callbacks.flight.rows import StepRow
 from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem

@@ -178,3 +178,44 @@ def layout(*, codes: bool, histogram: bool) -> Layout:
         places = places._replace(compared=compared, scales=scales, scale_maxima=len(MAXIMA))
     maxima = len(MAXIMA) + (len(SCALE_MAXIMA) if codes else 0)
     return Layout(places, exponents + (EXPONENT_BINS if histogram else 0), maxima)
+
+
+# --- the rows of every step (largest.py) ---
+
+FLOAT32 = 0
+E4M3 = 3
+E5M2 = 4
+E8M0 = 5
+FORMATS = {torch.float32: FLOAT32, torch.bfloat16: 1, torch.float16: 2}
+"""dtype -> its number in the kernels; FP8 codes are uint8."""
+
+NOT_ADDED = -1
+NEVER = 2**31 - 1
+INFINITE = 0x7F800000
+"""The first values of a row's columns; the bits of inf."""
+
+MAGNITUDE = 0
+SCALE = 1
+FIRST = 2
+COLUMNS = 3
+"""The columns of a row, and their number."""
+
+
+class Largest(NamedTuple):
+    """A tensor to add to a row.
+
+    Attributes:
+        values: as stored.
+        format: a number of :data:`FORMATS`, ``E4M3``, ``E5M2`` or ``E8M0``.
+        scale: float32, [1]: the factor of all codes; None without one.
+        slot: the place in the row.
+        order: the place in the order of execution.
+        column: ``MAGNITUDE``, or ``SCALE`` for the scales of blocks.
+    """
+
+    values: torch.Tensor
+    format: int
+    scale: torch.Tensor | None
+    slot: int
+    order: int
+    column: int = MAGNITUDE

@@ -11,54 +11,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from te_precision_callbacks.base.devices import is_lost
+from te_precision_callbacks.engine.kernels.columns import (
+    COLUMNS,
+    E4M3,
+    E5M2,
+    E8M0,
+    FIRST,
+    FORMATS,
+    INFINITE,
+    NEVER,
+    NOT_ADDED,
+    Largest,
+)
 from te_precision_callbacks.engine.kernels.native import ONE_PASS
 
 logger = logging.getLogger(__name__)
 
-FLOAT32 = 0
-E4M3 = 3
-E5M2 = 4
-E8M0 = 5
-FORMATS = {torch.float32: FLOAT32, torch.bfloat16: 1, torch.float16: 2}
-"""dtype -> its number in the kernels; FP8 codes are uint8."""
-
-NOTHING = -1
-NEVER = 2**31 - 1
-INFINITE = 0x7F800000
-"""The first values of a row's columns; the bits of inf."""
-
-MAGNITUDE = 0
-SCALE = 1
-FIRST = 2
-COLUMNS = 3
-"""The columns of a row, and their number."""
-
 _OF_CODES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
-
-
-class Largest(NamedTuple):
-    """A tensor to add to a row.
-
-    Attributes:
-        values: as stored.
-        format: a number of :data:`FORMATS`, ``E4M3``, ``E5M2`` or ``E8M0``.
-        scale: float32, [1]: the factor of all codes; None without one.
-        slot: the place in the row.
-        order: the place in the order of execution.
-        column: ``MAGNITUDE``, or ``SCALE`` for the scales of blocks.
-    """
-
-    values: torch.Tensor
-    format: int
-    scale: torch.Tensor | None
-    slot: int
-    order: int
-    column: int = MAGNITUDE
 
 
 def new_rows(rows: int, slots: int, device: torch.device) -> torch.Tensor:
@@ -68,7 +41,7 @@ def new_rows(rows: int, slots: int, device: torch.device) -> torch.Tensor:
 
 
 def reset(rows: torch.Tensor) -> None:
-    rows[..., :FIRST] = NOTHING
+    rows[..., :FIRST] = NOT_ADDED
     rows[..., FIRST] = NEVER
 
 

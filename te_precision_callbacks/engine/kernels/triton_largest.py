@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.base.devices import is_lost, raw_stream_of
-from te_precision_callbacks.engine.kernels.largest import COLUMNS, E8M0, FIRST, FLOAT32, INFINITE, Largest
+from te_precision_callbacks.engine.kernels.columns import COLUMNS, E8M0, FIRST, FLOAT32, INFINITE, Largest
 from te_precision_callbacks.engine.kernels.triton_parts import jit, launcher_of, program_count, report_binder
 
 TOGETHER = 4
