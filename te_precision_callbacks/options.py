@@ -247,7 +247,7 @@ class SessionOptions:
             need another path are refused. ``"debug"``: TE's unfused debug path, which rounds some tensors differently.
             ``"auto"``: the fused path where a layer's features allow it (docs/observing.md).
         every_step: watch the largest magnitude of each GEMM's tensors in every step, also between collection steps
-            (docs/every-step.md). False: outside of collection steps, layers run no code of the session.
+            (docs/observing.md#in-every-step). False: outside of collection steps, layers run no code of the session.
         precision_features_in_eval: whether features that change precision also act in evaluation.
         allow_unmatched: warn instead of raising about sections that match no layer.
         strict: raise instead of warning about a failed observation, a layer refused by TE's debug path, or a difference

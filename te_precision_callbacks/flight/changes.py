@@ -19,11 +19,12 @@ HISTORY = 32
 LEAST_HISTORY = 16
 """The steps that a tensor is compared with, and how many of them it must have."""
 
-SPIKE = {"activation": 4.0, "weight": 1.0}
+SPIKE = {"activation": 4.0, "weight": 2.0}
 SPIKE_OF_GRADIENT = 8.0
-"""Powers of two above the largest magnitude of the last steps; of weights also below the smallest one."""
+"""Powers of two above the largest magnitude of the last steps; of weights also below the smallest one. The magnitude of
+a weight in scaled blocks is doubled where its largest scale, a power of two, is."""
 
-STEADY = 0.5
+STEADY = 1.0
 """Powers of two within which the largest magnitude of a steady weight stays in the last steps."""
 
 GAP = 8

@@ -25,7 +25,8 @@ class Origin:
         micro_batch: the tensor's micro-batch, from 0.
         micro_batches: how many micro-batches the tensor had in the step.
         magnitude: its largest magnitude in the last step before; None without one.
-        before: layer and tensor of the last tensor before it, which was finite; empty if it was the first.
+        before: layer and tensor of the last one before it in the micro-batch, which was finite, without weights; empty
+            if it was the first.
         before_magnitude: the largest magnitude of that tensor.
         tensors: the number of tensors with inf or nan in the step.
         weights: the number of weights among them.
@@ -120,7 +121,14 @@ class LastSteps:
     def _origin(self, row: StepRow, first: int, before: StepRow | None, since: int) -> Origin:
         slot = row.order[first]
         seen = Counter(row.order[:first])
-        last = next((other for other in reversed(row.order[:first]) if other != slot), None)
+        is_backward = self.slots[slot].tensor in BACKWARD
+        last = None
+        for other in reversed(row.order[:first]):
+            if not is_backward and self.slots[other].tensor in BACKWARD:
+                break  # of the micro-batch before
+            if other != slot and self.slots[other].tensor != "weight":
+                last = other
+                break
         broken = [self.slots[place] for place in (~(row.magnitudes < float("inf"))).nonzero()[0].tolist()]
         of_weights = sum(other.tensor == "weight" for other in broken)
         return Origin(

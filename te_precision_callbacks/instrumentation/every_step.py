@@ -59,7 +59,7 @@ class EveryStep:
         index = forward.half if forward.halves else 0
         layer = forward.layers[index]
         gradients = forward.watched
-        if gradients is None or len(operands) != 2:
+        if gradients is None or len(operands) != 2 or not self.modules:
             return
         try:
             gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]

@@ -53,7 +53,9 @@ pytestmark = [
 
 def fresh_kernel(name: str = "triton_kernel") -> ModuleType:
     """The module anew, and in no list of modules: whether triton.jit compiles or interprets is decided on import."""
-    names = [f"{kernels.__name__}.{part}" for part in ("triton_parts", "triton_kernel", "triton_blocks")]
+    names = [
+        f"{kernels.__name__}.{part}" for part in ("triton_parts", "triton_kernel", "triton_blocks", "triton_largest")
+    ]
     kept, attributes = {name: sys.modules.pop(name, None) for name in names}, dict(vars(kernels))
     try:
         return importlib.import_module(f"{kernels.__name__}.{name}")

@@ -66,7 +66,7 @@ _REMEDY_OF_UPDATE = (
 )
 
 _REMEDY_BETWEEN = (
-    "Resume from an earlier checkpoint, and look at {}: GEMM, bias, norm, activation function, attention."
+    "Resume from an earlier checkpoint, and look at {}, such as a norm, a bias, an activation function, attention."
     " debug='activation_overflow' stops at the module and batch"
 )
 
@@ -142,6 +142,8 @@ class Nonfinite(Judge):
                 yield self._first
 
     def _origin(self, event: Event) -> Iterator[Sighting]:
+        if event.data["since"] < event.iteration:
+            self.note_data(event.iteration - 1)  # which was watched, and finite
         seen = event.text.partition(": ")[2].rstrip(".")
         found = Sighting((event.layer,), event.tensor, "", seen, event.iteration)
         if event.phase == "backward" and self._is_scaled:
@@ -154,7 +156,11 @@ class Nonfinite(Judge):
         elif event.data["before"]:
             layer, tensor = event.data["before"]
             between = f"what runs between the {tensor} of {layer} and the {event.tensor} of {event.layer}"
+            if event.phase == "backward" and tensor in ("activation", "output"):
+                between = f"the loss, and what runs between it and {event.layer}"
             found = found._replace(remedy=_REMEDY_BETWEEN.format(between))
+        else:
+            found = found._replace(remedy=_REMEDY_BETWEEN.format(f"the batch, and what runs before {event.layer}"))
         self._first = self._first or found
         yield self._first
 

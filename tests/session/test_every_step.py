@@ -1,0 +1,297 @@
+"""The watch of every step: where inf and nan begin, and what changes between two steps."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from typer.testing import CliRunner
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.flight.rows import Slot
+from te_precision_callbacks.instrumentation.every_step import EveryStep
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.session import InspectSession
+from tests.capability import stand_for
+from tests.instrumentation.gemm_spy import BLACKWELL, RECIPES
+
+pytestmark = pytest.mark.usefixtures("any_gpu")
+
+MICRO_BATCHES = 2
+Hook = Callable[[str, torch.Tensor], torch.Tensor]
+"""Gets the name of a place of the model, and the tensor there; returns the tensor to go on with."""
+
+
+class Blocks(torch.nn.Module):
+    """Three kinds of TE modules, of which each gets the sum of its input and the output of the one before."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.mlp = te.LayerNormMLP(64, 128)
+        self.linear = te.Linear(64, 64)
+        self.head = te.LayerNormLinear(64, 64)
+        self.recipe = RECIPES[recipe]()
+        self.at: Hook = lambda place, x: x
+
+    def forward(self, x: torch.Tensor, *, enabled: bool = True, skips: bool = False) -> torch.Tensor:
+        with te.autocast(enabled=enabled, recipe=self.recipe):
+            x = self.at("input", x)
+            x = self.at("between", x + self.mlp(x))
+            if not skips:
+                x = x + self.at("output", self.linear(x))
+            return self.head(x)
+
+
+def train(
+    model: Blocks,
+    steps: int,
+    log_dir: Path | None,
+    at: Callable[[int, int, Blocks], Hook | None] = lambda step, batch, model: None,
+    after: Callable[[int, Blocks], None] = lambda step, model: None,
+    *,
+    calls: Callable[[int], dict[str, Any]] = lambda step: {},
+    **options: Any,
+) -> InspectSession | None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    draws = torch.Generator().manual_seed(2)
+    session = None if log_dir is None else InspectSession(log_dir=log_dir, model=model, **options).start()
+    try:
+        for step in range(steps):
+            for batch in range(MICRO_BATCHES):
+                model.at = at(step, batch, model) or (lambda place, x: x)
+                model(torch.randn(32, 64, generator=draws), **calls(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after(step, model)
+            if session is not None:
+                session.step()
+    finally:
+        if session is not None:
+            session.stop()
+    return session
+
+
+def only(session: InspectSession | None, rule: str) -> Any:
+    assert session is not None
+    (finding,) = (finding for finding in session.findings if finding.rule == rule)
+    return finding
+
+
+def nan_at(place: str, step: int, batch: int) -> Callable[[int, int, Blocks], Hook | None]:
+    def choose(now: int, of_batch: int, model: Blocks) -> Hook | None:
+        if (now, of_batch) != (step, batch):
+            return None
+
+        def put(where: str, x: torch.Tensor) -> torch.Tensor:
+            if where == place:
+                x = x.clone()
+                x[3, 5] = math.nan
+            return x
+
+        return put
+
+    return choose
+
+
+FIRST_OF = {"input": ("mlp.fc1", "activation"), "between": ("linear", "activation"), "output": ("head", "activation")}
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize(("place", "step", "batch"), [("input", 6, 1), ("between", 7, 0), ("output", 8, 1)])
+def test_the_first_tensor_with_nan(recipe: str, place: str, step: int, batch: int, tmp_path: Path) -> None:
+    """In steps in which nothing is collected."""
+    stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
+    session = train(Blocks(recipe), step + 3, tmp_path, nan_at(place, step, batch))
+    finding = only(session, "nonfinite")
+    assert (finding.layers, finding.tensor) == ((FIRST_OF[place][0],), FIRST_OF[place][1])
+    assert (finding.since, finding.severity) == (step, "error")
+    assert f"in micro-batch {batch} of step {step}" in finding.seen
+    assert [found.seen for found in diagnose(tmp_path) if found.rule == "nonfinite"] == [finding.seen]
+
+
+@pytest.mark.slow
+def test_each_step_is_read(tmp_path: Path) -> None:
+    for step in range(1, 14):
+        session = train(Blocks("current"), step + 1, tmp_path / str(step), nan_at("between", step, 0), records="off")
+        assert only(session, "nonfinite").since == step
+
+
+def put_into_weight(number: float) -> Callable[[int, Blocks], None]:
+    def after(step: int, model: Blocks) -> None:
+        if step == 6:
+            with torch.no_grad():
+                model.linear.weight[2, 2] = number
+
+    return after
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_a_weight_after_its_update(number: float, tmp_path: Path) -> None:
+    """An inf that the cast to FP8 hides is found too."""
+    finding = only(train(Blocks("delayed"), 10, tmp_path, after=put_into_weight(number)), "nonfinite")
+    assert (finding.layers, finding.since) == (("linear",), 6)
+    assert "after the update of step 6, first linear.weight" in finding.seen
+
+
+def test_the_gradient_of_one_weight(tmp_path: Path) -> None:
+    model = Blocks("current")
+    steps = iter(range(100))
+    model.linear.weight.register_hook(lambda gradient: gradient * (math.nan if next(steps) == 13 else 1))
+    finding = only(train(model, 10, tmp_path), "nonfinite")
+    assert (finding.layers, finding.tensor, finding.since) == (("linear",), "gradient", 6)
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
+def test_training_has_the_same_bits(recipe: str, tmp_path: Path) -> None:
+    stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
+    watched, without = Blocks(recipe), Blocks(recipe)
+    torch.manual_seed(3)
+    train(watched, 6, tmp_path)
+    torch.manual_seed(3)
+    train(without, 6, None)
+    for mine, others in zip(watched.parameters(), without.parameters(), strict=True):
+        assert torch.equal(mine, others)
+
+
+def overwritten(step: int, model: Blocks) -> None:
+    if step in (22, 24):  # and restored
+        with torch.no_grad():
+            model.linear.weight.mul_(8 if step == 22 else 1 / 8)
+
+
+def test_weights_that_are_overwritten_between_samples(tmp_path: Path) -> None:
+    session = train(Blocks("current"), 30, tmp_path, after=overwritten)
+    assert session is not None
+    (finding,) = (finding for finding in session.findings if "largest magnitude" in finding.seen)
+    assert (finding.rule, finding.layers, finding.tensor) == ("weight-jump", ("linear",), "weight")
+    assert (finding.since, finding.severity) == (23, "warning")
+
+
+def test_a_batch_that_is_far_larger_than_the_others(tmp_path: Path) -> None:
+    def at(step: int, batch: int, model: Blocks) -> Hook | None:
+        if step == 22:
+            return lambda place, x: x * 1000 if place == "input" else x
+        return None
+
+    finding = only(train(Blocks("current"), 26, tmp_path, at), "spike")
+    assert (finding.tensor, finding.since, finding.severity) == ("activation", 22, "note")
+    assert finding.layers[0] == "linear", "the norm of the first layer takes the factor away"
+
+
+def test_a_step_without_low_precision(tmp_path: Path) -> None:
+    session = train(Blocks("current"), 26, tmp_path, calls=lambda step: {"enabled": step != 22})
+    finding = only(session, "precision-gap")
+    assert (finding.since, finding.severity, len(finding.layers)) == (22, "warning", 4)
+    assert "in step 22 alone" in finding.seen
+
+
+def test_precision_that_changes_for_good_is_no_gap(tmp_path: Path) -> None:
+    session = train(Blocks("current"), 34, tmp_path, calls=lambda step: {"enabled": step < 20})
+    assert session is not None
+    assert not [finding for finding in session.findings if finding.rule == "precision-gap"]
+
+
+def test_a_layer_that_does_not_run_any_more(tmp_path: Path) -> None:
+    session = train(Blocks("current"), 32, tmp_path, calls=lambda step: {"skips": step >= 20})
+    finding = only(session, "uncalled-layer")
+    assert (finding.layers, finding.since, finding.severity) == (("linear",), 20, "warning")
+
+
+def test_layers_that_are_left_out_in_turn_are_not_missed(tmp_path: Path) -> None:
+    session = train(Blocks("current"), 40, tmp_path, calls=lambda step: {"skips": step % 3 == 0 or step > 30})
+    assert session is not None
+    assert not [finding for finding in session.findings if finding.rule == "uncalled-layer"]
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    session = train(Blocks("current"), 20, tmp_path, nan_at("between", 18, 0), every_step=False)
+    assert session is not None
+    assert "spike" not in [*session.findings.judged, *(rule.rule for rule in session.findings.not_judged)]
+    assert not [row for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "first_nonfinite"]
+
+
+def test_a_watch_that_fails_is_reported_once_and_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def fails(*_: Any) -> Any:
+        calls.append(1)
+        raise ValueError("not as in 2.20")
+
+    monkeypatch.setattr(EveryStep, "_parts", fails)
+    session = train(Blocks("block"), 4, tmp_path)
+    assert len(calls) == 1
+    assert sum("watching the GEMMs of mlp.fc1: ValueError" in record.getMessage() for record in caplog.records) == 1
+    assert session is not None
+    assert not session.healthy
+
+
+# --- the last steps ---------------------------------------------------------------------------------------------------
+
+
+def show(*arguments: object) -> str:
+    result = CliRunner().invoke(cli.app, ["show", *map(str, arguments)], catch_exceptions=False)
+    return result.output
+
+
+def test_the_last_steps_before_an_error(tmp_path: Path) -> None:
+    train(Blocks("current"), 12, tmp_path, nan_at("between", 9, 1))
+    data = json.loads(show(tmp_path, "--last-steps", "--json"))
+    assert data["iterations"] == list(range(10))
+    assert data["tensors"][data["first"][0]] == ["linear", "activation"]
+    assert data["first"][1] == 9
+    magnitudes = dict(zip(map(tuple, data["tensors"]), data["magnitudes"], strict=True))
+    assert magnitudes["linear", "activation"][-1] == "nan"
+    assert all(isinstance(number, float) for number in magnitudes["linear", "activation"][:-1])
+    text = show(tmp_path, "--last-steps", "--most", 3)
+    assert "First inf or nan: the activation of linear, in step 9." in text
+    drawn = [line for line in text.splitlines() if line.startswith(("mlp", "linear", "head"))]
+    assert len(drawn) == 3
+    assert "N nan" in next(line for line in drawn if line.startswith("linear activation"))
+
+
+def test_the_last_steps_before_an_exception(tmp_path: Path) -> None:
+    def at(step: int, batch: int, model: Blocks) -> Hook | None:
+        if step == 5:
+            raise RuntimeError("the script's own")
+        return None
+
+    with (
+        pytest.raises(RuntimeError, match="own"),
+        InspectSession(log_dir=tmp_path, model=(model := Blocks("none"))) as s,
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            at(step, 0, model)
+            model(torch.randn(16, 64)).sum().backward()
+            optimizer.step()
+            s.step()
+    assert "the run was ended by RuntimeError" in show(tmp_path, "--last-steps")
+
+
+def test_a_healthy_run_has_no_last_steps(tmp_path: Path) -> None:
+    session = train(Blocks("current"), 3, tmp_path)
+    assert session is not None
+    with pytest.raises(Exception, match="has recorded no last steps"):
+        show(tmp_path, "--last-steps")
+
+
+def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
+    with InspectSession(log_dir=tmp_path, model=(model := Blocks("delayed"))) as session:
+        run: Any = session._run
+        for _ in range(4):
+            model(torch.randn(32, 64)).sum().backward()
+            session.step()
+        layers = ("mlp.fc1", "mlp.fc2", "linear", "head")
+        tensors = ("weight", "activation", "gradient", "wgrad")
+        assert set(run.hooks.every_step.ring.slots) == {Slot(layer, tensor) for layer in layers for tensor in tensors}
+        for row in run._every_step.steps.rows:
+            assert len(row.magnitudes) == 16
+            assert (row.magnitudes > 0).all()
