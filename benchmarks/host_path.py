@@ -6,7 +6,8 @@
 step, on the fused path. Triton's binder and its launcher in C run against a stub of libcuda, which is compiled into a
 temporary folder: kernels are compiled for a Hopper GPU, launched, and do nothing, so the statistics are wrong.
 
-Counts are of one step, and exact: a step with a session minus a step without one. Calls inside the reference backend
+Counts are of one step, and exact: a step with a session minus a step without one; for *every step*, a step that only
+the watch of every step observes, minus one without it. Calls inside the reference backend
 are not counted. On a GPU, torch's own calls for streams come on top. The time is the best of several loops, by
 processor time.
 """
@@ -42,10 +43,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending, layout
+from te_precision_callbacks.engine.kernels import largest
+from te_precision_callbacks.engine.kernels.columns import E4M3, FORMATS, ColumnPlaces, Largest, Pending, layout
 
 GEMMS_OF_LAYER = 12
 """fprop, dgrad and wgrad of qkv, proj, fc1 and fc2."""
+
+_NOTHING: dict[str, Any] = {}
+"""A config without sections."""
 
 _CPU = torch.device("cpu")
 _REFERENCE = str(Path(reference.__file__).parent)
@@ -118,10 +123,13 @@ class TritonPass:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        original = kernels._on_gpu
-        with mock.patch.multiple(kernels, add=self, _pass_for=_take_triton):  # no Mock, which would add its own calls
+        original = kernels._on_gpu, largest._on_gpu
+        with (
+            mock.patch.multiple(kernels, add=self, _pass_for=_take_triton),  # no Mock, which would add its own calls
+            mock.patch.object(largest, "add", largest._with_triton),
+        ):
             yield
-        if kernels._on_gpu is not original:
+        if (kernels._on_gpu, largest._on_gpu) != original:
             raise SystemExit("A Triton kernel failed; the reason is logged above.")
 
 
@@ -208,11 +216,26 @@ def launch_microseconds(repeats: int = 7, loop: int = 500) -> float:
     for group in groups:
         triton_kernel.add_group(group, sums, maxima)
     triton_kernel.remember(operands, groups)
+    return _best_microseconds(lambda: triton_kernel.repeat(operands, sums, maxima), repeats, loop)
+
+
+def watch_microseconds(repeats: int = 7, loop: int = 500) -> float:
+    """Time the launch that the watch of every step makes for two operands in FP8 and a result."""
+    operands = [
+        Largest(torch.zeros(64, 64, dtype=torch.uint8), E4M3, torch.ones(1), place, place) for place in range(2)
+    ]
+    operands.append(Largest(torch.zeros(64, 64), FORMATS[torch.float32], None, 2, 2))
+    row = largest.new_rows(1, 4, _CPU)[0]
+    largest._with_triton(operands, row)
+    return _best_microseconds(lambda: largest._with_triton(operands, row), repeats, loop)
+
+
+def _best_microseconds(call: Callable[[], object], repeats: int, loop: int) -> float:
     times = []
     for _ in range(repeats):
         start = time.process_time()
         for _ in range(loop):
-            triton_kernel.repeat(operands, sums, maxima)
+            call()
         times.append(time.process_time() - start)
     return 1e6 * min(times) / loop
 
@@ -220,8 +243,13 @@ def launch_microseconds(repeats: int = 7, loop: int = 500) -> float:
 def cases_of(options: argparse.Namespace, launch_count: Callable[[], int]) -> list[Case]:
     settings = Settings(_CPU, "reference")
     training = Training(settings, layers=options.layers, hidden=16, sequence=8, batch=2)
-    session = functools.partial(with_ours, training.model, PATHS["fused"](fp8=True), "fused")
+    model = training.model
+    session = functools.partial(with_ours, model, PATHS["fused"](fp8=True), "fused", every_step=False)
     base, observed = (counted(training, way, launch_count) for way in (without, session))
+    idle, watched = (
+        counted(training, functools.partial(with_ours, model, _NOTHING, "fused", every_step=every_step), launch_count)
+        for every_step in (False, True)
+    )
     extra = {name: observed[name] - base[name] for name in base}
     tensors, gemms = extra["tensors"], GEMMS_OF_LAYER * options.layers
     values = {
@@ -232,6 +260,11 @@ def cases_of(options: argparse.Namespace, launch_count: Callable[[], int]) -> li
         "aten calls per observed GEMM": extra["operations"] / gemms,
         "allocations per observed GEMM": extra["allocations"] / gemms,
         "microseconds of a launch, two tensors with codes": launch_microseconds(),
+        "every step: microseconds of a launch, three tensors": watch_microseconds(),
+        "every step: launches in a step": watched["launches"] - idle["launches"],
+        "every step: Python functions per GEMM": (watched["functions"] - idle["functions"]) / gemms,
+        "every step: calls per GEMM, with builtins": (watched["calls"] - idle["calls"]) / gemms,
+        "every step: aten calls per GEMM": (watched["operations"] - idle["operations"]) / gemms,
     }
     return [{"case": name, "value": value, "layers": options.layers} for name, value in values.items()]
 
