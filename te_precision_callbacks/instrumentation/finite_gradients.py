@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.instrumentation.weight_samples import largest_of_each, local_part, to_host
 
 NamedGradient = tuple[str, torch.Tensor]
@@ -74,7 +75,8 @@ class FiniteGradients:
 
 def _are_broken(gradients: Sequence[NamedGradient]) -> list[tuple[list[str], torch.Tensor]]:
     """Return names, and float32 flags of the same length, for each device and dtype."""
+    local = [one if type(one) in PLAIN else local_part(one) for _, one in gradients]
     return [
         ([gradients[place][0] for place in places], largest.isfinite().logical_not().float())
-        for places, largest in largest_of_each([local_part(gradient) for _, gradient in gradients])
+        for places, largest in largest_of_each(local)
     ]

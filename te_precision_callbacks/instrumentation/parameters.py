@@ -27,7 +27,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
 from te_precision_callbacks.base.optimizers import held_ids_of_process
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
-from te_precision_callbacks.instrumentation.finite_gradients import Broken, FiniteGradients, NamedGradient
+from te_precision_callbacks.instrumentation.finite_gradients import Broken, FiniteGradients
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import (
     BatchedChecks,
@@ -675,14 +675,10 @@ class ParameterWatch:
                 self._check_without_optimizer()
             is_complete = self._pending_read is not None or self._has_sampled or self.is_due
             self._read()
-            weights: list[NamedGradient] = []
-            for one in self._parameters.values():
-                if one.held_until != iteration:
-                    continue
-                if type(one.weight) in PLAIN:
-                    weights.append((one.name, one.weight))
-                elif not is_quantized(one.weight):
-                    weights.append((one.name, local_part(one.weight)))
+            stepped = [one for one in self._parameters.values() if one.held_until == iteration]
+            weights = [
+                (one.name, one.weight) for one in stepped if type(one.weight) in PLAIN or not is_quantized(one.weight)
+            ]
             broken = self._finite.end_step(iteration, weights)
             if self._has_sampled:
                 self._pending_read = self._batches.start_copy()
