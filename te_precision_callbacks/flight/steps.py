@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.ranks import world_size
 from te_precision_callbacks.flight.rows import Slot, StepRow
 
 KEPT_STEPS = 64
@@ -32,6 +33,7 @@ class Origin:
         weights: the number of weights among them.
         in_backward: whether all of them are tensors of the backward.
         since: the first step that was watched.
+        ranks: the number of ranks.
     """
 
     iteration: int
@@ -46,6 +48,7 @@ class Origin:
     weights: int
     in_backward: bool
     since: int
+    ranks: int
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,6 +59,8 @@ class Origin:
             text = f"the weights of {self.weights} layers have inf or nan as {step} begins"
             if self.iteration > self.since:
                 text += f": the optimizer wrote them in step {self.iteration - 1}, whose GEMMs read finite numbers"
+                if self.ranks > 1:
+                    text += " on this rank: the gradients of another rank may have brought them"
             return text
         of_batch = f"micro-batch {self.micro_batch} of " if self.micro_batches > 1 else ""
         text = f"inf or nan appear in {of_batch}{step}"
@@ -143,6 +148,7 @@ class LastSteps:
             weights=of_weights,
             in_backward=all(other.tensor in BACKWARD for other in broken),
             since=since,
+            ranks=world_size(),
         )
 
 

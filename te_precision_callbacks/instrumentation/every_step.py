@@ -38,7 +38,7 @@ class EveryStep:
 
     Attributes:
         modules: the ids of watched modules; empty if nothing is watched.
-        unwatched: why tensors were not added -> their number.
+        unwatched: what was not added, by class or dtype -> number of tensors, or of calls.
     """
 
     def __init__(self, ring: Ring, report: Callable[[str, str, Exception], None]) -> None:
@@ -59,7 +59,10 @@ class EveryStep:
         index = forward.half if forward.halves else 0
         layer = forward.layers[index]
         gradients = forward.watched
-        if gradients is None or len(operands) != 2 or not self.modules:
+        if gradients is None or not self.modules:
+            return
+        if len(operands) != 2:
+            self.unwatched["GEMMs of experts"] += 1
             return
         try:
             gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]

@@ -372,8 +372,10 @@ class EveryStepCheck:
                     self._events.append(Event("changed", str(change), change.since, data=change.as_json()))
             self._watched += bool(row.order)
             if self._watched == LEAST_HISTORY and row.order:
-                text = f"The GEMMs of {many(len(self._watch.modules), 'module')} are watched in every step."
-                self._events.append(Event("every_step_watched", text, row.iteration))
+                text = f"The GEMMs of {many(len(self._watch.modules), 'module')} are watched in every step"
+                if self._watch.unwatched:
+                    text += f", except {some_of(self._watch.unwatched)}"
+                self._events.append(Event("every_step_watched", f"{text}.", row.iteration))
 
 
 class OverflowCheck:
