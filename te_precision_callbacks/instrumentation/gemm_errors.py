@@ -7,8 +7,8 @@ precision:
   Only the products are kept.
 - The gradient exists when the backward's GEMMs run.
 
-The fused path has the tensors of :data:`~te_precision_callbacks.instrumentation.fused.HIGH_PRECISION_ON_FUSED_PATH`,
-the debug path has all. Without a tensor, format and quantizer statistics are missing.
+The fused path has the tensors of ``te/modules.py``, the debug path has all. Without a tensor, format and quantizer
+statistics are missing.
 
 An operand in high precision is recorded for DumpTensors if it exists when the GEMM runs: both operands of fprop and
 dgrad, and the gradient of wgrad.
@@ -96,7 +96,7 @@ class SelectedGemms(Generic[_OptionsT]):
         self._options: dict[str, dict[str, _OptionsT]] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        self._layers = frozenset(layer.name for named in modules for layer in named.layers)
+        self._layers = frozenset(layer for named in modules for layer in named.names)
         self._options.clear()
 
     def due(self, layer: str, gemm: str, kept: dict[Any, Any]) -> tuple[_OptionsT, int] | None:
@@ -155,7 +155,7 @@ class GemmErrors:
         self.selected.watch(modules)
         self._weights.clear()
         self.operands.forget()
-        self.operands.modules = {layer.name: id(named.module) for named in modules for layer in named.layers}
+        self.operands.modules = {layer: id(named.module) for named in modules for layer in named.names}
 
     def begin_iteration(self) -> None:
         self._weights.clear()

@@ -58,7 +58,7 @@ class WatchedModules:
     ) -> None:
         """Set the modules after :meth:`release`, without arming them; see :meth:`ForwardHooks.watch`."""
         self.modules = {id(named.module): named.module for named in modules}
-        self.layers = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
+        self.layers = {id(named.module): named.names for named in modules}
         self.names = {id(named.module): named.name for named in modules}
         self.fused = dict(fused)
         self.refused = set(refused).intersection(self.modules)

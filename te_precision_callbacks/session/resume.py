@@ -27,7 +27,6 @@ from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
-from te_precision_callbacks.layers.fp8_state import delayed_states
 from te_precision_callbacks.layers.naming import Layer, NamedModule
 from te_precision_callbacks.runs.answers import is_training_loss
 from te_precision_callbacks.runs.fingerprints import (
@@ -46,6 +45,7 @@ from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Severity
+from te_precision_callbacks.te.state import delayed_states
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ class ScaleRestoreCheck:
         self._steps = []
         iteration = self._context.iteration
         modules = self._model.layers.modules
-        layers = [layer.name for named in modules if any(delayed_states(named.module)) for layer in named.layers]
+        layers = [layer for named in modules if any(delayed_states(named.module)) for layer in named.names]
         if layers and self._model.hooks.answers.delayed_scaling.unscaled(iteration, modules, ()).issuperset(layers):
             text = (
                 f"The optimizer has stepped {many(round(steps), 'time')} before, but the scales and amax histories of"
