@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.errors import QuantizationError
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.vocabulary import GEMMS, name_of_format
 from te_precision_callbacks.coverage.gemm_precision import Format
 from te_precision_callbacks.coverage.model_watch import hide_operators
@@ -31,8 +33,6 @@ from te_precision_callbacks.coverage.precision_audit import (
     gemms_left_out,
     select_fprop,
 )
-from te_precision_callbacks.engine.quantization import QuantizationError
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.refusals import (
     COMPILED,
     CUDA_GRAPH,
@@ -266,12 +266,10 @@ class DebugPathDecisions:
         """Check once per iteration whether the weights that a forward reads from the cache are stale."""
         if not cached_weights(module) or id(module) in self._checked_cache:
             return
-        try:
+        with self._failures.guard("looking at the cached weights of", str(module.name)):
             for name, percentage in stale_shares(module, self.watched.layers[id(module)], frame):
                 self._checked_cache.add(id(module))
                 self._scalars.add(name, percentage)
-        except Exception as error:
-            self._failures.report("looking at the cached weights of", str(module.name), error)
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
         self._upstream_is_debug_iter = upstream

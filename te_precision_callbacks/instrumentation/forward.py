@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.errors import SessionError
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.answers import DebugPathDecisions, scales_in_graph
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.numerics.layouts import has_scale, is_quantized
 from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe
 from te_precision_callbacks.config.checking import ReadOptions
@@ -27,7 +28,6 @@ from te_precision_callbacks.config.planning import LayerPlan, Plan
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.engine.engine import Prepared, StatisticsEngine
-from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, Watched
 from te_precision_callbacks.layers.naming import NamedModule

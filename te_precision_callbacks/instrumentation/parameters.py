@@ -24,9 +24,9 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.optimizers import held_ids_of_process
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.finite_gradients import FiniteGradients
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import (
@@ -357,7 +357,7 @@ class ParameterWatch:
     def before_step(self, optimizer: Optimizer, iteration: int) -> None:
         """Check gradients; in few steps also sample weights and master weights."""
         self._iteration = iteration
-        try:
+        with self._failures.guard("checking the parameters of", type(optimizer).__name__):
             held = self.held_by(optimizer)
             if not held:
                 return
@@ -389,8 +389,6 @@ class ParameterWatch:
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
             self._batches.launch()
-        except Exception as error:
-            self._failures.report("checking the parameters of", type(optimizer).__name__, error)
 
     def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
         if not self._parameters:
@@ -670,7 +668,7 @@ class ParameterWatch:
     def end_step(self, iteration: int) -> list[Problem]:
         problems: list[Problem] = []
         self._ended = iteration
-        try:
+        with self._failures.guard("checking", "the parameters"):
             if not self._optimizer_steps:
                 self._check_without_optimizer()
             is_complete = self._pending_read is not None or self._has_sampled or self.is_due
@@ -687,8 +685,6 @@ class ParameterWatch:
             if is_complete or any([state.gap is not None for state in self._parameters.values()]):  # noqa: C419  # no call each
                 problems = self._new_problems()
             problems += self._nonfinite_gradients(broken)
-        except Exception as error:
-            self._failures.report("checking", "the parameters", error)
         return problems
 
     def _nonfinite_gradients(self, broken: list[tuple[int, str]]) -> list[Problem]:

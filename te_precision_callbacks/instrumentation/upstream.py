@@ -28,11 +28,11 @@ from te_precision_callbacks.base.errors import (
     SessionError,
     TransformerEngineUnavailableError,
 )
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions

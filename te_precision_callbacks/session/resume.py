@@ -177,10 +177,8 @@ class ResumeAudit:
             return
         if self._saved:
             if self._records is not None:
-                try:
+                with self._failures.guard("looking for", f"the records of the run {self._saved.run}"):
                     self._records.continue_run(self._saved.run)
-                except Exception as error:
-                    self._failures.report("looking for", f"the records of the run {self._saved.run}", error)
             self._handles = [
                 register_module_forward_pre_hook(outside_of_dynamo(self._before_forward)),
                 register_optimizer_step_pre_hook(outside_of_dynamo(self._before_optimizer_step)),
@@ -253,10 +251,8 @@ class ScaleRestoreCheck:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._steps is None and self._model.is_trained_by(optimizer):
             self._steps = []
-            try:
+            with self._context.failures.guard("looking for", "the scales of a resume"):
                 self._steps = [torch.as_tensor(count).clone() for count in _steps_before(optimizer)]
-            except Exception as error:
-                self._context.failures.report("looking for", "the scales of a resume", error)
 
     def end_step(self) -> None:
         steps = max(map(float, self._steps or ()), default=0.0)
