@@ -125,9 +125,7 @@ class OperatorProducts:
             layer = self._modules[id(module)][0]
             what = f"GEMMs of {type(module).__name__}, an unknown module of Transformer Engine"
             for backward in (False, True):
-                self.seen.append(
-                    SeenProduct(layer, "te", "", ("", ""), (0, 0, 0, 0), backward=backward, call=call, not_counted=what)
-                )
+                self.seen.append(SeenProduct(layer, "te", backward=backward, call=call, not_counted=what))
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and attention scores through the softmax."""
@@ -175,9 +173,7 @@ class OperatorProducts:
         placed = [(product, self._seen_in(operator, product, inside)) for product in products]
         if uncounted and inside is not None:
             family: Family = "functional"
-            seen = SeenProduct(
-                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=f"{operator} {uncounted}"
-            )
+            seen = SeenProduct(inside[0], family, call=call, not_counted=f"{operator} {uncounted}")
             self.nodes.note(seen, arguments, result)
             self.seen += [] if recomputed else [seen]
         for product, seen_product in placed:
@@ -245,9 +241,6 @@ class OperatorProducts:
                 SeenProduct(
                     of.layer,
                     of.family,
-                    "",
-                    ("", ""),
-                    (0, 0, 0, 0),
                     of=of,
                     backward=True,
                     call=of.call,

@@ -43,7 +43,7 @@ from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
-from te_precision_callbacks.layers.gemm_events import GemmEvent, Listener
+from te_precision_callbacks.layers.gemm_events import GemmEvent, Kept, Listener
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -228,7 +228,7 @@ class ForwardHooks:
                 except Exception as error:
                     self._failures.report("reading the scales of", self._watched.names[key], error)
 
-    def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Any:
+    def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> Any:
         self._gemm_records.before_sum(layer, gemm, out, kept)
         return self.gemm_errors.before_sum(layer, gemm, out, kept)
 

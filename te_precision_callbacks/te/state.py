@@ -157,9 +157,7 @@ def make_quantizers(recipe: Any, mode: str, count: int, roles: Any = None) -> li
     """Make the quantizers of a recipe for the ``forward`` or ``backward``, in Transformer Engine's order."""
     from transformer_engine.pytorch.quantization import RecipeState
 
-    state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
-    quantizers: list[Any] = state.make_quantizers()
-    return quantizers
+    return list(RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles).make_quantizers())
 
 
 class MadeQuantizers:
