@@ -83,13 +83,12 @@ def fused_config(*, fp8: bool = False, recomputed: bool = True) -> Config:
     Args:
         recomputed: also of results of norms and activation functions, which are computed once more.
     """
-    from te_precision_callbacks.instrumentation.fused import HIGH_PRECISION_ON_FUSED_PATH
+    from te_precision_callbacks.te.modules import MODULES
 
-    tensors_of = HIGH_PRECISION_ON_FUSED_PATH
     has = {
-        "layernorm_qkv": tensors_of["LayerNormLinear"][0],
-        "proj": tensors_of["Linear"][0],
-        **dict(zip(("fc1", "fc2"), tensors_of["LayerNormMLP"], strict=True)),
+        "layernorm_qkv": MODULES["LayerNormLinear"].high_precision[0],
+        "proj": MODULES["Linear"].high_precision[0],
+        **dict(zip(("fc1", "fc2"), MODULES["LayerNormMLP"].high_precision, strict=True)),
     }
     if not recomputed:
         for layer in ("layernorm_qkv", "fc1", "fc2"):

@@ -13,7 +13,7 @@ from te_precision_callbacks.runs.fingerprints import (
     Fingerprint,
     FingerprintError,
     LayerFingerprint,
-    RecipeState,
+    RecipeFingerprint,
     ResumeFinding,
     ScalingState,
     Weights,
@@ -156,7 +156,7 @@ def test_scales_are_compared_where_ranks_have_the_same() -> None:
     for rank, scale, item in ((0, 8.0, 0), (0, 4.0, 1), (1, 4.0, 0), (1, 1.0, 1)):
         now = fingerprint(replace(layer("a"), forward=state(scale)), rank=rank)
         assert len(compare(before, now).findings) == item, (rank, scale)
-    reduced = {"recipes": (RecipeState("DelayedScaling", {"reduce_amax": True, "amax_history_len": 16}),)}
+    reduced = {"recipes": (RecipeFingerprint("DelayedScaling", {"reduce_amax": True, "amax_history_len": 16}),)}
     before, now = (
         replace(fingerprint(replace(layer("a"), recipe=0, forward=state(scale)), rank=rank), **reduced)
         for rank, scale in ((0, 8.0), (1, 4.0))

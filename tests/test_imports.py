@@ -122,6 +122,38 @@ def test_doctor_loads_no_session() -> None:
         assert not {target for target in reached(module, graph()) if f"{target}.".split(".")[1] in above}
 
 
+OF_TE = frozenset({"fp8_meta", "_fp8_metas", "_fp8_workspaces", "scaling_fwd", "scaling_bwd", "RecipeState"}) | {
+    *("weight_names", "fc1_weight", "fc2_weight", "num_gemms", "num_groups", "parallel_mode", "set_parallel_mode"),
+    *("get_quantizer_roles", "LayerNormMLP", "LayerNormLinear", "GroupedLinear", "BasicLinear", "DotProductAttention"),
+}
+"""Classes of Transformer Engine's modules, and names in their state."""
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name | ast.ClassDef):
+            yield node.id if isinstance(node, ast.Name) else node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.slow
+def test_te_alone_knows_the_modules_of_transformer_engine() -> None:
+    results = {
+        module.removeprefix(f"{PACKAGE}."): OF_TE.intersection(names_in(ast.parse(path.read_text())))
+        for module, path in files().items()
+        if part(module) not in ("reference", "te")
+    }
+    assert {module: names for module, names in results.items() if names} == {
+        "check.dry_run": {"DotProductAttention"},  # its forward is replaced
+        "instrumentation.handed": {"BasicLinear", "GroupedLinear"},  # the methods of these operations
+    }
+
+
 # Module -> what changes at its level: the run of now, seams, caches. All else that changes belongs to a run.
 CHANGES = {
     "session.session": {"_last_started"},  # the session of this process

@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.layers.naming import Model, is_adapted, is_wrapper_part, named_roots
+from te_precision_callbacks.te.modules import te_classes
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
 
 def _multiplied_parameters(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Return name and shape of the module's own parameters that multiply its input, if it is not a Linear."""
-    if is_of_transformer_engine(module) or isinstance(module, _ConvNd):
+    if te_classes(type(module)) or isinstance(module, _ConvNd):
         return
     if any("Embedding" in base.__name__ or "Norm" in base.__name__ for base in type(module).__mro__):
         return
@@ -177,7 +178,7 @@ def _converted_elements(model: Model) -> int:
     return sum(
         math.prod(parameter.shape)
         for module in modules.values()
-        if is_of_transformer_engine(module)
+        if te_classes(type(module))
         for parameter in module.parameters(recurse=False)
         if parameter.dim() > 1
     )
@@ -191,10 +192,6 @@ def expects_low_precision(accelerator: Accelerator) -> str:
     if names:
         return f"the environment has {min(names)} (mixed_precision is {accelerator.mixed_precision!r})"
     return ""
-
-
-def is_of_transformer_engine(module: torch.nn.Module) -> bool:
-    return any(base.__module__.startswith("transformer_engine.") for base in type(module).__mro__)
 
 
 def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:

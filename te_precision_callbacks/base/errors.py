@@ -9,8 +9,11 @@ Hierarchy::
             TransformerEngineUnavailableError
             FeatureLoadError
         FeatureError                         a feature failed
-        ObservationError                     with strict=True: a failure in observation
-        ResumeAuditError                     with strict=True: a resume has not restored the checkpoint
+        ReductionError                       statistics could not be reduced
+        QuantizationError                    a statistic that a layer cannot have
+        RaisedInTraining                     raised by a step
+            ObservationError                 with strict=True: a failure in observation
+            ResumeAuditError                 with strict=True: a resume has not restored the checkpoint
 """
 
 from __future__ import annotations
@@ -39,6 +42,21 @@ class PrecisionDebugError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle without calling the class; its arguments may differ from the message."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+
+class RaisedInTraining(PrecisionDebugError):
+    """An exception that a step raises into training. All others are reported as failures of observation.
+
+    Wrong usage, such as a step without a model, raises a SessionError before the step runs.
+    """
+
+
+class ReductionError(PrecisionDebugError, RuntimeError):
+    """Statistics could not be reduced over the ranks."""
+
+
+class QuantizationError(PrecisionDebugError, RuntimeError):
+    """A statistic of a quantized tensor cannot be computed."""
 
 
 class OptionError(PrecisionDebugError, TypeError):
@@ -114,9 +132,9 @@ def transformer_engine_error(error: BaseException | None) -> BaseException | Non
 class FeatureLoadError(SessionError): ...
 
 
-class ResumeAuditError(PrecisionDebugError, RuntimeError):
+class ResumeAuditError(RaisedInTraining, RuntimeError):
     """With ``strict=True``: a resumed run does not match its checkpoint."""
 
 
-class ObservationError(PrecisionDebugError, RuntimeError):
+class ObservationError(RaisedInTraining, RuntimeError):
     """With ``strict=True``: observation failed. Otherwise failures are reported once."""

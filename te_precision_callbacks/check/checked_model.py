@@ -232,7 +232,7 @@ class _Check:
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
         products, *other_spans = (self._products(acting, first, ran) for first in spans.values())
         self._findings += find_recipe_problems(self._recipe, acting)
-        recipes = dict.fromkeys((layer.name for named in self._modules for layer in named.layers), self._recipe)
+        recipes = dict.fromkeys((layer for named in self._modules for layer in named.names), self._recipe)
         self._findings += find_refused_options({**recipes, **({} if ran is None else ran.recipes)}, self._modules)
         with_regions = modules_with_regions(self._model) if ran is None and self._is_wanted else []
         if with_regions:

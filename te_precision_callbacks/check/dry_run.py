@@ -30,13 +30,12 @@ from te_precision_callbacks.coverage.planned_products import Ran, gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
 from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED
 from te_precision_callbacks.coverage.seen_products import ModelProducts
-from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
-
-_NAMED = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
+from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import current_recipe
 
 
 class NotOnMetaError(BatchError):
@@ -67,7 +66,7 @@ def _dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: A
 
     if not isinstance(model, torch.nn.Module):
         raise BatchError("A batch needs a single model. Plan several models one by one, or by tokens.")
-    if operations := [layer for operation in named_operations(model) for layer in operation.layers]:
+    if operations := [layer for operation in named_operations(model) for layer in operation.names]:
         raise BatchError(
             f"A batch cannot size operations of te.ops ({join_names(operations)}), because they do not run in a plan."
             " Give --tokens (tokens= in Python) instead."
@@ -222,7 +221,7 @@ def stand_ins(modules: Sequence[NamedModule], products: ModelProducts) -> Iterat
 
     standing = _StandIns(modules, products)
     replaced: dict[Any, Callable[..., Any]] = {
-        **{getattr(te, name): standing.module for name in _NAMED},
+        **{getattr(te, name): standing.module for name in te_modules.MODULES},
         te.DotProductAttention: standing.attention,
         **dict.fromkeys((te.LayerNorm, te.RMSNorm), standing.norm),
     }
@@ -262,30 +261,31 @@ class _StandIns:
     def __init__(self, modules: Sequence[NamedModule], products: ModelProducts) -> None:
         self.ran = Ran()
         self._products = products
-        self._named = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
+        self._named = {id(named.module): named.names for named in modules}
 
     # ------------------------------------------------------------------ layers
 
     def module(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
         inp = given["inp"]
+        row = te_modules.of(module)
+        features = row.features(module)
         layers = self._named.get(id(module), ())
         if module.sequence_parallel:
             raise NotImplementedError(
                 f"{type(module).__name__} with sequence_parallel=True cannot be planned with a batch"
             )
-        columns = layer_features(module)[0][0]
+        columns = features[0][0]
         if not inp.dim() or inp.shape[-1] != columns:  # the meta device would accept it
             name = layers[0] if layers else type(module).__name__
             raise TypeError(
                 f"{name!r} takes an input with last dimension {columns}, not an input of shape {list(inp.shape)}"
             )
         own = self._own(inp, call_own, lambda: _results(module, inp))
-        groups = len(layers) if hasattr(module, "num_gemms") else 1
-        rows = [inp.numel() // max(1, inp.shape[-1])] if groups == 1 else [int(split) for split in given["m_splits"]]
+        tokens = row.tokens(module, inp.numel() // max(1, inp.shape[-1]), given.get("m_splits"))
         left_out = gemms_left_out(module, layers, input_needs_gradient=inp.requires_grad)
-        sizes = dict(zip(layers, layer_features(module), strict=bool(layers)))
-        of_layer = dict(zip(layers, rows if groups > 1 else rows * len(layers), strict=True))
-        back = self._report(of_layer, sizes, left_out, backwards=hasattr(module, "fc1_weight"))
+        sizes = dict(zip(layers, features, strict=bool(layers)))
+        of_layer = dict(zip(layers, tokens, strict=bool(layers)))
+        back = self._report(of_layer, sizes, left_out, backwards=row.is_mlp)
         results = own if isinstance(own, tuple) else (own,)
         result = _with_backward(results[0], back, inp, *module.parameters(recurse=False))
         if isinstance(own, tuple):
@@ -372,7 +372,7 @@ def _counts() -> bool:
 
 
 def _results(module: Any, inp: torch.Tensor) -> Any:
-    features = layer_features(module)[-1][1]
+    features = te_modules.of(module).features(module)[-1][1]
     casting = (torch.get_autocast_dtype(name) for name in ("cuda", "cpu") if torch.is_autocast_enabled(name))
     dtype = next(casting, inp.dtype)
     out = inp.new_empty(*inp.shape[:-1], features, dtype=dtype)
@@ -410,14 +410,6 @@ class _WithBackward(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------- recipes and attention
-
-
-def current_recipe() -> Any:
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    if FP8GlobalStateManager.is_fp8_enabled():
-        return FP8GlobalStateManager.get_fp8_recipe()
-    return None
 
 
 _Formats = tuple[tuple[str, str], tuple[str, str]]

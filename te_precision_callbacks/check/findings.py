@@ -18,9 +18,9 @@ from te_precision_callbacks.config.contract import Contract
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.coverage.coverage import Coverage, list_uncounted
 from te_precision_callbacks.coverage.precision_audit import recipe_text
-from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.folding import fold_names
-from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
+from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, modules_with_gemms
+from te_precision_callbacks.te import modules as te_modules
 
 FindingKind = Literal[
     "config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "not_sized", "contract"
@@ -195,18 +195,11 @@ class _LayerFacts(NamedTuple):
 
 
 def _layers(modules: Sequence[NamedModule], operations: Sequence[NamedOperation]) -> Iterator[tuple[str, _LayerFacts]]:
-    for named in modules:
-        shares = hasattr(named.module, "num_gemms")
+    for named in modules_with_gemms(modules, operations):
+        row = te_modules.of(named.module)
         dtype = next(p.dtype for p in named.module.parameters(recurse=False) if p.ndim > 1)
-        for layer, sizes in zip(named.layers, layer_features(named.module), strict=True):
-            yield layer.name, _LayerFacts(*sizes, dtype, asserts=not shares, shares_tokens=shares)
-    for operation in operations:
-        module: Any = operation.module
-        dtype = next(module.parameters(recurse=False)).dtype
-        shares = len(operation.layers) > 1
-        sizes = module.in_features, module.out_features
-        for name in operation.layers:
-            yield name, _LayerFacts(*sizes, dtype, asserts=False, shares_tokens=shares)
+        for layer, sizes in zip(named.names, row.features(named.module), strict=True):
+            yield layer, _LayerFacts(*sizes, dtype, asserts=row.checks_operands, shares_tokens=bool(row.groups))
 
 
 @functools.lru_cache(maxsize=1 << 10)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import RaisedInTraining
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.base.vocabulary import PRECISIONS
@@ -39,7 +39,7 @@ CHECK_INTERVAL = 10
 """Interval, in steps, of the cross-rank check for changes, if no statistics are collected."""
 
 
-class PrecisionContractError(PrecisionDebugError, RuntimeError):
+class PrecisionContractError(RaisedInTraining, RuntimeError):
     """The run breaks the contract of ``require=``. ``coverage`` has the checked products of all ranks."""
 
     def __init__(self, message: str, coverage: Coverage = NOTHING) -> None:

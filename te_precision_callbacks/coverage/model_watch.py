@@ -37,6 +37,8 @@ from te_precision_callbacks.layers.forwards import (
     outside_of_dynamo,
 )
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
+from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import has_state
 
 ResultT = TypeVar("ResultT")
 
@@ -171,8 +173,8 @@ class ModelWatch:
         upstream = own or module._call_impl
         noting = self._own_call(module)
         here = self.calls.thread_call
-        is_te = hasattr(module, "fp8_meta")
-        attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and is_te else None
+        is_te = has_state(module)
+        attends = _attends_in_fp8 if te_modules.is_attention(module) else None
 
         def part(*arguments: Any, **keywords: Any) -> Any:
             call = here.call
@@ -204,7 +206,7 @@ class ModelWatch:
     def _own_call(self, module: Any) -> Callable[..., Any]:
         """The original call of a module; for Transformer Engine's modules it also notes forwards in training mode."""
         upstream: Callable[..., Any] = module._compiled_call_impl or module._call_impl
-        if not hasattr(module, "fp8_meta"):
+        if not has_state(module):
             return upstream
 
         def noting(*arguments: Any, **keywords: Any) -> Any:
@@ -220,6 +222,8 @@ class ModelWatch:
         with_gradients = torch.is_grad_enabled()
         if module.training and (with_gradients or not _is_evaluation_forward()):
             self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
+            if self.counting and te_modules.is_unknown(type(module)):
+                self.operators.note_unknown(module)
         else:
             self.unobserved.note(module, in_call=self.calls.current is not None)
 

@@ -38,6 +38,7 @@ from te_precision_callbacks.coverage.precision_audit import dtype_name, format_o
 from te_precision_callbacks.coverage.seen_product import UNFUSED, SeenProduct, kind_of
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, is_recomputing
 from te_precision_callbacks.layers.naming import Model, named_roots
+from te_precision_callbacks.te import modules as te_modules
 
 _SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
 
@@ -117,6 +118,15 @@ class OperatorProducts:
         else:
             self._note_backward(operator, products, uncounted=uncounted)
 
+    def note_unknown(self, module: torch.nn.Module) -> None:
+        """Note the forward, and the backward, of a module of Transformer Engine with unknown GEMMs."""
+        call = self.current_call()
+        if call is None or call.is_counted:
+            layer = self._modules[id(module)][0]
+            what = f"GEMMs of {type(module).__name__}, an unknown module of Transformer Engine"
+            for backward in (False, True):
+                self.seen.append(SeenProduct(layer, "te", backward=backward, call=call, not_counted=what))
+
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and attention scores through the softmax."""
         if operator == "aten::_to_copy":
@@ -158,12 +168,12 @@ class OperatorProducts:
         if call is None if recomputed else call is not None and not call.is_counted:
             return  # its call is not counted, though its backward may run along with a counted call's
         inside = self._innermost_module()
+        if inside is not None and te_modules.is_unknown(type(inside[1])):
+            return
         placed = [(product, self._seen_in(operator, product, inside)) for product in products]
         if uncounted and inside is not None:
             family: Family = "functional"
-            seen = SeenProduct(
-                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=f"{operator} {uncounted}"
-            )
+            seen = SeenProduct(inside[0], family, call=call, not_counted=f"{operator} {uncounted}")
             self.nodes.note(seen, arguments, result)
             self.seen += [] if recomputed else [seen]
         for product, seen_product in placed:
@@ -231,9 +241,6 @@ class OperatorProducts:
                 SeenProduct(
                     of.layer,
                     of.family,
-                    "",
-                    ("", ""),
-                    (0, 0, 0, 0),
                     of=of,
                     backward=True,
                     call=of.call,

@@ -4,9 +4,6 @@ Formats come from the quantizers that Transformer Engine creates for the recipe,
 Assumptions: each layer of Transformer Engine runs in ``te.autocast``, and its input needs a gradient; high precision is
 the dtype of the layer's weight; each token passes each layer once; experts share the tokens equally. Without a dry run,
 attention is not planned. After a dry run (:class:`Ran`), only formats are planned.
-
-Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.
-reset_recipe_state``, which make a layer's quantizers.
 """
 
 from __future__ import annotations
@@ -30,12 +27,19 @@ from te_precision_callbacks.coverage.precision_audit import (
     dtype_name,
     formats_of_layer,
     gemms_left_out,
-    quantizers_of_layers,
     recipe_text,
 )
 from te_precision_callbacks.coverage.seen_product import kind_of
-from te_precision_callbacks.coverage.shapes import layer_features
-from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation, module_names, named_roots
+from te_precision_callbacks.layers.naming import (
+    Model,
+    NamedModule,
+    NamedOperation,
+    module_names,
+    modules_with_gemms,
+    named_roots,
+)
+from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import MadeQuantizers
 
 NOT_REACHED = "the forward does not reach it"
 
@@ -112,8 +116,7 @@ class _ProductPlanner:
         unconverted: Mapping[str, str],
     ) -> None:
         self._model = model
-        self._named = {id(named.module): named for named in modules}
-        self._operations = {id(operation.module): operation.layers for operation in operations}
+        self._layers = {id(named.module): named.names for named in modules_with_gemms(modules, operations)}
         self._acting = acting
         self._recipe = recipe
         self._tokens = tokens
@@ -137,7 +140,9 @@ class _ProductPlanner:
         names = module_names(self._model)
         for key, path in names.items():
             module = below[key]
-            layers = self._plan_te(key, module)
+            layers = self._layers.get(key, ())
+            if layers:
+                self._plan_module(module, layers)
             if self._ran is None:
                 is_known = bool(layers) or self._plan_torch(path, module)
             else:
@@ -160,16 +165,6 @@ class _ProductPlanner:
         products = apply_precision(self._products, self._facts, self._precision, self._unconverted)
         return PlannedProducts(Coverage(products), not_counted=left, attention=_attention(names, below))
 
-    def _plan_te(self, key: int, module: torch.nn.Module) -> Sequence[str]:
-        if key in self._named:
-            layers: Sequence[str] = [layer.name for layer in self._named[key].layers]
-            self._plan_module(module, layers)
-        else:
-            layers = self._operations.get(key, ())
-            if layers:
-                self._plan_operation(module, layers)
-        return layers
-
     def _products_of(self, ran: Ran) -> list[Product]:
         seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
         products = list(apply_precision(seen, self._facts, self._precision, self._unconverted))
@@ -183,27 +178,14 @@ class _ProductPlanner:
     # ------------------------------------------------------------------ Transformer Engine
 
     def _plan_module(self, module: Any, layers: Sequence[str]) -> None:
+        row = te_modules.of(module)
         left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
-        forward, backward = self._quantizers.of(module, self._recipe_of(layers), 3 * len(layers), 2 * len(layers))
-        layer_quantizers = quantizers_of_layers(forward, backward, len(layers))
+        made = self._quantizers.of(module, self._recipe_of(layers))
         dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
-        groups = getattr(module, "num_gemms", 1)
-        for layer, quantizers, sizes in zip(layers, layer_quantizers, layer_features(module), strict=True):
-            self._plan_layer(layer, "te", quantizers, dtype, sizes, groups, left_out)
-
-    def _plan_operation(self, module: Any, layers: Sequence[str]) -> None:
-        weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
-        frozen = not any(weight.requires_grad for weight in weights)
-        left_out = {LayerGemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}
-        counts = module.num_quantizers("forward"), module.num_quantizers("backward")
-        forward, backward = self._quantizers.of(module, self._recipe_of(layers), *counts)
-        for number, layer in enumerate(layers):
-            quantizers = {}
-            if forward:
-                quantizers = {"activation": forward[2 * number], "weight": forward[2 * number + 1]}
-                quantizers["gradient"] = backward[number]
-            sizes = module.in_features, module.out_features
-            self._plan_layer(layer, "te_ops", quantizers, weights[0].dtype, sizes, len(layers), left_out)
+        groups = len(layers) if row.groups else 1
+        family: Family = "te_ops" if row.is_operation else "te"
+        for layer, quantizers, sizes in zip(layers, made, row.features(module), strict=True):
+            self._plan_layer(layer, family, quantizers, dtype, sizes, groups, left_out)
 
     def _recipe_of(self, layers: Sequence[str]) -> Any:
         return self._recipes.get(layers[0], self._recipe)
@@ -281,35 +263,6 @@ def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -
         if not is_inner and any("Attention" in name for name in class_names(below[key])):
             paths.append(path)
     return tuple(paths)
-
-
-class MadeQuantizers:
-    """Cache of the quantizers that modules make, kept alive so that their ids stay unique."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[object, ...], list[list[Any]]] = {}
-
-    def of(self, module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
-        """The quantizers of a module for a recipe, in Transformer Engine's order; empty without a recipe.
-
-        The modules of a class share the quantizers of a recipe, unless it is custom.
-        """
-        if recipe is None:
-            return [[], []]
-        key = id(recipe), id(module) if recipe.custom() else type(module), forward, backward
-        if key not in self._made:
-            from transformer_engine.pytorch.quantization import RecipeState
-
-            is_operation = hasattr(module, "num_quantizers")
-            made = self._made[key] = []
-            for mode, count in (("forward", forward), ("backward", backward)):
-                if is_operation:
-                    roles = module.get_quantizer_roles(mode)
-                else:
-                    roles = module.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
-                state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
-                made.append(state.make_quantizers())
-        return self._made[key]
 
 
 def gemm_sizes(tokens: int, in_features: int, out_features: int) -> Mapping[GemmName, tuple[int, int, int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,6 +42,13 @@ from te_precision_callbacks.coverage.gemm_precision import (
 )
 from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
+from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import (
+    backward_override,
+    quantizers_of_layers,
+    quantizers_of_module,
+    recipe_of_module,
+)
 
 MODIFIED = " (modified)"
 
@@ -279,27 +286,13 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
     """
     override = backward_override(module) if fp8 else None
     recipe = recipe_in_force(module, fp8=fp8)
-    quantizers = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
+    made = quantizers_of_layers(module, *quantizers_of_module(module)) if fp8 else []
     formats: dict[LayerOperand, Format] = {}
-    for layer, layer_quantizers in zip(layers, quantizers_of_layers(*quantizers, len(layers)), strict=True):
+    for layer, quantizers in zip(layers, made or [{}] * len(layers), strict=True):
         formats |= formats_of_layer(
-            layer, layer_quantizers if fp8 else {}, module.activation_dtype, recipe=recipe, backward_override=override
+            layer, quantizers, module.activation_dtype, recipe=recipe, backward_override=override
         )
     return formats
-
-
-def quantizers_of_layers(forward: Sequence[Any], backward: Sequence[Any], layers: int) -> Iterator[Mapping[str, Any]]:
-    # The order for each layer: input, weight, output; then gradients of output and input, as in FP8FwdTensorIdx and
-    # FP8BwdTensorIdx (pytorch/constants.py) and in GroupedLinear's offsets.
-    for number in range(layers):
-        if not forward:
-            yield {}
-        else:
-            yield {
-                "activation": forward[3 * number],
-                "weight": forward[3 * number + 1],
-                "gradient": backward[2 * number],
-            }
 
 
 def formats_of_layer(
@@ -330,33 +323,20 @@ def select_fprop(formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, F
 def gemms_left_out(
     module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool
 ) -> dict[LayerGemm, str]:
-    """Map each GEMM that the backward skips, after a forward with gradients, to the reason.
-
-    Read from Transformer Engine 2.20.2 (``pytorch/module``): Linear and GroupedLinear compute dgrad if the input needs
-    a gradient; LayerNormLinear and LayerNormMLP always compute it, for the norm and for fc1.
-    """
+    """Map each GEMM that the backward skips, after a forward with gradients, to the reason."""
+    row = te_modules.of(module)
     if not input_needs_gradient and not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
         return {LayerGemm(layer, gemm): NO_GRADIENT for layer in layers for gemm in GEMMS[1:]}
     left_out = {
-        LayerGemm(layer, "wgrad"): FROZEN
-        for layer, frozen in zip(layers, _frozen(module, layers), strict=True)
-        if frozen
+        LayerGemm(layer, "wgrad"): FROZEN for layer, frozen in zip(layers, row.frozen(module), strict=False) if frozen
     }
-    if not input_needs_gradient and {"LayerNormLinear", "LayerNormMLP"}.isdisjoint(class_names(module)):
+    if not input_needs_gradient and not row.has_norm:
         left_out |= {LayerGemm(layer, "dgrad"): NO_INPUT_GRADIENT for layer in layers}
     return left_out
 
 
-def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
-    if "LayerNormMLP" in class_names(module):
-        return [not module.fc1_weight.requires_grad, not module.fc2_weight.requires_grad]
-    # A weight split into several parameters has one GEMM; in GroupedLinear the first weight decides for all.
-    names = getattr(module, "weight_names", ["weight0"])
-    return [not any(getattr(module, name).requires_grad for name in names)] * len(layers)
-
-
 def recipe_in_force(module: Any, *, fp8: bool) -> str:
-    return recipe_text(module.fp8_meta["recipe"] if fp8 else None)
+    return recipe_text(recipe_of_module(module) if fp8 else None)
 
 
 def recipe_of_operator(module: Any, arguments: Any) -> str:
@@ -364,13 +344,9 @@ def recipe_of_operator(module: Any, arguments: Any) -> str:
 
     In the first run of a graph the module does not have its recipe yet: Dynamo sets attributes after the graph.
     """
-    if not arguments.fp8 or (module.fp8 and "recipe" in module.fp8_meta):
+    if not arguments.fp8 or (module.fp8 and recipe_of_module(module)):
         return recipe_in_force(module, fp8=arguments.fp8)
     return recipe_of_quantizer(arguments.weight_quantizer or arguments.input_quantizer)
-
-
-def backward_override(module: Any) -> str | None:
-    return module.fp8_meta["recipe"].backward_override if module.fp8 else None
 
 
 def recipe_text(recipe: Any) -> str:

@@ -57,9 +57,9 @@ class SeenProduct:
 
     layer: str
     family: Family
-    role: Role
-    formats: tuple[str, str]
-    sizes: Sizes
+    role: Role = ""
+    formats: tuple[str, str] = ("", "")
+    sizes: Sizes = (0, 0, 0, 0)
     kind: str = ""
     weight: Weight | None = None
     of: SeenProduct | None = None

@@ -20,8 +20,6 @@ from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
 
-_CALL = "te_precision_call"
-
 
 class ModelProducts(ModelWatch):
     """The matrix products of a model's steps: a listener of the tap, and of torch's operators.
@@ -136,9 +134,9 @@ class ModelProducts(ModelWatch):
     def _call_of(self, event: GemmEvent) -> ModelCall | None:
         if self.failure:
             return None
-        if event.gemm == "fprop" or _CALL not in event.kept:
-            event.kept[_CALL] = self.operators.current_call()
-        call: ModelCall | None = event.kept[_CALL]
+        if event.gemm == "fprop" or "call" not in event.kept:
+            event.kept["call"] = self.operators.current_call()
+        call: ModelCall | None = event.kept["call"]
         return call
 
     def _note_recomputed(self, event: GemmEvent) -> None:
@@ -152,7 +150,7 @@ class ModelProducts(ModelWatch):
             self.recomputed_outside.add(event.layer)
 
     def _note_running(self, layer: str) -> None:
-        seen = SeenProduct(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=self.operators.forward_call())
+        seen = SeenProduct(layer, "attention", call=self.operators.forward_call())
         self.operators.nodes.note_running(seen)
 
     def see_gemm(
@@ -263,11 +261,7 @@ class ModelProducts(ModelWatch):
         if self.counting and (call is None or call.is_counted):
             for layer in layers:
                 family: Family = "te_ops" if layer in self._operations else "te"
-                self.operators.seen.append(
-                    SeenProduct(
-                        layer, family, "", ("", ""), (0, 0, 0, 0), backward=backward, call=call, not_counted=what
-                    )
-                )
+                self.operators.seen.append(SeenProduct(layer, family, backward=backward, call=call, not_counted=what))
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:

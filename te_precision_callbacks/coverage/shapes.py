@@ -22,6 +22,8 @@ from te_precision_callbacks.base.errors import transformer_engine_error
 from te_precision_callbacks.base.numerics.gemm_shapes import Refusal, refusals
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, GEMMS, GemmName, name_of_recipe
 from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import recipe_of_module
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ def explain_checkpoint(error: BaseException | None, modules: Sequence[NamedModul
     was_shown = _was_shown(error)
     while error is not None and not isinstance(error, CheckpointError):
         error = error.__cause__ or error.__context__
-    if error is not None and any("recipe" in (vars(named.module).get("fp8_meta") or {}) for named in modules):
+    if error is not None and any(recipe_of_module(named.module) for named in modules):
         _add_note(
             error,
             "torch.utils.checkpoint(use_reentrant=False), the default of gradient_checkpointing in transformers,"
@@ -99,7 +101,7 @@ class _FailedLayer:
     named: NamedModule
     in_backward: bool
     rows: int | None = None
-    splits: Sequence[int] | None = None
+    splits: Sequence[Any] | None = None
     gemm: GemmName | None = None
 
 
@@ -107,27 +109,30 @@ def _explanation(place: _FailedLayer) -> str | None:
     module: Any = place.named.module
     if not module.fp8:
         return None
-    recipe = name_of_recipe(module.fp8_meta["recipe"])
-    if recipe is None:
+    recipe = recipe_of_module(module)
+    name = name_of_recipe(recipe)
+    if name is None:
         return None
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
     own: tuple[GemmName, ...] = ("dgrad", "wgrad") if place.in_backward else ("fprop",)
     gemms = own if place.gemm is None else (place.gemm,)
-    trained = GEMMS if module.training and module.fp8_meta["recipe"].backward_override is None else ("fprop",)
-    layers = list(zip(place.named.layers, _sizes(place), strict=True))
-    if place.in_backward and hasattr(module, "fc2_weight"):
+    trained = GEMMS if module.training and recipe.backward_override is None else ("fprop",)
+    row = te_modules.of(module)
+    sizes = row.tokens(module, place.rows or 0, place.splits, in_backward=place.in_backward)
+    layers = list(zip(place.named.layers, sizes, row.features(module), strict=True))
+    if place.in_backward and row.is_mlp:
         layers.reverse()
-    for layer, (tokens, in_features, out_features) in layers:
+    for layer, tokens, (in_features, out_features) in layers:
         refused = refusals(
-            recipe,
+            name,
             get_device_compute_capability(),
             tokens=tokens,
             in_features=in_features,
             out_features=out_features,
             gemms={*gemms, *trained},
             result_bytes=module.activation_dtype.itemsize,
-            asserted=not hasattr(module, "num_gemms"),
+            asserted=row.checks_operands,
         )
         first = next((refusal for refusal in refused if refusal.gemm in gemms), None)
         if first is not None:
@@ -180,7 +185,7 @@ def _read_sizes(place: _FailedLayer, local: Mapping[str, Any]) -> None:
             place.rows = math.prod(tensor.size()[:-1])
     splits = local.get("m_splits", getattr(local.get("ctx"), "m_splits", None))
     if place.splits is None and splits is not None:
-        place.splits = [int(size) for size in splits]
+        place.splits = list(splits)
     place.gemm = GEMM_OF_LAYOUT.get(str(local.get("layout")), place.gemm)
 
 
@@ -192,26 +197,3 @@ def _local_objects(local: Mapping[str, Any]) -> Iterator[Any]:
             for part in value if isinstance(value, (list, tuple)) else (value,):
                 yield part
                 yield getattr(part, "parent_quantizer", None)  # of a quantizer of the debug path
-
-
-def _sizes(place: _FailedLayer) -> list[tuple[int, int, int]]:
-    """Tokens, in_features and out_features of each layer of a module; 0 tokens if unknown."""
-    module: Any = place.named.module
-    rows = place.rows or 0
-    features = layer_features(module)
-    if hasattr(module, "num_gemms"):
-        splits = place.splits or [0] * module.num_gemms
-        return [(tokens, *sizes) for tokens, sizes in zip(splits, features, strict=True)]
-    if hasattr(module, "fc1_weight"):
-        tokens = rows * (module.tp_size if module.sequence_parallel else 1)
-        return [(tokens, *sizes) for sizes in features]
-    # With sequence parallelism, the operand that is not split over features is split over tokens.
-    split = module.sequence_parallel and module.parallel_mode == ("row" if place.in_backward else "column")
-    return [(rows * (module.tp_size if split else 1), *features[0])]
-
-
-def layer_features(module: Any) -> list[tuple[int, int]]:
-    if hasattr(module, "fc1_weight"):
-        sizes = (weight.shape for weight in (module.fc1_weight, module.fc2_weight))
-        return [(in_features, out_features) for out_features, in_features in sizes]
-    return [(module.in_features, module.out_features)] * getattr(module, "num_gemms", 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from te_precision_callbacks.base.counts import many, without_exponents
-from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.base.errors import OptionError, RaisedInTraining
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import (
     NO_CONFIG,
@@ -309,7 +309,7 @@ lambda finding: ...             # called with each finding, also with notes; "st
 """
 
 
-class PrecisionFindingError(PrecisionDebugError, RuntimeError):
+class PrecisionFindingError(RaisedInTraining, RuntimeError):
     """A finding stops the training, by ``on_finding=``; ``findings`` may be empty on other ranks."""
 
     def __init__(self, message: str, findings: Sequence[Finding] = ()) -> None:

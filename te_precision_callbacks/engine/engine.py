@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.formats import E5M2
 from te_precision_callbacks.base.numerics.layouts import fp8_format, per_tensor_codes
@@ -54,7 +55,6 @@ from te_precision_callbacks.engine.kernels.eager import scale_columns
 from te_precision_callbacks.engine.kernels.eager_blocks import SumsAndMaxima, largest_range
 from te_precision_callbacks.engine.quantization import (
     PerTensor,
-    QuantizationError,
     default_settings,
     read,
     settings_of,

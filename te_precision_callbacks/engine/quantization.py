@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.numerics.blocks import as_matrix, pad_to_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
 from te_precision_callbacks.base.numerics.layouts import (
@@ -46,10 +46,6 @@ from te_precision_callbacks.engine.kernels.eager_blocks import (
 )
 from te_precision_callbacks.statistics.names import no_blocks
 from te_precision_callbacks.statistics.table import BLOCK_SOURCES, StatisticSource
-
-
-class QuantizationError(PrecisionDebugError, RuntimeError):
-    """A statistic of a quantized tensor cannot be computed."""
 
 
 class PerTensor(NamedTuple):

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import ReductionError
 from te_precision_callbacks.base.ranks import format_by_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 from te_precision_callbacks.engine.kernels.columns import NOTHING
@@ -36,10 +36,6 @@ from te_precision_callbacks.engine.slots import Asked, SegmentKey, Segments, Slo
 from te_precision_callbacks.statistics.table import Columns, Values
 
 logger = logging.getLogger(__name__)
-
-
-class ReductionError(PrecisionDebugError, RuntimeError):
-    """Statistics could not be reduced."""
 
 
 class RanksDifferError(ReductionError):

@@ -5,7 +5,7 @@ Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.is_debug_iter
 
 Detects stale cached weights: a forward with ``is_first_microbatch=False`` uses the low-precision weights that an
 earlier forward cached. If a script never passes True again, all steps use the weights of the first (2.20.2:
-``_fp8_workspaces`` of the modules, and ``rowwise_gemm_tensor`` of ``DebugQuantizedTensor``).
+``rowwise_gemm_tensor`` of ``DebugQuantizedTensor``).
 
 Reads the state of delayed scaling, before a layer's first forward and of layers in CUDA graphs. In a layer's first step
 the scale is 1, so most of a small gradient underflows, unless the run was resumed with the scales of its checkpoint.
@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.errors import QuantizationError
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.vocabulary import GEMMS, name_of_format
 from te_precision_callbacks.coverage.gemm_precision import Format
 from te_precision_callbacks.coverage.model_watch import hide_operators
@@ -27,13 +29,10 @@ from te_precision_callbacks.coverage.precision_audit import (
     LayerGemm,
     LayerOperand,
     PrecisionAudit,
-    backward_override,
     formats_of_fused_path,
     gemms_left_out,
     select_fprop,
 )
-from te_precision_callbacks.engine.quantization import QuantizationError
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.refusals import (
     COMPILED,
     CUDA_GRAPH,
@@ -55,11 +54,22 @@ from te_precision_callbacks.layers.forwards import (
     outside_of_dynamo,
     running_forward,
 )
-from te_precision_callbacks.layers.fp8_state import delayed_state, delayed_states
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.names import STALE
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.statistics.series import log_name
+from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import (
+    BACKWARD,
+    FORWARD,
+    backward_override,
+    cached_weights,
+    delayed_state,
+    delayed_states,
+    meta_of,
+    quantizers_of_module,
+    recipe_of_module,
+)
 
 
 class _ScalingSnapshot(NamedTuple):
@@ -83,7 +93,7 @@ class DelayedScalingLayers:
     def snapshot(self, module: torch.nn.Module, iteration: int) -> None:
         """Read a module's state in a training forward, without waiting for the device."""
         known = self._snapshots.get(id(module))
-        first = (vars(module).get("fp8_meta") or {}).get("scaling_fwd")
+        first = meta_of(module).get(FORWARD)
         if known is not None and known.scale is getattr(first, "scale", None):
             return
         states = list(delayed_states(module)) if module.fp8 else []
@@ -123,7 +133,7 @@ def _sums_of_states(states: Sequence[Any]) -> torch.Tensor:
     return torch.stack(sums).view(2, -1)
 
 
-_STATES = (("scaling_fwd", "activation", 0), ("scaling_fwd", "weight", 1), ("scaling_bwd", "gradient", 0))
+_STATES = ((FORWARD, "activation", 0), (FORWARD, "weight", 1), (BACKWARD, "gradient", 0))
 """State, tensor, and its position among the tensors of a layer (2.20.2, ``quantization.py: FP8FwdTensorIdx``)."""
 
 
@@ -136,7 +146,7 @@ def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[
         layers: the names of the module's layers.
     """
     for direction, tensor, position in _STATES:
-        state = delayed_state(vars(module).get("fp8_meta"), direction)
+        state = delayed_state(meta_of(module), direction)
         if state is not None:
             scales = state.scale.chunk(len(layers))
             histories = state.amax_history.chunk(len(layers), 1)
@@ -254,14 +264,12 @@ class DebugPathDecisions:
 
     def _check_cached(self, module: Any, frame: FrameType | None) -> None:
         """Check once per iteration whether the weights that a forward reads from the cache are stale."""
-        if not module.__dict__.get("_fp8_workspaces") or id(module) in self._checked_cache:
+        if not cached_weights(module) or id(module) in self._checked_cache:
             return
-        try:
+        with self._failures.guard("looking at the cached weights of", str(module.name)):
             for name, percentage in stale_shares(module, self.watched.layers[id(module)], frame):
                 self._checked_cache.add(id(module))
                 self._scalars.add(name, percentage)
-        except Exception as error:
-            self._failures.report("looking at the cached weights of", str(module.name), error)
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
         self._upstream_is_debug_iter = upstream
@@ -354,9 +362,9 @@ class DebugPathDecisions:
         trained = [parameter.requires_grad for parameter in module._parameters.values() if parameter is not None]
         state = [layers, fprop_only, has_formats, needs, trained]
         if has_formats:
-            recipe = module.fp8_meta["recipe"] if module.fp8 else None
+            recipe = recipe_of_module(module) if module.fp8 else None
             state += [type(recipe), getattr(recipe, "backward_override", None), module.activation_dtype]
-            for quantizers in (module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]):
+            for quantizers in quantizers_of_module(module):
                 for quantizer in quantizers:
                     state += [type(quantizer), getattr(quantizer, "dtype", None)]
                     if hasattr(quantizer, "rowwise_quantizer"):
@@ -442,14 +450,14 @@ def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
     """
     from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
 
-    workspaces: dict[str, Any] = module.__dict__["_fp8_workspaces"]
+    cached_by_name = cached_weights(module)
     now = quantizers[0]
-    for name, cached in list(workspaces.items()):
+    for name, cached in list(cached_by_name.items()):
         if isinstance(cached, DebugQuantizedTensor):
             made = cached.quantizer
             # With an fsdp_group, TE reads attributes that this weight lacks.
             if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:
-                del workspaces[name]
+                del cached_by_name[name]
 
 
 _ROUNDING = {"FP8": 2.0**-3, "MXFP8": 2.0**-3, "NVFP4": 2.0**-1}
@@ -461,7 +469,7 @@ _SMALL = {"FP8": 2.0**-16, "MXFP8": 2.0**-10, "NVFP4": 2.0**-4}
 
 def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield log name and :data:`STALE` percentage of each weight that the forward in ``frame`` reads from the cache."""
-    cached = module.__dict__.get("_fp8_workspaces")
+    cached = cached_weights(module)
     if not cached or frame is None or frame.f_locals.get("is_first_microbatch") is not False:
         return
     for key, held in cached.items():
@@ -470,8 +478,7 @@ def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[t
         if isinstance(weight, torch.Tensor) and codes is not None:
             percentage = _stale_percentage(weight.detach(), codes)
             if percentage is not None:
-                layer = layers[1] if key.startswith("fc2") and len(layers) > 1 else layers[0]
-                yield log_name(layer, "weight", STALE), percentage
+                yield log_name(te_modules.of(module).layer_of(key, layers), "weight", STALE), percentage
 
 
 @torch.no_grad()

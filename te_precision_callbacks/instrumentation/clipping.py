@@ -15,8 +15,8 @@ import torch
 from torch.nn.utils import clip_grad
 
 from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.replaced import Replacements
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 
 
@@ -67,11 +67,9 @@ class ClippingWatch:
 
     @torch.no_grad()
     def _note(self, parameters: Iterable[torch.Tensor], limit: Any, norm: Any) -> None:
-        try:
+        with self._failures.guard("observing", "the clipping of gradients"):
             clipped = [parameter for parameter in parameters if parameter.grad is not None]
             self._before(clipped)
             if len(clipped) > self._clipped and type(norm) is torch.Tensor:  # the norm of DTensors needs a collective
                 self._clipped = len(clipped)
                 self._scalars = {CLIPPED_NORM: norm.detach().clone(), CLIPPING_LIMIT: limit}
-        except Exception as error:
-            self._failures.report("observing", "the clipping of gradients", error)

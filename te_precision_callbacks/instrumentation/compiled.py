@@ -16,6 +16,7 @@ from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.instrumentation.handed import gradients, plain_tensors
 from te_precision_callbacks.instrumentation.running import Forward, unobserved_forward
+from te_precision_callbacks.te import modules as te_modules
 
 _FRAMES = 6  # wgrad is called by a function of the backward
 
@@ -73,8 +74,8 @@ class CompiledLinears:
         if key not in self._by_weight:  # the first of the iteration, or gathered since
             self._by_weight = {}
             for module in self.modules:
-                first = getattr(module, module.weight_names[0], None)
-                self._by_weight.setdefault(_address(first), []).append(module)
+                for first in te_modules.of(module).weights(module, 0)[:1]:
+                    self._by_weight.setdefault(_address(first), []).append(module)
         modules = self._by_weight.get(key, ())
         if key and len(modules) == 1:
             return modules[0]

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.errors import SessionError
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
@@ -33,7 +34,6 @@ from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.answers import DebugPathDecisions, scales_in_graph
 from te_precision_callbacks.instrumentation.every_step import EveryStep
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
@@ -45,7 +45,7 @@ from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
-from te_precision_callbacks.layers.gemm_events import GemmEvent, Listener
+from te_precision_callbacks.layers.gemm_events import GemmEvent, Kept, Listener
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -235,7 +235,7 @@ class ForwardHooks:
                 except Exception as error:
                     self._failures.report("reading the scales of", self._watched.names[key], error)
 
-    def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Any:
+    def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> Any:
         self._gemm_records.before_sum(layer, gemm, out, kept)
         return self.gemm_errors.before_sum(layer, gemm, out, kept)
 

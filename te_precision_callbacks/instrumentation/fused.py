@@ -5,7 +5,7 @@ Transformer Engine calls features only on its debug path, which rounds some tens
 unquantized, and training stays bit-identical.
 
 Values that a fused norm or activation function writes only in the GEMM's format are recomputed (``tap_parts.py``).
-:data:`HIGH_PRECISION_ON_FUSED_PATH` lists the available tensors. Read from Transformer Engine 2.20.2
+``te/modules.py`` lists the available tensors. Read from Transformer Engine 2.20.2
 (``pytorch/module``).
 """
 
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.numerics.layouts import has_scale, is_quantized
-from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe, class_names
+from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import Dumped, LoggedTensor
@@ -27,28 +28,16 @@ from te_precision_callbacks.config.planning import LayerPlan, Plan
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.engine.engine import Prepared, StatisticsEngine
-from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, Watched
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 from te_precision_callbacks.statistics.table import SCALE_SOURCES
+from te_precision_callbacks.te import modules as te_modules
 
 if TYPE_CHECKING:
     from te_precision_callbacks.features.base import Watcher
-
-_ALL = frozenset(TENSORS)
-HIGH_PRECISION_ON_FUSED_PATH: Mapping[str, tuple[frozenset[str], ...]] = {
-    "Linear": (_ALL,),
-    "GroupedLinear": (_ALL,),
-    "LayerNormLinear": (_ALL,),
-    "LayerNormMLP": (_ALL - {"output"}, _ALL - {"dgrad"}),
-}
-"""Module class -> for each of its layers, the tensors available in high precision on its fused path.
-
-LayerNormMLP may fuse the activation function and its derivative into the GEMMs that write the excluded tensors.
-"""
 
 _OVERLAPPING = ("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgrad")
 
@@ -73,34 +62,23 @@ def why_not_fused(
     ``planned`` has only layers with features.
     """
     module: Any = named.module
-    if getattr(module, "sequence_parallel", False) and getattr(module, "tp_size", 1) > 1:
+    if module.sequence_parallel:
         return NotFused("with sequence parallelism its GEMMs read tensors gathered from all ranks")
     if any(value for name, value in vars(module).items() if name.startswith(_OVERLAPPING)):
         return NotFused("communication overlaps with its GEMMs")
     grouped = ("use_grouped_tensor", "single_grouped_weight", "single_grouped_bias")
     if any(getattr(module, name, False) for name in grouped):
         return NotFused("the tensors of its experts are one grouped tensor")
-    parts = _available_tensors(module)
-    if parts is None:
-        return NotFused(f"the fused path is unknown for a {type(module).__name__}")
-    for index, layer in enumerate(named.layers):
-        entry = planned.get(layer.name)
+    for layer, available in zip(named.names, te_modules.of(module).before_quantization(module), strict=True):
+        entry = planned.get(layer)
         if entry is None:
             continue
-        available = parts[min(index, len(parts) - 1)]
         for name, options in entry.features.get(NAMESPACE, {}).items():
             if options.get("enabled", False):
                 reason = _why_feature_not_fused(name, options, available, module, only_observes)
                 if reason:
-                    return NotFused(reason, layer.name)
+                    return NotFused(reason, layer)
     return None
-
-
-def _available_tensors(module: Any) -> tuple[frozenset[str], ...] | None:
-    parts = next((parts for name in class_names(module) if (parts := HIGH_PRECISION_ON_FUSED_PATH.get(name))), None)
-    if parts is not None and getattr(module, "gemm_gelu_fusion", False):  # NVTE_GEMM_GELU_FUSION=1
-        return parts[0], parts[1] - {"activation"}
-    return parts
 
 
 def _why_feature_not_fused(
@@ -164,7 +142,7 @@ def choose(
     if observe == "debug":
         return {}, {}
     planned = {entry.layer.name: entry for entry in plan.layers}
-    watched = [named for named in modules if any(layer.name in planned for layer in named.layers)]
+    watched = [named for named in modules if not planned.keys().isdisjoint(named.names)]
     why = [(named, why_not_fused(named, planned, only_observes)) for named in watched]
     refused = {named.name: reason for named, reason in why if reason is not None}
     if observe == "fused" and refused:
@@ -234,7 +212,7 @@ class FusedObservation:
         self._needed: dict[tuple[int, ...], frozenset[tuple[int, str]]] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        self._modules = {layer.name: named.module for named in modules for layer in named.layers}
+        self._modules = {layer: named.module for named in modules for layer in named.names}
         for cache in (self._watchers, self._shared, self._due_of_watchers, self.due, self._numbers, self._needed):
             cache.clear()
 
@@ -319,7 +297,7 @@ class FusedObservation:
 
     def _watched(self, event: GemmEvent, due: _Due) -> Iterator[tuple[Watched, Sequence[Watcher]]]:
         module = self._modules[event.layer]
-        group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
+        group = te_modules.tensor_parallel_group(module)
         for tensor, high, given in _tensors(event):
             watchers = due.watchers.get(tensor)
             if watchers:

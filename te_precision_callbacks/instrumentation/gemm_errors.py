@@ -7,8 +7,8 @@ precision:
   Only the products are kept.
 - The gradient exists when the backward's GEMMs run.
 
-The fused path has the tensors of :data:`~te_precision_callbacks.instrumentation.fused.HIGH_PRECISION_ON_FUSED_PATH`,
-the debug path has all. Without a tensor, format and quantizer statistics are missing.
+The fused path has the tensors of ``te/modules.py``, the debug path has all. Without a tensor, format and quantizer
+statistics are missing.
 
 An operand in high precision is recorded for DumpTensors if it exists when the GEMM runs: both operands of fprop and
 dgrad, and the gradient of wgrad.
@@ -56,7 +56,7 @@ from te_precision_callbacks.gemm_error.kernel_check import (
     thin,
 )
 from te_precision_callbacks.layers.forwards import ForwardKind
-from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Watched
+from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Kept, Watched
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.table import StatisticSource
 
@@ -96,10 +96,10 @@ class SelectedGemms(Generic[_OptionsT]):
         self._options: dict[str, dict[str, _OptionsT]] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        self._layers = frozenset(layer.name for named in modules for layer in named.layers)
+        self._layers = frozenset(layer for named in modules for layer in named.names)
         self._options.clear()
 
-    def due(self, layer: str, gemm: str, kept: dict[Any, Any]) -> tuple[_OptionsT, int] | None:
+    def due(self, layer: str, gemm: str, kept: Kept) -> tuple[_OptionsT, int] | None:
         options = self.of_layer(layer).get(gemm)
         if options is None:
             return None
@@ -155,13 +155,13 @@ class GemmErrors:
         self.selected.watch(modules)
         self._weights.clear()
         self.operands.forget()
-        self.operands.modules = {layer.name: id(named.module) for named in modules for layer in named.layers}
+        self.operands.modules = {layer: id(named.module) for named in modules for layer in named.names}
 
     def begin_iteration(self) -> None:
         self._weights.clear()
         self.operands.forget()
 
-    def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Thin | None:
+    def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> Thin | None:
         """Multiply the accumulated tensor with the probes before a GEMM adds to it."""
         due = self.selected.due(layer, gemm, kept)
         if due is None or not isinstance(out, torch.Tensor) or is_quantized(out) or not out.numel() or is_capturing():
@@ -229,7 +229,7 @@ class GemmErrors:
             if high is None or not high.numel():
                 cached = self._weights.get((layer, gemm)) if tensor == "weight" else None
                 if cached is not None and cached.iteration == iteration:
-                    event.kept[layer, gemm] = cached
+                    event.kept.setdefault("probed", {})[layer, gemm] = cached
                 continue
             columnwise = gemm != "fprop"
             with without_autograd(high.device):
@@ -241,7 +241,7 @@ class GemmErrors:
                 )
             if swept.to_k is not None and swept.to_rows is not None:
                 kept = _Kept(iteration, swept.to_k, swept.to_rows, codes)
-                event.kept[layer, gemm] = kept
+                event.kept.setdefault("probed", {})[layer, gemm] = kept
                 if tensor == "weight":
                     self._weights[layer, gemm] = kept
 
@@ -292,7 +292,7 @@ class GemmErrors:
             tensor = RESULT[event.gemm]
             self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM, *kernel_columns(check, own_rank()))
             self._note_measured(event.layer, event.gemm)
-            kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
+            kept: _Kept | None = event.kept.get("probed", {}).pop((event.layer, event.gemm), None)
             high = high_precision_of(self.operands, event.layer, event.b)
             if high is not None and high.numel() != n * k:
                 self.skip(event.layer, event.gemm, f"{_FORMAT}an operand was gathered after quantization")
@@ -420,9 +420,6 @@ def _check_operand_codes(operand: GemmOperand, high: torch.Tensor, seed: int) ->
     return torch.stack(list(check_codes(part, high, rules, seed, seed >> 20)))
 
 
-_BEFORE = "recorded before"
-
-
 class GemmRecords:
     """Listener of the tap that records GEMMs for a replay: operands, result, and previous sum.
 
@@ -438,12 +435,12 @@ class GemmRecords:
         self.selected = SelectedGemms(DumpOptions)
         self.watch = self.selected.watch
 
-    def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> None:
+    def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> None:
         if isinstance(out, torch.Tensor) and not is_capturing() and self.selected.due(layer, gemm, kept) is not None:
-            kept[_BEFORE, layer, gemm] = out.detach().clone()
+            kept.setdefault("sums", {})[layer, gemm] = out.detach().clone()
 
     def __call__(self, event: GemmEvent) -> None:
-        before = event.kept.pop((_BEFORE, event.layer, event.gemm), None)
+        before = event.kept.get("sums", {}).pop((event.layer, event.gemm), None)
         if event.kind is not ForwardKind.OBSERVED:
             return
         try:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from te_precision_callbacks.te.state import CapturedPrecision, cached_weights
 
 _GRAPH_MODULES = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
 
@@ -74,49 +75,10 @@ def _original(forward: Any) -> Any:
     return forward
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """Precision of a graph's layers during the capture.
-
-    Attributes:
-        fp8: whether a layer ran in low precision.
-        state: the recipe's state of such a layer.
-    """
-
-    fp8: bool
-    state: Any
-
-    @classmethod
-    def of(cls, layers: Collection[Any]) -> _Captured:
-        metas = [layer.fp8_meta for layer in layers if getattr(layer, "fp8", False)]
-        metas += [meta["forward"] for layer in layers if (meta := getattr(layer, "_fp8_metas", None))]  # of te.ops
-        states = [meta["scaling_fwd"] for meta in metas if meta and "scaling_fwd" in meta]
-        return cls(bool(states), states[0] if states else None)
-
-    @property
-    def matches_current_recipe(self) -> bool:
-        """Return whether the original forward would now run in this precision.
-
-        A graph runs in the precision of its capture, in any region of ``te.autocast``.
-        """
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-        if FP8GlobalStateManager.is_fp8_enabled() != self.fp8:
-            return False
-        if not self.fp8:
-            return True
-        recipe: Any = FP8GlobalStateManager.get_fp8_recipe()
-        names = {f"{kind.__name__.removesuffix('Recipe')}RecipeState" for kind in type(recipe).__mro__}
-        if type(self.state).__name__ not in names:
-            return False
-        history = getattr(self.state, "amax_history", None)
-        return history is None or len(history) == getattr(recipe, "amax_history_len", len(history))
-
-
 class _Bypass:
     """Replacement of a graphed module's ``forward`` in a collection step: calls the original instead."""
 
-    def __init__(self, module: torch.nn.Module, captured: _Captured, report: Callable[[], None]) -> None:
+    def __init__(self, module: torch.nn.Module, captured: CapturedPrecision, report: Callable[[], None]) -> None:
         self.graphed = module.__dict__["forward"]
         self.original = _original(self.graphed)
         self._module = module
@@ -151,7 +113,7 @@ class _Graph:
         self._attributes: dict[str, Any] = module.__dict__
         self.layers = layers
         self.why_not = why_not
-        self._captured = _Captured.of(layers.values())
+        self._captured = CapturedPrecision.of(layers.values())
         self._name = "cuda_graphs" if _graphs_of_megatron(module) else "forward"
         self._graphed = self._attributes[self._name]
         self._replacement: Any = None
@@ -170,8 +132,8 @@ class _Graph:
         A graph reads and updates its layers' cached low-precision weights at fixed addresses, which features may
         replace meanwhile.
         """
-        workspaces = [vars(layer).get("_fp8_workspaces") for layer in self.layers.values()]
-        self._cached = [(cache, dict(cache)) for cache in workspaces if cache is not None]
+        caches = map(cached_weights, self.layers.values())
+        self._cached = [(cache, dict(cache)) for cache in caches]
         self._replacement = []
         if self._name == "forward":
             self._replacement = _Bypass(self._module, self._captured, self._note_other_recipe)

@@ -16,6 +16,7 @@ import torch
 
 from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
 from te_precision_callbacks.layers.forwards import running_forward
+from te_precision_callbacks.te.modules import MODULES, Row
 
 ArgumentNamer = Callable[[Sequence[Any]], dict[str, Any]]
 
@@ -29,7 +30,7 @@ GROUPED_TENSOR_GEMM = ("A", "B", "out")
 user's wrapper with ``*arguments``.
 """
 
-_READ = {"A", "B", "out", "layout", "accumulate", "m_splits", "inp", "weight", "fc1_weight", "fc2_weight"}
+_READ = {"A", "B", "out", "layout", "accumulate", "m_splits"}.union(*(row.arguments() for row in MODULES.values()))
 
 
 class Sources(NamedTuple):
@@ -105,19 +106,14 @@ def is_grouped_tensor(operand: Any) -> bool:
 
 def autograd_functions() -> tuple[tuple[Any, Sources], ...]:
     """Return the modules' autograd Functions, and the tensors before quantization in their forwards."""
-    from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, layernorm_mlp, linear
+    return tuple((row.function(), _sources_of(row)) for row in MODULES.values())
 
-    def of(**parameters: tuple[int, str]) -> Sources:
-        return Sources(
-            tuple(parameters), lambda given: plain_tensors({tensor: given[name] for name, tensor in parameters.items()})
-        )
 
-    return (
-        (linear._Linear, of(weight=(0, "weight"), inp=(0, "activation"))),
-        (layernorm_linear._LayerNormLinear, of(weight=(0, "weight"))),
-        (layernorm_mlp._LayerNormMLP, of(fc1_weight=(0, "weight"), fc2_weight=(1, "weight"))),
-        (grouped_linear._GroupedLinear, Sources(("inp", "m_splits", "weights_and_biases"), _sources_of_experts)),
-    )
+def _sources_of(row: Row) -> Sources:
+    if row.groups:
+        return Sources(("inp", "m_splits", "weights_and_biases"), _sources_of_experts)
+    tensors = row.arguments()
+    return Sources(tuple(tensors), lambda given: plain_tensors({key: given[name] for name, key in tensors.items()}))
 
 
 def forward_arguments(module: Any) -> dict[str, Any]:

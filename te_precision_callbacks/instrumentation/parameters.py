@@ -24,9 +24,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
 from te_precision_callbacks.base.optimizers import held_ids_of_process
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, ParameterProblem
 from te_precision_callbacks.instrumentation.finite_gradients import Broken, FiniteGradients
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import (
@@ -102,8 +103,6 @@ must find it.
 
 _NEVER_REACHED = ("no_gradient", "checkpointed", "frozen_held")
 
-_ENDS_BY_A_GRADIENT = ("no_gradient", "checkpointed", "lost_gradient")
-
 _RANGES = "_get_model_param_range_map"
 """Identifies a distributed optimizer of Megatron."""
 
@@ -112,16 +111,11 @@ class Problem(NamedTuple):
     """A problem of a parameter.
 
     Attributes:
-        what: ``no_gradient``, ``checkpointed``, ``lost_gradient``, ``arrived``, ``left_out``, ``not_held``,
-            ``frozen_held``, ``converted``, ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still``,
-            ``kept``, ``all_kept``, ``rises_again``, ``decays``, ``idle``, ``emptied``, ``restored``, ``replaced``,
-            ``nonfinite`` or ``nonfinite_gradient``; from :mod:`replicas`, ``differs``, ``differs_from_start``,
-            ``no_reduction`` or ``no_sum``.
         name: the parameter; empty for a problem of the model.
         number: number of steps, or percentage of elements.
     """
 
-    what: str
+    what: ParameterProblem
     name: str
     since: int
     number: float
@@ -164,9 +158,9 @@ class _Writes:
     version: int = -1
     most: int = 0
     samples: tuple[tuple[int, torch.Tensor, int], ...] = ()
-    found: tuple[str, int] | None = None
+    found: tuple[ParameterProblem, int] | None = None
 
-    def note(self, what: str, iteration: int, share: float) -> None:
+    def note(self, what: ParameterProblem, iteration: int, share: float) -> None:
         if share == 1 and self.found is None:
             self.found = what, iteration
 
@@ -357,7 +351,7 @@ class ParameterWatch:
     def before_step(self, optimizer: Optimizer, iteration: int) -> None:
         """Check gradients; in few steps also sample weights and master weights."""
         self._iteration = iteration
-        try:
+        with self._failures.guard("checking the parameters of", type(optimizer).__name__):
             held = self.held_by(optimizer)
             if not held:
                 return
@@ -389,8 +383,6 @@ class ParameterWatch:
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
             self._batches.launch()
-        except Exception as error:
-            self._failures.report("checking the parameters of", type(optimizer).__name__, error)
 
     def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
         if not self._parameters:
@@ -427,7 +419,9 @@ class ParameterWatch:
         first, at_first = samples[0]
         last, at_last = samples[-1]
         self._has_sampled = True
-        checks: list[tuple[str, Compare, tuple[torch.Tensor, ...]]] = [("emptied", _is_emptied, (now, at_last))]
+        checks: list[tuple[ParameterProblem, Compare, tuple[torch.Tensor, ...]]] = [
+            ("emptied", _is_emptied, (now, at_last))
+        ]
         if last - first >= LATE:
             checks.append(("restored", _is_restored, (now, at_first, at_last)))
         if len(samples) > 1:
@@ -532,7 +526,7 @@ class ParameterWatch:
             parameter.gap = None
 
     def _end_problems(self, parameter: _Parameter, gap: _Gap) -> None:
-        ended = {(what, parameter.name) for what in _ENDS_BY_A_GRADIENT} & self._reported
+        ended = {(what, parameter.name) for what in ENDS_BY_A_GRADIENT} & self._reported
         if ended:
             self._reported -= {*ended, ("arrived", parameter.name)}
             self._arrived.append(Problem("arrived", parameter.name, gap.since, gap.steps))
@@ -670,7 +664,7 @@ class ParameterWatch:
     def end_step(self, iteration: int) -> list[Problem]:
         problems: list[Problem] = []
         self._ended = iteration
-        try:
+        with self._failures.guard("checking", "the parameters"):
             if not self._optimizer_steps:
                 self._check_without_optimizer()
             is_complete = self._pending_read is not None or self._has_sampled or self.is_due
@@ -691,8 +685,6 @@ class ParameterWatch:
             if is_complete or any([state.gap is not None for state in self._parameters.values()]):  # noqa: C419  # no call each
                 problems = self._new_problems()
             problems += self._nonfinite(broken)
-        except Exception as error:
-            self._failures.report("checking", "the parameters", error)
         return problems
 
     def _nonfinite(self, broken: list[Broken]) -> list[Problem]:
@@ -775,7 +767,7 @@ class ParameterWatch:
                 elif parameter.is_left_out:
                     yield Problem("left_out", parameter.name, gap.since, gap.steps)
             elif gap.steps >= (MAX_IDLE if may_idle else WITHOUT_GRADIENT):
-                what = "frozen_held"
+                what: ParameterProblem = "frozen_held"
                 if trains:
                     what = "checkpointed" if gap.checkpointed else "no_gradient"
                 yield Problem(what, parameter.name, gap.since, gap.steps)
@@ -893,7 +885,7 @@ class ParameterWatch:
         for parameter in unheld:
             master = getattr(parameter.weight, "main_param", None)
             if id(parameter.weight) not in stepped and id(master) not in stepped:
-                what = "converted" if _is_converted(parameter.module) else "not_held"
+                what: ParameterProblem = "converted" if _is_converted(parameter.module) else "not_held"
                 yield Problem(what, parameter.name, parameter.held_until + 1, len(unheld))
 
     @torch.no_grad()
@@ -938,7 +930,7 @@ def _weight_problems(parameter: _Parameter) -> Iterator[Problem]:
     is_late = set(shown) == {"late"}
     is_open = is_late and not parameter.has_moved and parameter.checks[-1][1] - parameter.still[0] < SPAN
     if len(shown) >= APART_CHECKS and all(shown) and not is_open:
-        what = "late" if is_late and parameter.has_moved else "apart"
+        what: ParameterProblem = "late" if is_late and parameter.has_moved else "apart"
         yield Problem(what, parameter.name, parameter.checks[0][1], max(share for _, _, share in parameter.checks))
     moves = () if parameter.has_moved or any(shown) else parameter.moves
     if len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN:

@@ -15,11 +15,11 @@ from transformer_engine.debug.pytorch import debug_quantization
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from te_precision_callbacks.base.errors import FeatureError
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.numerics.layouts import is_quantized
-from te_precision_callbacks.coverage.precision_audit import backward_override
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.running import CurrentForward
 from te_precision_callbacks.layers.forwards import ForwardKind, outside_of_dynamo
+from te_precision_callbacks.te.state import backward_override
 
 OVERRIDDEN = (
     "_call_inspect_tensor_api",

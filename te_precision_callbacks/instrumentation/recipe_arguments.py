@@ -10,7 +10,7 @@ which drop them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from te_precision_callbacks.base.ranks import is_initialized, own_rank
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.layers.fp8_state import delayed_state, metas_of
-from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
+from te_precision_callbacks.layers.naming import Named
+from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import FORWARD, delayed_state, metas_in_use
 
 Row = dict[str, Any]
 
-_ModuleWithGemms = tuple[torch.nn.Module, tuple[str, ...]]
 """A module or operation with GEMMs, and the names of its layers."""
 
 _QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
@@ -126,25 +126,20 @@ def margins(recipes: Iterable[Any]) -> list[float]:
 # ---------------------------------------------------------------------- the state of modules
 
 
-def modules_with_gemms(modules: Iterable[NamedModule], operations: Iterable[NamedOperation]) -> list[_ModuleWithGemms]:
-    named = [(named.module, tuple(layer.name for layer in named.layers)) for named in modules]
-    return [*named, *((operation.module, operation.layers) for operation in operations)]
-
-
-def recipes_of(modules: Iterable[_ModuleWithGemms]) -> list[Any]:
-    recipes = (meta.get("recipe") for module, _ in modules for meta in _metas_in_use(module))
+def recipes_of(modules: Iterable[Named]) -> list[Any]:
+    recipes = (meta.get("recipe") for named in modules for meta in metas_in_use(named.module))
     return list({id(recipe): recipe for recipe in recipes if recipe is not None}.values())
 
 
-def computes_in_float16(modules: Iterable[_ModuleWithGemms]) -> bool:
+def computes_in_float16(modules: Iterable[Named]) -> bool:
     return any(
-        getattr(module, "activation_dtype", None) is torch.float16
-        or any(parameter.dtype is torch.float16 for parameter in module.parameters(recurse=False))
-        for module, _ in modules
+        getattr(named.module, "activation_dtype", None) is torch.float16
+        or any(parameter.dtype is torch.float16 for parameter in named.module.parameters(recurse=False))
+        for named in modules
     )
 
 
-def amax_reductions(modules: Iterable[_ModuleWithGemms]) -> list[Row]:
+def amax_reductions(modules: Iterable[Named]) -> list[Row]:
     """Return over which ranks the amaxes of delayed scaling are reduced.
 
     Read from ``FP8GlobalStateManager.reduce_and_update_fp8_tensors``: over ``amax_reduction_group`` of ``te.autocast``,
@@ -155,23 +150,19 @@ def amax_reductions(modules: Iterable[_ModuleWithGemms]) -> list[Row]:
         tensor-parallel ranks) and ``outside`` (tensor-parallel ranks that do not take part).
     """
     rows: dict[tuple[bool, int, int, int], list[str]] = {}
-    for module, layers in modules:
-        for meta in _metas_in_use(module):
-            if delayed_state(meta, "scaling_fwd") is None:
+    for named in modules:
+        for meta in metas_in_use(named.module):
+            if delayed_state(meta, FORWARD) is None:
                 continue
             reduced = bool(getattr(meta["recipe"], "reduce_amax", True))
             over = set(_ranks_of(meta.get("fp8_group"))) if reduced else {own_rank()}
-            group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
+            group = te_modules.tensor_parallel_group(named.module)
             tensor_parallel = {own_rank()} if group is None else set(_ranks_of(group))
-            rows.setdefault((reduced, len(over), len(tensor_parallel), len(tensor_parallel - over)), []).extend(layers)
+            key = reduced, len(over), len(tensor_parallel), len(tensor_parallel - over)
+            rows.setdefault(key, []).extend(named.names)
             break
     names = "reduced", "ranks", "tensor_parallel", "outside"
     return [{**dict(zip(names, key, strict=True)), "layers": layers} for key, layers in rows.items()]
-
-
-def _metas_in_use(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Yield FP8 metadata with quantizers; without quantizers, a module's recipe has no meaning."""
-    return (meta for meta in metas_of(module) if "scaling_fwd" in meta or "scaling_bwd" in meta)
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from te_precision_callbacks.base.ranks.together import Ranks
+from te_precision_callbacks.base.vocabulary import ParameterProblem
 from te_precision_callbacks.instrumentation.parameters import Problem
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import local_part, raw_codes, sampled_view, stack_equal
@@ -135,7 +136,7 @@ class Replicas:
         new = [self._agreed[index] for index in differing if self._agreed[index] not in self._differing]
         if new:
             alone = len(differing) * 2 > np.count_nonzero(replicas) and not self._is_reduced()
-            alone_what = "no_sum" if in_parts or differed[varies].any() else "no_reduction"
+            alone_what: ParameterProblem = "no_sum" if in_parts or differed[varies].any() else "no_reduction"
             self._differing.update(new)
             for name in new:
                 yield Problem(alone_what if alone else "differs", name, iteration, len(new))

@@ -7,7 +7,7 @@ the dtype of the activations.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from te_precision_callbacks.coverage.precision_audit import (
     select_fprop,
 )
 from te_precision_callbacks.layers.round_robin import RoundRobin
+from te_precision_callbacks.te.state import last_forward
 
 
 class RestingLayers:
@@ -39,11 +40,11 @@ class RestingLayers:
         self._modules = modules
         self._layers = layers
         self._refused = refused
-        self._last_state: dict[int, _State] = {}
+        self._last_state: dict[int, tuple[object, ...]] = {}
         self._ran: Mapping[int, set[TrainingForward]] | None = None
         self._new: list[torch.nn.Module] = []
         self._trained_in_fp8: dict[int, bool] = {}
-        self._seen_in: dict[int, _State] = {}
+        self._seen_in: dict[int, tuple[object, ...]] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}
         self._round_robin = RoundRobin(list(modules.values()))
         self._queried: dict[int, list[list[dict[LayerOperand, Format]]]] = {}
@@ -56,7 +57,7 @@ class RestingLayers:
             fp8: whether it runs in FP8.
         """
         self._trained_in_fp8[id(module)] = fp8
-        state = _state_of(module) if idle else None
+        state = last_forward(module) if idle else None
         if state is None:
             self._seen_in.pop(id(module), None)
         else:
@@ -109,38 +110,38 @@ class RestingLayers:
         return [
             module
             for module in checked
-            if not _is_in_state(module.__dict__, states.get(id(module)))
+            if (state := last_forward(module)) is not None
+            and state != states.get(id(module))
             and id(module) not in armed
-            and module.__dict__["activation_dtype"] is not None
         ]
 
     def _record_first_rest(self, module: Any) -> None:
         """Record the precision of a module in its first resting step: FP8 or not, as in its last armed step."""
         key = id(module)
-        state = _state_of(module)
+        state = last_forward(module)
         fp8 = self._trained_in_fp8.get(key)
         self._last_state.pop(key, None)
         if fp8 is None or state is None:
             return
-        if state.fp8 == fp8:
+        if module.fp8 == fp8:
             self._last_state[key] = state
-        if _is_in_state(module.__dict__, self._seen_in.get(key)):
+        if state == self._seen_in.get(key):
             return
         formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
         if not self._audit.holds(formats):
             self._audit.plan(self._audit.select_running(formats))
 
-    def _check_state(self, module: torch.nn.Module, *, excluded: bool) -> None:
+    def _check_state(self, module: Any, *, excluded: bool) -> None:
         """Record a resting module's precision if it is new to the audit, and arm the module once per precision.
 
         The last forward may have been an evaluation, so only known training forwards count.
         """
         key = id(module)
-        state = _state_of(module)
+        state = last_forward(module)
         if state is None:
             return
         self._last_state[key] = state
-        ran = {(state.fp8, True)} if self._ran is None else self._ran.get(key, set())
+        ran = {(module.fp8, True)} if self._ran is None else self._ran.get(key, set())
         formats_by_forward = []
         for fp8, with_gradients in sorted(ran):
             formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
@@ -163,32 +164,5 @@ class RestingLayers:
                     self._query_again(other)
 
 
-class _State(NamedTuple):
-    fp8: bool
-    quantizers: Any
-    recipe: Any
-    activation_dtype: torch.dtype
-
-
-def _state_of(module: torch.nn.Module) -> _State | None:
-    """Return the state that a module's last forward left; None before the first forward."""
-    attributes = module.__dict__
-    if attributes["activation_dtype"] is None:
-        return None
-    quantizers = attributes["quantizers"]["scaling_fwd"]
-    recipe = attributes["fp8_meta"].get("recipe")
-    return _State(attributes["fp8"], quantizers, recipe, attributes["activation_dtype"])
-
-
 def _trainable(module: torch.nn.Module) -> tuple[bool, ...]:
     return tuple([parameter is not None and parameter.requires_grad for parameter in module._parameters.values()])
-
-
-def _is_in_state(attributes: Mapping[str, Any], state: _State | None) -> bool:
-    return (
-        state is not None
-        and attributes["fp8"] is state.fp8
-        and attributes["activation_dtype"] is state.activation_dtype
-        and attributes["quantizers"]["scaling_fwd"] is state.quantizers
-        and (not state.fp8 or attributes["fp8_meta"]["recipe"] is state.recipe)
-    )

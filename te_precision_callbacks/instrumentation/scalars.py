@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.base.failures import ObservationFailures
 
 
 class ScalarBuffer:

@@ -34,7 +34,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.replaced import Replacements
-from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName, class_names
+from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force, recipe_of_operator
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.instrumentation.compiled import CompiledLinears
@@ -73,6 +73,7 @@ from te_precision_callbacks.layers.gemm_events import (
     Listener,
 )
 from te_precision_callbacks.layers.naming import NamedOperation
+from te_precision_callbacks.te import modules as te_modules
 
 logger = logging.getLogger(__name__)
 
@@ -255,11 +256,14 @@ class GemmTap:
 
     def _watched_forward(self, module: Any) -> Forward:
         """Make the forward of a module whose GEMMs only the watch of every step gets."""
-        if self._classify(module) is not ForwardKind.OBSERVED:
-            return self._forward_for_ranges(module)
-        layers = self._layers[id(module)]
-        halves = len(layers) > 1 and "LayerNormMLP" in class_names(module)
-        entered = Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
+        try:
+            if self._classify(module) is not ForwardKind.OBSERVED:
+                return self._forward_for_ranges(module)
+            halves = te_modules.of(module).is_mlp
+            entered = Forward(self._layers[id(module)], ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
+        except Exception as error:
+            self._report("watching the forward of", str(getattr(module, "name", "a module")), error)
+            return unobserved_forward()
         entered.watched = set()
         return entered
 
@@ -267,14 +271,12 @@ class GemmTap:
         layers = self._layers.get(id(module)) if self._running.has_ranges else None
         if layers is None:
             return unobserved_forward()
-        return Forward(
-            layers, ForwardKind.UNTOUCHED, "", halves="LayerNormMLP" in class_names(module), has_events=False
-        )
+        return Forward(layers, ForwardKind.UNTOUCHED, "", halves=te_modules.of(module).is_mlp, has_events=False)
 
     def _make_forward(self, module: Any, compiled: Any = None) -> Forward:
         """Make the forward of a module; ``compiled``: the arguments of its operator in a graph."""
         try:
-            halves = "LayerNormMLP" in class_names(module)
+            halves = te_modules.of(module).is_mlp
             if compiled is None:
                 kind = self._classify(module)
                 recipe = recipe_in_force(module, fp8=module.fp8)

@@ -21,6 +21,7 @@ from te_precision_callbacks.layers.forwards import Classify
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.layers.round_robin import RoundRobin
+from te_precision_callbacks.te.state import current_recipe, recipe_of_module
 
 
 class OperationsTap:
@@ -46,7 +47,7 @@ class OperationsTap:
 
     @property
     def layers(self) -> list[str]:
-        return [layer for operation in self._operations.values() for layer in operation.layers]
+        return [layer for operation in self._operations.values() for layer in operation.names]
 
     def watch(self, operations: Iterable[NamedOperation]) -> None:
         self._operations = {id(operation.module): operation for operation in operations}
@@ -56,12 +57,14 @@ class OperationsTap:
 
     def check_recipes(self, *, check_all: bool) -> None:
         checked = self._operations.values() if check_all else self._round_robin.take()
-        self.has_new = any(_recipe_of(operation) != self._recipes[id(operation.module)] for operation in checked)
+        self.has_new = any(
+            recipe_of_module(operation.module) != self._recipes[id(operation.module)] for operation in checked
+        )
         if self.has_new:
             self._recipes = self._recipes_now()
 
     def _recipes_now(self) -> dict[int, Any]:
-        return {key: _recipe_of(operation) for key, operation in self._operations.items()}
+        return {key: recipe_of_module(operation.module) for key, operation in self._operations.items()}
 
     def wrap_call(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
@@ -103,26 +106,17 @@ class OperationsTap:
 
     def _layers_in(self, operation: Any) -> list[Sequence[str]]:
         basic = [operation, *getattr(operation, "basic_ops", ())]
-        return [self._operations[id(part)].layers for part in basic if id(part) in self._operations]
+        return [self._operations[id(part)].names for part in basic if id(part) in self._operations]
 
     def _make_forward(self, operation: Any) -> Forward:
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
         layers = self._layers_in(operation)
         if not layers:
             return unobserved_forward()
-        recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
         named = tuple(name for layer in layers for name in layer)
         has_events = len(layers) == 1
-        return Forward(named, self._running.thread_state.kind, recipe_text(recipe), halves=False, has_events=has_events)
-
-
-def _recipe_of(operation: NamedOperation) -> Any:
-    """Return the recipe of an operation's last forward; None for high precision."""
-    meta: Any = operation.module.__dict__["_fp8_metas"]
-    if meta is None or meta["forward"] is None:
-        return None
-    return meta["forward"].get("recipe")
+        return Forward(
+            named, self._running.thread_state.kind, recipe_text(current_recipe()), halves=False, has_events=has_events
+        )
 
 
 class AttentionTap:

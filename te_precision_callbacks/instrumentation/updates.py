@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.weight_samples import local_part
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
@@ -105,7 +105,7 @@ class UpdateWatch:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         before = self._before
         self._before = []
-        try:
+        with self._failures.guard("checking a step of", type(optimizer).__name__):
             if optimizer not in self._known:
                 self._known.add(optimizer)
                 if self._model.is_trained_by(optimizer):
@@ -114,8 +114,6 @@ class UpdateWatch:
                 return
             has_gradients = torch.cat([has_gradient for _, _, has_gradient in before])
             self._count(UNCHANGED, torch.cat([now == then for now, then, _ in before]), has_gradients)
-        except Exception as error:
-            self._failures.report("checking a step of", type(optimizer).__name__, error)
 
     def _check_gradients(self, samples: Iterable[tuple[Mapping[str, Any], Sequence[_GradientSample]]]) -> None:
         """Compare sampled gradients with ``eps``, for Adam and its variants."""

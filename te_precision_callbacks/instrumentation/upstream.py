@@ -28,17 +28,18 @@ from te_precision_callbacks.base.errors import (
     SessionError,
     TransformerEngineUnavailableError,
 )
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.sinks.log_file import LogFile
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, log_file_name
 from te_precision_callbacks.sinks.writer_thread import WriterThread
+from te_precision_callbacks.te.state import cached_weights
 
 logger = logging.getLogger(__name__)
 
@@ -174,9 +175,9 @@ def _drop_debug_workspaces(module: torch.nn.Module) -> None:
     """Drop cached weights quantized under debugging, which would keep the session's quantizers alive."""
     from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
 
-    workspaces: dict[str, Any] = module.__dict__.get("_fp8_workspaces", {})
-    for name in [name for name, weight in workspaces.items() if isinstance(weight, DebugQuantizedTensor)]:
-        del workspaces[name]
+    cached = cached_weights(module)
+    for name in [name for name, weight in cached.items() if isinstance(weight, DebugQuantizedTensor)]:
+        del cached[name]
 
 
 class Inspector:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.coverage.model_watch import TrainingForward
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.resting import RestingLayers
 from te_precision_callbacks.instrumentation.upstream import reset_schedule
 from te_precision_callbacks.layers.forwards import ForwardClassifier, is_compiled_operator
@@ -58,7 +58,7 @@ class WatchedModules:
     ) -> None:
         """Set the modules after :meth:`release`, without arming them; see :meth:`ForwardHooks.watch`."""
         self.modules = {id(named.module): named.module for named in modules}
-        self.layers = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
+        self.layers = {id(named.module): named.names for named in modules}
         self.names = {id(named.module): named.name for named in modules}
         self.fused = dict(fused)
         self.refused = set(refused).intersection(self.modules)
@@ -121,12 +121,10 @@ class WatchedModules:
                 self._to_arm.setdefault(upcoming, {})[id(module)] = module
         for module in self._to_arm.pop(iteration, {}).values():
             self._arm(module)
-        try:
+        with self._failures.guard("checking the precision of", f"iteration {ended_iteration}"):
             self.resting.check_resting(
                 ended_iteration, was_armed, new_at_rest, ran, all_at_once=all_at_once, excluded=excluded
             )
-        except Exception as error:
-            self._failures.report("checking the precision of", f"iteration {ended_iteration}", error)
 
     def query_again(self, module: torch.nn.Module) -> None:
         """Arm a module unless it is refused, so that its features are queried in its next forward."""

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,22 @@ class GemmOperand(NamedTuple):
         return gemm_operand(given, columnwise=self.columnwise)
 
 
+class Kept(TypedDict, total=False):
+    """Data that listeners keep from the forward of a layer until its backward.
+
+    Attributes:
+        iteration: the iteration of the forward.
+        call: the model's call of the forward.
+        probed: (layer, GEMM) -> the products of operand A with the probes.
+        sums: (layer, GEMM) -> a copy of the tensor to which the GEMM adds.
+    """
+
+    iteration: int
+    call: Any
+    probed: dict[tuple[str, str], Any]
+    sums: dict[tuple[str, str], torch.Tensor]
+
+
 @dataclass(eq=False)  # not frozen, since creating a frozen object takes three times as long
 class GemmEvent:
     """A GEMM that has run.
@@ -86,7 +102,7 @@ class GemmEvent:
     arguments: Mapping[str, Any]
     gelu_input: Any = None
     before: Any = None
-    kept: dict[Any, Any] = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
 
     @property
     def operands(self) -> tuple[GemmOperand, GemmOperand]:
@@ -152,7 +168,7 @@ class AttentionEvent:
     arguments: Mapping[str, Any]
 
 
-BeforeSum = Callable[[str, GemmName, Any, dict[Any, Any]], Any]
+BeforeSum = Callable[[str, GemmName, Any, Kept], Any]
 """Listener called before a GEMM accumulates, with the layer, the GEMM, the sum so far, and ``kept`` of the forward; its
 return value becomes ``before`` of the event."""
 

@@ -1,8 +1,8 @@
 """Derives layer names from the module tree, and scopes that distinguish layers with equal paths on several ranks.
 
-A *module* is a Transformer Engine module with observable GEMMs: Linear, LayerNormLinear, LayerNormMLP, GroupedLinear. A
-*layer* is the unit that configs select and logs name: the module itself, or its parts ``<module>.fc1`` and
-``<module>.fc2``, or ``<module>.gemm_0``, ``<module>.gemm_1`` and so on.
+A *module* is a Transformer Engine module with observable GEMMs (``te/modules.py``). A *layer* is the unit that configs
+select and logs name: the module itself, or its parts ``<module>.fc1`` and ``<module>.fc2``, or
+``<module>.gemm_0``, ``<module>.gemm_1`` and so on.
 
 A *scope* is a text such as ``pp1``, ``ep0`` or ``pp1.ep0``, for pipeline stages and expert parallelism. It comes from
 Megatron's parallel state, or from the device mesh of a module's parameters; otherwise the user passes it as ``scope=``
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.te import modules as te_modules
 
 Scope = str | Callable[[str], str]
 """A rank's scope, or a function that maps a module's path to its scope; empty if not needed."""
@@ -138,9 +139,6 @@ _OLD_SPELLINGS = (
 )
 """Module attributes of TE 2.20, and their names in TE's documentation."""
 
-_ATTENTION = "DotProductAttention"
-"""Transformer Engine's attention, whose name the modules of its backends contain."""
-
 _NUMBERED_EXPERTS = re.compile(r"\bexperts_\d+_\d+\b")
 """The experts of a rank in :attr:`Layer.by_number`; a selector without numbers selects the experts of all ranks."""
 
@@ -182,6 +180,10 @@ class NamedModule:
     name: str
     layers: tuple[Layer, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layers)
+
 
 def spellings(classes: Iterable[str]) -> tuple[str, ...]:
     return tuple(spelling for kind in classes for spelling in (kind, snake_case(kind)))
@@ -210,16 +212,14 @@ def named_te_modules(
     Raises:
         OptionError: ``scope`` is a function and does not return a scope.
     """
-    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-
     named: dict[int, NamedModule] = {}
     taken: set[str] = set()
     names_upstream = upstream_names(model)
     for place, root in _named_places(model):
         module = place.module
         path = place.by_number if by_number else place.path
-        parts = _gemm_parts(module) if isinstance(module, TransformerEngineBaseModule) else None
-        if parts is None or id(module) in named:
+        row = te_modules.find(type(module))
+        if row is None or row.is_operation or id(module) in named:
             continue
         upstream = names_upstream[id(module)]
         given_scope = resolve_scope(scope, place.path)
@@ -233,7 +233,7 @@ def named_te_modules(
         entry = _Found(module, name, own_scope, numbered_scope, place, upstream, is_lightning)
         make_layer = _layer_of_upstream if layer_names == "upstream" else _layer
         named[id(module)] = NamedModule(
-            module, _joined(own_scope, name), tuple(make_layer(entry, part) for part in parts)
+            module, _joined(own_scope, name), tuple(make_layer(entry, part) for part in row.layers(module))
         )
     return tuple(named.values())
 
@@ -254,19 +254,22 @@ def named_attention(model: Model, names: Mapping[int, str]) -> dict[int, str]:
     """Return id -> name of Transformer Engine's attention modules and subclasses, for modules in ``names``."""
     modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
     return {
-        id(module): names[id(module)]
-        for module in modules
-        if id(module) in names
-        and any(
-            kind.__name__ == _ATTENTION and kind.__module__.startswith("transformer_engine.")
-            for kind in type(module).__mro__
-        )
+        id(module): names[id(module)] for module in modules if id(module) in names and te_modules.is_attention(module)
     }
 
 
 class NamedOperation(NamedTuple):
+    """An operation of ``te.ops`` with GEMMs; ``names`` are the names of its layers."""
+
     module: torch.nn.Module
-    layers: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+Named = NamedModule | NamedOperation
+
+
+def modules_with_gemms(modules: Iterable[NamedModule], operations: Iterable[NamedOperation]) -> list[Named]:
+    return [*modules, *operations]
 
 
 def named_operations(model: Model, *, by_number: bool = False, scope: Scope = "") -> list[NamedOperation]:
@@ -277,17 +280,13 @@ def named_operations(model: Model, *, by_number: bool = False, scope: Scope = ""
     """
     operations = []
     for place, _ in _named_places(model):
-        kind = type(place.module)
-        if kind.__module__.startswith("transformer_engine.pytorch.ops.") and kind.__name__ in _GEMM_OPERATIONS:
+        row = te_modules.find(type(place.module))
+        if row is not None and row.is_operation:
             path = (place.by_number if by_number else place.path).removesuffix(".basic_ops.0")
             name = _joined(resolve_scope(scope, place.path), path)
-            groups = getattr(place.module, "num_groups", None)
-            layers = (name,) if groups is None else tuple(f"{name}.gemm_{n}" for n in range(groups))
+            layers = tuple(name + part for part in row.layers(place.module))
             operations.append(NamedOperation(place.module, layers))
     return operations
-
-
-_GEMM_OPERATIONS = ("BasicLinear", "GroupedLinear")
 
 
 class _Found(NamedTuple):
@@ -496,7 +495,7 @@ def _places(
     """
     seen: set[int] = set()
     *_, (_, root) = _wrapped(root, lambda parent, name: is_wrapper_part(parent, name) and not opaque(parent))
-    if any(base.__module__.startswith("transformer_engine.") for base in type(root).__mro__):
+    if te_modules.te_classes(type(root)):
         prefix = _joined(prefix, snake_case(_own_class(root)))
     stack = [_Node(prefix, prefix, root)]
     while stack:
@@ -586,21 +585,6 @@ def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
     return child_name == "module" and any(base.__name__ in MODULE_WRAPPERS for base in type(parent).__mro__)
 
 
-def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
-    """Return TE's name suffixes of a module's layers; None for a module without observable GEMMs.
-
-    Read from ``_get_debug_quantizers`` of TE 2.20.2's module/{linear,layernorm_linear,layernorm_mlp,grouped_linear}.py.
-    """
-    classes = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.")}
-    if "LayerNormMLP" in classes:
-        return (".fc1", ".fc2")
-    if "GroupedLinear" in classes:
-        return tuple(f".gemm_{index}" for index in range(int(module.num_gemms)))  # type: ignore[arg-type]
-    if classes & {"Linear", "LayerNormLinear"}:
-        return ("",)
-    return None
-
-
 def _layer_of_upstream(entry: _Found, part: str) -> Layer:
     upstream = tuple(name + part for name in entry.upstream)
     name = _joined(entry.scope, entry.name) + part
@@ -610,7 +594,7 @@ def _layer_of_upstream(entry: _Found, part: str) -> Layer:
 def _layer(entry: _Found, part: str) -> Layer:
     module = entry.module
     name = entry.name
-    bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.pytorch")]
+    bases = te_modules.te_classes(type(module))
     classes = dict.fromkeys([type(module).__name__, *(base for base in bases if base != "TransformerEngineBaseModule")])
     given = str(getattr(module, "name", None) or "")
     is_whole = bool(given) and not _AUTOMATIC_NAME.match(given)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError, RaisedInTraining
 
 
-class ActivationOverflowError(PrecisionDebugError, RuntimeError):
+class ActivationOverflowError(RaisedInTraining, RuntimeError):
     """An activation or a gradient became inf or nan.
 
     Attributes:
@@ -41,7 +41,7 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
         self.report = report
 
 
-class DetectionFailedError(PrecisionDebugError, RuntimeError):
+class DetectionFailedError(RaisedInTraining, RuntimeError):
     """Detection has failed, and an overflow may have been missed since then. ``__cause__`` is set on the failing rank.
 
     Attributes:
@@ -67,7 +67,7 @@ class OverflowOptionError(OptionError, ValueError):
     """The value of a keyword of the detector is invalid."""
 
 
-class AbortAfterBatch(PrecisionDebugError, ValueError):
+class AbortAfterBatch(RaisedInTraining, ValueError):
     """The last batch of the run, ``abort_after_batch=``, is over.
 
     Attributes:

@@ -3,8 +3,8 @@
 A fingerprint has hashes instead of tensors. Each rank has its own, as text in the state of a checkpoint, or as a file
 in its folder.
 
-Read from Transformer Engine 2.20.2: ``pytorch/module/base.py`` (``fp8_meta``; the first forward replaces a restored
-recipe, and creates or adapts the state), ``pytorch/quantization.py`` (recipe states), ``common/recipe``.
+Read from Transformer Engine 2.20.2: ``pytorch/module/base.py`` (the first forward replaces a restored recipe, and
+creates or adapts the state), ``common/recipe``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,17 @@ from te_precision_callbacks.base.numerics.layouts import (
 )
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.folding import fold_names
-from te_precision_callbacks.layers.fp8_state import delayed_state, is_in_checkpoints
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.runs.run_files import replace_whole
+from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import (
+    BACKWARD,
+    FORWARD,
+    delayed_state,
+    is_in_checkpoints,
+    meta_of,
+    recipe_of_module,
+)
 
 __all__ = ["FILE_NAME", "Fingerprint", "FingerprintError", "ResumeFinding", "ResumeReport", "read"]
 
@@ -95,7 +103,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class RecipeState:
+class RecipeFingerprint:
     """Class of a recipe, or :data:`HIGH_PRECISION`, and its fields; nested as in ``fp8_quant_fwd_inp.margin``."""
 
     name: str
@@ -140,11 +148,11 @@ class Fingerprint:
     world_size: int
     config: str
     versions: Mapping[str, str]
-    recipes: tuple[RecipeState, ...] = ()
+    recipes: tuple[RecipeFingerprint, ...] = ()
     layers: tuple[LayerFingerprint, ...] = ()
     schema: int = SCHEMA
 
-    def recipe_of(self, layer: LayerFingerprint) -> RecipeState | None:
+    def recipe_of(self, layer: LayerFingerprint) -> RecipeFingerprint | None:
         if layer.recipe is None:
             return None
         return self.recipes[layer.recipe]
@@ -214,7 +222,7 @@ def with_layers(facts: Fingerprint, modules: Iterable[NamedModule]) -> Fingerpri
     layers: list[LayerFingerprint] = []
     for named in modules:
         count = len(named.layers)
-        forward, backward = (_states(named.module, key, count) for key in ("scaling_fwd", "scaling_bwd"))
+        forward, backward = (_states(named.module, key, count) for key in (FORWARD, BACKWARD))
         unsaved = not is_in_checkpoints(named.module)
         for number, layer in enumerate(named.layers):
             states = forward[number], backward[number]
@@ -233,27 +241,27 @@ def with_recipes(
         trained_in_fp8: returns whether a layer trained in FP8 in its last step; None if unknown. The state of a module
             does not show this, since its last forward may have been an evaluation in another precision.
     """
-    module_of = {layer.name: named.module for named in modules for layer in named.layers}
-    recipes: dict[str, tuple[int, RecipeState]] = {}
+    module_of = {layer: named.module for named in modules for layer in named.names}
+    recipes: dict[str, tuple[int, RecipeFingerprint]] = {}
     layers = []
     for layer in fingerprint.layers:
-        meta = vars(module_of[layer.name])["fp8_meta"] if layer.name in module_of else {}
-        recipe = None if meta.get("recipe") is None else recipe_fingerprint(meta["recipe"])
+        given = recipe_of_module(module_of[layer.name]) if layer.name in module_of else None
+        recipe = None if given is None else recipe_fingerprint(given)
         if trained_in_fp8(layer.name) is False:
-            recipe = RecipeState(HIGH_PRECISION, {})
+            recipe = RecipeFingerprint(HIGH_PRECISION, {})
         number = None if recipe is None else recipes.setdefault(str(recipe), (len(recipes), recipe))[0]
         layers.append(replace(layer, recipe=number))
     return replace(fingerprint, recipes=tuple(recipe for _, recipe in recipes.values()), layers=tuple(layers))
 
 
-def recipe_fingerprint(recipe: Any) -> RecipeState:
+def recipe_fingerprint(recipe: Any) -> RecipeFingerprint:
     """Return a recipe's dataclass fields and public attributes, of the class and the object."""
     names = {entry.name for entry in dataclasses.fields(recipe)} if dataclasses.is_dataclass(recipe) else set()
     names |= vars(recipe).keys()
     for base in type(recipe).__mro__:
         names |= {name for name, value in vars(base).items() if not callable(value) and not hasattr(value, "__get__")}
     public = sorted(name for name in names if not name.startswith("_"))
-    return RecipeState(type(recipe).__name__, dict(_flat((name, getattr(recipe, name)) for name in public)))
+    return RecipeFingerprint(type(recipe).__name__, dict(_flat((name, getattr(recipe, name)) for name in public)))
 
 
 def _flat(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bool | int | float | str | None]]:
@@ -270,7 +278,7 @@ def _flat(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bool | int |
 
 
 def _states(module: torch.nn.Module, direction: str, layers: int) -> list[ScalingState | None]:
-    state = delayed_state(vars(module).get("fp8_meta"), direction)
+    state = delayed_state(meta_of(module), direction)
     if state is None:
         return [None] * layers
     states: list[ScalingState | None] = []
@@ -283,16 +291,8 @@ def _states(module: torch.nn.Module, direction: str, layers: int) -> list[Scalin
     return states
 
 
-def weights_of(module: Any, number: int) -> list[Any]:
-    if "LayerNormMLP" in class_names(module):
-        names = [("fc1_weight", "fc2_weight")[number]]
-    else:
-        names = getattr(module, "weight_names", None) or [f"weight{number}", "weight"]
-    return [weight for name in names if (weight := getattr(module, name, None)) is not None]
-
-
 def _weights(module: Any, number: int) -> Weights:
-    weights = weights_of(module, number)
+    weights = te_modules.of(module).weights(module, number)
     local = [getattr(weight, "_local_tensor", weight) for weight in weights]  # a DTensor holds its shard (torch 2.13)
     sharded = getattr(module, "tp_size", 1) > 1 or any(hasattr(weight, "_local_tensor") for weight in weights)
     quantized = [weight for weight in local if not QUANTIZED.isdisjoint(class_names(weight))]

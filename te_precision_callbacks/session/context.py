@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.base.spans import Iterations
@@ -15,7 +16,6 @@ from te_precision_callbacks.coverage.other_steps import OtherSteps, other_steps
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.finding import Verdict
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.runs.fingerprints import ResumeReport

@@ -29,17 +29,18 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     computes_in_float16,
     ignored_arguments,
     margins,
-    modules_with_gemms,
     recipes_of,
 )
 from te_precision_callbacks.layers.folding import fold_names
+from te_precision_callbacks.layers.naming import modules_with_gemms
 from te_precision_callbacks.reference import is_installed
-from te_precision_callbacks.runs.fingerprints import QUANTIZED, weights_of
+from te_precision_callbacks.runs.fingerprints import QUANTIZED
 from te_precision_callbacks.runs.recording import FactTables
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.resume import versions
 from te_precision_callbacks.sinks.step_records import LayerInfo
+from te_precision_callbacks.te import modules as te_modules
 
 logger = logging.getLogger(__name__)
 
@@ -245,8 +246,10 @@ class RunFacts:
     def _weights(self) -> dict[str, Row]:
         columns: dict[str, Row] = {}
         for named in self._model.layers.modules:
+            row = te_modules.of(named.module)
             for number, layer in enumerate(named.layers):
-                weights = [getattr(weight, "_local_tensor", weight) for weight in weights_of(named.module, number)]
+                parts = row.weights(named.module, number)
+                weights = [getattr(weight, "_local_tensor", weight) for weight in parts]
                 quantized = any(not QUANTIZED.isdisjoint(class_names(weight)) for weight in weights)
                 dtypes = dict.fromkeys(str(weight.dtype).partition(".")[2] for weight in weights)
                 columns[layer.name] = {

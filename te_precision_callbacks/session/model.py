@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +20,6 @@ from te_precision_callbacks.config.loading import describe_idle_sections
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
-from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
@@ -44,6 +43,8 @@ from te_precision_callbacks.overflow.hooks import watched_modules
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.step_records import LayerInfo
 from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import backward_override
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +63,6 @@ _BY_ACCELERATE = {
     " environment.",
 }
 
-_MLP_MODES = {"fc1": "column", "fc2": "row"}
-"""Parallel modes of a LayerNormMLP's layers. Their weights are always split; ``set_parallel_mode`` only adds
-communication.
-"""
-
 
 def no_layers_warning(goes_on: str, front_door: str = "") -> str:
     """Return the warning that a model has no Transformer Engine layers, with the integration's remedy."""
@@ -81,28 +77,23 @@ def placements(
 ) -> dict[str, Placement]:
     """Return layer name -> placement, for layers with a tensor-parallel group of several ranks.
 
-    Read from Transformer Engine 2.20.2: ``tp_group``, ``tp_size``, ``parallel_mode`` and ``sequence_parallel`` of the
-    modules in ``pytorch/module``. Other layers with the same name on several ranks count as replicas, even if they
-    differ, unless they are named by number (``Layer.by_number``), or have separate process groups (``process_group=``).
+    Other layers with the same name on several ranks count as replicas, even if they differ, unless they are named by
+    number (``Layer.by_number``), or have separate process groups (``process_group=``).
     """
     placed: dict[str, Placement] = {}
     ranks_of = torch.distributed.get_process_group_ranks
     for named in modules:
-        module: Any = named.module
-        group = getattr(module, "tp_group", None)
-        if getattr(module, "tp_size", 1) < 2 or group is None:
+        group = te_modules.tensor_parallel_group(named.module)
+        if group is None:
             continue
         rank = torch.distributed.get_rank(group)
         lower = ranks_of(group)[:rank]
         first = not lower if reduced_over is None else set(lower).isdisjoint(ranks_of(reduced_over))
+        row = te_modules.of(named.module)
         # GroupedLinear does not communicate: its input was gathered before the layer.
-        gathers = getattr(module, "num_gemms", None) is None
-        sequence_parallel = gathers and bool(getattr(module, "sequence_parallel", False))
-        for layer in named.layers:
-            mode = getattr(module, "parallel_mode", None)
-            if hasattr(module, "set_parallel_mode"):
-                mode = _MLP_MODES.get(layer.name.rpartition(".")[2])
-            placed[layer.name] = Placement(rank, first, mode, sequence_parallel)
+        is_split = not row.groups and bool(named.module.sequence_parallel)
+        for layer, mode in zip(named.names, row.parallel_modes(named.module), strict=True):
+            placed[layer] = Placement(rank, first, mode, is_split)
     return placed
 
 
@@ -131,7 +122,7 @@ class NamedLayers:
     @property
     def other_names(self) -> dict[int, str]:
         """Id of an attention module or ``te.ops`` operation of this rank -> its name."""
-        operations = {id(named.module): named.layers[0] for named in self.operations if named.layers}
+        operations = {id(named.module): named.names[0] for named in self.operations if named.names}
         return {**self._attentions, **operations}
 
     @property
@@ -344,7 +335,8 @@ class ObservedModel:
         unwatched = [
             module
             for module in self.hooks.answers.unwatched
-            if any(parameter is not None and parameter.requires_grad for parameter in module._parameters.values())
+            if not te_modules.is_unknown(type(module))
+            and any(parameter is not None and parameter.requires_grad for parameter in module._parameters.values())
         ]
         if unwatched and self._notices.first("unwatched"):
             names = fold_for_sentence(*(str(module.name) for module in unwatched))
@@ -414,7 +406,7 @@ class ObservedModel:
     def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, HighPrecisionFacts]:
         sections = {section.name: section for section in self._options.config.enabled_sections}
         overrides = {
-            layer.name: backward_override(named.module) or "" for named in self.layers.modules for layer in named.layers
+            layer: backward_override(named.module) or "" for named in self.layers.modules for layer in named.names
         }
         return {
             info.name: HighPrecisionFacts(

@@ -27,7 +27,6 @@ from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
-from te_precision_callbacks.layers.fp8_state import delayed_states
 from te_precision_callbacks.layers.naming import Layer, NamedModule
 from te_precision_callbacks.runs.answers import is_training_loss
 from te_precision_callbacks.runs.fingerprints import (
@@ -46,6 +45,7 @@ from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Severity
+from te_precision_callbacks.te.state import delayed_states
 
 logger = logging.getLogger(__name__)
 
@@ -177,10 +177,8 @@ class ResumeAudit:
             return
         if self._saved:
             if self._records is not None:
-                try:
+                with self._failures.guard("looking for", f"the records of the run {self._saved.run}"):
                     self._records.continue_run(self._saved.run)
-                except Exception as error:
-                    self._failures.report("looking for", f"the records of the run {self._saved.run}", error)
             self._handles = [
                 register_module_forward_pre_hook(outside_of_dynamo(self._before_forward)),
                 register_optimizer_step_pre_hook(outside_of_dynamo(self._before_optimizer_step)),
@@ -253,10 +251,8 @@ class ScaleRestoreCheck:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._steps is None and self._model.is_trained_by(optimizer):
             self._steps = []
-            try:
+            with self._context.failures.guard("looking for", "the scales of a resume"):
                 self._steps = [torch.as_tensor(count).clone() for count in _steps_before(optimizer)]
-            except Exception as error:
-                self._context.failures.report("looking for", "the scales of a resume", error)
 
     def end_step(self) -> None:
         steps = max(map(float, self._steps or ()), default=0.0)
@@ -265,7 +261,7 @@ class ScaleRestoreCheck:
         self._steps = []
         iteration = self._context.iteration
         modules = self._model.layers.modules
-        layers = [layer.name for named in modules if any(delayed_states(named.module)) for layer in named.layers]
+        layers = [layer for named in modules if any(delayed_states(named.module)) for layer in named.names]
         if layers and self._model.hooks.answers.delayed_scaling.unscaled(iteration, modules, ()).issuperset(layers):
             text = (
                 f"The optimizer has stepped {many(round(steps), 'time')} before, but the scales and amax histories of"

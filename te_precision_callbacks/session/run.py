@@ -15,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.devices import is_capturing
-from te_precision_callbacks.base.errors import ObservationError, SessionError
+from te_precision_callbacks.base.errors import ObservationError, RaisedInTraining, SessionError
 from te_precision_callbacks.base.exits import is_failure
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks, leads
@@ -28,7 +29,6 @@ from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.clipping import ClippingWatch
-from te_precision_callbacks.instrumentation.failures import RAISED_IN_TRAINING, ObservationFailures
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.updates import UpdateWatch
@@ -193,7 +193,7 @@ class Run:
                 return None
             with Uninterrupted():
                 return self._end_step(logging_step)
-        except RAISED_IN_TRAINING:
+        except RaisedInTraining:
             raise
         except Exception as error:  # a bug of this package must neither end the training nor block the other ranks
             self.context.ranks.leave(error)
@@ -326,7 +326,7 @@ class Run:
                 records.put_facts(facts)
             self._rules.facts(facts, iteration)
             self._send()
-        except RAISED_IN_TRAINING:
+        except RaisedInTraining:
             raise
         except Exception as error:
             self.context.failures.report("gathering the facts of", f"iteration {iteration}", error)
@@ -465,7 +465,7 @@ class Run:
     def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except RAISED_IN_TRAINING:
+        except RaisedInTraining:
             raise
         except Exception as error:
             try:

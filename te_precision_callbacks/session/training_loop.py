@@ -13,9 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.replaced import BeforeCalls
-from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.session.context import RunContext
@@ -235,9 +235,7 @@ class BackwardLoss:
         loss = losses[0] if losses else keywords.get("loss", keywords.get("tensor"))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex() or is_capturing():
             return
-        try:
+        with self._failures.guard("reading", "the loss of backward()"):
             value = loss.detach().reshape(()).to(torch.float32, copy=True)
             self._sum = value if self._sum is None else self._sum + value.to(self._sum.device, non_blocking=True)
             self._count += 1
-        except Exception as error:
-            self._failures.report("reading", "the loss of backward()", error)

@@ -23,6 +23,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed.costs import Shape, cast_users, operand_sizes, shape_of
 from te_precision_callbacks.speed.devices import Device, SpeedError
+from te_precision_callbacks.te.state import make_quantizers
 
 logger = logging.getLogger(__name__)
 
@@ -203,12 +204,10 @@ def _matmul(shape: Shape, device: str) -> Callable[[], object]:
 
 def _quantizer(recipe: str, operand: str, directions: tuple[bool, bool]) -> Any:
     from transformer_engine.common import recipe as recipes
-    from transformer_engine.pytorch.quantization import RecipeState
 
     made = getattr(recipes, RECIPES[recipe].recipe_class)()
     mode, count = ("backward", 1) if operand == "gradient" else ("forward", 2)
-    quantizers = RecipeState.create(made, mode=mode, num_quantizers=count).make_quantizers()
-    quantizer = quantizers[1 if operand == "weight" else 0]
+    quantizer = make_quantizers(made, mode, count)[1 if operand == "weight" else 0]
     quantizer.set_usage(rowwise=directions[0], columnwise=directions[1])
     return quantizer
 

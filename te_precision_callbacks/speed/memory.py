@@ -34,15 +34,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import group_by_key, size
+from te_precision_callbacks.base.counts import size
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
-from te_precision_callbacks.base.vocabulary import ONE_SCALE, class_names, recipe_of
-from te_precision_callbacks.coverage.planned_products import MadeQuantizers
-from te_precision_callbacks.coverage.precision_audit import quantizers_of_layers, recipe_text
-from te_precision_callbacks.coverage.shapes import layer_features
+from te_precision_callbacks.base.vocabulary import ONE_SCALE, recipe_of
+from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
+from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import MadeQuantizers
 
 __all__ = ["Memory", "MemoryRow", "plan_memory", "show"]
 
@@ -166,12 +166,12 @@ def plan_memory(
     trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
     planner = _MemoryPlanner(recipe, tokens, recipes or {}, calls, trains)
     for named in modules:
-        planner.plan(named.module, [layer.name for layer in named.layers])
+        planner.plan(named.module, named.names)
     paths = module_names(model)
     for key, module in {id(module): module for root in roots for module in root.modules()}.items():
         if isinstance(module, torch.nn.Linear):
             planner.plan_torch_linear(paths[key], module)
-    operations = [layer for operation in named_operations(model) for layer in operation.layers]
+    operations = [layer for operation in named_operations(model) for layer in operation.names]
     planner.not_planned |= dict.fromkeys(operations, "operations of te.ops are not planned.")
     texts = {recipe_text(chosen) for chosen in (recipe, *planner.recipes.values())} - {""}
     notes = []
@@ -246,7 +246,7 @@ class _MemoryPlanner:
         try:
             linears = self._linears(module, layers)
             self._parameters(module, layers, linears)
-            recomputed = "LayerNormMLP" in class_names(module) and bool(module.checkpoint)
+            recomputed = te_modules.of(module).is_mlp and bool(module.checkpoint)
             for linear in linears:
                 self._add_codes(linear, recomputed=recomputed)
             if self.trains:
@@ -263,30 +263,37 @@ class _MemoryPlanner:
             self._add_high(path, "saved_high", count)
 
     def _linears(self, module: Any, layers: Sequence[str]) -> list[_Linear]:
+        row = te_modules.of(module)
         recipe = self.recipes.get(layers[0], self.recipe)
-        forward, backward = self.quantizers.of(module, recipe, 3 * len(layers), 2 * len(layers))
-        quantizers = quantizers_of_layers(forward, backward, len(layers))
-        weights = _weights(module, layers)
-        groups = len(layers) if hasattr(module, "num_gemms") else 1
-        return [
-            _Linear(
-                layer,
-                recipe,
-                of_layer,
-                (outputs, inputs),
-                weights[layer][0].dtype.itemsize,
-                self._rows_of(layer, groups),
-                any(part.requires_grad for part in weights[layer]),
-                bool(module.primary_weights_in_fp8) or is_quantized(weights[layer][0]),
+        quantizers = self.quantizers.of(module, recipe)
+        groups = len(layers) if row.groups else 1
+        linears = []
+        for number, (layer, (inputs, outputs)) in enumerate(zip(layers, row.features(module), strict=True)):
+            weights = [weight for weight in row.weights(module, number) if isinstance(weight, torch.nn.Parameter)]
+            if not weights:
+                raise UnknownMemoryError(
+                    "its weight is not a parameter, for example because FSDP flattens all parameters."
+                )
+            linears.append(
+                _Linear(
+                    layer,
+                    recipe,
+                    quantizers[number],
+                    (outputs, inputs),
+                    weights[0].dtype.itemsize,
+                    self._rows_of(layer, groups),
+                    any(part.requires_grad for part in weights),
+                    bool(module.primary_weights_in_fp8) or is_quantized(weights[0]),
+                )
             )
-            for layer, of_layer, (inputs, outputs) in zip(layers, quantizers, layer_features(module), strict=True)
-        ]
+        return linears
 
     def _parameters(self, module: torch.nn.Module, layers: Sequence[str], linears: Sequence[_Linear]) -> None:
+        row = te_modules.of(module)
         of_layer = {linear.layer: linear for linear in linears}
         for name, parameter in module.named_parameters(recurse=False):
-            linear = of_layer[layer_of_parameter(name, layers)]
-            if not is_weight(name, parameter) or not linear.primary:
+            linear = of_layer[row.layer_of(name, layers)]
+            if parameter.ndim < 2 or "bias" in name or not linear.primary:
                 self._parameter(linear.layer, parameter)
                 continue
             quantizer: Any = getattr(parameter, "_quantizer", None) or linear.quantizers.get("weight")
@@ -320,13 +327,13 @@ class _MemoryPlanner:
 
     def _add_saved(self, module: Any, linears: Sequence[_Linear], *, recomputed: bool) -> None:
         first = linears[0]
-        names = class_names(module)
-        if "LayerNormMLP" in names or "LayerNormLinear" in names:
+        row = te_modules.of(module)
+        if row.has_norm:
             statistics = 0 if recomputed else _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2)
             self._add_high(first.layer, "saved_high", sum(first.rows) * (first.shape[1] * first.itemsize + statistics))
         if recomputed:
             return
-        if "LayerNormMLP" in names:
+        if row.is_mlp:
             fc1, fc2 = linears
             self._add_saved_operand(fc1, rowwise=True)
             self._add_high(fc2.layer, "saved_high", sum(fc1.rows) * fc1.shape[0] * fc1.itemsize)
@@ -370,30 +377,6 @@ class _MemoryPlanner:
     def _add(self, layer: str, kind: str, low: int, high: int, lives: Lives) -> None:
         if low or high:
             self.rows.append(MemoryRow(layer, kind, low, high, lives))
-
-
-def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Sequence[Any]]:
-    matrices = (pair for pair in module.named_parameters(recurse=False) if is_weight(*pair))
-    weights = group_by_key((layer_of_parameter(name, layers), parameter) for name, parameter in matrices)
-    if not weights:
-        raise UnknownMemoryError("its weight is not a parameter, for example because FSDP flattens all parameters.")
-    shared = next(iter(weights.values()))  # one parameter may hold the weights of all groups
-    return {layer: weights.get(layer, shared) for layer in layers}
-
-
-def layer_of_parameter(name: str, layers: Sequence[str]) -> str:
-    if len(layers) == 1:
-        return layers[0]
-    if name.startswith("fc2"):
-        return layers[1]
-    number = name.removeprefix("weight").removeprefix("bias")
-    if number.isdigit() and int(number) < len(layers):
-        return layers[int(number)]
-    return layers[0]
-
-
-def is_weight(name: str, parameter: torch.Tensor) -> bool:
-    return parameter.ndim > 1 and "bias" not in name
 
 
 def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool = True) -> int:

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from te_precision_callbacks.layers.fp8_state import delayed_states
+from te_precision_callbacks.te.state import delayed_states
 
 logger = logging.getLogger(__name__)
 

@@ -32,6 +32,7 @@ from te_precision_callbacks.layers import forwards
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import AttentionEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
+from te_precision_callbacks.te import modules as te_modules
 from tests.capability import any_capability, stand_for
 from tests.coverage.test_coverage import BLOCKS, Macs, Net, counted, found, linear, once
 from tests.fused_attention import emulate_kernel
@@ -60,6 +61,20 @@ def projections() -> Macs:
 
 def attention(layer: str) -> Macs:
     return {(layer, role, backward): (1 + backward) * ONE for role in ("qk", "pv") for backward in (False, True)}
+
+
+def test_a_module_of_transformer_engine_without_a_row_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a class of a later version: the layer itself has no row, and its subclass neither."""
+    layer = te.Linear(WIDTH, WIDTH)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), layer)
+    monkeypatch.setattr(te_modules, "_ROWS", {})
+    for cached in (te_modules.find, te_modules.is_unknown):
+        cached.cache_clear()
+        monkeypatch.setattr(te_modules, cached.__name__, cached.__wrapped__)
+    coverage = trained(model, tmp_path)
+    assert coverage.not_counted == {"GEMMs of Linear, an unknown module of Transformer Engine": ["1"]}
+    assert {product.layer for product in coverage if product.runs == "seen"} == {"0"}
+    assert np.isnan(coverage.share("fp8"))
 
 
 def step(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 
+from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, ParameterProblem
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
+from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
 from te_precision_callbacks.session import InspectSession
 from tests.combinations import half
 from tests.conftest import statistics
@@ -907,3 +909,9 @@ def test_a_session_after_gradients_have_become_small(tmp_path: Path, optimizer_o
         optimizer.step()
         optimizer.zero_grad()
     assert not of_parameters(trained(tmp_path, model, optimizer, loss=lambda step: loss(150), steps=20))
+
+
+def test_each_problem_of_a_parameter_belongs_to_a_rule() -> None:
+    """The rules on elements that are inf or nan are not those of parameters alone."""
+    assert {*get_args(ParameterProblem)} - {*RULE_OF} == {"nonfinite", "nonfinite_gradient"}
+    assert {RULE_OF[what] for what in ENDS_BY_A_GRADIENT} == {"missing-gradient"}

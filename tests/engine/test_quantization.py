@@ -16,9 +16,10 @@ from transformer_engine.debug.features.utils.stats_computation import STATS
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
 from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 
+from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.engine.quantization import QuantizationError, read
+from te_precision_callbacks.engine.quantization import read
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS
 from tests.combinations import half

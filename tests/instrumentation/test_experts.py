@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 
+from te_precision_callbacks.instrumentation.answers import stale_shares
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature, statistics
@@ -177,3 +179,17 @@ def test_padded_rows_and_tokens_of_experts(tmp_path: Path) -> None:
             else:
                 assert values.pop(" padding_padded_rows%") == pytest.approx(100 * 6 / 96)
                 assert values == {"fc.gemm_0 numel": 48 * 64, "fc.gemm_1 numel": 0, "fc.gemm_2 numel": 48 * 64}
+
+
+def test_cached_weights_are_stale_in_their_own_expert() -> None:
+    module = te.GroupedLinear(2, 32, 32, params_dtype=BF16)
+    with te.autocast(recipe=recipes.Float8CurrentScaling()):
+        module(torch.randn(32, 32, dtype=BF16), [16, 16], is_first_microbatch=True)
+    with torch.no_grad():
+        module.weight1 *= 4
+    frame = SimpleNamespace(f_locals={"is_first_microbatch": False})
+    shares = stale_shares(module, ("moe.gemm_0", "moe.gemm_1"), frame)
+    assert [(name, float(share)) for name, share in shares] == [
+        ("moe.gemm_0_weight_stale_codes%", 0.0),
+        ("moe.gemm_1_weight_stale_codes%", pytest.approx(100, abs=1)),
+    ]

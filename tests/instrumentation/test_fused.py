@@ -16,8 +16,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks import ConfigError
 from te_precision_callbacks.dumps import load
-from te_precision_callbacks.instrumentation.fused import HIGH_PRECISION_ON_FUSED_PATH
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.te import modules as te_modules
 from tests.capability import stand_for
 from tests.conftest import Keeper, feature, statistics
 from tests.instrumentation.gemm_spy import BLACKWELL, MODULES, RECIPES, ROWS, can_run
@@ -65,9 +65,10 @@ def tensors_of(module: str) -> dict[str, list[str]]:
         "GroupedLinear": ["gemm_."],
     }
     if module == "TransformerLayer":
-        qkv, proj = HIGH_PRECISION_ON_FUSED_PATH["LayerNormLinear"][0], HIGH_PRECISION_ON_FUSED_PATH["Linear"][0]
+        qkv = te_modules.MODULES["LayerNormLinear"].high_precision[0]
+        proj = te_modules.MODULES["Linear"].high_precision[0]
         return {"layernorm_qkv": sorted(qkv), "proj": sorted(proj), **tensors_of("LayerNormMLP")}
-    has = HIGH_PRECISION_ON_FUSED_PATH[module]
+    has = te_modules.MODULES[module].high_precision
     return {end: sorted(tensors) for end, tensors in zip(ends[module], has, strict=True)}
 
 
@@ -279,9 +280,9 @@ def test_dumps_are_those_of_the_debug_path(tmp_path: Path) -> None:
 def test_the_page_has_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
     rows = [
-        (kind if len(parts) == 1 else f"{kind}, fc{number + 1}", part)
-        for kind, parts in HIGH_PRECISION_ON_FUSED_PATH.items()
-        for number, part in enumerate(parts)
+        (kind if len(row.high_precision) == 1 else f"{kind}, fc{number + 1}", part)
+        for kind, row in te_modules.MODULES.items()
+        for number, part in enumerate(row.high_precision)
     ]
     lines = [f"| {name} | {', '.join(tensor for tensor in EVERY if tensor in part)} |" for name, part in rows]
     assert all(f"\n{line}\n" in page for line in lines)

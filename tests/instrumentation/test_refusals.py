@@ -32,7 +32,6 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     IGNORED,
     amax_reductions,
     ignored_arguments,
-    modules_with_gemms,
     recipes_of,
 )
 from te_precision_callbacks.instrumentation.refusals import CUDA_GRAPH, REFUSALS
@@ -475,7 +474,7 @@ def test_what_a_model_keeps() -> None:
     net = torch.nn.Sequential(
         te.Linear(64, 64), te_ops.Sequential(te_ops.Linear(64, 64)), te.Linear(64, 64), te.Linear(64, 64)
     )
-    result = modules_with_gemms(named_te_modules(net), named_operations(net))
+    result = (*named_te_modules(net), *named_operations(net))
     assert recipes_of(result) == []
     tensor = torch.randn(64, 64)
     for place, recipe in ((0, delayed), (1, delayed), (2, current)):

@@ -23,11 +23,11 @@ from te_precision_callbacks.base.errors import (
     MissingExtraError,
     OptionError,
     PrecisionDebugError,
+    RaisedInTraining,
     TransformerEngineUnavailableError,
 )
 from te_precision_callbacks.base.ranks.messages import Departure, RanksLostError
 from te_precision_callbacks.base.ranks.together import Ranks
-from te_precision_callbacks.instrumentation import failures
 from te_precision_callbacks.overflow import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
 from te_precision_callbacks.runs import open_run, sink
 from te_precision_callbacks.runs.recorded import SeveralRunsError
@@ -339,7 +339,8 @@ def declared() -> dict[str, str]:
     def is_one(name: str) -> bool:
         return name == PrecisionDebugError.__name__ or any(is_one(base) for base in bases.get(name, ()))
 
-    return {name: modules[name] for name in bases if is_one(name) and name != PrecisionDebugError.__name__}
+    bases_alone = (PrecisionDebugError.__name__, RaisedInTraining.__name__)
+    return {name: modules[name] for name in bases if is_one(name) and name not in bases_alone}
 
 
 @pytest.fixture(scope="module")
@@ -369,8 +370,7 @@ def made(kind: type[PrecisionDebugError]) -> PrecisionDebugError:
 
 def test_each_exception_is_known_here(kinds: dict[str, type[PrecisionDebugError]]) -> None:
     assert sorted([*IN_TRAINING, *BEFORE, *INSIDE, *READERS]) == sorted(declared())
-    assert {kinds[name] for name in IN_TRAINING} == set(failures.RAISED_IN_TRAINING)
-    assert {name for name, kind in kinds.items() if issubclass(kind, failures.RAISED_IN_TRAINING)} == set(IN_TRAINING)
+    assert {name for name, kind in kinds.items() if issubclass(kind, RaisedInTraining)} == set(IN_TRAINING)
 
 
 def test_exceptions_survive_copies_and_pickle(kinds: dict[str, type[PrecisionDebugError]]) -> None:

@@ -25,9 +25,9 @@ from te_precision_callbacks import cli
 from te_precision_callbacks.check import check_model
 from te_precision_callbacks.check.factory import recipe_by_name
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.layers.fp8_state import delayed_states
 from te_precision_callbacks.layers.naming import NamedModule, named_te_modules
 from te_precision_callbacks.speed.memory import Memory, plan_memory, show
+from te_precision_callbacks.te.state import delayed_states
 from tests.capability import stand_for
 from tests.check.running import BF16, RECIPES
 from tests.conftest import feature

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import PrecisionDebugError, ReductionError
 from te_precision_callbacks.base.ranks import format_ranks, has_other_ranks, meeting
 from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
@@ -103,7 +103,7 @@ class Requests(NamedTuple):
     losses: bool = False
 
 
-class RanksLostError(PrecisionDebugError, RuntimeError):
+class RanksLostError(ReductionError):
     """The ranks no longer exchange messages; ``departure`` is the first rank's departure, if known."""
 
     def __init__(self, departure: Departure, message: str = "") -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, ParameterProblem
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -20,31 +21,28 @@ class _Kind(NamedTuple):
     """A kind of :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
 
     ``seen`` is the description, with places for ``names``, ``all_names``, ``number`` and ``since``; remedy and
-    severity are by default the rule's. ``ends_by_a_gradient``: a later gradient makes it a note.
+    severity are by default the rule's.
     """
 
     seen: str
     remedy: str = ""
     severity: Severity | None = None
-    ends_by_a_gradient: bool = False
 
 
 _WRITTEN = "{names}: other code than the optimizer"
 
-_KINDS: Mapping[str, Mapping[str, _Kind]] = {
+_KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
     "missing-gradient": {
-        "no_gradient": _Kind("{names} received no gradient in {number:.0f} optimizer steps", ends_by_a_gradient=True),
+        "no_gradient": _Kind("{names} received no gradient in {number:.0f} optimizer steps"),
         "checkpointed": _Kind(
             "{names} received no gradient in {number:.0f} optimizer steps, because a reentrant checkpoint ran the"
             " forward and none of its inputs needs a gradient",
             "Checkpoint with use_reentrant=False, or let the input of the checkpoints need a gradient:"
             " model.enable_input_require_grads() in transformers and PEFT, or x.requires_grad_() on the output of a"
             " frozen embedding",
-            ends_by_a_gradient=True,
         ),
         "lost_gradient": _Kind(
             "{names} had gradients, and received none since step {since}, although the module still runs",
-            ends_by_a_gradient=True,
         ),
         "arrived": _Kind(
             "{all_names} received no gradient in {number:.0f} optimizer steps from step {since} on, and later did"
@@ -201,7 +199,7 @@ class ParameterRule(Judge):
                 if key == "arrived":
                     yield from self._ended(row["names"], Sighting(layers, "", "", seen, row["since"], kind.severity))
                     continue
-                if kind.ends_by_a_gradient:
+                if key in ENDS_BY_A_GRADIENT:
                     self._missing.setdefault(key, set()).update(row["names"])
                 yield Sighting(layers, "", "", seen, row["since"], kind.severity, key=key, remedy=kind.remedy)
 

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from te_precision_callbacks.base.devices import is_lost, lost_message
-from te_precision_callbacks.base.errors import FeatureError, ObservationError, PrecisionDebugError, ResumeAuditError
+from te_precision_callbacks.base.errors import FeatureError, ObservationError, QuantizationError, ReductionError
 from te_precision_callbacks.base.ranks.group import INTERFACE
-from te_precision_callbacks.base.ranks.messages import RanksLostError
-from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
-from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
-from te_precision_callbacks.engine.quantization import QuantizationError
-from te_precision_callbacks.engine.reduction import RanksDifferError
-from te_precision_callbacks.overflow.errors import STOPS
 
 logger = logging.getLogger(__name__)
 
 MAX_REPORTS = 20
 """Maximum number of kinds of failures reported; further kinds are only counted."""
-
-RAISED_IN_TRAINING: tuple[type[PrecisionDebugError], ...] = (
-    ObservationError,  # strict=True
-    ResumeAuditError,  # strict=True
-    PrecisionContractError,  # require=, with on_broken="raise"
-    PrecisionFindingError,  # on_finding="stop"
-    *STOPS,  # debug="activation_overflow"
-)
-"""Exceptions that a step raises into training. All others are reported as failures of observation; wrong usage, such as
-a step without a model, raises a SessionError before the step runs.
-"""
 
 
 class ObservationFailures:
@@ -60,6 +44,16 @@ class ObservationFailures:
         new = self._new
         self._new = []
         return new
+
+    @contextmanager
+    def guard(self, operation: str, subject: str) -> Iterator[None]:
+        """Report an exception of the block, as :meth:`report` does, and go on after it. Not for what runs per GEMM."""
+        try:
+            yield
+        except ObservationError:
+            raise
+        except Exception as error:
+            self.report(operation, subject, error)
 
     def report(self, operation: str, subject: str, error: BaseException) -> None:
         """Report a failure.
@@ -100,7 +94,7 @@ class ObservationFailures:
         self._count += 1
         if not known:
             self._new.append((self.iteration, f"{where}: {_format_error(error)}"))
-        if isinstance(error, (RanksLostError, RanksDifferError)):
+        if isinstance(error, ReductionError):
             if not known:
                 self._report_disconnected(where, error)
         elif self._count == 1 or not known:

@@ -1,0 +1,190 @@
+"""The state of Transformer Engine's modules and operations: recipes, quantizers, scales, cached weights.
+
+Read from Transformer Engine 2.20.2: ``pytorch/module/base.py``, ``pytorch/ops/op.py``, ``pytorch/quantization.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from te_precision_callbacks.te.modules import of
+
+FORWARD = "scaling_fwd"
+BACKWARD = "scaling_bwd"
+"""Keys of the states of a recipe in FP8 metadata."""
+
+
+def has_state(module: torch.nn.Module) -> bool:
+    return hasattr(module, "fp8_meta")
+
+
+def meta_of(module: torch.nn.Module) -> Mapping[str, Any]:
+    """Return the FP8 metadata of a module, or of an operation's forward; empty without."""
+    attributes = vars(module)
+    return attributes.get("fp8_meta") or (attributes.get("_fp8_metas") or {}).get("forward") or {}
+
+
+def metas_of(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
+    """Yield the FP8 metadata of a module, or those of an operation's forward and backward."""
+    attributes = vars(module)
+    yield from filter(None, (attributes.get("fp8_meta"), *(attributes.get("_fp8_metas") or {}).values()))
+
+
+def metas_in_use(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
+    """Yield FP8 metadata with quantizers; without quantizers, a module's recipe has no meaning."""
+    return (meta for meta in metas_of(module) if FORWARD in meta or BACKWARD in meta)
+
+
+def delayed_state(meta: Mapping[str, Any], direction: str) -> Any:
+    """Return the state of delayed scaling in FP8 metadata, with scale and amax history; None for other recipes.
+
+    It is a ``DelayedScalingRecipeState``, or a ``CustomRecipeState`` that contains one.
+    """
+    state = meta.get(direction)
+    if getattr(state, "amax_history", None) is None:
+        return None
+    return state
+
+
+def delayed_states(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the states of delayed scaling of a module or operation."""
+    return filter(None, (delayed_state(meta, key) for meta in metas_of(module) for key in (FORWARD, BACKWARD)))
+
+
+def is_in_checkpoints(module: torch.nn.Module) -> bool:
+    """Return whether a module's ``_extra_state`` contains its state of delayed scaling: after a forward in FP8."""
+    attributes = vars(module)
+    has_read = meta_of(module).get("fp8_checkpoint")
+    return bool(has_read or attributes.get("fp8") or attributes.get("fp8_calibration"))
+
+
+def cached_weights(module: torch.nn.Module) -> Any:
+    """Return the weights that a module keeps quantized between micro-batches, by attribute."""
+    return vars(module).get("_fp8_workspaces", {})
+
+
+# ---------------------------------------------------------------------- recipes
+
+
+def current_recipe() -> Any:
+    """Return the recipe of the surrounding ``te.autocast``; None for high precision."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    if FP8GlobalStateManager.is_fp8_enabled():
+        return FP8GlobalStateManager.get_fp8_recipe()
+    return None
+
+
+def recipe_of_module(module: torch.nn.Module) -> Any:
+    """Return the recipe of a module's last forward in FP8, or of an operation's last forward."""
+    return meta_of(module).get("recipe")
+
+
+def backward_override(module: Any) -> str | None:
+    return recipe_of_module(module).backward_override if module.fp8 else None
+
+
+def last_forward(module: torch.nn.Module) -> tuple[object, ...] | None:
+    """Return the state that a module's last forward left, for comparison; None before the first forward."""
+    attributes = module.__dict__
+    dtype = attributes["activation_dtype"]
+    if dtype is None:
+        return None
+    fp8 = attributes["fp8"]
+    return fp8, attributes["quantizers"][FORWARD], attributes["fp8_meta"]["recipe"] if fp8 else None, dtype
+
+
+class CapturedPrecision(NamedTuple):
+    """Precision of a graph's layers during the capture.
+
+    Attributes:
+        fp8: whether a layer ran in low precision.
+        state: the recipe's state of such a layer.
+    """
+
+    fp8: bool
+    state: Any
+
+    @classmethod
+    def of(cls, layers: Collection[Any]) -> CapturedPrecision:
+        """Read the precision that modules and operations have now."""
+        metas = [meta_of(layer) for layer in layers if getattr(layer, "fp8", True)]
+        states = [meta[FORWARD] for meta in metas if FORWARD in meta]
+        return cls(bool(states), next(iter(states), None))
+
+    @property
+    def matches_current_recipe(self) -> bool:
+        """Return whether the original forward would now run in this precision.
+
+        A graph runs in the precision of its capture, in any region of ``te.autocast``.
+        """
+        recipe = current_recipe()
+        if recipe is None or not self.fp8:
+            return recipe is None and not self.fp8
+        names = {f"{kind.__name__.removesuffix('Recipe')}RecipeState" for kind in type(recipe).__mro__}
+        if type(self.state).__name__ not in names:
+            return False
+        history = getattr(self.state, "amax_history", None)
+        return history is None or len(history) == getattr(recipe, "amax_history_len", len(history))
+
+
+# ---------------------------------------------------------------------- quantizers
+
+
+def quantizers_of_module(module: Any) -> tuple[list[Any], list[Any]]:
+    """Return a module's quantizers of the forward and of the backward."""
+    return module.quantizers[FORWARD], module.quantizers[BACKWARD]
+
+
+def quantizers_of_layers(module: Any, forward: list[Any], backward: list[Any]) -> list[dict[str, Any]]:
+    """Return tensor -> quantizer for each layer of a module or operation; empty without quantizers.
+
+    The order for each layer: input, weight, output; then gradients of output and input, as in ``FP8FwdTensorIdx`` and
+    ``FP8BwdTensorIdx`` (``pytorch/constants.py``) and in GroupedLinear's offsets. Operations have no output's.
+    """
+    row = of(module)
+    of_forward = [forward[start:] for start in range(0, len(forward), row.quantizers[0])]
+    return [
+        {"activation": first, "weight": second, "gradient": backward[row.quantizers[1] * number]}
+        for number, (first, second, *_) in enumerate(of_forward)
+    ]
+
+
+def make_quantizers(recipe: Any, mode: str, count: int, roles: Any = None) -> list[Any]:
+    """Make the quantizers of a recipe for the ``forward`` or ``backward``, in Transformer Engine's order."""
+    from transformer_engine.pytorch.quantization import RecipeState
+
+    return list(RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles).make_quantizers())
+
+
+class MadeQuantizers:
+    """Cache of the quantizers that modules make, kept alive so that their ids stay unique."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+
+    def of(self, module: Any, recipe: Any) -> list[dict[str, Any]]:
+        """Return tensor -> quantizer for each layer of a module or operation; empty without a recipe.
+
+        The modules of a class share the quantizers of a recipe, unless it is custom. As
+        ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.reset_recipe_state``.
+        """
+        row = of(module)
+        layers = len(row.layers(module))
+        if recipe is None:
+            return [{}] * layers
+        key = id(recipe), id(module) if recipe.custom() else type(module), layers
+        if key not in self._made:
+            made = []
+            for mode, of_layer in zip(("forward", "backward"), row.quantizers, strict=True):
+                count = of_layer * layers
+                if row.is_operation:
+                    roles = module.get_quantizer_roles(mode)
+                else:
+                    roles = module.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
+                made.append(make_quantizers(recipe, mode, count, roles))
+            self._made[key] = quantizers_of_layers(module, *made)
+        return self._made[key]
