@@ -349,11 +349,15 @@ class EveryStepCheck:
             self._watch.modules = ()
             self._failures.report("reading", "what was watched in the last steps", error)
 
-    def record(self, why: str, iteration: int) -> None:
-        """Add an event with the last steps, if they were not recorded too often."""
+    def record(self, why: str, iteration: int, *, of_all: bool = False) -> None:
+        """Add an event with the last steps, if they were not recorded too often.
+
+        Args:
+            of_all: whether all ranks record them for the same reason; only the first rank then writes a file.
+        """
         if self._records_left and self.steps.rows:
             self._records_left -= 1
-            data = {"why": why, **self.steps.as_json()}
+            data = {"why": why, "of_all": of_all, **self.steps.as_json()}
             count = many(len(self.steps.rows), "step")
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 

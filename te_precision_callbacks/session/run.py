@@ -544,7 +544,9 @@ class Run:
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
             if error is not None:
                 self._send_nonfinite(error)
-                self._every_step.record(f"the run was ended by {type(error).__name__}", max(iteration - 1, 0))
+                ends_all = isinstance(error, (Terminated, KeyboardInterrupt))
+                why = f"the run was ended by {type(error).__name__}"
+                self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
             self._check_facts(iteration, at_last=True)
