@@ -22,6 +22,7 @@ import torch
 
 from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.failures import ObservationFailures
+from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.base.vocabulary import GEMMS, name_of_format
 from te_precision_callbacks.coverage.gemm_precision import Format
 from te_precision_callbacks.coverage.model_watch import hide_operators
@@ -45,7 +46,6 @@ from te_precision_callbacks.instrumentation.refusals import (
     refusal_of,
 )
 from te_precision_callbacks.instrumentation.running import CurrentForward
-from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.watched import LEAVES_GRAPHS, WatchedModules
 from te_precision_callbacks.layers.forwards import (
     ForwardClassifier,

@@ -27,6 +27,7 @@ import torch
 from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.replaced import Replacements
+from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
@@ -37,16 +38,15 @@ from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
-from te_precision_callbacks.instrumentation.parameters import is_due as weights_are_sampled
 from te_precision_callbacks.instrumentation.planned import GemmPlans
 from te_precision_callbacks.instrumentation.refusals import is_captured
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.running import Running
-from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, Kept, Listener
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
+from te_precision_callbacks.parameters.watch import is_due as weights_are_sampled
 from te_precision_callbacks.statistics.schedule import Schedule
 
 

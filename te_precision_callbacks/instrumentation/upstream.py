@@ -32,8 +32,8 @@ from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.replaced import Replacements
+from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
-from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.sinks.log_file import LogFile

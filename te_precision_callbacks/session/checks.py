@@ -33,10 +33,10 @@ from te_precision_callbacks.flight.changes import LEAST_HISTORY, Changes, Kind
 from te_precision_callbacks.flight.rows import StepRow
 from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.instrumentation.every_step import EveryStep
-from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem
-from te_precision_callbacks.instrumentation.replicas import Replicas
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow import DebugActivationOverflow
+from te_precision_callbacks.parameters.replicas import Replicas
+from te_precision_callbacks.parameters.watch import ParameterWatch, Problem
 from te_precision_callbacks.runs.recording import FactTables
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel

@@ -24,8 +24,8 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import ResumeAuditError
 from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.base.scalars import is_scalar, to_floats
 from te_precision_callbacks.config.differences import config_hash
-from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
 from te_precision_callbacks.runs.answers import is_training_loss

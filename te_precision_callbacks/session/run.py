@@ -21,6 +21,7 @@ from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks, leads
+from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.steps import describe_never_due
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
@@ -30,14 +31,13 @@ from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.clipping import ClippingWatch
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
-from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
-from te_precision_callbacks.instrumentation.updates import UpdateWatch
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
+from te_precision_callbacks.parameters.updates import UpdateWatch
 from te_precision_callbacks.session.checks import (
     ContractCheck,
     EveryStepCheck,

@@ -14,7 +14,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.instrumentation.parameters import is_due
+from te_precision_callbacks.parameters.watch import is_due
 from tests.conftest import feature
 from tests.engine import ranks_script
 from tests.engine.ranks_script import (

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.pytorch.module import linear
 
 import te_precision_callbacks
-from te_precision_callbacks.instrumentation.parameters import is_due
 from te_precision_callbacks.layers.round_robin import AT_ONCE
+from te_precision_callbacks.parameters.watch import is_due
 from te_precision_callbacks.session import InspectSession, facts
 from tests.conftest import Keeper, feature, statistics
 

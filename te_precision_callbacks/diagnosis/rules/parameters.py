@@ -18,7 +18,7 @@ _MOST_NAMES = 8
 
 
 class _Kind(NamedTuple):
-    """A kind of :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
+    """A kind of :class:`~te_precision_callbacks.parameters.watch.Problem`.
 
     ``seen`` is the description, with places for ``names``, ``all_names``, ``number`` and ``since``; remedy and
     severity are by default the rule's.

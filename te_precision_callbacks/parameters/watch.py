@@ -28,9 +28,11 @@ from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
 from te_precision_callbacks.base.optimizers import held_ids_of_process
 from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, ParameterProblem
-from te_precision_callbacks.instrumentation.finite_gradients import Broken, FiniteGradients
-from te_precision_callbacks.instrumentation.updates import TrainedModel
-from te_precision_callbacks.instrumentation.weight_samples import (
+from te_precision_callbacks.layers.folding import form_of, numbers_of
+from te_precision_callbacks.layers.forwards import is_checkpoint_without_backward, outside_of_dynamo
+from te_precision_callbacks.parameters.finite_gradients import Broken, FiniteGradients
+from te_precision_callbacks.parameters.updates import TrainedModel
+from te_precision_callbacks.parameters.weight_samples import (
     BatchedChecks,
     Compare,
     copy_all,
@@ -41,8 +43,6 @@ from te_precision_callbacks.instrumentation.weight_samples import (
     sampled_view,
     stack_equal,
 )
-from te_precision_callbacks.layers.folding import form_of, numbers_of
-from te_precision_callbacks.layers.forwards import is_checkpoint_without_backward, outside_of_dynamo
 
 WITHOUT_GRADIENT = 6
 """Optimizer steps after which a parameter without a gradient is reported."""

@@ -18,8 +18,8 @@ import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow
 from te_precision_callbacks.base.failures import ObservationFailures
-from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
-from te_precision_callbacks.instrumentation.weight_samples import local_part
+from te_precision_callbacks.base.scalars import ScalarBuffer
+from te_precision_callbacks.parameters.weight_samples import local_part
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 
 LEAST_RATE = 0.01

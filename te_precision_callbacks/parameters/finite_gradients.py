@@ -12,7 +12,7 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.numerics.layouts import PLAIN
-from te_precision_callbacks.instrumentation.weight_samples import largest_of_each, local_part, to_host
+from te_precision_callbacks.parameters.weight_samples import largest_of_each, local_part, to_host
 
 NamedGradient = tuple[str, torch.Tensor]
 """The name of a parameter, and its gradient or itself."""

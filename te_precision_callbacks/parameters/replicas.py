@@ -16,9 +16,9 @@ import torch
 
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.base.vocabulary import ParameterProblem
-from te_precision_callbacks.instrumentation.parameters import Problem
-from te_precision_callbacks.instrumentation.updates import TrainedModel
-from te_precision_callbacks.instrumentation.weight_samples import local_part, raw_codes, sampled_view, stack_equal
+from te_precision_callbacks.parameters.updates import TrainedModel
+from te_precision_callbacks.parameters.watch import Problem
+from te_precision_callbacks.parameters.weight_samples import local_part, raw_codes, sampled_view, stack_equal
 
 TOLERANCE = 1e-6
 """Allowed difference of checksums relative to the sum of absolute values, as between GPU models."""
