@@ -1,1 +1,1 @@
-"""What each GEMM read in each step, in few numbers: the ring on the device, and the last steps on the host."""
+"""The watch of every step: one number for each tensor of a GEMM, on the device and for the last steps on the host."""

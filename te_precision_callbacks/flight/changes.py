@@ -1,6 +1,6 @@
-"""Sudden changes between two steps: of a tensor's largest magnitude, of a layer's precision, and of what runs.
+"""Sudden changes between two steps: of a tensor's largest magnitude, of a layer's precision, and of the layers that run.
 
-Each tensor is compared with its own last steps. What is found is data (:class:`Change`), for rules of the diagnosis.
+Each tensor is compared with its own last steps. A change is data (:class:`Change`), for the rules of the diagnosis.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Change:
     """A sudden change.
 
     Attributes:
-        slots: what has changed, in the order of execution of the step.
+        slots: the changed tensors or layers, in the order of execution of the step.
         since: the first step with the change.
         until: the last step with it; None if it goes on, or has not ended yet.
         before, now: the magnitude of the first tensor in the steps before, and in ``since``; 0 for other changes.

@@ -46,7 +46,7 @@ class Ring:
         return place
 
     def add(self, tensors: Sequence[Largest], device: torch.device) -> None:
-        """Add tensors on a device, whose orders are their places in :attr:`order`."""
+        """Add tensors on a device. The order of each is its place in :attr:`order`."""
         on = self._devices.get(device)
         if on is None:
             on = _OnDevice(device)

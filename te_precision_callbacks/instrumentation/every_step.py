@@ -1,4 +1,4 @@
-"""Adds what each GEMM reads to the ring, in every step, also where nothing else observes the layer.
+"""Adds the operands of each GEMM to the ring, in every step, also if nothing else observes the layer.
 
 Each operand counts where the first GEMM reads it, in the codes that this GEMM gets: a weight once in a step, an
 activation in each fprop, a gradient in each dgrad or wgrad. A result counts if no other GEMM reads it, which is true of
@@ -38,7 +38,7 @@ class EveryStep:
 
     Attributes:
         modules: the ids of watched modules; empty if nothing is watched.
-        unwatched: what was not added, by class or dtype -> number of tensors, or of calls.
+        unwatched: classes and dtypes of tensors that were not added -> their number.
     """
 
     def __init__(self, ring: Ring, report: Callable[[str, str, Exception], None]) -> None:
@@ -55,12 +55,12 @@ class EveryStep:
         self._weights.clear()
 
     def note(self, forward: Forward, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
-        """Add the tensors of the last GEMM of a watched forward."""
-        index = forward.half if forward.halves else 0
-        layer = forward.layers[index]
+        """Add the tensors of a forward's last GEMM, if it is watched."""
         gradients = forward.watched
         if gradients is None or not self.modules:
             return
+        index = forward.half if forward.halves else 0
+        layer = forward.layers[index]
         if len(operands) != 2:
             self.unwatched["GEMMs of experts"] += 1
             return
@@ -107,7 +107,7 @@ class EveryStep:
                 if device.type != "cuda" or not torch._C._cuda_isCurrentStreamCapturing():
                     self.ring.add(tensors, device)
         except Exception as error:
-            self.modules = ()  # what goes on failing would only slow the training
+            self.modules = ()  # a second failure would only slow the training
             self.unwatched["failed"] += 1
             self._report("watching the GEMMs of", layer, error)
 

@@ -37,6 +37,7 @@ from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force, recipe_of_operator
 from te_precision_callbacks.coverage.seen_products import ModelProducts
+from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.compiled import CompiledLinears
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.handed import (
@@ -110,7 +111,7 @@ class GemmTap:
         every_step: EveryStep | None = None,
     ) -> None:
         self._classify = classify
-        self._every_step = every_step
+        self._every_step = EveryStep(Ring(), report) if every_step is None else every_step
         self._report = report
         self._running = Running() if running is None else running
         self._enter = enter
@@ -171,7 +172,7 @@ class GemmTap:
         """
         self._listening = _Listening(listeners, before, plans)
         self._running.has_ranges = ranges
-        is_needed = listeners or ranges or (watches and self._every_step is not None and self._every_step.modules)
+        is_needed = listeners or ranges or (watches and self._every_step.modules)
         if is_needed and not self._seams:
             self._install()
         elif not is_needed and self._seams:
@@ -243,7 +244,7 @@ class GemmTap:
                 self._running.thread_state.entered = self._attention.enter(module)
             elif id(module) in self._observed:
                 self._running.thread_state.entered = self._make_forward(module)
-            elif self._is_watched(module):
+            elif id(module) in self._every_step.modules:
                 self._running.thread_state.entered = self._watched_forward(module)
             else:
                 self._running.thread_state.entered = self._forward_for_ranges(module)
@@ -251,11 +252,8 @@ class GemmTap:
 
         return absent_from_graphs(prepare_forward, upstream)
 
-    def _is_watched(self, module: Any) -> bool:
-        return self._every_step is not None and id(module) in self._every_step.modules
-
     def _watched_forward(self, module: Any) -> Forward:
-        """Make the forward of a module whose GEMMs only the watch of every step gets."""
+        """Make the forward of a module with GEMMs for the watch of every step alone."""
         try:
             if self._classify(module) is not ForwardKind.OBSERVED:
                 return self._forward_for_ranges(module)
@@ -285,7 +283,7 @@ class GemmTap:
                     kind = self._classify(module)
                 recipe = recipe_of_operator(module, compiled)
             entered = Forward(self._layers[id(module)], kind, recipe, halves=halves)
-            if kind is ForwardKind.OBSERVED and compiled is None and self._is_watched(module):
+            if kind is ForwardKind.OBSERVED and compiled is None and id(module) in self._every_step.modules:
                 entered.watched = set()
             entered.wanted = () if self._enter is None else self._enter(module, kind, compiled)
             if entered.wanted:
@@ -464,7 +462,7 @@ class GemmTap:
                 call = self._call_in_range(forward, call, name_arguments, grouped=grouped)
             has_no_events = forward is not None and not forward.has_events
             if has_no_events or not listeners:
-                if forward is None or forward.watched is None or self._every_step is None:
+                if forward is None or forward.watched is None:
                     return call(*operands, **keywords)
                 current.in_gemm = True
                 try:
@@ -494,12 +492,11 @@ class GemmTap:
                 key = plans.follow(forward, operands, keywords, result)
                 if key is None:
                     next(self._running.gemm_counter)
-                    if forward.watched is not None and self._every_step is not None:
-                        self._every_step.note(forward, operands, keywords, result)
+                    self._every_step.note(forward, operands, keywords, result)
                     return result
                 arguments = {"layout": "TN", **name_arguments(operands), **keywords}
             self._emit(forward, arguments, result, gemms, before, grouped=grouped, key=key)
-            if forward is not None and forward.watched is not None and self._every_step is not None:
+            if forward is not None:
                 self._every_step.note(forward, operands, keywords, result)
             if is_compiled and forward is not None and forward.high:
                 forward.high = {}

@@ -82,7 +82,7 @@ class RuleChecks:
         self._react(findings, scalars.iteration)
 
     def event(self, event: Event) -> None:
-        """Check an event, and report what it shows, unless its source has reported it."""
+        """Check an event, and report its findings, unless its source has reported it."""
         findings = self._diagnosis.event(event, None if event.data.get("of_all") else own_rank() or None)
         if event.kind in _NOT_REPORTED:
             self._react(findings, event.iteration)
@@ -318,7 +318,7 @@ class ParameterChecks:
 
 
 class EveryStepCheck:
-    """Reads what the watch of every step has measured, and adds an event where inf or nan began."""
+    """Reads the watch of every step, and adds events for the origin of inf and nan and for sudden changes."""
 
     def __init__(self, context: RunContext, watch: EveryStep) -> None:
         self._events = context.events

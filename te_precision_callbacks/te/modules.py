@@ -1,4 +1,4 @@
-"""Transformer Engine's modules with GEMMs: one row for each class, of which subclasses are, too.
+"""Transformer Engine's modules with GEMMs: one row for each class and its subclasses.
 
 A module with several GEMMs in its forward has a *layer* for each. Read from Transformer Engine 2.20.2:
 ``pytorch/module``, where ``_get_debug_quantizers`` has the names of the layers, and ``pytorch/ops/basic``.
@@ -178,7 +178,7 @@ def of(module: torch.nn.Module) -> Row:
 
 @_cached
 def te_classes(kind: type) -> tuple[str, ...]:
-    """Return the names of Transformer Engine's classes of which a class is."""
+    """Return the names of the classes of Transformer Engine that a class inherits from."""
     return tuple(base.__name__ for base in kind.__mro__ if base.__module__.startswith(_PACKAGE))
 
 

@@ -28,7 +28,7 @@ def meta_of(module: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def metas_of(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Yield the FP8 metadata of a module, or those of an operation's forward and backward."""
+    """Yield the FP8 metadata of a module, or of an operation's forward and backward."""
     attributes = vars(module)
     yield from filter(None, (attributes.get("fp8_meta"), *(attributes.get("_fp8_metas") or {}).values()))
 
