@@ -1,4 +1,4 @@
-"""Sudden changes between two steps: of a tensor's largest magnitude, of a layer's precision, and of the layers that run.
+"""Sudden changes between two steps: of a tensor's largest magnitude, a layer's precision, and the layers that run.
 
 Each tensor is compared with its own last steps. A change is data (:class:`Change`), for the rules of the diagnosis.
 """
