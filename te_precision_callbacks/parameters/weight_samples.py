@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import NVFP4, is_quantized, read_stored, scaling_mode
+from te_precision_callbacks.base.numerics.layouts import NVFP4, PLAIN, is_quantized, read_stored, scaling_mode
+from te_precision_callbacks.engine.kernels import largest
+from te_precision_callbacks.engine.kernels.columns import FORMATS, MAGNITUDE, Largest
 
 ROWS = 32
 ELEMENTS = 1024
@@ -201,12 +203,21 @@ def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], to
 def largest_of_each(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Yield, per device and dtype, the indices of dense tensors with elements, and their largest absolute values, which
     are inf or nan if an element is."""
-    places: dict[Hashable, list[int]] = {}
+    places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.layout is torch.strided and tensor.is_floating_point() and tensor.numel():
-            places.setdefault((tensor.device, tensor.dtype), []).append(place)
-    for group in places.values():
-        yield group, torch.stack(torch._foreach_norm([tensors[place] for place in group], float("inf")))
+            # C++ is many times as fast, but a tensor of another class, or one that FSDP has freed, has no memory.
+            in_cpp = tensor.device.type == "cpu" and tensor.dtype in FORMATS and type(tensor) in PLAIN
+            in_cpp = in_cpp and tensor.data_ptr() != 0
+            places.setdefault((tensor.device, tensor.dtype, in_cpp), []).append(place)
+    for (device, dtype, in_cpp), group in places.items():
+        if in_cpp:
+            row = largest.new_rows(1, len(group), device)[0]
+            number = FORMATS[dtype]
+            largest.add([Largest(tensors[place], number, None, slot, 0) for slot, place in enumerate(group)], row)
+            yield group, row[:, MAGNITUDE].contiguous().view(torch.float32)
+        else:
+            yield group, torch.stack(torch._foreach_norm([tensors[place] for place in group], float("inf")))
 
 
 def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
