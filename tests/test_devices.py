@@ -10,11 +10,10 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.base import devices
+from te_precision_callbacks.base import devices, scalars
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.instrumentation import scalars
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, extreme_slots
 from te_precision_callbacks.session import InspectSession

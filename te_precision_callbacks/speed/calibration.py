@@ -23,7 +23,6 @@ from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed.costs import Shape, cast_users, operand_sizes, shape_of
 from te_precision_callbacks.speed.devices import Device, SpeedError
-from te_precision_callbacks.te.state import make_quantizers
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +203,8 @@ def _matmul(shape: Shape, device: str) -> Callable[[], object]:
 
 def _quantizer(recipe: str, operand: str, directions: tuple[bool, bool]) -> Any:
     from transformer_engine.common import recipe as recipes
+
+    from te_precision_callbacks.te.state import make_quantizers
 
     made = getattr(recipes, RECIPES[recipe].recipe_class)()
     mode, count = ("backward", 1) if operand == "gradient" else ("forward", 2)
