@@ -47,8 +47,8 @@ def map_command(
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="The modules on which a precision file acts: a checkpoint, a recorded run, or"
-            " package.module:function. Default: the checkpoint in the folder of the file.",
+            help="The modules on which a precision file acts: a checkpoint, or package.module:function. Default: the"
+            " checkpoint in the folder of the file.",
         ),
     ] = None,
     engine: Annotated[
@@ -210,14 +210,11 @@ def _show_comparison(comparison: MapComparison) -> None:
 
 def _comparison_as_json(comparison: MapComparison) -> dict[str, Any]:
     return {
+        **vars(comparison),
         "a": comparison.a.source,
         "b": comparison.b.source,
-        "compared": comparison.compared,
         "differences": [difference._asdict() for difference in comparison.differences],
-        "only_a": comparison.only_a,
-        "only_b": comparison.only_b,
-        "not_said": comparison.not_said,
         "broken": comparison.broken,
-        "findings": [vars(finding) for source in (comparison.a, comparison.b) for finding in source.findings],
+        "findings": [*comparison.a.findings, *comparison.b.findings],
         "notes": [*comparison.a.notes, *comparison.b.notes],
     }

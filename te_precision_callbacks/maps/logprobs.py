@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.json
 import pyarrow.parquet
 
@@ -119,14 +118,14 @@ def read_logprobs(path: str | os.PathLike[str], names: Mapping[str, str] | None 
     """Read a table with the columns ``sample``, ``token``, ``trainer`` and ``rollout``.
 
     In safetensors, ``trainer`` and ``rollout`` are samples x positions, with an optional ``mask`` of the tokens that
-    count. In a table, ``token`` is the position; a row may also hold the lists of a whole sample.
+    count. In a table, ``token`` is the position.
 
     Args:
         names: column -> its name in the file, such as ``{"trainer": "old_log_probs"}``.
 
     Raises:
-        LogProbsError: an unknown format, a missing column, lists of different lengths, or a number that is not finite
-            or above 0.
+        LogProbsError: an unknown format, a missing column or value, tensors of different shapes, or a number that is
+            not finite or above 0.
     """
     file = Path(path).expanduser()
     if file.suffix not in _SUFFIXES:
@@ -177,12 +176,10 @@ def _tensors(file: Path, given: Mapping[str, str]) -> LogProbs:
 def _table(file: Path, given: Mapping[str, str]) -> LogProbs:
     read = pyarrow.parquet.read_table if file.suffix == ".parquet" else pyarrow.json.read_json
     table: pa.Table = read(regular_file(file))
-    _require(file, table.column_names, *(given[side] for side in SIDES))
-    if any(pa.types.is_list(table[given[side]].type) for side in SIDES):
-        if not all(pa.types.is_list(table[given[side]].type) for side in SIDES):
-            raise LogProbsError(f"{file}: one of trainer and rollout has lists, the other has numbers.")
-        return _lists(file, table, given)
-    _require(file, table.column_names, given[SAMPLE], given[TOKEN])
+    _require(file, table.column_names, *given.values())
+    for name in (given[TOKEN], *(given[side] for side in SIDES)):
+        if not (pa.types.is_floating(table[name].type) or pa.types.is_integer(table[name].type)):
+            raise LogProbsError(f"{file}: {name!r} must hold numbers, not {table[name].type}.")
     columns = {name: _column(file, table, name) for name in table.column_names}
     trainer, rollout = (columns[given[side]].astype(np.float64) for side in SIDES)
     position = columns[given[TOKEN]].astype(np.int64)
@@ -194,17 +191,3 @@ def _column(file: Path, table: pa.Table, name: str) -> npt.NDArray[Any]:
     if column.null_count:
         raise LogProbsError(f"{file}: {column.null_count} of {len(column)} rows have no {name!r}.")
     return np.asarray(column.to_pylist())
-
-
-def _lists(file: Path, table: pa.Table, given: Mapping[str, str]) -> LogProbs:
-    counts, others = (pc.fill_null(pc.list_value_length(table[given[side]]), 0).to_numpy() for side in SIDES)
-    unequal = np.flatnonzero(counts != others)
-    if len(unequal):
-        row = int(unequal[0])
-        raise LogProbsError(f"{file}, row {row}: trainer has {counts[row]} tokens, rollout has {others[row]}.")
-    lists = {given[side] for side in SIDES}
-    columns = {name: np.repeat(_column(file, table, name), counts) for name in table.column_names if name not in lists}
-    sample = columns.get(given[SAMPLE], np.repeat(np.arange(len(counts)), counts))
-    position = np.arange(len(sample)) - np.repeat(np.cumsum(counts) - counts, counts)
-    trainer, rollout = (pc.list_flatten(table[given[side]]).to_numpy().astype(np.float64) for side in SIDES)
-    return LogProbs(str(file), sample, position, trainer, rollout, columns)

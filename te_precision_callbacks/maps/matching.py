@@ -83,7 +83,7 @@ class RuleFile:
         kept: whether a block has no quantization around it, by its number.
         acts_on: whether the tool can quantize a module.
         trains: whether the formats also hold for the backward.
-        fuses: whether the parts of a fused layer must have equal formats.
+        fuses: whether the tool is an engine: the parts of its fused layers must have equal formats.
     """
 
     path: str
@@ -95,7 +95,6 @@ class RuleFile:
     acts_on: Callable[[Module], bool] = lambda module: module.is_linear
     trains: bool = False
     fuses: bool = False
-    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -113,9 +112,12 @@ def apply_rules(file: RuleFile, modules: Iterable[Module]) -> PrecisionMap:
     known = list(modules)
     matches = [_Matches(rule) for rule in file.rules]
     formats = {module.name: _decide(file, module, matches) for module in known}
-    names = fold_names(module.name for module in known)
-    findings = [*_rule_findings(file, matches, names), *(_fused_findings(file, known, formats) if file.fuses else ())]
-    return PrecisionMap(file.path, formats, tuple(findings), file.notes)
+    findings = _rule_findings(file, matches, fold_names(formats))
+    if not file.fuses:
+        return PrecisionMap(file.path, formats, tuple(findings))
+    findings += _fused_findings(file, formats)
+    note = f"A model of {file.tool} may keep layers in high precision that the file does not name, such as routers."
+    return PrecisionMap(file.path, formats, tuple(findings), (note,))
 
 
 def _decide(file: RuleFile, module: Module, matches: Iterable[_Matches]) -> ModuleFormats:
@@ -191,10 +193,8 @@ def _is_part_of_a_word(pattern: str, name: str) -> bool:
     return bool(paths) and not any(f".{pattern}." in f".{path}." for path in paths)
 
 
-def _fused_findings(
-    file: RuleFile, modules: Iterable[Module], formats: Mapping[str, ModuleFormats]
-) -> Iterator[MapFinding]:
-    parts = group_by_key((fused_name(module.name), formats[module.name][:2]) for module in modules)
+def _fused_findings(file: RuleFile, formats: Mapping[str, ModuleFormats]) -> Iterator[MapFinding]:
+    parts = group_by_key((fused_name(name), given[:2]) for name, given in formats.items())
     split = [fused for fused, given in parts.items() if len(set(given)) > 1]
     if split:
         text = f"{file.path}: {file.tool} refuses a layer whose parts have several formats: {join_names(split)}."

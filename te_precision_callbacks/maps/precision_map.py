@@ -85,23 +85,16 @@ def is_map(data: Mapping[str, Any]) -> bool:
 
 def map_from_json(data: Mapping[str, Any], place: str) -> PrecisionMap:
     """Read the result of ``te-precision map --json``; raises a MapError that names the entry."""
+    from pydantic import TypeAdapter, ValidationError
+
     if data[_KEY] != SCHEMA:
         raise MapError(f"{place}: {_KEY} is {shown(data[_KEY])}, but this version reads only {SCHEMA}.")
-    modules = data.get("modules")
-    if not isinstance(modules, Mapping):
-        raise MapError(f"{place}: modules must map names to formats, not be {shown(modules)}.")
-    read: dict[str, ModuleFormats] = {}
-    for name, entry in modules.items():
-        fields = ModuleFormats._fields
-        if not isinstance(entry, Mapping) or set(entry) - set(fields) or "weight" not in entry:
-            raise MapError(f"{place}: modules.{name} must have weight, and may have {', '.join(fields[1:])}.")
-        if not all(isinstance(text, str) for text in entry.values()):
-            raise MapError(f"{place}: modules.{name}: formats are texts, such as 'FP8 E4M3', not {shown(entry)}.")
-        read[name] = ModuleFormats(**entry)
-    findings = tuple(
-        MapFinding(entry["kind"], entry["text"], tuple(entry["modules"])) for entry in data.get("findings", ())
-    )
-    return PrecisionMap(place, read, findings, tuple(data.get("notes", ())))
+    try:
+        return TypeAdapter(PrecisionMap).validate_python({**data, "source": place})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise MapError(f"{place}: {key}: {first['msg']}, not {shown(first['input'])}.") from None
 
 
 def use_of(text: str) -> Use:

@@ -30,7 +30,7 @@ from te_precision_callbacks.maps.precision_map import (
     map_from_json,
     use_of,
 )
-from te_precision_callbacks.maps.tool_files import Surroundings, read_rules
+from te_precision_callbacks.maps.tool_files import Surroundings, kind_of, read_rules
 from te_precision_callbacks.runs.reading import chosen_run, list_runs
 
 _DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64"}
@@ -54,8 +54,8 @@ def open_map(
     Args:
         source: a log folder; a folder or file of safetensors; Megatron's YAML, ``hf_quant_config.json``,
             ``config.json`` or a ``quantization_config``; or the output of ``te-precision map --json``.
-        modules: the modules on which a precision file acts: a ``torch.nn.Module``, the path of a checkpoint or of a
-            recorded run, or a list of them. Default: the checkpoint in the file's folder.
+        modules: the modules on which a precision file acts: a ``torch.nn.Module``, the path of a checkpoint, or a list
+            of them. Default: the checkpoint in the file's folder.
         around: what a precision file does not say.
 
     Raises:
@@ -75,6 +75,7 @@ def open_map(
     data = _read_file(path)
     if is_map(data):
         return map_from_json(data, str(path))
+    kind_of(data, str(path))
     known = _modules(path, modules)
     return apply_rules(read_rules(data, str(path), given, known), known)
 
@@ -104,16 +105,10 @@ def _modules(path: Path, given: Any) -> Sequence[Module]:
     files = safetensors_files(folder) if folder.exists() else []
     if files:
         return read_checkpoint(folder, files).modules
-    if given is None:
-        raise MapError(
-            f"{path} names modules by patterns. Give the modules of the model with --modules: a checkpoint, a recorded"
-            " run, or package.module:function."
-        )
-    if not list_runs(folder):
-        raise MapError(f"--modules {folder}: neither a checkpoint (no *.safetensors) nor a recorded run.")
-    recorded = _map_run(folder).modules.items()
-    high = {name: formats.weight if use_of(formats.weight) == "high" else "" for name, formats in recorded}
-    return [Module(name, text, True, layer=block_of(name)) for name, text in high.items()]
+    raise MapError(
+        f"{path} names modules by patterns, and {folder} has no *.safetensors. Give the modules of the model with"
+        " --modules: a checkpoint, or package.module:function."
+    )
 
 
 def _modules_of(model: Any) -> Iterator[Module]:
@@ -178,6 +173,7 @@ def _map_checkpoint(path: Path, checkpoint: Checkpoint, around: Surroundings) ->
             contradicted.setdefault((stored.weight, rule.weight), []).append(name)
     findings = list(said.findings)
     for (stored_format, rule_format), names in contradicted.items():
-        text = f"{path}: stored in {stored_format}, but {files[0].name} says {rule_format}: {join_names(names)}."
+        asked = rule_format or "high precision"
+        text = f"{path}: stored in {stored_format}, but {files[0].name} says {asked}: {join_names(names)}."
         findings.append(MapFinding("checkpoint", text, tuple(names)))
     return PrecisionMap(str(path), modules, tuple(findings), (*said.notes, _CLASSES_UNKNOWN))

@@ -34,7 +34,15 @@ _E4M3 = "FP8 E4M3"
 _BLOCK = "FP8 block E4M3"
 _MXFP8 = "MXFP8 E4M3"
 _NVFP4 = "NVFP4"
-_UNKNOWN = "an unknown {}"
+
+_KINDS = {
+    "matchers": "Megatron's precision file",
+    "configs": "Megatron's precision file",
+    "quantization": "ModelOpt's hf_quant_config.json",
+    "quantization_config": "a model's config.json",
+    "quant_method": "a quantization_config",
+}
+"""Key of a precision file -> its kind."""
 
 _MODELOPT = {
     "FP8": Formats(_E4M3, _E4M3),
@@ -80,35 +88,36 @@ class Surroundings:
     used: set[str] = field(default_factory=set)
 
 
+def kind_of(data: Mapping[str, Any], path: str) -> str:
+    """Return the key that tells the kind of a precision file; raises a MapError for none or several."""
+    found = {kind: key for key, kind in _KINDS.items() if key in data}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    several = f"is {' and '.join(found)} at once" if found else "is no precision file"
+    known = ", ".join(dict.fromkeys(_KINDS.values()))
+    raise MapError(f"{path} {several}: its keys are {shown(list(data))}. Known files: {known}.")
+
+
 def read_rules(data: Mapping[str, Any], path: str, around: Surroundings, modules: Sequence[Module]) -> RuleFile:
-    """Recognize a precision file and read its rules; raises a MapError with the key and the value."""
-    kinds = {
-        "Megatron's precision file": "matchers" in data or "configs" in data,
-        "ModelOpt's hf_quant_config.json": "quantization" in data,
-        "a model's config.json": "quantization_config" in data,
-        "a quantization_config": "quant_method" in data,
-    }
-    found = [kind for kind, is_kind in kinds.items() if is_kind]
-    if len(found) != 1:
-        several = f"is {' and '.join(found)} at once" if found else "is no precision file"
-        raise MapError(f"{path} {several}: its keys are {shown(list(data))}. Known files: {', '.join(kinds)}.")
-    if found[0].startswith("Megatron"):
+    """Read the rules of a precision file; raises a MapError with the key and the value."""
+    kind = kind_of(data, path)
+    if kind in ("matchers", "configs"):
         around.used |= {"recipe", "bf16_layers"}
         return _megatron(data, path, around, modules)
     around.used.add("engine")
-    if found[0].startswith("ModelOpt"):
-        return _modelopt(_mapping(data["quantization"], f"{path}: quantization"), path, around.engine)
-    config = data
-    if "quantization_config" in data:
-        config = _mapping(data["quantization_config"], f"{path}: quantization_config")
-    method = config.get("quant_method")
-    readers = {"fp8": _fp8, "mxfp8": _fp8, "compressed-tensors": _compressed_tensors, "torchao": _torchao}
-    if str(method).startswith("modelopt"):
-        return _modelopt(config, path, around.engine)
-    if method not in readers:
-        known = [*readers, "modelopt"]
-        raise MapError(f"{path}: quant_method {shown(method)} is not read.{suggestion(str(method), known)}")
-    return readers[method](config, path, around.engine)
+    config = data if kind == "quant_method" else _mapping(data[kind], f"{path}: {kind}")
+    method = "modelopt" if kind == "quantization" else str(config.get("quant_method"))
+    readers = {
+        "fp8": _fp8,
+        "mxfp8": _fp8,
+        "compressed-tensors": _compressed_tensors,
+        "torchao": _torchao,
+        "modelopt": _modelopt,
+    }
+    reader = readers.get(method.removesuffix("_fp4").removesuffix("_mxfp8"))
+    if reader is None:
+        raise MapError(f"{path}: quant_method {shown(method)} is not read.{suggestion(method, readers)}")
+    return reader(config, path, around.engine)
 
 
 def _mapping(value: Any, place: str) -> Mapping[str, Any]:
@@ -170,7 +179,13 @@ def _equal_or_regex(entry: str, module: Module) -> bool:
 def _class_or_name(entry: str, module: Module) -> bool:
     if _equal_or_regex(entry, module) or entry in module.classes:
         return True
-    return not module.classes and entry == "Linear" and module.is_linear
+    if module.classes or not entry[:1].isupper():
+        return False
+    if entry != "Linear":
+        raise MapError(
+            f"targets: {entry!r} is a class. Give --modules package.module:function, which has the classes of modules."
+        )
+    return module.is_linear
 
 
 def _wildcard(entry: str, module: Module) -> bool:
@@ -211,24 +226,21 @@ def _is_head(module: Module) -> bool:
 # ---------------------------------------------------------------------- files
 
 
-def _tool(own: str, engine: Engine | None, engines: Sequence[Engine], path: str) -> tuple[str, tuple[str, ...]]:
-    """Return the tool whose matching is applied, and what remains unknown."""
+def _tool(own: str, engine: Engine | None, path: str, *engines: Engine) -> str:
+    """Return the tool whose matching is applied; raises a MapError for an engine whose matching is not known."""
     if engine is None:
-        return own, ()
+        return own
     if engine not in engines:
-        raise MapError(
-            f"{path}: the matching of {_VERSIONS[engine]} is not known for a file of {own}. Known: "
-            f"{', '.join(_VERSIONS[name] for name in engines) or 'none'}."
-        )
-    tool = _VERSIONS[engine]
-    return tool, (f"A model of {tool} may keep layers in high precision that the file does not name, such as routers.",)
+        known = ", ".join(_VERSIONS[name] for name in engines) or "none"
+        raise MapError(f"{path}: the matching of {_VERSIONS[engine]} is not known for a file of {own}. Known: {known}.")
+    return _VERSIONS[engine]
 
 
 def _fp8(config: Mapping[str, Any], path: str, engine: Engine | None) -> RuleFile:
     for key in ("modules_to_convert", "dequantize"):
         if config.get(key):
             raise MapError(f"{path}: {key} {shown(config[key])} is not read. Remove it, or map the checkpoint.")
-    tool, notes = _tool("transformers", engine, ("vllm", "sglang"), path)
+    tool = _tool("transformers", engine, path, "vllm", "sglang")
     match = {None: _transformers, "vllm": _vllm, "sglang": _sglang}[engine]
     listed = list(_patterns(config, path, "modules_to_not_convert", "ignored_layers"))
     rules = [_rule(place, entry, match) for place, entry in listed]
@@ -242,11 +254,11 @@ def _fp8(config: Mapping[str, Any], path: str, engine: Engine | None) -> RuleFil
     has_list = any(config.get(key) is not None for key in ("modules_to_not_convert", "ignored_layers"))
     if engine is not None or not has_list:
         rules.append(Rule(f"{tool}'s default", "lm_head", None, _is_head, is_default=True))
-    return RuleFile(path, tool, rules, Formats(text, text), place, fuses=engine is not None, notes=notes)
+    return RuleFile(path, tool, rules, Formats(text, text), place, fuses=engine is not None)
 
 
 def _compressed_tensors(config: Mapping[str, Any], path: str, engine: Engine | None) -> RuleFile:
-    tool, notes = _tool("compressed-tensors 0.20", engine, ("vllm",), path)
+    tool = _tool("compressed-tensors 0.20", engine, path, "vllm")
     rules = [_rule(place, entry, _equal_or_regex) for place, entry in _patterns(config, path, "ignore")]
     targets = []
     for name, group in _mapping(config.get("config_groups"), f"{path}: config_groups").items():
@@ -257,7 +269,7 @@ def _compressed_tensors(config: Mapping[str, Any], path: str, engine: Engine | N
         for key, entry in _patterns(given, path, "targets"):
             targets.append(_rule(f"{place}.{key}", entry, _class_or_name, formats))
     targets.sort(key=lambda rule: (rule.pattern[:1].isupper(), rule.pattern.startswith("re:"), rule.pattern))
-    return RuleFile(path, tool, [*rules, *targets], None, "in no target", fuses=engine is not None, notes=notes)
+    return RuleFile(path, tool, [*rules, *targets], None, "in no target", fuses=engine is not None)
 
 
 def _scheme(scheme: Any, place: str) -> str:
@@ -279,7 +291,7 @@ def _scheme(scheme: Any, place: str) -> str:
 
 
 def _modelopt(config: Mapping[str, Any], path: str, engine: Engine | None) -> RuleFile:
-    tool, notes = _tool("ModelOpt's wildcards", engine, ("vllm",), path)
+    tool = _tool("ModelOpt's wildcards", engine, path, "vllm")
     match = _wildcard if engine is None else _vllm_modelopt
     rules = [_rule(place, entry, match) for place, entry in _patterns(config, path, "exclude_modules", "ignore")]
     layers = _mapping(config.get("quantized_layers", {}), f"{path}: quantized_layers")
@@ -293,7 +305,7 @@ def _modelopt(config: Mapping[str, Any], path: str, engine: Engine | None) -> Ru
     default = None
     if algorithm != "MIXED_PRECISION" or not layers:
         default = _known(_MODELOPT, algorithm, f"{path}: quant_algo")
-    return RuleFile(path, tool, rules, default, f"quant_algo {algorithm!r}", fuses=engine is not None, notes=notes)
+    return RuleFile(path, tool, rules, default, f"quant_algo {algorithm!r}", fuses=engine is not None)
 
 
 def _known(table: Mapping[str, Formats], name: Any, place: str) -> Formats:
@@ -303,7 +315,7 @@ def _known(table: Mapping[str, Formats], name: Any, place: str) -> Formats:
 
 
 def _torchao(config: Mapping[str, Any], path: str, engine: Engine | None) -> RuleFile:
-    tool, notes = _tool("transformers, torchao", engine, (), path)
+    tool = _tool("transformers, torchao", engine, path)
     match = functools.partial(_transformers, suffix=".weight")
     rules = [_rule(place, entry, match) for place, entry in _patterns(config, path, "modules_to_not_convert")]
     quant_type = _mapping(config.get("quant_type"), f"{path}: quant_type")
@@ -311,14 +323,14 @@ def _torchao(config: Mapping[str, Any], path: str, engine: Engine | None) -> Rul
     name = chosen.get("_type")
     if name not in ("FqnToConfig", "ModuleFqnToConfig"):
         default = _known(_TORCHAO, name, f"{path}: quant_type.default._type")
-        return RuleFile(path, tool, rules, default, f"quant_type {name}", notes=notes)
+        return RuleFile(path, tool, rules, default, f"quant_type {name}")
     data = _mapping(chosen.get("_data"), f"{path}: quant_type.default._data")
     named = dict(_mapping(data.get("fqn_to_config", data.get("module_fqn_to_config")), f"{path}: fqn_to_config"))
     given = {key: value and _known(_TORCHAO, value.get("_type"), f"{path}: {key}") for key, value in named.items()}
     default = given.pop("_default", None)
     ordered = sorted(given, key=lambda key: key.startswith("re:"))
     rules += [_rule("fqn_to_config", key, _full_match, given[key]) for key in ordered]
-    return RuleFile(path, tool, rules, default, f"{name}: _default", notes=notes)
+    return RuleFile(path, tool, rules, default, f"{name}: _default")
 
 
 def _full_match(entry: str, module: Module) -> bool:

@@ -140,9 +140,15 @@ def test_a_saved_map_is_the_map(tmp_path: Path) -> None:
     ("data", "message"),
     [
         ({"te_precision_map": 2}, "te_precision_map is 2, but this version reads only 1"),
-        ({"te_precision_map": 1, "modules": []}, "modules must map names to formats"),
-        ({"te_precision_map": 1, "modules": {"a": {"activation": "BF16"}}}, "modules.a must have weight"),
-        ({"te_precision_map": 1, "modules": {"a": {"weight": 8}}}, "modules.a: formats are texts"),
+        ({"te_precision_map": 1, "modules": []}, "modules: Input should be a valid dictionary"),
+        (
+            {"te_precision_map": 1, "modules": {"a": {"activation": "BF16"}}},
+            r"modules.a.weight: Field required",
+        ),
+        (
+            {"te_precision_map": 1, "modules": {"a": {"weight": 8}}},
+            r"modules.a.weight: .* string, not 8",
+        ),
     ],
 )
 def test_a_damaged_map(tmp_path: Path, data: object, message: str) -> None:

@@ -299,6 +299,10 @@ def config_with(**recipe: Any) -> dict[str, Any]:
         (megatron_with(config="mxfp9"), "matchers.all.config 'mxfp9' is not in configs. Did you mean 'mxfp8'"),
         (megatron_with(type="regex"), "matchers.all.type must be 'glob', not 'regex'"),
         (megatron_with(pattern=None), "matchers.all must have pattern, a text, not None"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Conv1D"], "weights": CHANNEL}}},
+            "targets: 'Conv1D' is a class",
+        ),
         (config_with(fp8_quantization_recipe="mxfp9"), "fp8_quantization_recipe 'mxfp9' is not known"),
         (config_with(fp8_quantization_recipe="mxfp8", fp4_quantization_recipe="nvfp4"), "exclude each other"),
         (config_with(fp8_quantization_recipe="custom"), "is code"),
