@@ -147,7 +147,10 @@ class SameAs:
 
     def broken(self, products: Iterable[Any], source: str) -> list[str]:
         """Return messages about matrix products that differ from the map, or cannot be compared with it."""
-        comparison = compare_maps(from_products(products, source), self.required, self.alignment)
+        try:
+            comparison = compare_maps(from_products(products, source), self.required, self.alignment)
+        except MapError as error:
+            return [f"{source} cannot be compared with {self.required.source}: {error}"]
         return [f"A is {source}, B is {self.required.source}: {text}" for text in comparison.broken]
 
 

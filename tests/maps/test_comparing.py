@@ -8,6 +8,7 @@ import yaml
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.maps import MapError, ModuleFormats, PrecisionMap, compare_maps
 from te_precision_callbacks.maps.alignment import Alignment, align, read_alignment
+from te_precision_callbacks.maps.comparing import SameAs
 
 NONE = Alignment()
 
@@ -105,3 +106,9 @@ def test_differences_and_what_was_not_compared() -> None:
 def test_nothing_in_common_is_no_agreement() -> None:
     (text,) = compare_maps(of(a="BF16"), of(b="BF16")).broken
     assert "No module of map has a partner" in text
+
+
+def test_names_that_cannot_be_aligned_break_the_contract() -> None:
+    twice = of(**{"model.layers.0.mlp.fc1": "NVFP4", "decoder.layers.0.mlp.linear_fc1": "NVFP4"})
+    (text,) = SameAs(twice, NONE).broken([], "this run")
+    assert text.startswith("this run cannot be compared with map: model.layers.0.mlp.fc1 and")
