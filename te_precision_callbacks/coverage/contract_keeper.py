@@ -185,7 +185,7 @@ class ContractKeeper:
     def _broken_clauses(self, coverage: Coverage) -> list[str]:
         broken = broken_clauses(self._contract, coverage)
         if self._differences is not None and coverage:
-            broken += self._differences(coverage, "this run")
+            broken += [f"require_same=: {text}" for text in self._differences(coverage, "this run")]
         return broken
 
     def _report_broken(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.config.problems import shown
 from te_precision_callbacks.layers.folding import fold_names, form_of
-from te_precision_callbacks.maps.precision_map import FindingKind, MapFinding, ModuleFormats, PrecisionMap
+from te_precision_callbacks.maps.precision_map import FindingKind, MapError, MapFinding, ModuleFormats, PrecisionMap
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Fused layer of an engine -> its parts in a checkpoint (vLLM 0.24: ``packed_modules_mapping``; SGLang 0.5.12)."""
@@ -23,6 +23,9 @@ _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 _MOST_NAMES = 4
 _MOST_NEAREST = 3
+
+
+HIGH = "high precision"
 
 
 class Module(NamedTuple):
@@ -43,7 +46,7 @@ class Module(NamedTuple):
 
 
 class Formats(NamedTuple):
-    """The formats that a precision file gives; empty if it does not say."""
+    """The formats that a precision file gives: :data:`HIGH` for the module's own dtype, empty if it does not say."""
 
     weight: str
     activation: str = ""
@@ -133,13 +136,13 @@ def _decide(file: RuleFile, module: Module, matches: Iterable[_Matches]) -> Modu
     first: Rule | None = None
     for match in matches:
         rule = match.rule
-        if not rule.matches(module):
+        if not _is_match(file, rule, module):
             continue
         if first is not None:
             match.earlier[module.name] = first
         elif not rule.enabled:
             match.without_effect.append(module.name)
-        elif rule.only_if[default is None]:
+        elif rule.only_if[default is None] or rule.formats == default:
             first = rule
             match.decided.append(module.name)
             given = rule.formats
@@ -148,8 +151,17 @@ def _decide(file: RuleFile, module: Module, matches: Iterable[_Matches]) -> Modu
             first = rule
             match.without_effect.append(module.name)
     if given is None:
-        given = Formats(module.high, module.high, module.high if file.trains else "")
-    return ModuleFormats(*given, f"{file.path}: {said}")
+        given = Formats(HIGH, HIGH, HIGH if file.trains else "")
+    weight, activation, gradient = (module.high if text == HIGH else text for text in given)
+    return ModuleFormats(weight, activation, gradient, f"{file.path}: {said}")
+
+
+def _is_match(file: RuleFile, rule: Rule, module: Module) -> bool:
+    try:
+        return rule.matches(module)
+    except re.error as error:
+        place = f"{file.path}: {rule.place} {shown(rule.pattern)}"
+        raise MapError(f"{place} is not a regular expression, as {file.tool} reads it: {error}.") from None
 
 
 def _rule_findings(file: RuleFile, matches: Iterable[_Matches], names: Sequence[str]) -> list[MapFinding]:
@@ -172,7 +184,8 @@ def _problems(match: _Matches, names: Sequence[str]) -> Iterator[tuple[FindingKi
     if rule.is_default:
         return
     if not rule.enabled:
-        yield "disabled", "is not enabled (enabled: true is missing), so it does not act on", match.without_effect
+        reason = "takes no module, because it is not enabled (enabled: true is missing)"
+        yield "disabled", reason, match.without_effect
     elif match.without_effect:
         around = "a recipe" if rule.only_if[1] else "no recipe"
         key = "override_quantized_autocast" if rule.only_if[1] else "override_nonquantized_autocast"

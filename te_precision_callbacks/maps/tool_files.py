@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.config.problems import shown, suggestion
-from te_precision_callbacks.maps.matching import FUSED, Formats, Module, Rule, RuleFile, fused_name
+from te_precision_callbacks.maps.matching import FUSED, HIGH, Formats, Module, Rule, RuleFile, fused_name
 from te_precision_callbacks.maps.precision_map import MapError
 
 Engine = Literal["vllm", "sglang"]
@@ -47,19 +47,19 @@ _KINDS = {
 _MODELOPT = {
     "FP8": Formats(_E4M3, _E4M3),
     "FP8_PER_CHANNEL_PER_TOKEN": Formats(_E4M3, _E4M3),
-    "FP8_PB_WO": Formats(_BLOCK, "BF16"),
+    "FP8_PB_WO": Formats(_BLOCK, HIGH),
     "NVFP4": Formats(_NVFP4, _NVFP4),
-    "W4A16_NVFP4": Formats(_NVFP4, "BF16"),
+    "W4A16_NVFP4": Formats(_NVFP4, HIGH),
     "MXFP8": Formats(_MXFP8, _MXFP8),
 }
 """ModelOpt's ``quant_algo`` -> formats."""
 
 _TORCHAO = {
     "Float8DynamicActivationFloat8WeightConfig": Formats(_E4M3, _E4M3),
-    "Float8WeightOnlyConfig": Formats(_E4M3, "BF16"),
+    "Float8WeightOnlyConfig": Formats(_E4M3, HIGH),
     "Int8DynamicActivationInt8WeightConfig": Formats("INT8", "INT8"),
-    "Int8WeightOnlyConfig": Formats("INT8", "BF16"),
-    "Int4WeightOnlyConfig": Formats("INT4", "BF16"),
+    "Int8WeightOnlyConfig": Formats("INT8", HIGH),
+    "Int4WeightOnlyConfig": Formats("INT4", HIGH),
 }
 
 _MEGATRON = {
@@ -275,7 +275,7 @@ def _compressed_tensors(config: Mapping[str, Any], path: str, engine: Engine | N
 def _scheme(scheme: Any, place: str) -> str:
     """Return the format of a ``QuantizationArgs`` of compressed-tensors."""
     if scheme is None:
-        return "BF16"
+        return HIGH
     fields = _mapping(scheme, place)
     kind = (fields.get("type"), fields.get("num_bits"))
     group = fields.get("group_size")

@@ -76,6 +76,8 @@ def test_nemo_rl_3566_a_guard_that_matches_nothing(tmp_path: Path) -> None:
 def test_nemo_rl_3908_first_and_last_layers_override_the_file(tmp_path: Path) -> None:
     names = megatron(GROUPED)
     every = matcher("*", "mxfp8")
+    kept = matcher("*self_attention*", "bf16")
+    assert trained(tmp_path, names, "mxfp8", (1, 1), kept=kept).findings == (), "BF16 in BF16 is no problem"
     wrong = trained(tmp_path, names, "mxfp8", (1, 1), every=every)
     finding = of_kind(wrong, "no_effect")
     assert set(finding.modules) == {name for name in names if ".0." in name or ".3." in name}

@@ -170,6 +170,7 @@ def test_a_run_that_must_be_quantized_like_its_rollout(tmp_path: Path) -> None:
         run(tmp_path / "other", KEPT, steps=4, require_same=str(rollout))
     message = str(raised.value)
     assert "at step 2" in message, "after the third step, like a contract"
+    assert "- require_same=: A is this run, B is" in message
     assert f"{CHANGED}: weight in FP32 in A, in FP8 E4M3 in B" in message
     assert "section 'kept'" in message
     run(tmp_path / "warned", KEPT, steps=4, require_same=rollout, on_broken="warn")

@@ -130,6 +130,7 @@ def test_fp8_of_transformers(tmp_path: Path, skipped: list[str], installed: bool
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
+    assert tool_files._should_convert() is not None, "transformers has moved it"
     file = written(tmp_path / "config.json", {"quantization_config": fp8(*skipped)})
     with mock.patch.object(tool_files, "_should_convert", tool_files._should_convert if installed else lambda: None):
         result = open_map(file, modules=model)
@@ -285,6 +286,7 @@ def config_with(**recipe: Any) -> dict[str, Any]:
         ({**fp8("a"), "ignored_layers": ["b"]}, "modules_to_not_convert and ignored_layers differ"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP5"}, "quant_algo: 'NVFP5' is not known. Did you mean 'NVFP4'"),
         ({"quant_method": "modelopt"}, "quant_algo: None is not known"),
+        (fp8("*mlp"), r"modules_to_not_convert\[0\] '\*mlp' is not a regular expression, as transformers reads it"),
         (
             {
                 "quant_method": "compressed-tensors",
