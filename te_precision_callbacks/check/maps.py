@@ -151,6 +151,7 @@ def plan_map(spec: str, recipe: str | None) -> PrecisionMap:
 
 def _show_map(shown: PrecisionMap) -> None:
     from te_precision_callbacks.layers.folding import fold_names, form_of
+    from te_precision_callbacks.maps.comparing import fold_said
 
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, formats in shown.modules.items():
@@ -160,8 +161,9 @@ def _show_map(shown: PrecisionMap) -> None:
     for names in alike.values():
         formats = shown.modules[names[0]]
         folded = fold_names(names, most=_MOST_NAMES)
-        cells = (text or "-" for text in formats[:3])
-        table.add_row(terminal.cell_lines(folded), *map(terminal.cell, cells), terminal.cell(formats.said))
+        cells = [text or "-" for text in formats[:3]]
+        cells.append(fold_said(shown.modules[name].said for name in names))
+        table.add_row(terminal.cell_lines(folded), *map(terminal.cell, cells))
     terminal.show(table, optional=("gradient",))
     _show_remarks(shown)
 
@@ -179,20 +181,24 @@ def _show_remarks(*sources: PrecisionMap) -> None:
 
 def _show_comparison(comparison: MapComparison) -> None:
     from te_precision_callbacks.layers.folding import fold_names
-    from te_precision_callbacks.maps.comparing import group_alike
+    from te_precision_callbacks.maps.comparing import fold_said, group_alike
 
     terminal.show_text(f"A: {comparison.a.source}, {many(len(comparison.a.modules), 'module')}")
     terminal.show_text(f"B: {comparison.b.source}, {many(len(comparison.b.modules), 'module')}")
     grouped = group_alike(comparison.differences)
     if grouped:
         table = terminal.table("A", "B", "tensor", "in A", "in B", "said by")
-        for (tensors, *formats, _), alike in grouped.items():
-            first = alike[0]
+        for (tensors, format_a, format_b, allowed), alike in grouped.items():
             ours = fold_names((entry.a for entry in alike), most=_MOST_NAMES)
             theirs = fold_names((entry.b for entry in alike), most=_MOST_NAMES)
             cells = [terminal.cell_lines(ours), terminal.cell_lines(theirs)]
-            said = [f"A: {first.said_a}", f"B: {first.said_b}", *(["allowed"] if first.allowed else [])]
-            table.add_row(*cells, tensors, *formats, terminal.cell_lines(said))
+            said = [
+                f"A: {fold_said(entry.said_a for entry in alike)}",
+                f"B: {fold_said(entry.said_b for entry in alike)}",
+            ]
+            if allowed:
+                said.append("allowed by the alignment file")
+            table.add_row(*cells, tensors, format_a, format_b, terminal.cell_lines(said))
         terminal.show(table)
     same = "no differences" if not comparison.differences else many(len(comparison.differences), "difference")
     terminal.show_text(f"{many(comparison.compared, 'pair')} of modules compared: {same}.")

@@ -16,6 +16,7 @@ from te_precision_callbacks.maps.precision_map import MapError, PrecisionMap, fr
 from te_precision_callbacks.maps.sources import open_map
 
 _TENSORS = ("weight", "activation")
+_MOST_SAID = 2
 
 
 class Difference(NamedTuple):
@@ -130,8 +131,14 @@ def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
     for (tensors, first, second, allowed), alike in group_alike(differences).items():
         if not allowed:
             names = join_names(dict.fromkeys(difference.a for difference in alike))
-            said = f"A: {alike[0].said_a}. B: {alike[0].said_b}."
-            yield f"{names}: {tensors} in {first} in A, in {second} in B. {said}"
+            said_a = fold_said(difference.said_a for difference in alike)
+            said_b = fold_said(difference.said_b for difference in alike)
+            yield f"{names}: {tensors} in {first} in A, in {second} in B. A: {said_a}. B: {said_b}."
+
+
+def fold_said(texts: Iterable[str]) -> str:
+    """Return where the formats of similar modules are said, with folded numbers."""
+    return "; ".join(fold_names(texts, most=_MOST_SAID))
 
 
 SameAsSource = str | os.PathLike[str] | Mapping[str, Any] | None
