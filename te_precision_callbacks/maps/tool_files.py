@@ -2,10 +2,10 @@
 
 The matching was read from Megatron-Core 0.16.1 (``core/quantization/quant_config.py``,
 ``core/extensions/transformer_engine.py``), transformers 5.23 (``quantizers/quantizers_utils.py``, which is called where
-it is installed), compressed-tensors 0.20.1 (``utils/match.py``), torchao's ``FqnToConfig`` (``quant_api.py``), vLLM 0.24
-(``quantization/utils/quant_utils.py`` as of pull request 43981, ``quantization/modelopt.py``), and SGLang 0.5.12
-(``srt/layers/quantization/utils.py`` as of pull request 23467). Megatron's and compressed-tensors' own functions are not
-called, because importing them takes half a minute, and Megatron's imports Transformer Engine; tests compare with them.
+it is installed), compressed-tensors 0.20.1 (``utils/match.py``), torchao's ``FqnToConfig`` (``quant_api.py``), vLLM
+0.24 (``quantization/utils/quant_utils.py`` as of pull request 43981, ``quantization/modelopt.py``), and SGLang 0.5.12
+(``srt/layers/quantization/utils.py`` as of pull request 23467). The functions of Megatron and compressed-tensors are
+not called: importing them takes half a minute, and Megatron imports Transformer Engine. Tests compare with them.
 """
 
 from __future__ import annotations
