@@ -34,7 +34,6 @@ from te_precision_callbacks.speed.command import Calibrate, DeviceName, TableFil
 
 if TYPE_CHECKING:
     from te_precision_callbacks.check.checked_model import CheckedModel
-    from te_precision_callbacks.check.findings import PlanFinding
     from te_precision_callbacks.config import Config
     from te_precision_callbacks.speed.devices import Device
     from te_precision_callbacks.speed.estimate import StepSpeed
@@ -216,7 +215,7 @@ def check_command(
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
     if same_as is not None:
-        checked = replace(checked, findings=(*checked.findings, *_not_the_same(checked, same_as, alignment)))
+        checked = _with_differences(checked, same_as, alignment)
     expected = None if target is None else _speed(checked, target, calibrate=calibrate, table=table)
     if as_json:
         planned = plan_as_json(checked, model, made_on, batch, converted)
@@ -323,14 +322,15 @@ def _plan_model(
     return checked, device, converted
 
 
-def _not_the_same(checked: CheckedModel, same_as: str, alignment: Path | None) -> list[PlanFinding]:
+def _with_differences(checked: CheckedModel, same_as: str, alignment: Path | None) -> CheckedModel:
     from te_precision_callbacks.check.findings import PlanFinding
     from te_precision_callbacks.maps.alignment import read_alignment
     from te_precision_callbacks.maps.comparing import SameAs
     from te_precision_callbacks.maps.sources import open_map
 
     required = SameAs(open_map(same_as), read_alignment(alignment))
-    return [PlanFinding("same", text) for text in required.broken(checked.coverage, "the plan")]
+    findings = [PlanFinding("same", text) for text in required.broken(checked.coverage, "the plan")]
+    return replace(checked, findings=(*checked.findings, *findings))
 
 
 @without_collections()

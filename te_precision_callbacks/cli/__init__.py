@@ -48,7 +48,16 @@ def _show_version(asked: bool) -> None:
 
 
 _READERS = {
-    *("compare", "diagnose", "dumps", "features", "logprobs", "replay", "report", "rules", "show", "speed"),
+    "compare",
+    "diagnose",
+    "dumps",
+    "features",
+    "logprobs",
+    "replay",
+    "report",
+    "rules",
+    "show",
+    "speed",
     "statistics",
 }
 """The commands that need no Transformer Engine."""

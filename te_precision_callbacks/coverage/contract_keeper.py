@@ -35,7 +35,6 @@ _MOST_OFFENDERS = 5
 _MOST_INCOMPLETE = 16
 """The most steps with uncounted calls that are checked again at the end of the run."""
 
-
 CHECK_INTERVAL = 10
 """Interval, in steps, of the cross-rank check for changes, if no statistics are collected."""
 

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from te_precision_callbacks.config.problems import Problems, shown
-from te_precision_callbacks.config.yaml_text import read_yaml
-from te_precision_callbacks.layers.folding import fold_names
-from te_precision_callbacks.maps.matching import nearest_names
-from te_precision_callbacks.maps.precision_map import MapError
+from pydantic import BaseModel, ConfigDict
+
+from te_precision_callbacks.maps.precision_map import MapError, nearest_names, read_file, validated
 
 _BLOCK = re.compile(r"(?:^|(?P<tower>.*)\.)(?:layers|h|blocks|layer)\.(?P<block>\d+)\.(?P<rest>.*)")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(?:local_experts\.)?(?:(\d+)\.)?")
@@ -56,22 +54,28 @@ _OUTSIDE = {
 
 
 class Atom(NamedTuple):
-    """A projection. ``expert``: its number; -1 for all experts, empty outside of experts."""
+    """A projection of a block, or the part of a name that an alignment file gives."""
 
-    tower: tuple[str, ...]
-    block: int
-    kind: str
+    place: tuple[str, ...]
     projection: str
-    expert: int | None = None
 
 
-class Alignment(NamedTuple):
+class _Entry(NamedTuple):
+    """A module with a projection. ``expert``: the number of an expert; empty for all of them, and elsewhere."""
+
+    expert: str
+    name: str
+
+
+class Alignment(BaseModel):
     """The content of an alignment file: pattern of A -> patterns of B; and patterns of modules that may differ."""
 
-    names: Mapping[str, Sequence[str]] = {}
-    allow: Sequence[str] = ()
+    model_config = ConfigDict(extra="forbid")
 
-    def allows(self, names: Iterable[str]) -> bool:
+    names: dict[str, list[str]] = {}
+    allow: list[str] = []
+
+    def allows(self, *names: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.allow)
 
 
@@ -79,113 +83,90 @@ def read_alignment(path: str | os.PathLike[str] | None) -> Alignment:
     """Read an alignment file; raises a MapError, or a ConfigError for a file that is not YAML."""
     if path is None:
         return Alignment()
-    twice = Problems()
-    data, _ = read_yaml(Path(path).expanduser(), twice, "alignment")
-    twice.raise_any()
-    if not isinstance(data, Mapping) or not data or set(data) - {"names", "allow"}:
-        raise MapError(f"{path}: an alignment file has the keys names and allow, not {shown(data)}.")
-    names = data.get("names", {})
-    allow = data.get("allow", [])
-    if not isinstance(names, Mapping) or not isinstance(allow, list):
-        raise MapError(f"{path}: names must be a mapping and allow a list, not {shown(names)} and {shown(allow)}.")
-    lists = {str(name): [others] if isinstance(others, str) else others for name, others in names.items()}
-    for name, others in lists.items():
-        if not isinstance(others, list) or not all(isinstance(other, str) for other in others):
-            raise MapError(f"{path}: names.{name} must be a name or a list of names, not {shown(others)}.")
-    return Alignment(lists, [str(pattern) for pattern in allow])
+    alignment: Alignment = validated(Alignment, read_file(Path(path).expanduser()), str(path))
+    return alignment
 
 
-def align(a: Iterable[str], b: Iterable[str], given: Alignment) -> tuple[dict[str, list[str]], list[str], list[str]]:
-    """Return the partners in B of each name in A, and the names without a partner in A and in B.
+def align(a: Iterable[str], b: Iterable[str], given: Alignment) -> dict[str, list[str]]:
+    """Return the partners in B of each name in A.
 
     Raises:
         MapError: two names of a side are the same projection, or a name of the alignment file does not exist.
     """
     ours = list(a)
     theirs = list(b)
-    partners = _given_partners(ours, theirs, given)
-    known = {other for others in partners.values() for other in others}
-    index = _index([name for name in theirs if name not in known])
-    _index([name for name in ours if name not in partners])
-    for name in ours:
-        if name not in partners:
-            found = (index[key] for atom in _atoms(name) for key in _keys(atom, index))
-            partners[name] = list(dict.fromkeys(other for others in found for other in others))
-    matched = {other for others in partners.values() for other in others}
-    alone = [name for name in ours if not partners[name]]
-    return {name: found for name, found in partners.items() if found}, alone, [n for n in theirs if n not in matched]
-
-
-def _given_partners(ours: Sequence[str], theirs: Sequence[str], given: Alignment) -> dict[str, list[str]]:
-    existing = set(theirs)
-    partners: dict[str, list[str]] = {}
     for pattern, others in given.names.items():
-        expression = re.compile(re.escape(pattern).replace(r"\*", "([^.]*)"))
-        matches = [match for name in ours if (match := expression.fullmatch(name))]
-        if not matches:
-            raise MapError(
-                f"names.{pattern} of the alignment is no name of A.{nearest_names(pattern, fold_names(ours))}"
-            )
-        for match in matches:
-            for other in others:
-                parts = iter(match.groups())
-                name = re.sub(r"\*", lambda _, parts=parts: next(parts, "*"), other)  # type: ignore[misc]
-                if name not in existing:
-                    near = nearest_names(other, fold_names(theirs))
-                    raise MapError(f"names.{pattern} of the alignment: {name} is no name of B.{near}")
-                partners.setdefault(match[0], []).append(name)
-    return partners
+        _check_exists(pattern, pattern, ours, "A")
+        for alias in others:
+            _check_exists(pattern, alias, theirs, "B")
+    in_a = _index(ours, given.names)
+    aliases = {alias: [alias] for others in given.names.values() for alias in others}
+    in_b = _index(theirs, aliases)
+    partners: dict[str, dict[str, None]] = {name: {} for name in ours}
+    for atom, entries in in_a.items():
+        for entry in entries:
+            for other in in_b.get(atom, ()):
+                if entry.expert == other.expert or not entry.expert or not other.expert:
+                    partners[entry.name][other.name] = None
+    return {name: list(others) for name, others in partners.items()}
 
 
-def _index(names: Iterable[str]) -> dict[Atom, list[str]]:
-    """Return atom -> names; raises a MapError if two names are the same projection."""
-    index: dict[Atom, list[str]] = {}
+def _check_exists(key: str, pattern: str, names: Iterable[str], side: str) -> None:
+    if not any(_parts(pattern, name) for name in names):
+        raise MapError(f"names.{key} of the alignment: {pattern} is no name of {side}.{nearest_names(pattern, names)}")
+
+
+def _parts(pattern: str, name: str) -> re.Match[str] | None:
+    """Match a name against a pattern, in which ``*`` stands for a part between dots."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "([^.]*)"), name)
+
+
+def _index(names: Iterable[str], aliases: Mapping[str, list[str]]) -> dict[Atom, list[_Entry]]:
+    """Return atom -> modules; raises a MapError if two modules are the same projection."""
+    index: dict[Atom, list[_Entry]] = {}
     for name in names:
-        for atom in _atoms(name):
-            index.setdefault(atom, []).append(name)
-    twice = next((same for same in index.values() if len(same) > 1), None)
-    if twice is not None:
-        raise MapError(
-            f"{' and '.join(twice)} both look like the same projection, so names cannot be aligned. Name the partner of"
-            " each below names in an alignment file (--alignment)."
-        )
+        expert, atoms = _atoms(name)
+        atoms = list(_given_atoms(name, aliases)) or atoms
+        for atom in atoms:
+            same = index.setdefault(atom, [])
+            if any(entry.expert == expert for entry in same):
+                raise MapError(
+                    f"{same[0].name} and {name} both look like the same projection, so names cannot be aligned. Name"
+                    " the partner of each below names in an alignment file (--alignment)."
+                )
+            same.append(_Entry(expert, name))
     return index
 
 
-def _keys(atom: Atom, index: Mapping[Atom, Any]) -> list[Atom]:
-    """Return the keys that stand for an atom: a module with all experts contains each expert, and the reverse."""
-    if atom in index:
-        return [atom]
-    if atom.expert is None:
-        return []
-    whole = atom._replace(expert=-1)
-    if atom.expert >= 0:
-        return [whole] if whole in index else []
-    return [key for key in index if key.expert is not None and key._replace(expert=-1) == whole]
+def _given_atoms(name: str, aliases: Mapping[str, list[str]]) -> Iterator[Atom]:
+    for pattern, others in aliases.items():
+        match = _parts(pattern, name)
+        if match is not None:
+            for other in others:
+                yield Atom(match.groups(), f"names: {other}")
 
 
-def _atoms(name: str) -> list[Atom]:
+def _atoms(name: str) -> tuple[str, list[Atom]]:
+    """Return the number of the expert, and the projections that a module contains."""
     match = _BLOCK.fullmatch(name)
     if match is None:
         last = name.rpartition(".")[2]
-        return [Atom((), -1, "", _OUTSIDE.get(last, name))]
-    tower = tuple(part for part in (match["tower"] or "").split(".") if part and part not in _GENERIC)
-    block = int(match["block"])
-    rest = match["rest"]
-    gemm = _GEMM.search(rest)
-    rest = _GEMM.sub("", rest)
-    kind = ""
-    expert: int | None = None
+        return "", [Atom((), _OUTSIDE.get(last, name))]
+    towers = [part for part in (match["tower"] or "").split(".") if part not in ("", *_GENERIC)]
+    gemm = _GEMM.search(match["rest"])
+    rest = _GEMM.sub("", match["rest"])
     experts = _EXPERT.search(rest)
+    expert = ""
+    kind = ""
     if "shared_expert" in rest:
         kind = "shared"
-    elif experts or gemm:
+    elif gemm or experts:
         kind = "experts"
         number = gemm or experts
-        expert = int(number[1]) if number and number[1] else -1
+        expert = (number and number[1]) or ""
     elif "cross_att" in rest or "inter_attention" in rest:
         kind = "cross"
     last = rest.rpartition(".")[2]
     end = ".".join(rest.split(".")[-2:])
     projections = _ATOMS.get(end) or _ATOMS.get(last) or (rest,)
-    return [Atom(tower, block, kind, projection, expert) for projection in projections]
+    return expert, [Atom((*towers, match["block"], kind), projection) for projection in projections]

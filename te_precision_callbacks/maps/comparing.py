@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key, many
-from te_precision_callbacks.config.problems import shown
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.maps.alignment import Alignment, align, read_alignment
-from te_precision_callbacks.maps.matching import join_names, nearest_names
-from te_precision_callbacks.maps.precision_map import MapError, PrecisionMap, from_products, use_of
+from te_precision_callbacks.maps.precision_map import (
+    MapError,
+    PrecisionMap,
+    from_products,
+    is_quantized,
+    join_names,
+    nearest_names,
+    validated,
+)
 from te_precision_callbacks.maps.sources import open_map
 
 _TENSORS = ("weight", "activation")
@@ -20,24 +26,22 @@ _MOST_SAID = 2
 
 
 class Difference(NamedTuple):
-    """A module whose tensor is quantized on one side only, or in different formats.
+    """A pair of modules of which only one is quantized, or with different formats.
 
     Attributes:
         a, b: the module on each side.
-        tensor: ``weight`` or ``activation``.
-        format_a, format_b: the formats.
+        tensors: ``weight``, ``activation``, or both.
+        format_a, format_b: their formats.
         said_a, said_b: the rules that decide.
-        allowed: whether the alignment file allows the difference.
     """
 
     a: str
     b: str
-    tensor: str
+    tensors: str
     format_a: str
     format_b: str
     said_a: str
     said_b: str
-    allowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class MapComparison:
 
     Attributes:
         compared: the number of pairs of modules.
+        allowed: modules of A that the alignment file allows to differ.
         only_a, only_b: modules without a partner, which were not compared.
         quantized_alone: quantized modules among them, so that the sides cannot be called equal.
         not_said: tensor -> the number of pairs in which a side does not say the format.
@@ -55,26 +60,22 @@ class MapComparison:
     b: PrecisionMap
     compared: int
     differences: tuple[Difference, ...]
+    allowed: tuple[str, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     quantized_alone: tuple[str, ...]
-    not_said: dict[str, int]
+    not_said: Mapping[str, int]
 
     @property
     def broken(self) -> list[str]:
-        """Messages about differences that are not allowed, and about what could not be compared."""
-        return [*_group_texts(self.differences), *self.not_compared]
-
-    @property
-    def not_compared(self) -> list[str]:
-        """Messages about quantized modules without a partner."""
-        texts = []
+        """Messages about differences, and about quantized modules that were not compared."""
+        texts = list(_group_texts(self.differences))
         if not self.compared:
             texts.append(f"No module of {self.a.source} has a partner in {self.b.source}. Give an alignment file.")
         if self.quantized_alone:
             first = self.quantized_alone[0]
             other = self.b if first in self.only_a else self.a
-            near = nearest_names(first, fold_names(other.modules))
+            near = nearest_names(first, other.modules)
             texts.append(
                 f"{many(len(self.quantized_alone), 'quantized module')} could not be compared, because the other side"
                 f" has no such name: {join_names(self.quantized_alone)}.{near}"
@@ -85,55 +86,48 @@ class MapComparison:
 def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None = None) -> MapComparison:
     """Compare the quantization of weights and activations, after aligning names; raises MapError."""
     given = alignment or Alignment()
-    pairs, only_a, only_b = align(a.modules, b.modules, given)
+    partners = align(a.modules, b.modules, given)
+    pairs = [(name, other) for name, others in partners.items() for other in others]
     not_said: dict[str, int] = {}
+    allowed: dict[str, None] = {}
     differences: list[Difference] = []
-    for name, others in pairs.items():
-        for other in others:
-            allowed = given.allows((name, other))
-            ours = a.modules[name]
-            theirs = b.modules[other]
-            for tensor in _TENSORS:
-                first = getattr(ours, tensor)
-                second = getattr(theirs, tensor)
-                if not use_of(first) or not use_of(second):
-                    not_said[tensor] = not_said.get(tensor, 0) + 1
-                elif _differ(first, second):
-                    differences.append(Difference(name, other, tensor, first, second, ours.said, theirs.said, allowed))
+    for name, other in pairs:
+        formats: dict[str, tuple[str, str]] = {}
+        for tensor in _TENSORS:
+            first = getattr(a.modules[name], tensor)
+            second = getattr(b.modules[other], tensor)
+            if not first or not second:
+                not_said[tensor] = not_said.get(tensor, 0) + 1
+            elif first != second and (is_quantized(first) or is_quantized(second)):
+                formats[tensor] = (first, second)
+        if formats and given.allows(name, other):
+            allowed[name] = None
+        elif formats:
+            in_a, in_b = (" and ".join(dict.fromkeys(side)) for side in zip(*formats.values(), strict=True))
+            said = (a.modules[name].said, b.modules[other].said)
+            differences.append(Difference(name, other, " and ".join(formats), in_a, in_b, *said))
+    matched = {other for _, other in pairs}
+    only_a = tuple(name for name, others in partners.items() if not others)
+    only_b = tuple(name for name in b.modules if name not in matched)
     alone = [*_quantized(a, only_a, given), *_quantized(b, only_b, given)]
-    compared = sum(len(others) for others in pairs.values())
-    return MapComparison(a, b, compared, tuple(differences), tuple(only_a), tuple(only_b), tuple(alone), not_said)
+    return MapComparison(a, b, len(pairs), tuple(differences), tuple(allowed), only_a, only_b, tuple(alone), not_said)
 
 
-def _differ(first: str, second: str) -> bool:
-    if use_of(first) == use_of(second) == "high":
-        return False
-    return first != second
-
-
-def _quantized(source: PrecisionMap, names: Sequence[str], given: Alignment) -> Iterator[str]:
+def _quantized(source: PrecisionMap, names: Iterable[str], given: Alignment) -> Iterator[str]:
     for name in names:
-        if use_of(source.modules[name].weight) != "high" and not given.allows((name,)):
+        if is_quantized(source.modules[name].weight) and not given.allows(name):
             yield name
 
 
-def group_alike(differences: Iterable[Difference]) -> dict[tuple[str, str, str, bool], list[Difference]]:
-    """Return (tensors, format in A, format in B, whether it is allowed) -> differences, one for each pair."""
-    tensors: dict[Difference, list[str]] = {}
-    for difference in differences:
-        tensors.setdefault(difference._replace(tensor=""), []).append(difference.tensor)
-    return group_by_key(
-        ((" and ".join(names), pair.format_a, pair.format_b, pair.allowed), pair) for pair, names in tensors.items()
-    )
-
-
 def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
-    for (tensors, first, second, allowed), alike in group_alike(differences).items():
-        if not allowed:
-            names = join_names(dict.fromkeys(difference.a for difference in alike))
-            said_a = fold_said(difference.said_a for difference in alike)
-            said_b = fold_said(difference.said_b for difference in alike)
-            yield f"{names}: {tensors} in {first} in A, in {second} in B. A: {said_a}. B: {said_b}."
+    groups = group_by_key(((entry.tensors, entry.format_a, entry.format_b), entry) for entry in differences)
+    for (tensors, first, second), alike in groups.items():
+        ours = join_names(dict.fromkeys(entry.a for entry in alike))
+        theirs = join_names(dict.fromkeys(entry.b for entry in alike))
+        names = ours if ours == theirs else f"{ours} ({theirs} in B)"
+        said_a = fold_said(entry.said_a for entry in alike)
+        said_b = fold_said(entry.said_b for entry in alike)
+        yield f"{names}: {tensors} in {first} in A, in {second} in B. A: {said_a}. B: {said_b}."
 
 
 def fold_said(texts: Iterable[str]) -> str:
@@ -167,8 +161,6 @@ def read_same_as(value: SameAsSource) -> SameAs | None:
         return None
     given = value if isinstance(value, Mapping) else {"map": value}
     if "map" not in given or set(given) - {"map", "alignment"}:
-        raise MapError(f"require_same= must be a path, or a mapping with map and alignment, not {shown(value)}.")
-    for key, path in given.items():
-        if not isinstance(path, (str, os.PathLike)):
-            raise MapError(f"require_same=: {key} must be a path, not {shown(path)}.")
-    return SameAs(open_map(given["map"]), read_alignment(given.get("alignment")))
+        raise MapError(f"require_same= must be a path, or a mapping with map and alignment, not {value!r}.")
+    paths = validated(dict[str, str | os.PathLike[str] | None], given, "require_same=")
+    return SameAs(open_map(paths["map"]), read_alignment(paths.get("alignment")))

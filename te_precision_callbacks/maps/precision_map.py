@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, OPERANDS, GemmName
-from te_precision_callbacks.config.problems import shown
+from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, OPERANDS
+from te_precision_callbacks.config.problems import Problems, shown
+from te_precision_callbacks.config.yaml_text import read_yaml
+from te_precision_callbacks.layers.folding import fold_names
+from te_precision_callbacks.runs.run_files import read_json
 
 SCHEMA = 1
 """Version of the JSON; readers refuse other versions."""
 
-_KEY = "te_precision_map"
+KEY = "te_precision_map"
 
-FindingKind = Literal["unmatched", "disabled", "shadowed", "no_effect", "part_of_a_name", "fused", "checkpoint"]
+FindingKind = Literal["unmatched", "disabled", "shadowed", "no_effect", "part_of_a_name", "checkpoint"]
 
-Use = Literal["", "high", "quantized", "mixed"]
+_MOST_NAMES = 4
+_MOST_NEAREST = 3
 
 
 class MapError(PrecisionDebugError, ValueError):
@@ -45,8 +53,8 @@ class MapFinding:
 
     Attributes:
         kind: ``unmatched``, ``disabled``, ``shadowed``, ``no_effect``: a matcher that decides no module;
-            ``part_of_a_name``: an entry that matches within a word of a name; ``fused``: parts of a fused layer that
-            differ; ``checkpoint``: stored tensors that contradict the config.
+            ``part_of_a_name``: an entry that matches within a word of a name; ``checkpoint``: stored tensors that
+            contradict the config.
         modules: the affected modules.
     """
 
@@ -70,65 +78,74 @@ class PrecisionMap:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            _KEY: SCHEMA,
-            "source": self.source,
-            "modules": {name: formats._asdict() for name, formats in self.modules.items()},
-            "findings": [vars(finding) for finding in self.findings],
-            "notes": self.notes,
-        }
-
-
-def is_map(data: Mapping[str, Any]) -> bool:
-    return _KEY in data
+        modules = {name: formats._asdict() for name, formats in self.modules.items()}
+        return {KEY: SCHEMA, **vars(self), "modules": modules, "findings": [vars(finding) for finding in self.findings]}
 
 
 def map_from_json(data: Mapping[str, Any], place: str) -> PrecisionMap:
     """Read the result of ``te-precision map --json``; raises a MapError that names the entry."""
-    from pydantic import TypeAdapter, ValidationError
+    if data[KEY] != SCHEMA:
+        raise MapError(f"{place}: {KEY} is {shown(data[KEY])}, but this version reads only {SCHEMA}.")
+    result: PrecisionMap = validated(PrecisionMap, {**data, "source": place}, place)
+    return result
 
-    if data[_KEY] != SCHEMA:
-        raise MapError(f"{place}: {_KEY} is {shown(data[_KEY])}, but this version reads only {SCHEMA}.")
+
+def validated(kind: Any, data: Any, place: str) -> Any:
+    """Return data as an annotated type; raises a MapError that names the first wrong key, and its value."""
     try:
-        return TypeAdapter(PrecisionMap).validate_python({**data, "source": place})
+        return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise MapError(f"{place}: {key}: {first['msg']}, not {shown(first['input'])}.") from None
+        where = ".".join(map(str, first["loc"]))
+        raise MapError(f"{place}: {where}: {first['msg']}, not {shown(first['input'])}.") from None
 
 
-def use_of(text: str) -> Use:
-    """Return whether a format is quantized; ``mixed`` if a run had both, empty if it is unknown."""
-    parts = {part.strip().partition(" ")[0].lower() in HIGH_PRECISION for part in text.split("->") if part.strip()}
-    if len(parts) == 2:
-        return "mixed"
-    if not parts:
-        return ""
-    return "high" if True in parts else "quantized"
+def read_file(path: Path) -> dict[str, Any]:
+    """Read a file of YAML or JSON with a mapping; raises a MapError, or a ConfigError for a file that is not YAML."""
+    if path.suffix in (".yaml", ".yml"):
+        twice = Problems()
+        data, _ = read_yaml(path, twice, "precision")
+        twice.raise_any()
+        mapping: dict[str, Any] = validated(dict[str, Any], data, str(path))
+        return mapping
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise MapError(f"{path} cannot be read: {error}.") from error
 
 
-def from_operands(operands: Mapping[tuple[GemmName, str], str], said: str) -> ModuleFormats:
-    """Return the formats of a layer from (GEMM, tensor) -> format."""
-
-    def text(*places: tuple[GemmName, str]) -> str:
-        formats = (part.strip() for place in places for part in operands.get(place, "").split("->"))
-        return " -> ".join(dict.fromkeys(filter(None, formats)))
-
-    gradients = [(gemm, "gradient") for gemm, tensors in OPERANDS.items() if "gradient" in tensors]
-    return ModuleFormats(text(("fprop", "weight")), text(("fprop", "activation")), text(*gradients), said)
+def is_quantized(text: str) -> bool:
+    """Return whether a format, or one of several joined by arrows, is quantized."""
+    names = {part.partition(" ")[0] for part in text.lower().split(" -> ")}
+    return not names <= {"", *HIGH_PRECISION}
 
 
 def from_products(products: Iterable[Any], source: str) -> PrecisionMap:
     """Return the map of matrix products with weights, as of ``session.coverage()`` or ``te-precision check``."""
-    operands: dict[str, dict[tuple[GemmName, str], str]] = {}
-    said: dict[str, dict[str, None]] = {}
+    seen: dict[str, dict[str, dict[str, None]]] = {}
     for product in products:
-        if product.gemm in OPERANDS and product.operands:
-            formats = operands.setdefault(product.layer, {})
-            formats.update({(product.gemm, tensor): text for tensor, text in product.operands.items()})
-            said.setdefault(product.layer, {})[product.why] = None
-    modules = {
-        layer: from_operands(formats, "; ".join([source, *filter(None, said[layer])]))
-        for layer, formats in operands.items()
-    }
+        if product.gemm not in OPERANDS or not product.operands:
+            continue
+        texts = seen.setdefault(product.layer, {"said": {source: None}})
+        for tensor, text in product.operands.items():
+            if product.gemm == "fprop" or tensor == "gradient":
+                texts.setdefault(tensor, {}).update(dict.fromkeys(text.split(" -> ")))
+        texts["said"][product.why] = None
+    modules = {}
+    for layer, texts in seen.items():
+        if "weight" in texts:
+            said = "; ".join(filter(None, texts.pop("said")))
+            formats = {tensor: " -> ".join(filter(None, parts)) for tensor, parts in texts.items()}
+            modules[layer] = ModuleFormats(**formats, said=said)
     return PrecisionMap(source, modules)
+
+
+def nearest_names(pattern: str, names: Iterable[str]) -> str:
+    """Return a sentence with the names that share most words with a pattern, folded by block."""
+    words = {word for word in re.split(r"[^\w]+", pattern) if len(word) > 1}
+    best = sorted(fold_names(names), key=lambda name: (-len(words.intersection(name.split("."))), len(name)))
+    return f" Nearest names: {', '.join(best[:_MOST_NEAREST])}."
+
+
+def join_names(names: Iterable[str]) -> str:
+    return ", ".join(fold_names(names, most=_MOST_NAMES))

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.config.problems import Problems, shown
-from te_precision_callbacks.config.yaml_text import read_yaml
-from te_precision_callbacks.maps.checkpoint import (
-    Checkpoint,
-    block_of,
-    read_checkpoint,
-    read_config,
-    safetensors_files,
-)
-from te_precision_callbacks.maps.matching import Module, apply_rules, join_names
+from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.coverage.other_steps import recorded_products
+from te_precision_callbacks.maps.checkpoint import Checkpoint, block_of, read_checkpoint
+from te_precision_callbacks.maps.matching import Module, apply_rules
 from te_precision_callbacks.maps.precision_map import (
+    KEY,
     MapError,
     MapFinding,
     ModuleFormats,
     PrecisionMap,
-    from_operands,
-    is_map,
+    from_products,
+    is_quantized,
+    join_names,
     map_from_json,
-    use_of,
+    read_file,
 )
 from te_precision_callbacks.maps.tool_files import Surroundings, kind_of, read_rules
 from te_precision_callbacks.runs.reading import chosen_run, list_runs
 
-_DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64"}
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 _CLASSES_UNKNOWN = (
@@ -64,116 +59,93 @@ def open_map(
     path = Path(source).expanduser()
     given = around or Surroundings()
     if not path.exists():
-        raise MapError(f"{path}: there is no such file or folder.{_neighbours(path)}")
-    files = safetensors_files(path)
-    if files:
-        return _map_checkpoint(path, read_checkpoint(path, files), given)
+        near = suggestion(path.name, (entry.name for entry in path.absolute().parent.glob("*")))
+        raise MapError(f"{path}: there is no such file or folder.{near}")
+    checkpoint = read_checkpoint(path)
+    if checkpoint is not None:
+        return _map_checkpoint(path, checkpoint, given)
     if path.is_dir():
-        if not list_runs(path):
-            raise MapError(f"{path}: neither a checkpoint (no *.safetensors) nor a recorded run in this folder.")
         return _map_run(path)
-    data = _read_file(path)
-    if is_map(data):
+    data = read_file(path)
+    if KEY in data:
         return map_from_json(data, str(path))
     kind_of(data, str(path))
-    known = _modules(path, modules)
-    return apply_rules(read_rules(data, str(path), given, known), known)
+    return _apply(path, data, given, _modules(path, modules))
 
 
-def _neighbours(path: Path) -> str:
-    names = sorted(entry.name for entry in path.absolute().parent.glob("*"))[:8]
-    return f" Its folder has {', '.join(names)}." if names else ""
-
-
-def _read_file(path: Path) -> Mapping[str, Any]:
-    if path.suffix not in (".yaml", ".yml"):
-        return read_config(path)
-    twice = Problems()
-    data, _ = read_yaml(path, twice, "precision")
-    twice.raise_any()
-    if not isinstance(data, Mapping):
-        raise MapError(f"{path} must be a mapping, not {shown(data)}.")
-    return data
+def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, modules: Sequence[Module]) -> PrecisionMap:
+    result = apply_rules(read_rules(data, str(path), around, modules), modules)
+    if around.engine is None:
+        return result
+    note = f"A model of {around.engine} may keep layers in high precision that the file does not name, such as routers."
+    return replace(result, notes=(note,))
 
 
 def _modules(path: Path, given: Any) -> Sequence[Module]:
-    if isinstance(given, Sequence) and not isinstance(given, str):
+    if isinstance(given, list):
         return given
     if given is not None and not isinstance(given, (str, os.PathLike)):
-        return list(_modules_of(given))
+        return _modules_of(given)
     folder = path.parent if given is None else Path(given).expanduser()
-    files = safetensors_files(folder) if folder.exists() else []
-    if files:
-        return read_checkpoint(folder, files).modules
-    raise MapError(
-        f"{path} names modules by patterns, and {folder} has no *.safetensors. Give the modules of the model with"
-        " --modules: a checkpoint, or package.module:function."
-    )
+    checkpoint = read_checkpoint(folder)
+    if checkpoint is None:
+        raise MapError(
+            f"{path} names modules by patterns, and {folder} has no *.safetensors. Give the modules of the model with"
+            " --modules: a checkpoint, or package.module:function."
+        )
+    return checkpoint.modules
 
 
-def _modules_of(model: Any) -> Iterator[Module]:
+def _modules_of(model: Any) -> list[Module]:
+    from te_precision_callbacks.coverage.precision_audit import dtype_name
+
+    modules = []
     for name, module in model.named_modules():
         weights = [weight for weight in module.parameters(recurse=False) if weight.ndim > 1]
         if weights:
             classes = class_names(module)
-            high = _DTYPES.get(str(weights[0].dtype).removeprefix("torch."), "")
             is_linear = any("Linear" in text or "MLP" in text for text in classes)
-            yield Module(name, high, is_linear, classes, block_of(name))
-
-
-# ---------------------------------------------------------------------- runs
+            modules.append(Module(name, dtype_name(weights[0].dtype), is_linear, classes, block_of(name)))
+    return modules
 
 
 def _map_run(path: Path) -> PrecisionMap:
+    if not list_runs(path):
+        raise MapError(f"{path}: neither a checkpoint (no *.safetensors) nor a recorded run in this folder.")
     run, note = chosen_run(path)
     run.require_undamaged()
-    operands: dict[str, dict[tuple[Any, str], str]] = {}
-    for row in sorted(run.operands.to_pylist(), key=lambda row: row["since"]):
-        formats = operands.setdefault(row["layer"], {})
-        key = row["gemm"], row["tensor"]
-        texts = [*formats.get(key, "").split(" -> "), row["format"]]
-        formats[key] = " -> ".join(dict.fromkeys(filter(None, texts)))
-    reasons: dict[str, dict[str, None]] = {}
-    for row in run.gemms.to_pylist():
-        if row["layer"] in operands and row["reason"] and row["until"] is None:
-            reasons.setdefault(row["layer"], {})[row["reason_ref"] or row["reason"]] = None
-    source = f"{path}: run {run.run_id}"
-    modules = {
-        layer: from_operands(formats, "; ".join([source, *reasons.get(layer, ())]))
-        for layer, formats in operands.items()
-    }
-    weights = {name: formats for name, formats in modules.items() if formats.weight}
-    if not weights:
+    rows = sorted(recorded_products(run.gemms, run.operands), key=lambda pair: pair[0]["since"] or 0)
+    made = from_products((product for _, product in rows), f"{path}: run {run.run_id}")
+    if not made.modules:
         raise MapError(f"{path}: the run recorded no precision of matrix products. {run.missing_contents}")
-    return PrecisionMap(str(path), weights, notes=tuple(filter(None, [note, *run.notes])))
-
-
-# ---------------------------------------------------------------------- checkpoints
+    notes = tuple(filter(None, [note, *run.notes]))
+    return replace(made, source=str(path), notes=notes)
 
 
 def _map_checkpoint(path: Path, checkpoint: Checkpoint, around: Surroundings) -> PrecisionMap:
     """Return the stored formats, with the activations and the rules of the ``quantization_config``."""
     folder = path if path.is_dir() else path.parent
-    files = [folder / "config.json"] if checkpoint.config.get("quantization_config") else []
-    files += [file for file in [folder / "hf_quant_config.json"] if file.exists()]
-    if not files:
+    file = folder / "hf_quant_config.json"
+    if checkpoint.config.get("quantization_config"):
+        file = folder / "config.json"
+    if not file.exists():
         if around.engine is not None:
             raise MapError(f"{path}: --engine needs a quantization_config, and {folder / 'config.json'} has none.")
         return PrecisionMap(str(path), checkpoint.formats)
-    said = apply_rules(read_rules(read_config(files[0]), str(files[0]), around, checkpoint.modules), checkpoint.modules)
-    stored_quantized = any(use_of(formats.weight) == "quantized" for formats in checkpoint.formats.values())
-    if not stored_quantized:  # an engine quantizes when it loads the checkpoint
-        return replace(said, source=str(path), notes=(*said.notes, _CLASSES_UNKNOWN))
+    said = _apply(file, read_file(file), around, checkpoint.modules)
+    said = replace(said, source=str(path), notes=(*said.notes, _CLASSES_UNKNOWN))
+    if not any(is_quantized(formats.weight) for formats in checkpoint.formats.values()):
+        return said  # an engine quantizes when it loads the checkpoint
     modules: dict[str, ModuleFormats] = {}
     contradicted: dict[tuple[str, str], list[str]] = {}
     for name, stored in checkpoint.formats.items():
         rule = said.modules[name]
         modules[name] = rule._replace(weight=stored.weight, said=f"{stored.said}; {rule.said}")
-        if use_of(stored.weight) != use_of(rule.weight):
+        if is_quantized(stored.weight) != is_quantized(rule.weight):
             contradicted.setdefault((stored.weight, rule.weight), []).append(name)
     findings = list(said.findings)
     for (stored_format, rule_format), names in contradicted.items():
         asked = rule_format or "high precision"
-        text = f"{path}: stored in {stored_format}, but {files[0].name} says {asked}: {join_names(names)}."
+        text = f"{path}: stored in {stored_format}, but {file.name} says {asked}: {join_names(names)}."
         findings.append(MapFinding("checkpoint", text, tuple(names)))
-    return PrecisionMap(str(path), modules, tuple(findings), (*said.notes, _CLASSES_UNKNOWN))
+    return replace(said, modules=modules, findings=tuple(findings))

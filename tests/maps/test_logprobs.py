@@ -60,7 +60,6 @@ def test_statistics(tmp_path: Path) -> None:
     assert result.tokens == count
     assert result.mean == pytest.approx(math.fsum(map(abs, apart)) / count)
     assert result.largest == max(map(abs, apart))
-    assert result.worst == divmod(max(range(count), key=lambda row: abs(apart[row])), LENGTH)
     assert result.k1 == pytest.approx(-math.fsum(apart) / count)
     assert result.k3 == pytest.approx(math.fsum(math.exp(d) - 1 - d for d in apart) / count)
     assert result.beyond == sum(abs(d) > 0.3 for d in apart) / count
@@ -71,13 +70,13 @@ def test_by_position_and_by_group(tmp_path: Path) -> None:
     table, _ = sampled()
     table["trainer"] = np.where(table["token"] >= 24, table["rollout"] - 1.0, table["rollout"])
     read = read_logprobs(written(tmp_path, table))
-    means = {label: part.mean for label, part in read.by_position()}
+    means = {label: part.mean for label, part in read.by("token").items()}
     assert list(means) == [f"{first} to {first + 3}" for first in range(0, LENGTH, 4)]
     assert [round(mean, 6) for mean in means.values()] == [0] * 6 + [1] * 2
-    groups = dict(read.by("group"))
+    groups = read.by("group")
     assert {name: part.tokens for name, part in groups.items()} == {"easy": 256, "hard": 256}
     with pytest.raises(LogProbsError, match=r"has no column 'grop'\. Did you mean 'group'"):
-        dict(read.by("grop"))
+        read.by("grop")
 
 
 def test_every_format_is_the_same_table(tmp_path: Path) -> None:
@@ -89,16 +88,17 @@ def test_every_format_is_the_same_table(tmp_path: Path) -> None:
     assert read_logprobs(tmp_path / "a.safetensors").difference() == expected
     mask = torch.zeros(SAMPLES, LENGTH, dtype=torch.bool)
     mask[3, 5:] = True
-    tensors = {"old": torch.from_numpy(sides["trainer"]), "rollout": torch.from_numpy(sides["rollout"]), "mask": mask}
+    tensors = {side: torch.from_numpy(values) for side, values in sides.items()} | {"mask": mask}
     save_file(tensors, tmp_path / "b.safetensors")
-    masked = read_logprobs(tmp_path / "b.safetensors", {"trainer": "old"})
-    assert set(zip(masked.sample.tolist(), masked.position.tolist(), strict=True)) == {(3, p) for p in range(5, LENGTH)}
+    masked = read_logprobs(tmp_path / "b.safetensors")
+    assert masked.columns["sample"].tolist() == [3] * (LENGTH - 5)
+    assert masked.columns["token"].tolist() == [*range(5, LENGTH)]
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"trainer": None}, "there is no 'trainer'.*--column"),
+        ({"trainer": None}, "there is no 'trainer'"),
         ({"trainer": [-1.0, float("nan")]}, "1 values of 'trainer' .* first nan at sample 0, position 1"),
         ({"rollout": [0.5, -1.0]}, r"first 0.5 at sample 0, position 0"),
         ({"rollout": [None, -1.0]}, "1 of 2 rows have no 'rollout'"),
@@ -128,7 +128,7 @@ def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(LogProbsError, match="cannot be read"):
         read_logprobs(tmp_path / "none.parquet")
     save_file({"trainer": torch.zeros(2, 3), "rollout": torch.zeros(2, 4)}, tmp_path / "b.safetensors")
-    with pytest.raises(LogProbsError, match=r"must be equal samples x positions, not \[2, 3\], \[2, 4\]"):
+    with pytest.raises(LogProbsError, match=r"must be equal samples x positions, not .*\[2, 4\].*\[2, 3\]"):
         read_logprobs(tmp_path / "b.safetensors")
 
 
@@ -137,12 +137,10 @@ def test_the_command(folder: Path) -> None:
     written(folder, table)
     written(folder, sampled(noise=0.02)[0], "bf16.parquet")
     text = one_line(command("logprobs tokens.parquet --noise bf16.parquet --by group --limit 0.3"))
-    assert "512 tokens" in text
-    assert "times the noise floor" in text
+    assert "all 512" in text
     assert "verl, pull request 7519" in text
     data = json.loads(command("logprobs tokens.parquet --noise bf16.parquet --by group --json"))
-    assert 5 < data["all"]["mean"] / data["floor"]["mean"] < 20, "ten times the noise"
-    assert set(data["by"]) == {"position", "group"}
+    assert 5 < data["all"]["mean"] / data["noise floor"]["mean"] < 20, "ten times the noise"
+    assert set(data["by"]) == {"token", "group"}
     assert "Without --noise" in one_line(command("logprobs tokens.parquet"))
-    assert "is not sample, token" in one_line(command("logprobs tokens.parquet --column x=y", 2))
-    assert "is not a positive number" in one_line(command("logprobs tokens.parquet --limit 0", 2))
+    assert "-1.0 is not" in one_line(command("logprobs tokens.parquet --limit=-1", 2))

@@ -64,7 +64,7 @@ def test_nemo_rl_3566_a_guard_that_matches_nothing(tmp_path: Path) -> None:
     wrong = trained(tmp_path, names, "mxfp8", experts=experts, dense=matcher("decoder.layers.*.dense_mlp.*", "bf16"))
     finding = of_kind(wrong, "unmatched")
     assert "matchers.dense 'decoder.layers.*.dense_mlp.*' takes no module" in finding.text
-    assert "Nearest names: decoder.layers.0.mlp.linear_fc{1-2}" in finding.text or "linear_fc1" in finding.text
+    assert "Nearest names: decoder.layers.0.mlp.linear_fc1" in finding.text
     fc1 = wrong.modules["decoder.layers.0.mlp.linear_fc1"]
     assert (fc1.weight, "no matcher" in fc1.said) == ("MXFP8 E4M3", True), "what no matcher takes has the recipe around"
     guard = matcher("decoder.layers.*.mlp.linear_fc*", "bf16")
