@@ -85,7 +85,7 @@ def test_incomplete_checkpoints(tmp_path: Path) -> None:
         open_map(tmp_path)
     save_file({"c.weight": torch.zeros(4, 4)}, tmp_path / "model-2.safetensors")
     index.write_text(json.dumps({"weight_map": []}))
-    with pytest.raises(MapError, match="weight_map: .* valid dictionary"):
+    with pytest.raises(MapError, match=r"weight_map: .* valid dictionary"):
         open_map(tmp_path)
     index.write_text("{")
     with pytest.raises(MapError, match="cannot be read"):
