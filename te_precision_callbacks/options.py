@@ -28,6 +28,7 @@ from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.config.steps import EarlySteps, read_early_steps, with_early_steps
 from te_precision_callbacks.diagnosis.engine import OnFinding, reads_stop
 from te_precision_callbacks.layers.naming import Scope, check_scope
+from te_precision_callbacks.maps.comparing import SameAs, SameAsSource, read_same_as
 from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, LEAST_LIMIT
 from te_precision_callbacks.sinks.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT as LOG_LIMIT
@@ -170,6 +171,7 @@ class SessionKeywords(TypedDict, total=False):
     allow_unmatched: bool
     strict: bool
     require: ContractSource
+    require_same: SameAsSource
     on_broken: OnBroken
     on_finding: OnFinding
     profile: int | str | None
@@ -254,6 +256,9 @@ class SessionOptions:
             found by the audit of a resume (docs/resuming.md#the-audit).
         require: a requirement on the run, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract). Checked
             after the third step, when precision changes, and at the end of a shorter run.
+        require_same: the map of another side, such as a rollout engine, whose layers the run must quantize too: the
+            path of a map or a checkpoint, or a mapping with ``map`` and ``alignment``
+            (docs/rollout.md#stop-a-run-that-differs). Checked like ``require``.
         on_broken: ``"raise"`` a PrecisionContractError for a broken contract, or ``"warn"``.
         on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-or-act-on-a-finding). ``"warn"``: log
             each finding once. ``"stop"``: raise a PrecisionFindingError on all ranks, for errors and warnings, or for
@@ -288,6 +293,7 @@ class SessionOptions:
     allow_unmatched: bool = False
     strict: bool = False
     require: Contract | None = None
+    require_same: SameAs | None = None
     on_broken: OnBroken = "raise"
     on_finding: OnFinding = "warn"
     profile: int | str | None = None
@@ -342,6 +348,7 @@ class SessionOptions:
             debug=parse_debug(keywords.pop("debug", ())),
             layer_names=keywords.pop("layer_names", None) or loaded.layer_names,
             require=read_contract(keywords.pop("require", None)),
+            require_same=read_same_as(keywords.pop("require_same", None)),
             **keywords,
         )
         for sink in options.sinks:
@@ -377,7 +384,7 @@ def spelled_out(constructor: FunctionT) -> FunctionT:
     return constructor
 
 
-_ONLY_IN_PYTHON = (os.PathLike, Config, Contract, Callable)
+_ONLY_IN_PYTHON = (os.PathLike, Config, Contract, SameAs, Callable)
 
 
 def _yaml_type(hint: Any) -> Any:

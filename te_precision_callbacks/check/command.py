@@ -41,6 +41,16 @@ if TYPE_CHECKING:
 _INDENT = 2
 _AUTO = "auto"
 
+Alignment = Annotated[
+    Path | None,
+    typer.Option(
+        "--alignment",
+        metavar="FILE",
+        help="A YAML file with the partners of modules whose names cannot be aligned (names), and patterns of modules"
+        " that may differ (allow).",
+    ),
+]
+
 
 def check_command(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file.")],
@@ -64,7 +74,8 @@ def check_command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4 or none;"
+            help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4, none, or"
+            " package.module:function, the factory of a CustomRecipe;"
             " auto (default): Transformer Engine's default for the GPU; with --convert, Accelerate's default,"
             " fp8_delayed_scaling.",
         ),
@@ -93,6 +104,14 @@ def check_command(
             " with a precision_contract.",
         ),
     ] = None,
+    same_as: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MAP",
+            help="A map or a checkpoint whose quantized layers the plan must quantize too, as for te-precision map.",
+        ),
+    ] = None,
+    alignment: Alignment = None,
     observe: Annotated[
         str | None,
         typer.Option(
@@ -134,6 +153,7 @@ def check_command(
         "--tokens": tokens,
         "--batch": batch,
         "--require": require,
+        "--same-as": same_as,
         "--observe": observe,
         "--allow-unmatched": allow_unmatched or None,
         "--memory": memory or None,
@@ -146,6 +166,8 @@ def check_command(
     for name, value in speed_options.items():
         if value is not None and not speed:
             raise typer.BadParameter("also give --speed: this option is for expected times", param_hint=name)
+    if alignment is not None and same_as is None:
+        raise typer.BadParameter("an alignment is for --same-as", param_hint="--alignment")
     if speed and tokens is None and batch is None:
         raise typer.BadParameter("expected times need --tokens or --batch", param_hint="--speed")
     if speed and device is None:
@@ -178,7 +200,7 @@ def check_command(
     if target is not None and recipe is not None and recipe in RECIPES:
         target.check_recipe(recipe)  # its error names a recipe for this device
     with collect_warnings() as more, without_collections():
-        checked, made_on, converted = _check(
+        checked, made_on, converted = plan_function(
             model,
             recipe or _AUTO,
             convert,
@@ -192,6 +214,8 @@ def check_command(
             memory=memory,
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
+    if same_as is not None:
+        checked = _with_differences(checked, same_as, alignment)
     expected = None if target is None else _speed(checked, target, calibrate=calibrate, table=table)
     if as_json:
         planned = plan_as_json(checked, model, made_on, batch, converted)
@@ -227,17 +251,8 @@ def _load(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
         raise typer.Exit(1) from None
 
 
-def _check(
-    spec: str,
-    recipe: str,
-    convert: Conversion | None,
-    batch: str | None,
-    capability: tuple[int, int] | None,
-    *,
-    observe: str,
-    require: str | None,
-    **keywords: Any,
-) -> tuple[CheckedModel, str, ConversionResult | None]:
+def install_backend(capability: tuple[int, int] | None) -> None:
+    """Install the reference backend where Transformer Engine cannot run, for a GPU's capability if given."""
     from te_precision_callbacks import reference
     from te_precision_callbacks.reference import target
 
@@ -245,6 +260,21 @@ def _check(
     if capability is not None and not (reference.is_installed() or os.environ.get(target.ENVIRONMENT_VARIABLE)):
         emulated = max((other for other in target.ALLOWED if other <= capability), default=target.DEFAULT)
     reference.install_where_needed(emulated)
+
+
+def plan_function(
+    spec: str,
+    recipe: str,
+    convert: Conversion | None,
+    batch: str | None,
+    capability: tuple[int, int] | None,
+    *,
+    observe: str = _AUTO,
+    require: str | None = None,
+    **keywords: Any,
+) -> tuple[CheckedModel, str, ConversionResult | None]:
+    """Plan the model that a function builds; returns the plan, the device, and the result of a conversion."""
+    install_backend(capability)
     from te_precision_callbacks.instrumentation.upstream import warn_unless_supported
 
     warn_unless_supported()
@@ -290,6 +320,17 @@ def _plan_model(
             raise
         return _plan_model(spec, convert, check, on_meta=False)  # the meta device may be the cause
     return checked, device, converted
+
+
+def _with_differences(checked: CheckedModel, same_as: str, alignment: Path | None) -> CheckedModel:
+    from te_precision_callbacks.check.findings import PlanFinding
+    from te_precision_callbacks.maps.alignment import read_alignment
+    from te_precision_callbacks.maps.comparing import SameAs
+    from te_precision_callbacks.maps.sources import open_map
+
+    required = SameAs(open_map(same_as), read_alignment(alignment))
+    findings = [PlanFinding("same", text) for text in required.broken(checked.coverage, "the plan")]
+    return replace(checked, findings=(*checked.findings, *findings))
 
 
 @without_collections()

@@ -34,10 +34,11 @@ class BatchError(PrecisionDebugError):
 class _Expected(NamedTuple):
     returns: str
     error: type[PrecisionDebugError]
+    arguments: str = "without arguments"
 
     @property
     def spelling(self) -> str:
-        return f"Give package.module:function, a function without arguments that returns {self.returns}."
+        return f"Give package.module:function, a function {self.arguments} that returns {self.returns}."
 
 
 _MODEL = _Expected("a torch.nn.Module", ModelFactoryError)
@@ -146,7 +147,10 @@ CHOICES = (AUTO, NONE, *RECIPES)
 
 
 class RecipeError(PrecisionDebugError, ValueError):
-    """A recipe is unknown, or the GPU does not support it."""
+    """A recipe is unknown, its factory fails, or the GPU does not support it."""
+
+
+_FACTORY = _Expected("a quantizer, or an IdentityQuantizer for high precision", RecipeError, "of a QuantizerRole")
 
 
 def recipe_by_name(name: str) -> Any:
@@ -154,12 +158,15 @@ def recipe_by_name(name: str) -> Any:
     NVTE_BACKWARD_OVERRIDE.
 
     Args:
-        name: ``auto``, Transformer Engine's default for the GPU; ``none``, for None; or one of RECIPES.
+        name: ``auto``, Transformer Engine's default for the GPU; ``none``, for None; one of RECIPES; or
+            ``package.module:function``, the factory of a custom recipe's quantizers.
 
     Raises:
         RecipeError: the recipe is unknown, Transformer Engine refuses it on this GPU, or an environment variable is
             invalid.
     """
+    if ":" in name:
+        return _custom_recipe(name)
     if name not in CHOICES:
         raise RecipeError(f"There is no recipe {name!r}.{suggestion(name, CHOICES)}")
     if name == NONE:
@@ -185,3 +192,18 @@ def recipe_by_name(name: str) -> Any:
             why += " another GPU."
         raise RecipeError(f"Transformer Engine cannot run the recipe {name!r}: {why}")
     return made
+
+
+def _custom_recipe(spec: str) -> Any:
+    from transformer_engine.common.recipe import CustomRecipe
+
+    with _like_a_script():
+        factory = _call(functools.partial(pkgutil.resolve_name, spec), spec, _FACTORY)
+
+    def quantizer(role: Any) -> Any:
+        made = _call(functools.partial(factory, role), spec, _FACTORY)
+        if made is None:
+            raise RecipeError(f"{shown(spec)} has returned None for {role}. {_FACTORY.spelling}")
+        return made
+
+    return CustomRecipe(qfactory=quantizer)

@@ -23,7 +23,7 @@ from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, mo
 from te_precision_callbacks.te import modules as te_modules
 
 FindingKind = Literal[
-    "config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "not_sized", "contract"
+    "config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "not_sized", "contract", "same"
 ]
 
 _ANY_MULTIPLE = 1 << 10
@@ -40,7 +40,8 @@ class PlanFinding:
         kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers that
             no feature can act on; ``recipe``, a recipe that does not fit; ``shape``, unsupported sizes of a GEMM;
             ``high_precision``, nothing runs in low precision; ``rule``, a finding of a rule; ``not_sized``, modules
-            that need a batch; ``contract``, a contract that the plan breaks or cannot check.
+            that need a batch; ``contract``, a contract that the plan breaks or cannot check; ``same``, a difference
+            from ``--same-as``.
         text: the message, with abbreviated names of layers.
         layers: the affected layers.
     """

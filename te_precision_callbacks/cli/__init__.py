@@ -17,10 +17,12 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.environment import LAUNCH_VARIABLE
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.command import check_command
+from te_precision_callbacks.check.maps import map_command
 from te_precision_callbacks.cli.doctor.command import doctor_command
 from te_precision_callbacks.cli.manual.command import features_command, statistics_command
 from te_precision_callbacks.diagnosis.command import diagnose_command, rules_command
 from te_precision_callbacks.dumps.command import app as dumps
+from te_precision_callbacks.maps.logprobs_command import logprobs_command
 from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
 from te_precision_callbacks.replay.command import replay_command
@@ -45,7 +47,19 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-_READERS = {"compare", "diagnose", "dumps", "features", "replay", "report", "rules", "show", "speed", "statistics"}
+_READERS = {
+    "compare",
+    "diagnose",
+    "dumps",
+    "features",
+    "logprobs",
+    "replay",
+    "report",
+    "rules",
+    "show",
+    "speed",
+    "statistics",
+}
 """The commands that need no Transformer Engine."""
 
 
@@ -126,6 +140,8 @@ def run(
 
 
 app.command("check")(check_command)
+app.command("map")(map_command)
+app.command("logprobs")(logprobs_command)
 app.command("diagnose")(diagnose_command)
 app.command("speed")(speed_command)
 app.command("replay")(replay_command)

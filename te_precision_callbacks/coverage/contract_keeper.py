@@ -47,6 +47,10 @@ class PrecisionContractError(RaisedInTraining, RuntimeError):
         self.coverage = coverage
 
 
+Differences = Callable[[Iterable[Product], str], list[str]]
+"""Returns messages about products, of a source with a name, that differ from another side (``require_same=``)."""
+
+
 class ContractKeeper:
     """Checks a run's contract, with the same result on all ranks that reduce together.
 
@@ -58,8 +62,9 @@ class ContractKeeper:
     first checked step, and in multiples of :data:`CHECK_INTERVAL`.
     """
 
-    def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
+    def __init__(self, contract: Contract, on_broken: OnBroken, differences: Differences | None = None) -> None:
         self._contract = contract
+        self._differences = differences
         self._on_broken = contract.on_broken or on_broken
         self._first: int | None = None
         self._changes = 0
@@ -114,7 +119,7 @@ class ContractKeeper:
                 self._incomplete[changed_at if ranks.several else iteration] = None
             return None
         self._checked_until = self._checked
-        broken = [*broken_clauses(self._contract, coverage), *_broken_state(self._contract, coverage.state)]
+        broken = [*self._broken_clauses(coverage), *_broken_state(self._contract, coverage.state)]
         when = f" at step {iteration}"
         raises = self._on_broken == "raise" and bool(broken) and ranks.check_connected()
         self.unchecked = "" if broken else left_out(self._contract, coverage)
@@ -149,7 +154,7 @@ class ContractKeeper:
             if step_coverage.is_incomplete:
                 self.unchecked_steps.append(step)
                 continue
-            broken = broken_clauses(self._contract, step_coverage)
+            broken = self._broken_clauses(step_coverage)
             self.unchecked = left_out(self._contract, step_coverage) or self.unchecked
             if broken:
                 return self._report_broken(
@@ -164,7 +169,7 @@ class ContractKeeper:
             self._checked_until = changes
             self.unchecked = left_out(self._contract, coverage) or self.unchecked
             state = _broken_state(self._contract, coverage.state, all_seen=not ranks.several)
-            broken = [*broken_clauses(self._contract, coverage), *state]
+            broken = [*self._broken_clauses(coverage), *state]
             when = ", checked at the end of the run, without any step()"
             if self._first is not None:
                 when = f", checked at the end of the run, after step {iteration}"
@@ -175,6 +180,12 @@ class ContractKeeper:
         if self.unchecked:
             return self._report(self.unchecked, coverage, raises=raises)
         return None
+
+    def _broken_clauses(self, coverage: Coverage) -> list[str]:
+        broken = broken_clauses(self._contract, coverage)
+        if self._differences is not None and coverage:
+            broken += [f"require_same=: {text}" for text in self._differences(coverage, "this run")]
+        return broken
 
     def _report_broken(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
         listed = "\n".join(f"- {text}" for text in broken)

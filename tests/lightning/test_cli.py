@@ -13,6 +13,7 @@ from transformer_engine.debug.features.api import TEConfigAPIMapper
 
 from te_precision_callbacks import PrecisionDebugCallback
 from te_precision_callbacks.config.contract import read_contract
+from te_precision_callbacks.maps.comparing import read_same_as
 from te_precision_callbacks.options import LogChoice, SessionKeywords, SessionOptions, read_statistics_log, record_limit
 from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT
 from tests.conftest import Keeper, statistics
@@ -81,6 +82,8 @@ def test_the_config_is_a_path_a_mapping_or_null(tmp_path: Path, class_path: str,
 @pytest.mark.slow
 def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
     (tmp_path / "features").mkdir()
+    rollout = tmp_path / "rollout.json"
+    rollout.write_text('{"te_precision_map": 1, "modules": {"net.0": {"weight": "FP8 E4M3"}}}')
     options: dict[str, Any] = {
         "config": statistics(),
         "step_on": "batch",
@@ -105,6 +108,7 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "allow_unmatched": True,
         "strict": True,
         "require": {"share": {"fp8": 95}, "layers": {"net": "fp8"}, "by_step": 9},
+        "require_same": {"map": str(rollout)},
         "on_broken": "warn",
         "on_finding": "stop: error",
         "early_steps": [1, 3],
@@ -133,6 +137,7 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
     expected = {name: options[name] for name in as_given} | {
         "features": (OfFile,),
         "require": read_contract(options["require"]),
+        "require_same": read_same_as(options["require_same"]),
         "feature_dirs": (tmp_path / "features",),
         "debug": ("activation_overflow",),
     }

@@ -1,0 +1,172 @@
+"""Aligns the names of two maps: projections that one side fuses, expert layouts, and the paths of blocks.
+
+A name is reduced to *atoms*, the projections of a block that it contains: ``model.layers.3.self_attn.q_proj`` is q of
+block 3, ``decoder.layers.3.self_attention.linear_qkv`` is q, k and v. Modules with a common atom are partners. An
+alignment file names the partners of other modules::
+
+    names:
+      decoder.layers.*.mixer.in_proj: [model.layers.*.mixer.x_proj, model.layers.*.mixer.z_proj]
+    allow: ["*.router", lm_head]          # modules that may differ
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from te_precision_callbacks.maps.precision_map import MapError, nearest_names, read_file, validated
+
+_BLOCK = re.compile(r"(?:^|(?P<tower>.*)\.)(?:layers|h|blocks|layer)\.(?P<block>\d+)\.(?P<rest>.*)")
+_EXPERT = re.compile(r"(?:^|\.)experts\.(?:local_experts\.)?(?:(\d+)\.)?")
+_GEMM = re.compile(r"\.(?:gemm_|weight)(\d+)$")
+
+_GENERIC = {"model", "module", "decoder", "transformer", "language_model", "base_model", "backbone", "text_model"}
+"""Parts of a path above the blocks that distinguish no tower."""
+
+_ATOMS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("q_proj", "query", "layernorm_query", "linear_q"), ("q",)),
+    **dict.fromkeys(("k_proj", "key"), ("k",)),
+    **dict.fromkeys(("v_proj", "value"), ("v",)),
+    **dict.fromkeys(("key_value", "linear_kv"), ("k", "v")),
+    **dict.fromkeys(("qkv", "qkv_proj", "linear_qkv", "layernorm_qkv", "query_key_value", "c_attn"), ("q", "k", "v")),
+    **dict.fromkeys(("gate_proj", "w1"), ("gate",)),
+    **dict.fromkeys(("up_proj", "w3"), ("up",)),
+    **dict.fromkeys(("gate_up_proj", "linear_fc1", "fc1", "c_fc", "dense_h_to_4h"), ("gate", "up")),
+    **dict.fromkeys(("down_proj", "linear_fc2", "fc2", "w2", "dense_4h_to_h"), ("down",)),
+    **dict.fromkeys(("self_attn.o_proj", "self_attn.out_proj", "self_attention.linear_proj"), ("o",)),
+    **dict.fromkeys(("self_attention.proj", "self_attention.dense", "attn.c_proj"), ("o",)),
+    **dict.fromkeys(("mlp.c_proj",), ("down",)),
+    **dict.fromkeys(("mlp.gate", "mlp.router", "block_sparse_moe.gate"), ("router",)),
+}
+"""End of a module's path in a block -> the projections that it contains."""
+
+_OUTSIDE = {
+    **dict.fromkeys(("embed_tokens", "word_embeddings", "wte"), "embedding"),
+    **dict.fromkeys(("lm_head", "output_layer"), "head"),
+}
+"""Last part of a name outside of blocks -> what it is."""
+
+
+class Atom(NamedTuple):
+    """A projection of a block, or the part of a name that an alignment file gives."""
+
+    place: tuple[str, ...]
+    projection: str
+
+
+class _Entry(NamedTuple):
+    """A module with a projection. ``expert``: the number of an expert; empty for all of them, and elsewhere."""
+
+    expert: str
+    name: str
+
+
+class Alignment(BaseModel):
+    """The content of an alignment file: pattern of A -> patterns of B; and patterns of modules that may differ."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    names: dict[str, list[str]] = {}
+    allow: list[str] = []
+
+    def allows(self, *names: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in names for pattern in self.allow)
+
+
+def read_alignment(path: str | os.PathLike[str] | None) -> Alignment:
+    """Read an alignment file; raises a MapError, or a ConfigError for a file that is not YAML."""
+    if path is None:
+        return Alignment()
+    alignment: Alignment = validated(Alignment, read_file(Path(path).expanduser()), str(path))
+    return alignment
+
+
+def align(a: Iterable[str], b: Iterable[str], given: Alignment) -> dict[str, list[str]]:
+    """Return the partners in B of each name in A.
+
+    Raises:
+        MapError: two names of a side are the same projection, or a name of the alignment file does not exist.
+    """
+    ours = list(a)
+    theirs = list(b)
+    for pattern, others in given.names.items():
+        _check_exists(pattern, pattern, ours, "A")
+        for alias in others:
+            _check_exists(pattern, alias, theirs, "B")
+    in_a = _index(ours, given.names)
+    aliases = {alias: [alias] for others in given.names.values() for alias in others}
+    in_b = _index(theirs, aliases)
+    partners: dict[str, dict[str, None]] = {name: {} for name in ours}
+    for atom, entries in in_a.items():
+        for entry in entries:
+            for other in in_b.get(atom, ()):
+                if entry.expert == other.expert or not entry.expert or not other.expert:
+                    partners[entry.name][other.name] = None
+    return {name: list(others) for name, others in partners.items()}
+
+
+def _check_exists(key: str, pattern: str, names: Iterable[str], side: str) -> None:
+    if not any(_parts(pattern, name) for name in names):
+        raise MapError(f"names.{key} of the alignment: {pattern} is no name of {side}.{nearest_names(pattern, names)}")
+
+
+def _parts(pattern: str, name: str) -> re.Match[str] | None:
+    """Match a name against a pattern, in which ``*`` stands for a part between dots."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "([^.]*)"), name)
+
+
+def _index(names: Iterable[str], aliases: Mapping[str, list[str]]) -> dict[Atom, list[_Entry]]:
+    """Return atom -> modules; raises a MapError if two modules are the same projection."""
+    index: dict[Atom, list[_Entry]] = {}
+    for name in names:
+        expert, atoms = _atoms(name)
+        atoms = list(_given_atoms(name, aliases)) or atoms
+        for atom in atoms:
+            same = index.setdefault(atom, [])
+            if any(entry.expert == expert for entry in same):
+                raise MapError(
+                    f"{same[0].name} and {name} both look like the same projection, so names cannot be aligned. Name"
+                    " the partner of each below names in an alignment file (--alignment)."
+                )
+            same.append(_Entry(expert, name))
+    return index
+
+
+def _given_atoms(name: str, aliases: Mapping[str, list[str]]) -> Iterator[Atom]:
+    for pattern, others in aliases.items():
+        match = _parts(pattern, name)
+        if match is not None:
+            for other in others:
+                yield Atom(match.groups(), f"names: {other}")
+
+
+def _atoms(name: str) -> tuple[str, list[Atom]]:
+    """Return the number of the expert, and the projections that a module contains."""
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        last = name.rpartition(".")[2]
+        return "", [Atom((), _OUTSIDE.get(last, name))]
+    towers = [part for part in (match["tower"] or "").split(".") if part not in ("", *_GENERIC)]
+    gemm = _GEMM.search(match["rest"])
+    rest = _GEMM.sub("", match["rest"])
+    experts = _EXPERT.search(rest)
+    expert = ""
+    kind = ""
+    if "shared_expert" in rest:
+        kind = "shared"
+    elif gemm or experts:
+        kind = "experts"
+        number = gemm or experts
+        expert = (number and number[1]) or ""
+    elif "cross_att" in rest or "inter_attention" in rest:
+        kind = "cross"
+    last = rest.rpartition(".")[2]
+    end = ".".join(rest.split(".")[-2:])
+    projections = _ATOMS.get(end) or _ATOMS.get(last) or (rest,)
+    return expert, [Atom((*towers, match["block"], kind), projection) for projection in projections]

@@ -1,0 +1,166 @@
+"""Compares two maps: modules that only one side quantizes, or that both quantize in different formats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from te_precision_callbacks.base.counts import group_by_key, many
+from te_precision_callbacks.layers.folding import fold_names
+from te_precision_callbacks.maps.alignment import Alignment, align, read_alignment
+from te_precision_callbacks.maps.precision_map import (
+    MapError,
+    PrecisionMap,
+    from_products,
+    is_quantized,
+    join_names,
+    nearest_names,
+    validated,
+)
+from te_precision_callbacks.maps.sources import open_map
+
+_TENSORS = ("weight", "activation")
+_MOST_SAID = 2
+
+
+class Difference(NamedTuple):
+    """A pair of modules of which only one is quantized, or with different formats.
+
+    Attributes:
+        a, b: the module on each side.
+        tensors: ``weight``, ``activation``, or both.
+        format_a, format_b: their formats.
+        said_a, said_b: the rules that decide.
+    """
+
+    a: str
+    b: str
+    tensors: str
+    format_a: str
+    format_b: str
+    said_a: str
+    said_b: str
+
+
+@dataclass(frozen=True)
+class MapComparison:
+    """The comparison of two maps.
+
+    Attributes:
+        compared: the number of pairs of modules.
+        allowed: modules of A that the alignment file allows to differ.
+        only_a, only_b: modules without a partner, which were not compared.
+        quantized_alone: quantized modules among them, so that the sides cannot be called equal.
+        not_said: tensor -> the number of pairs in which a side does not say the format.
+    """
+
+    a: PrecisionMap
+    b: PrecisionMap
+    compared: int
+    differences: tuple[Difference, ...]
+    allowed: tuple[str, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    quantized_alone: tuple[str, ...]
+    not_said: Mapping[str, int]
+
+    @property
+    def broken(self) -> list[str]:
+        """Messages about differences, and about quantized modules that were not compared."""
+        texts = list(_group_texts(self.differences))
+        if not self.compared:
+            texts.append(f"No module of {self.a.source} has a partner in {self.b.source}. Give an alignment file.")
+        if self.quantized_alone:
+            first = self.quantized_alone[0]
+            other = self.b if first in self.only_a else self.a
+            near = nearest_names(first, other.modules)
+            texts.append(
+                f"{many(len(self.quantized_alone), 'quantized module')} could not be compared, because the other side"
+                f" has no such name: {join_names(self.quantized_alone)}.{near}"
+            )
+        return texts
+
+
+def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None = None) -> MapComparison:
+    """Compare the quantization of weights and activations, after aligning names; raises MapError."""
+    given = alignment or Alignment()
+    partners = align(a.modules, b.modules, given)
+    pairs = [(name, other) for name, others in partners.items() for other in others]
+    not_said: dict[str, int] = {}
+    allowed: dict[str, None] = {}
+    differences: list[Difference] = []
+    for name, other in pairs:
+        formats: dict[str, tuple[str, str]] = {}
+        for tensor in _TENSORS:
+            first = getattr(a.modules[name], tensor)
+            second = getattr(b.modules[other], tensor)
+            if not first or not second:
+                not_said[tensor] = not_said.get(tensor, 0) + 1
+            elif first != second and (is_quantized(first) or is_quantized(second)):
+                formats[tensor] = (first, second)
+        if formats and given.allows(name, other):
+            allowed[name] = None
+        elif formats:
+            in_a, in_b = (" and ".join(dict.fromkeys(side)) for side in zip(*formats.values(), strict=True))
+            said = (a.modules[name].said, b.modules[other].said)
+            differences.append(Difference(name, other, " and ".join(formats), in_a, in_b, *said))
+    matched = {other for _, other in pairs}
+    only_a = tuple(name for name, others in partners.items() if not others)
+    only_b = tuple(name for name in b.modules if name not in matched)
+    alone = [*_quantized(a, only_a, given), *_quantized(b, only_b, given)]
+    return MapComparison(a, b, len(pairs), tuple(differences), tuple(allowed), only_a, only_b, tuple(alone), not_said)
+
+
+def _quantized(source: PrecisionMap, names: Iterable[str], given: Alignment) -> Iterator[str]:
+    for name in names:
+        if is_quantized(source.modules[name].weight) and not given.allows(name):
+            yield name
+
+
+def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
+    groups = group_by_key(((entry.tensors, entry.format_a, entry.format_b), entry) for entry in differences)
+    for (tensors, first, second), alike in groups.items():
+        ours = join_names(dict.fromkeys(entry.a for entry in alike))
+        theirs = join_names(dict.fromkeys(entry.b for entry in alike))
+        names = ours if ours == theirs else f"{ours} ({theirs} in B)"
+        said_a = fold_said(entry.said_a for entry in alike)
+        said_b = fold_said(entry.said_b for entry in alike)
+        yield f"{names}: {tensors} in {first} in A, in {second} in B. A: {said_a}. B: {said_b}."
+
+
+def fold_said(texts: Iterable[str]) -> str:
+    """Return where the formats of similar modules are said, with folded numbers."""
+    return "; ".join(fold_names(texts, most=_MOST_SAID))
+
+
+SameAsSource = str | os.PathLike[str] | Mapping[str, Any] | None
+"""A value of ``require_same=``."""
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """The map that a run or a plan must agree with: ``require_same=`` and ``--same-as``."""
+
+    required: PrecisionMap
+    alignment: Alignment
+
+    def broken(self, products: Iterable[Any], source: str) -> list[str]:
+        """Return messages about matrix products that differ from the map, or cannot be compared with it."""
+        try:
+            comparison = compare_maps(from_products(products, source), self.required, self.alignment)
+        except MapError as error:
+            return [f"{source} cannot be compared with {self.required.source}: {error}"]
+        return [f"A is {source}, B is {self.required.source}: {text}" for text in comparison.broken]
+
+
+def read_same_as(value: SameAsSource) -> SameAs | None:
+    """Read ``require_same=``: the path of a map, or a mapping with ``map`` and ``alignment``; raises a MapError."""
+    if value is None:
+        return None
+    given = value if isinstance(value, Mapping) else {"map": value}
+    if "map" not in given or set(given) - {"map", "alignment"}:
+        raise MapError(f"require_same= must be a path, or a mapping with map and alignment, not {value!r}.")
+    paths = validated(dict[str, str | os.PathLike[str] | None], given, "require_same=")
+    return SameAs(open_map(paths["map"]), read_alignment(paths.get("alignment")))

@@ -1,0 +1,176 @@
+"""Precision files of other tools as ordered rules, and the module that each rule takes.
+
+The first rule that matches a module decides, unless it is not enabled. Engines such as vLLM load projections of one
+input as one layer, so their rules are applied to such layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from te_precision_callbacks.config.problems import shown
+from te_precision_callbacks.layers.folding import form_of
+from te_precision_callbacks.maps.precision_map import (
+    FindingKind,
+    MapError,
+    MapFinding,
+    ModuleFormats,
+    PrecisionMap,
+    join_names,
+    nearest_names,
+)
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Fused layer of an engine -> its parts in a checkpoint (vLLM 0.24: ``packed_modules_mapping``; SGLang 0.5.12)."""
+
+_FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
+
+_HIGH = "high precision"
+
+
+class Module(NamedTuple):
+    """A module with a weight.
+
+    Attributes:
+        high: the format without quantization; empty if unknown.
+        is_linear: whether it is a linear layer, which tools quantize by default.
+        classes: the names of its class and base classes; empty if unknown.
+        layer: the number of its block; None outside of blocks.
+    """
+
+    name: str
+    high: str
+    is_linear: bool
+    classes: tuple[str, ...] = ()
+    layer: int | None = None
+
+
+class Formats(NamedTuple):
+    """The formats that a precision file gives; the module's own dtype by default; a gradient only for training."""
+
+    weight: str = _HIGH
+    activation: str = _HIGH
+    gradient: str = ""
+
+
+KEPT = Formats()
+"""High precision, in a file for inference."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An entry of a precision file.
+
+    Attributes:
+        place: the key, such as ``ignored_layers[3]``.
+        pattern: the entry's text.
+        matches: whether a pattern matches a module.
+        formats: the formats that it gives.
+        overrides: whether it acts on a module that the tool (quantizes, does not quantize) without it.
+    """
+
+    place: str
+    pattern: str
+    matches: Callable[[str, Module], bool]
+    formats: Formats = KEPT
+    enabled: bool = True
+    overrides: tuple[bool, bool] = (True, True)
+
+    def __str__(self) -> str:
+        return f"{self.place} {shown(self.pattern)}"
+
+    def acts(self, default: Formats) -> bool:
+        return self.overrides[default.weight == _HIGH] or self.formats == default
+
+
+@dataclass(frozen=True)
+class RuleFile:
+    """A precision file of another tool.
+
+    Attributes:
+        tool: whose matching is applied, with the version.
+        default: the formats of a module without a rule, and where this is said.
+    """
+
+    path: str
+    tool: str
+    rules: Sequence[Rule]
+    default: Callable[[Module], tuple[Formats, str]]
+
+
+def apply_rules(file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
+    """Return the map of a precision file on the modules of a model, with findings about its rules."""
+    names = [module.name for module in modules]
+    deciding: dict[str, Rule] = {}
+    problems: dict[tuple[FindingKind, str, str], list[tuple[Rule, list[str]]]] = {}
+    for rule in file.rules:
+        matched = _matched(file, rule, modules)
+        for kind, reason, affected in _problems(file, rule, matched, deciding, names):
+            problems.setdefault((kind, form_of(rule.pattern), reason), []).append((rule, affected))
+        if rule.enabled:
+            for module in matched:
+                deciding.setdefault(module.name, rule)
+    formats = {module.name: _formats(file, module, deciding) for module in modules}
+    findings = []
+    for (kind, _, reason), entries in problems.items():
+        places = join_names(rule.place for rule, _ in entries)
+        patterns = join_names(shown(rule.pattern) for rule, _ in entries)
+        affected = [name for _, some in entries for name in some]
+        text = f"{file.path}: {places} {patterns} {reason}"
+        if affected:
+            text += f": {join_names(affected)}."
+        findings.append(MapFinding(kind, text, tuple(affected)))
+    return PrecisionMap(file.path, formats, tuple(findings))
+
+
+def _matched(file: RuleFile, rule: Rule, modules: Sequence[Module]) -> list[Module]:
+    try:
+        return [module for module in modules if rule.matches(rule.pattern, module)]
+    except re.error as error:
+        raise MapError(f"{file.path}: {rule} is not a regular expression, as {file.tool} reads it: {error}.") from None
+
+
+def _problems(
+    file: RuleFile, rule: Rule, matched: Sequence[Module], deciding: Mapping[str, Rule], names: Sequence[str]
+) -> Iterator[tuple[FindingKind, str, list[str]]]:
+    free = [module for module in matched if module.name not in deciding]
+    idle = [module.name for module in free if not rule.acts(file.default(module)[0])]
+    inside = [module.name for module in free if _is_part_of_a_word(rule.pattern, module.name)]
+    if not rule.enabled:
+        reason = "takes no module, because it is not enabled (enabled: true is missing)"
+        yield "disabled", reason, [module.name for module in free]
+    elif not matched:
+        yield "unmatched", f"takes no module.{nearest_names(rule.pattern, names)}", []
+    elif not free:
+        earlier = join_names(str(deciding[module.name]) for module in matched)
+        reason = f"takes no module, because an earlier entry ({earlier}) takes all it matches"
+        yield "shadowed", reason, [module.name for module in matched]
+    elif idle:
+        keys = "override_quantized_autocast, override_nonquantized_autocast"
+        yield "no_effect", f"has no effect in the recipe around these modules ({keys})", idle
+    elif inside:
+        yield "part_of_a_name", "matches only a part of a word in names", inside
+
+
+def _is_part_of_a_word(pattern: str, name: str) -> bool:
+    paths = [path for path in (name, fused_name(name)) if pattern in path]
+    return bool(paths) and not any(f".{pattern}." in f".{path}." for path in paths)
+
+
+def _formats(file: RuleFile, module: Module, deciding: Mapping[str, Rule]) -> ModuleFormats:
+    given, said = file.default(module)
+    rule = deciding.get(module.name)
+    if rule is not None and rule.acts(given):
+        given = rule.formats
+        said = f"{rule} ({file.tool})"
+    weight, activation, gradient = (module.high if text == _HIGH else text for text in given)
+    return ModuleFormats(weight, activation, gradient, f"{file.path}: {said}")
+
+
+def fused_name(name: str) -> str:
+    """Return the name of the engine's layer that has a module as a part; else the module's own name."""
+    parent, dot, last = name.rpartition(".")
+    return parent + dot + _FUSED_OF.get(last, last)

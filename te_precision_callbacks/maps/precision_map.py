@@ -1,0 +1,151 @@
+"""The formats of a model's modules, and where they are said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, OPERANDS
+from te_precision_callbacks.config.problems import Problems, shown
+from te_precision_callbacks.config.yaml_text import read_yaml
+from te_precision_callbacks.layers.folding import fold_names
+from te_precision_callbacks.runs.run_files import read_json
+
+SCHEMA = 1
+"""Version of the JSON; readers refuse other versions."""
+
+KEY = "te_precision_map"
+
+FindingKind = Literal["unmatched", "disabled", "shadowed", "no_effect", "part_of_a_name", "checkpoint"]
+
+_MOST_NAMES = 4
+_MOST_NEAREST = 3
+
+
+class MapError(PrecisionDebugError, ValueError):
+    """A source of a map cannot be read, or the names of two maps cannot be aligned."""
+
+
+class ModuleFormats(NamedTuple):
+    """The formats of a module's tensors, such as ``FP8 E4M3`` or ``BF16``; empty if the source does not say.
+
+    Attributes:
+        weight, activation: the operands of fprop. In a checkpoint, the stored weight.
+        gradient: of the output, as in dgrad and wgrad.
+        said: where this is said, with the rule that decides.
+    """
+
+    weight: str
+    activation: str = ""
+    gradient: str = ""
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class MapFinding:
+    """A problem of a source.
+
+    Attributes:
+        kind: ``unmatched``, ``disabled``, ``shadowed``, ``no_effect``: a matcher that decides no module;
+            ``part_of_a_name``: an entry that matches within a word of a name; ``checkpoint``: stored tensors that
+            contradict the config.
+        modules: the affected modules.
+    """
+
+    kind: FindingKind
+    text: str
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PrecisionMap:
+    """Module name -> its formats.
+
+    Attributes:
+        source: the path or the function from which the map was made.
+        notes: what the source does not say.
+    """
+
+    source: str
+    modules: Mapping[str, ModuleFormats]
+    findings: tuple[MapFinding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        modules = {name: formats._asdict() for name, formats in self.modules.items()}
+        return {KEY: SCHEMA, **vars(self), "modules": modules, "findings": [vars(finding) for finding in self.findings]}
+
+
+def map_from_json(data: Mapping[str, Any], place: str) -> PrecisionMap:
+    """Read the result of ``te-precision map --json``; raises a MapError that names the entry."""
+    if data[KEY] != SCHEMA:
+        raise MapError(f"{place}: {KEY} is {shown(data[KEY])}, but this version reads only {SCHEMA}.")
+    result: PrecisionMap = validated(PrecisionMap, {**data, "source": place}, place)
+    return result
+
+
+def validated(kind: Any, data: Any, place: str) -> Any:
+    """Return data as an annotated type; raises a MapError that names the first wrong key, and its value."""
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise MapError(f"{place}: {where}: {first['msg']}, not {shown(first['input'])}.") from None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Read a file of YAML or JSON with a mapping; raises a MapError, or a ConfigError for a file that is not YAML."""
+    if path.suffix in (".yaml", ".yml"):
+        twice = Problems()
+        data, _ = read_yaml(path, twice, "precision")
+        twice.raise_any()
+        mapping: dict[str, Any] = validated(dict[str, Any], data, str(path))
+        return mapping
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise MapError(f"{path} cannot be read: {error}.") from error
+
+
+def is_quantized(text: str) -> bool:
+    """Return whether a format, or one of several joined by arrows, is quantized."""
+    names = {part.partition(" ")[0] for part in text.lower().split(" -> ")}
+    return not names <= {"", *HIGH_PRECISION}
+
+
+def from_products(products: Iterable[Any], source: str) -> PrecisionMap:
+    """Return the map of matrix products with weights, as of ``session.coverage()`` or ``te-precision check``."""
+    seen: dict[str, dict[str, dict[str, None]]] = {}
+    for product in products:
+        if product.gemm not in OPERANDS or not product.operands:
+            continue
+        texts = seen.setdefault(product.layer, {"said": {source: None}})
+        for tensor, text in product.operands.items():
+            if product.gemm == "fprop" or tensor == "gradient":
+                texts.setdefault(tensor, {}).update(dict.fromkeys(text.split(" -> ")))
+        texts["said"][product.why] = None
+    modules = {}
+    for layer, texts in seen.items():
+        if "weight" in texts:
+            said = "; ".join(filter(None, texts.pop("said")))
+            formats = {tensor: " -> ".join(filter(None, parts)) for tensor, parts in texts.items()}
+            modules[layer] = ModuleFormats(**formats, said=said)
+    return PrecisionMap(source, modules)
+
+
+def nearest_names(pattern: str, names: Iterable[str]) -> str:
+    """Return a sentence with the names that share most words with a pattern, folded by block."""
+    words = {word for word in re.split(r"[^\w]+", pattern) if len(word) > 1}
+    best = sorted(fold_names(names), key=lambda name: (-len(words.intersection(name.split("."))), len(name)))
+    return f" Nearest names: {', '.join(best[:_MOST_NEAREST])}."
+
+
+def join_names(names: Iterable[str]) -> str:
+    return ", ".join(fold_names(names, most=_MOST_NAMES))

@@ -1,0 +1,151 @@
+"""Opens the sources of maps: recorded runs, checkpoints, precision files and saved maps."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from te_precision_callbacks.base.vocabulary import class_names
+from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.coverage.other_steps import recorded_products
+from te_precision_callbacks.maps.checkpoint import Checkpoint, block_of, read_checkpoint
+from te_precision_callbacks.maps.matching import Module, apply_rules
+from te_precision_callbacks.maps.precision_map import (
+    KEY,
+    MapError,
+    MapFinding,
+    ModuleFormats,
+    PrecisionMap,
+    from_products,
+    is_quantized,
+    join_names,
+    map_from_json,
+    read_file,
+)
+from te_precision_callbacks.maps.tool_files import Surroundings, kind_of, read_rules
+from te_precision_callbacks.runs.reading import chosen_run, list_runs
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+_CLASSES_UNKNOWN = (
+    "The classes of modules are not in a checkpoint: weights with two dimensions count as linear layers, unless their"
+    " rows are the vocabulary or the positions of config.json. Give --modules package.module:function for the classes."
+)
+
+
+def is_function(source: str) -> bool:
+    return _FUNCTION.fullmatch(source) is not None and not Path(source).exists()
+
+
+def open_map(
+    source: str | os.PathLike[str], *, modules: Any = None, around: Surroundings | None = None
+) -> PrecisionMap:
+    """Read the map of a recorded run, a checkpoint, a precision file, or a saved map.
+
+    Args:
+        source: a log folder; a folder or file of safetensors; Megatron's YAML, ``hf_quant_config.json``,
+            ``config.json`` or a ``quantization_config``; or the output of ``te-precision map --json``.
+        modules: the modules on which a precision file acts: a ``torch.nn.Module``, the path of a checkpoint, or a list
+            of them. Default: the checkpoint in the file's folder.
+        around: what a precision file does not say.
+
+    Raises:
+        MapError: the source is not known, damaged, or incomplete.
+    """
+    path = Path(source).expanduser()
+    given = around or Surroundings()
+    if not path.exists():
+        near = suggestion(path.name, (entry.name for entry in path.absolute().parent.glob("*")))
+        raise MapError(f"{path}: there is no such file or folder.{near}")
+    checkpoint = read_checkpoint(path)
+    if checkpoint is not None:
+        return _map_checkpoint(path, checkpoint, given)
+    if path.is_dir():
+        return _map_run(path)
+    data = read_file(path)
+    if KEY in data:
+        return map_from_json(data, str(path))
+    kind_of(data, str(path))
+    return _apply(path, data, given, _modules(path, modules))
+
+
+def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, modules: Sequence[Module]) -> PrecisionMap:
+    result = apply_rules(read_rules(data, str(path), around, modules), modules)
+    if around.engine is None:
+        return result
+    note = f"A model of {around.engine} may keep layers in high precision that the file does not name, such as routers."
+    return replace(result, notes=(note,))
+
+
+def _modules(path: Path, given: Any) -> Sequence[Module]:
+    if isinstance(given, list):
+        return given
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        return _modules_of(given)
+    folder = path.parent if given is None else Path(given).expanduser()
+    checkpoint = read_checkpoint(folder)
+    if checkpoint is None:
+        raise MapError(
+            f"{path} names modules by patterns, and {folder} has no *.safetensors. Give the modules of the model with"
+            " --modules: a checkpoint, or package.module:function."
+        )
+    return checkpoint.modules
+
+
+def _modules_of(model: Any) -> list[Module]:
+    from te_precision_callbacks.coverage.precision_audit import dtype_name
+
+    modules = []
+    for name, module in model.named_modules():
+        weights = [weight for weight in module.parameters(recurse=False) if weight.ndim > 1]
+        if weights:
+            classes = class_names(module)
+            is_linear = any("Linear" in text or "MLP" in text for text in classes)
+            modules.append(Module(name, dtype_name(weights[0].dtype), is_linear, classes, block_of(name)))
+    return modules
+
+
+def _map_run(path: Path) -> PrecisionMap:
+    if not list_runs(path):
+        raise MapError(f"{path}: neither a checkpoint (no *.safetensors) nor a recorded run in this folder.")
+    run, note = chosen_run(path)
+    run.require_undamaged()
+    rows = sorted(recorded_products(run.gemms, run.operands), key=lambda pair: pair[0]["since"] or 0)
+    made = from_products((product for _, product in rows), f"{path}: run {run.run_id}")
+    if not made.modules:
+        raise MapError(f"{path}: the run recorded no precision of matrix products. {run.missing_contents}")
+    notes = tuple(filter(None, [note, *run.notes]))
+    return replace(made, source=str(path), notes=notes)
+
+
+def _map_checkpoint(path: Path, checkpoint: Checkpoint, around: Surroundings) -> PrecisionMap:
+    """Return the stored formats, with the activations and the rules of the ``quantization_config``."""
+    folder = path if path.is_dir() else path.parent
+    file = folder / "hf_quant_config.json"
+    if checkpoint.config.get("quantization_config"):
+        file = folder / "config.json"
+    if not file.exists():
+        if around.engine is not None:
+            raise MapError(f"{path}: --engine needs a quantization_config, and {folder / 'config.json'} has none.")
+        return PrecisionMap(str(path), checkpoint.formats)
+    said = _apply(file, read_file(file), around, checkpoint.modules)
+    said = replace(said, source=str(path), notes=(*said.notes, _CLASSES_UNKNOWN))
+    if not any(is_quantized(formats.weight) for formats in checkpoint.formats.values()):
+        return said  # an engine quantizes when it loads the checkpoint
+    modules: dict[str, ModuleFormats] = {}
+    contradicted: dict[tuple[str, str], list[str]] = {}
+    for name, stored in checkpoint.formats.items():
+        rule = said.modules[name]
+        modules[name] = rule._replace(weight=stored.weight, said=f"{stored.said}; {rule.said}")
+        if is_quantized(stored.weight) != is_quantized(rule.weight):
+            contradicted.setdefault((stored.weight, rule.weight), []).append(name)
+    findings = list(said.findings)
+    for (stored_format, rule_format), names in contradicted.items():
+        asked = rule_format or "high precision"
+        text = f"{path}: stored in {stored_format}, but {file.name} says {asked}: {join_names(names)}."
+        findings.append(MapFinding("checkpoint", text, tuple(names)))
+    return replace(said, modules=modules, findings=tuple(findings))

@@ -1,0 +1,422 @@
+"""Reads precision files of other tools: Megatron, ModelOpt, and the ``quantization_config`` of Hugging Face models.
+
+The matching was read from Megatron-Core 0.16.1 (``core/quantization/quant_config.py``,
+``core/extensions/transformer_engine.py``), transformers 5.23 (``quantizers/quantizers_utils.py``), compressed-tensors
+0.20.1 (``utils/match.py``), torchao's ``FqnToConfig`` (``quant_api.py``), vLLM 0.24
+(``quantization/utils/quant_utils.py`` as of pull request 43981, ``quantization/modelopt.py``), and SGLang 0.5.12
+(``srt/layers/quantization/utils.py`` as of pull request 23467). Their functions are not called: importing them takes
+from seconds to half a minute, and Megatron imports Transformer Engine. Tests compare with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel
+
+from te_precision_callbacks.base.vocabulary import RECIPES
+from te_precision_callbacks.config.problems import shown, suggestion
+from te_precision_callbacks.maps.matching import FUSED, KEPT, Formats, Module, Rule, RuleFile, fused_name
+from te_precision_callbacks.maps.precision_map import MapError, validated
+
+Engine = Literal["vllm", "sglang"]
+
+Match = Callable[[str, Module], bool]
+"""Whether an entry matches a module."""
+
+_Rules = tuple[list[Rule], tuple[Formats, str]]
+"""The rules of a file; the formats of other linear layers, and where these are said."""
+
+_Reader = Callable[[Mapping[str, Any], str, Match], _Rules]
+
+_E4M3 = "FP8 E4M3"
+_BLOCK = "FP8 block E4M3"
+_MXFP8 = "MXFP8 E4M3"
+_NVFP4 = "NVFP4"
+
+_KINDS = {
+    "matchers": "Megatron's precision file",
+    "configs": "Megatron's precision file",
+    "quantization": "ModelOpt's hf_quant_config.json",
+    "quantization_config": "a model's config.json",
+    "quant_method": "a quantization_config",
+}
+"""Key of a precision file -> its kind."""
+
+_MODELOPT = {
+    "FP8": Formats(_E4M3, _E4M3),
+    "FP8_PER_CHANNEL_PER_TOKEN": Formats(_E4M3, _E4M3),
+    "FP8_PB_WO": Formats(_BLOCK),
+    "NVFP4": Formats(_NVFP4, _NVFP4),
+    "W4A16_NVFP4": Formats(_NVFP4),
+    "MXFP8": Formats(_MXFP8, _MXFP8),
+}
+"""ModelOpt's ``quant_algo`` -> formats."""
+
+_TORCHAO = {
+    "Float8DynamicActivationFloat8WeightConfig": Formats(_E4M3, _E4M3),
+    "Float8WeightOnlyConfig": Formats(_E4M3),
+    "Int8DynamicActivationInt8WeightConfig": Formats("INT8", "INT8"),
+    "Int8WeightOnlyConfig": Formats("INT8"),
+    "Int4WeightOnlyConfig": Formats("INT4"),
+}
+
+_FLOATS = {
+    (8, None): _E4M3,
+    (8, "block"): _BLOCK,
+    (8, 128): _BLOCK,
+    (8, 32): _MXFP8,
+    (4, 32): "MXFP4",
+    (4, 16): _NVFP4,
+}
+"""Bits and group of compressed-tensors -> format."""
+
+_MEGATRON = {
+    "tensorwise": "fp8_current_scaling",
+    "blockwise": "fp8_block_scaling",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+"""Megatron's name of a recipe -> Transformer Engine's."""
+
+
+class Surroundings(NamedTuple):
+    """What a precision file does not say.
+
+    Attributes:
+        engine: the inference engine whose matching is applied; None for the tool that defines the file.
+        recipe: the recipe around the model, for Megatron's file; None if not given.
+        bf16_layers: numbers of first and last blocks without the recipe, for Megatron's file.
+    """
+
+    engine: Engine | None = None
+    recipe: str | None = None
+    bf16_layers: tuple[int, int] = (0, 0)
+
+
+def kind_of(data: Mapping[str, Any], path: str) -> str:
+    """Return the kind of a precision file; raises a MapError for none or several."""
+    kinds = dict.fromkeys(kind for key, kind in _KINDS.items() if key in data)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    several = " and ".join(kinds) + " at once" if kinds else "no precision file"
+    known = ", ".join(dict.fromkeys(_KINDS.values()))
+    raise MapError(f"{path} is {several}: its keys are {shown(list(data))}. Known files: {known}.")
+
+
+def read_rules(data: Mapping[str, Any], path: str, around: Surroundings, modules: Sequence[Module]) -> RuleFile:
+    """Read the rules of a precision file; raises a MapError with the key and the value."""
+    kind = kind_of(data, path)
+    if kind == _KINDS["matchers"]:
+        return _megatron(validated(_MegatronFile, data, path), path, around, modules)
+    inner = data.get("quantization", data.get("quantization_config", data))
+    config: dict[str, Any] = validated(dict[str, Any], inner, f"{path}: the quantization")
+    method = str(config.get("quant_method"))
+    if "quantization" in data or method in ("modelopt_fp4", "modelopt_mxfp8"):
+        method = "modelopt"
+    if method not in _READERS:
+        raise MapError(f"{path}: quant_method {shown(method)} is not read.{suggestion(method, _READERS)}")
+    reader, tools = _READERS[method]
+    if around.engine not in tools:
+        known = ", ".join(tool for tool, _ in tools.values())
+        raise MapError(f"{path}: the matching of {around.engine} is not known for {method}. Known: {known}.")
+    tool, match = tools[around.engine]
+    rules, default = reader(config, path, match)
+    lists = (config.get("modules_to_not_convert"), config.get("ignored_layers"))
+    keeps_head = reader is _fp8 and (around.engine is not None or lists == (None, None))
+
+    def of_linear(module: Module) -> tuple[Formats, str]:
+        if not module.is_linear:
+            return KEPT, f"{tool} quantizes only linear layers"
+        if keeps_head and module.name.endswith("lm_head"):
+            return KEPT, f"{tool} keeps lm_head"
+        return default
+
+    return RuleFile(path, tool, rules, of_linear)
+
+
+def _patterns(config: Mapping[str, Any], path: str, match: Match, *keys: str) -> list[Rule]:
+    """Return the rules of the ignore list below one of some keys, which mean the same."""
+    given = {key: config[key] for key in keys if config.get(key) is not None}
+    if len({str(entries) for entries in given.values()}) > 1:
+        raise MapError(f"{path}: {' and '.join(given)} differ, and tools disagree on which one counts. Keep one.")
+    for key, entries in given.items():
+        names: list[str] = validated(list[str], entries, f"{path}: {key}")
+        return [Rule(f"{key}[{number}]", entry, match) for number, entry in enumerate(names)]
+    return []
+
+
+def _known(table: Mapping[str, Formats], name: Any, place: str) -> Formats:
+    if isinstance(name, str) and name in table:
+        return table[name]
+    raise MapError(f"{place}: {shown(name)} is not known.{suggestion(str(name), table)}")
+
+
+# ---------------------------------------------------------------------- matching
+
+
+def _transformers(entry: str, module: Module) -> bool:
+    found = re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module.name)
+    return found is not None or module.name.endswith(entry)
+
+
+def _transformers_weight(entry: str, module: Module) -> bool:
+    return _transformers(entry, module._replace(name=f"{module.name}.weight"))
+
+
+def _equal_or_regex(entry: str, module: Module) -> bool:
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), module.name) is not None
+    return entry in (module.name, fused_name(module.name))
+
+
+def _class_or_name(entry: str, module: Module) -> bool:
+    if _equal_or_regex(entry, module) or entry in module.classes:
+        return True
+    if module.classes or not entry[:1].isupper():
+        return False
+    if entry != "Linear":
+        raise MapError(
+            f"targets: {entry!r} is a class. Give --modules package.module:function, which has the classes of modules."
+        )
+    return module.is_linear
+
+
+def _wildcard(entry: str, module: Module) -> bool:
+    return fnmatchcase(module.name, entry)
+
+
+def _full_match(entry: str, module: Module) -> bool:
+    if entry.startswith("re:"):
+        return re.fullmatch(entry.removeprefix("re:"), module.name) is not None
+    return entry in (module.name, f"{module.name}.weight")
+
+
+def _engine_name(module: Module) -> str:
+    """Return the engine's name of a layer: all routed experts are one."""
+    experts = re.match(r"(.*\bexperts)\.", module.name)
+    return experts[1] if experts and "shared" not in experts[1] else fused_name(module.name)
+
+
+def _vllm(entry: str, module: Module) -> bool:
+    name = _engine_name(module)
+    if "experts" in name and name.rpartition(".")[2] not in FUSED:
+        return "experts" in entry and name in entry
+    return entry in (name, module.name)
+
+
+def _vllm_modelopt(entry: str, module: Module) -> bool:
+    name = _engine_name(module)
+    return _vllm(entry, module) or entry in name or fnmatchcase(name, entry)
+
+
+def _sglang(entry: str, module: Module) -> bool:
+    if entry.startswith("re:"):
+        raise MapError(f"{entry!r} begins with 're:', and how SGLang 0.5.12 matches it is not known.")
+    name = _engine_name(module)
+    in_experts = name.endswith("experts")
+    path = name if in_experts else module.name
+    if f".{entry.rstrip('.')}." in f".{path}.":
+        return True
+    return in_experts and "experts" in entry and name in entry
+
+
+# ---------------------------------------------------------------------- quantization_config
+
+
+def _fp8(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
+    for key in ("modules_to_convert", "dequantize"):
+        if config.get(key):
+            raise MapError(f"{path}: {key} {shown(config[key])} is not read. Remove it, or map the checkpoint.")
+    rules = _patterns(config, path, match, "modules_to_not_convert", "ignored_layers")
+    text = _E4M3 if config.get("weight_block_size") is None else _BLOCK
+    if config["quant_method"] == "mxfp8":
+        text = _MXFP8
+    return rules, (Formats(text, text), f"quant_method {config['quant_method']!r}")
+
+
+class _Scheme(BaseModel):
+    """A ``QuantizationArgs`` of compressed-tensors."""
+
+    type: Literal["int", "float"]
+    num_bits: int
+    group_size: int | None = None
+    strategy: str | None = None
+
+
+class _Group(BaseModel):
+    targets: list[str]
+    weights: _Scheme | None = None
+    input_activations: _Scheme | None = None
+
+
+def _compressed_tensors(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
+    groups = validated(dict[str, _Group], config.get("config_groups"), f"{path}: config_groups")
+    targets = []
+    for name, group in groups.items():
+        place = f"config_groups.{name}"
+        weight = _scheme(group.weights, f"{path}: {place}.weights")
+        formats = Formats(weight, _scheme(group.input_activations, f"{path}: {place}.input_activations"))
+        targets += [Rule(f"{place}.targets", entry, _class_or_name, formats) for entry in group.targets]
+    targets.sort(key=lambda rule: (rule.pattern[:1].isupper(), rule.pattern.startswith("re:"), rule.pattern))
+    return [*_patterns(config, path, match, "ignore"), *targets], (KEPT, "in no target")
+
+
+def _scheme(scheme: _Scheme | None, place: str) -> str:
+    if scheme is None:
+        return KEPT.weight
+    if scheme.type == "int":
+        return f"INT{scheme.num_bits}"
+    group = "block" if scheme.strategy == "block" else scheme.group_size
+    if (scheme.num_bits, group) not in _FLOATS:
+        raise MapError(f"{place}: {scheme!r} is not a known format.")
+    return _FLOATS[scheme.num_bits, group]
+
+
+def _modelopt(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
+    rules = _patterns(config, path, match, "exclude_modules", "ignore")
+    layers = validated(dict[str, dict[str, Any]], config.get("quantized_layers", {}), f"{path}: quantized_layers")
+    for name, layer in layers.items():
+        formats = _known(_MODELOPT, layer.get("quant_algo"), f"{path}: quantized_layers.{name}.quant_algo")
+        rules.append(Rule("quantized_layers", name, _equal_or_regex, formats))
+    algorithm = config.get("quant_algo")
+    default = KEPT
+    if algorithm != "MIXED_PRECISION" or not layers:
+        default = _known(_MODELOPT, algorithm, f"{path}: quant_algo")
+    return rules, (default, f"quant_algo {algorithm!r}")
+
+
+def _torchao(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
+    rules = _patterns(config, path, match, "modules_to_not_convert")
+    place = f"{path}: quant_type"
+    chosen = validated(dict[str, dict[str, Any]], config.get("quant_type"), place).get("default", {})
+    name = chosen.get("_type")
+    if name != "FqnToConfig":
+        return rules, (_known(_TORCHAO, name, f"{place}.default._type"), f"quant_type {name}")
+    data = validated(dict[str, dict[str, dict[str, Any] | None]], chosen.get("_data"), f"{place}.default._data")
+    formats = {}
+    for key, scheme in data.get("fqn_to_config", {}).items():
+        formats[key] = KEPT if scheme is None else _known(_TORCHAO, scheme.get("_type"), f"{path}: {key}")
+    default = formats.pop("_default", KEPT)
+    for key in sorted(formats, key=lambda key: key.startswith("re:")):
+        rules.append(Rule("fqn_to_config", key, _full_match, formats[key]))
+    return rules, (default, f"{name}: _default")
+
+
+_VLLM = "vLLM 0.24"
+_FP8_TOOLS = {None: ("transformers", _transformers), "vllm": (_VLLM, _vllm), "sglang": ("SGLang 0.5.12", _sglang)}
+_READERS: Mapping[str, tuple[_Reader, Mapping[str | None, tuple[str, Match]]]] = {
+    "fp8": (_fp8, _FP8_TOOLS),
+    "mxfp8": (_fp8, _FP8_TOOLS),
+    "compressed-tensors": (
+        _compressed_tensors,
+        {None: ("compressed-tensors 0.20", _equal_or_regex), "vllm": (_VLLM, _equal_or_regex)},
+    ),
+    "modelopt": (_modelopt, {None: ("ModelOpt's wildcards", _wildcard), "vllm": (_VLLM, _vllm_modelopt)}),
+    "torchao": (_torchao, {None: ("transformers, torchao", _transformers_weight)}),
+}
+"""``quant_method`` -> its reader, and engine -> (tool, matching of its ignore list)."""
+
+
+# ---------------------------------------------------------------------- Megatron
+
+
+class _Recipe(BaseModel):
+    fp8_quantization_recipe: str | None = None
+    fp4_quantization_recipe: str | None = None
+    fp8_format: str = "e4m3"
+    override_quantized_autocast: bool = True
+    override_nonquantized_autocast: bool = False
+
+
+class _Config(BaseModel):
+    transformer_engine_config_type: Literal["TEQuantizationParams"]
+    training_recipe: _Recipe
+
+
+class _Matcher(BaseModel):
+    type: Literal["glob"]
+    pattern: str
+    config: str
+    enabled: bool = False
+
+
+class _MegatronFile(BaseModel):
+    configs: dict[str, _Config] = {}
+    matchers: dict[str, _Matcher] = {}
+
+
+def recipe_formats(name: str, elements: str = "") -> Formats:
+    """Return the formats of a recipe of Transformer Engine, or of ``none``. ``elements``: ``e4m3`` or ``hybrid``."""
+    if name == "none":
+        return Formats(gradient=KEPT.weight)
+    if name not in RECIPES:
+        raise MapError(f"There is no recipe {name!r}.{suggestion(name, ['none', *RECIPES])}")
+    row = RECIPES[name]
+    if name == "nvfp4":
+        return Formats(row.format, row.format, row.format)
+    is_hybrid = elements == "hybrid" or (not elements and "E5M2" in row.elements)
+    gradient = "E5M2" if is_hybrid else "E4M3"
+    return Formats(f"{row.format} E4M3", f"{row.format} E4M3", f"{row.format} {gradient}")
+
+
+def _megatron(data: _MegatronFile, path: str, around: Surroundings, modules: Sequence[Module]) -> RuleFile:
+    if around.recipe is None:
+        raise MapError(
+            f"{path}: Megatron's file changes the recipe around the model, and leaves it to modules without a matcher."
+            " Give this recipe with --recipe, such as --recipe mxfp8, or --recipe none."
+        )
+    formats = {}
+    for name, config in data.configs.items():
+        formats[name] = _training_formats(config.training_recipe, f"{path}: configs.{name}.training_recipe")
+    rules = []
+    for name, matcher in data.matchers.items():
+        place = f"matchers.{name}"
+        if matcher.config not in formats:
+            known = suggestion(matcher.config, formats)
+            raise MapError(f"{path}: {place}.config {shown(matcher.config)} is not in configs.{known}")
+        recipe = data.configs[matcher.config].training_recipe
+        overrides = (recipe.override_quantized_autocast, recipe.override_nonquantized_autocast)
+        rules.append(Rule(place, matcher.pattern, _te_wildcard, formats[matcher.config], matcher.enabled, overrides))
+    high = recipe_formats("none")
+    default = recipe_formats(around.recipe)
+    first, last = around.bf16_layers
+    blocks = 1 + max((module.layer or 0 for module in modules), default=0)
+
+    def around_module(module: Module) -> tuple[Formats, str]:
+        if not _is_te(module):
+            return high, "no module of Transformer Engine"
+        if module.layer is not None and not first <= module.layer < blocks - last:
+            return high, f"block {module.layer} is kept in high precision"
+        return default, f"no matcher: the recipe around the model, {around.recipe}"
+
+    return RuleFile(path, "Megatron-Core 0.16", rules, around_module)
+
+
+def _is_te(module: Module) -> bool:
+    if module.classes:
+        return "TransformerEngineBaseModule" in module.classes
+    return module.is_linear
+
+
+def _te_wildcard(entry: str, module: Module) -> bool:
+    return _is_te(module) and fnmatchcase(module.name, entry)
+
+
+def _training_formats(recipe: _Recipe, place: str) -> Formats:
+    if recipe.fp8_quantization_recipe and recipe.fp4_quantization_recipe:
+        raise MapError(f"{place}: fp8_quantization_recipe and fp4_quantization_recipe exclude each other.")
+    name = recipe.fp8_quantization_recipe or recipe.fp4_quantization_recipe
+    if name is None:
+        return recipe_formats("none")
+    if name == "custom":
+        raise MapError(
+            f"{place}: 'custom' is code. Plan the model with te-precision map package.module:model --recipe"
+            " package.module:factory."
+        )
+    if name not in _MEGATRON:
+        raise MapError(f"{place}: the recipe {shown(name)} is not known.{suggestion(name, _MEGATRON)}")
+    return recipe_formats(_MEGATRON[name], recipe.fp8_format)

@@ -1,0 +1,107 @@
+"""The stored formats of checkpoints."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from te_precision_callbacks.maps import MapError, open_map
+from te_precision_callbacks.maps.tool_files import Surroundings
+from tests.maps.making import checkpoint, dense, fp8
+
+E4M3 = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
+PACKED = torch.zeros(64, 64, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ({"weight": torch.zeros(64, 128, dtype=torch.bfloat16)}, "BF16"),
+        ({"weight": E4M3, "weight_scale": torch.ones(())}, "FP8 E4M3"),
+        ({"weight": E4M3, "weight_scale": torch.ones(64, 1)}, "FP8 E4M3"),
+        ({"weight": E4M3.to(torch.float8_e5m2), "weight_scale": torch.ones(1)}, "FP8 E5M2"),
+        ({"weight": E4M3, "weight_scale_inv": torch.ones(1, 1)}, "FP8 block E4M3"),
+        (
+            {"weight": torch.zeros(256, 256, dtype=torch.float8_e4m3fn), "weight_scale_inv": torch.ones(2, 2)},
+            "FP8 block E4M3",
+        ),
+        ({"weight": E4M3, "weight_scale": torch.ones(64, 4, dtype=torch.uint8)}, "MXFP8 E4M3"),
+        (
+            {
+                "weight": PACKED,
+                "weight_scale": torch.ones(64, 8).to(torch.float8_e4m3fn),
+                "weight_scale_2": torch.ones(()),
+            },
+            "NVFP4",
+        ),
+        ({"weight_packed": PACKED, "weight_scale": torch.ones(64, 8).to(torch.float8_e4m3fn)}, "NVFP4"),
+        ({"weight_packed": PACKED, "weight_scale": torch.ones(64, 4, dtype=torch.uint8)}, "MXFP4"),
+        ({"weight": PACKED}, "unknown (U8)"),
+    ],
+)
+def test_formats(tmp_path: Path, tensors: dict[str, torch.Tensor], expected: str) -> None:
+    save_file({f"layers.0.fc.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    ((name, formats),) = open_map(tmp_path).modules.items()
+    assert (name, formats.weight) == ("layers.0.fc", expected)
+    assert formats.said.startswith("model.safetensors: ")
+
+
+def test_modules_of_transformer_engine(tmp_path: Path) -> None:
+    weight = torch.zeros(8, 8)
+    names = ("mlp.fc1_weight", "mlp.fc2_weight", "mlp.layer_norm_weight", "experts.weight0", "experts.weight1")
+    sizes = {name: torch.zeros(8) if "norm" in name else weight.clone() for name in names}
+    save_file(sizes, tmp_path / "model.safetensors")
+    assert set(open_map(tmp_path).modules) == {"mlp.fc1", "mlp.fc2", "experts.gemm_0", "experts.gemm_1"}
+
+
+def test_the_config_says_the_rest(tmp_path: Path) -> None:
+    names = dense()
+    quantized = [name for name in names if "layers" in name and "down" not in name]
+    kept = ["lm_head", "model.layers.*.mlp.down_proj"]
+    result = open_map(checkpoint(tmp_path / "good", names, quantized=quantized, config=fp8(*kept)))
+    assert result.findings == ()
+    gate = result.modules["model.layers.0.mlp.gate_proj"]
+    assert gate[:3] == ("FP8 block E4M3", "FP8 block E4M3", "")
+    assert "F8_E4M3 [32, 32], weight_scale_inv F32 [2, 2]" in gate.said
+    down = result.modules["model.layers.3.mlp.down_proj"]
+    assert down[:2] == ("BF16", "BF16")
+    assert "modules_to_not_convert[1] 'model.layers.*.mlp.down_proj' (transformers)" in down.said
+    assert any("classes of modules are not in a checkpoint" in note for note in result.notes)
+
+    wrong = open_map(checkpoint(tmp_path / "wrong", names, quantized=quantized, config=fp8("lm_head")))
+    (finding,) = wrong.findings
+    assert finding.kind == "checkpoint"
+    assert finding.modules == tuple(name for name in names if "down" in name)
+    assert "stored in BF16, but config.json says FP8 block E4M3: model.layers.{0-3}.mlp.down_proj" in finding.text
+
+
+def test_incomplete_checkpoints(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "model-1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}}))
+    with pytest.raises(MapError, match=r"model-2.safetensors, with 1 tensors such as b.weight, is missing"):
+        open_map(tmp_path)
+    save_file({"c.weight": torch.zeros(4, 4)}, tmp_path / "model-2.safetensors")
+    index.write_text(json.dumps({"weight_map": []}))
+    with pytest.raises(MapError, match=r"weight_map: .* valid dictionary"):
+        open_map(tmp_path)
+    index.write_text("{")
+    with pytest.raises(MapError, match="cannot be read"):
+        open_map(tmp_path)
+
+
+def test_no_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(MapError, match="there is no such file or folder"):
+        open_map(tmp_path / "none")
+    with pytest.raises(MapError, match="neither a checkpoint"):
+        open_map(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(MapError, match=r"model.safetensors cannot be read as safetensors"):
+        open_map(tmp_path)
+    save_file({"norm.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(MapError, match=r"no weights in model.safetensors"):
+        open_map(tmp_path)
+    with pytest.raises(MapError, match="--engine needs a quantization_config"):
+        open_map(checkpoint(tmp_path / "bf16", dense()), around=Surroundings(engine="vllm"))

@@ -1,0 +1,323 @@
+"""The rules of other tools' precision files: against the tools themselves, or tables of what they do."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
+
+from te_precision_callbacks.maps import MapError, PrecisionMap, open_map
+from te_precision_callbacks.maps.tool_files import Engine, Surroundings
+from tests.maps.making import RECIPES, dense, fp8, matcher, modules, precision_file, written
+from tests.session.test_megatron import one_rank  # noqa: F401
+
+LAYER = "model.layers.0."
+PARTS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate"),
+    *("mlp.experts.0.gate_proj", "mlp.experts.3.up_proj", "mlp.experts.3.down_proj"),
+    *("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+)
+QKV = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
+GATE_UP = {"mlp.gate_proj", "mlp.up_proj"}
+ROUTED = {"mlp.experts.0.gate_proj", "mlp.experts.3.up_proj", "mlp.experts.3.down_proj"}
+SHARED = {"mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"}
+SHARED_DOWN = "mlp.shared_experts.down_proj"
+
+Kept = tuple[list[str], set[str]]
+"""Entries of an ignore list (``@`` stands for the block's path) -> the modules that stay in high precision."""
+
+VLLM: list[Kept] = [
+    (["@mlp.gate"], {"mlp.gate"}),
+    (["mlp.gate"], set()),
+    (["@self_attn.q_proj", "@self_attn.k_proj", "@self_attn.v_proj"], QKV),
+    (["@self_attn.qkv_proj"], QKV),
+    (["self_attn"], set()),
+    (["@mlp.experts.3.gate_proj"], ROUTED),
+    (["mlp.experts"], set()),
+    (["*mlp*"], set()),
+    (["gate_proj", "up_proj"], set()),
+    (["@mlp.shared_experts.down_proj"], {SHARED_DOWN}),
+]
+"""``is_layer_skipped`` of vLLM 0.24, as Fp8Config calls it, run on the engine's layers."""
+
+MODELOPT: list[Kept] = [
+    (["@mlp.gate"], {"mlp.gate", *GATE_UP}),
+    (["mlp.gate"], {"mlp.gate", *GATE_UP}),
+    (["@self_attn.qkv_proj"], QKV),
+    (["self_attn"], {*QKV, "self_attn.o_proj"}),
+    (["@mlp.experts.3.gate_proj"], ROUTED),
+    (["mlp.experts"], ROUTED),
+    (["*.o_proj"], {"self_attn.o_proj"}),
+    (["gate_proj"], set()),
+    (["gate_proj", "up_proj"], {*GATE_UP, *SHARED}),
+    (["down_proj"], {"mlp.down_proj", SHARED_DOWN}),
+    (["model.layers.0"], set(PARTS)),
+    (["mlp.shared_experts"], {*SHARED, SHARED_DOWN}),
+]
+"""``ModelOptQuantConfigBase.is_layer_excluded`` of vLLM 0.24."""
+
+SGLANG: list[Kept] = [
+    (["@mlp.gate"], {"mlp.gate"}),
+    (["mlp.gate"], {"mlp.gate"}),
+    (["@self_attn.qkv_proj"], set()),
+    (["self_attn"], {*QKV, "self_attn.o_proj"}),
+    (["@mlp.experts.3.gate_proj"], ROUTED),
+    (["mlp.experts"], ROUTED),
+    (["*.o_proj"], set()),
+    (["gate_proj", "up_proj"], {*GATE_UP, *SHARED}),
+    (["down_proj"], {"mlp.down_proj", SHARED_DOWN}),
+    (["model.layers.0"], set(PARTS)),
+    (["mlp.shared_experts"], {*SHARED, SHARED_DOWN}),
+]
+"""``is_layer_skipped`` of SGLang 0.5.12."""
+
+
+def mapped(folder: Path, data: Any, names: list[str], engine: Engine | None = None) -> PrecisionMap:
+    return open_map(written(folder / "config.json", data), modules=modules(names), around=Surroundings(engine))
+
+
+def high(source: PrecisionMap) -> set[str]:
+    return {name.removeprefix(LAYER) for name, formats in source.modules.items() if formats.weight == "BF16"}
+
+
+def cases() -> Iterator[Any]:
+    for name, engine, make, table in (
+        ("vllm", "vllm", fp8, VLLM),
+        ("sglang", "sglang", fp8, SGLANG),
+        (
+            "modelopt",
+            "vllm",
+            lambda *ignored: {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [*ignored]},
+            MODELOPT,
+        ),
+    ):
+        for entries, kept in table:
+            listed = [entry.replace("@", LAYER) for entry in entries]
+            yield pytest.param(engine, make(*listed), kept, id=f"{name}-{'-'.join(entries)}")
+
+
+@pytest.mark.parametrize(("engine", "config", "kept"), cases())
+def test_the_ignore_lists_of_engines(tmp_path: Path, engine: Engine, config: Any, kept: set[str]) -> None:
+    result = mapped(tmp_path, config, [LAYER + part for part in PARTS], engine)
+    assert high(result) == kept
+    assert any("may keep layers" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    "skipped", [["lm_head"], ["lm_head", "model.layers.1"], ["mlp.gate"], ["q_proj"], [r"model.layers.*.mlp.down_proj"]]
+)
+def test_fp8_of_transformers(tmp_path: Path, skipped: list[str]) -> None:
+    """The modules that transformers itself replaces in a model."""
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=96
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    file = written(tmp_path / "config.json", {"quantization_config": fp8(*skipped)})
+    result = open_map(file, modules=model)
+    replace_with_fp8_linear(
+        model, modules_to_not_convert=skipped, quantization_config=FineGrainedFP8Config(modules_to_not_convert=skipped)
+    )
+    replaced = {name for name, module in model.named_modules() if "FP8Linear" in type(module).__name__}
+    assert {name for name, formats in result.modules.items() if formats.weight == "FP8 block E4M3"} == replaced
+    assert result.modules["model.embed_tokens"].weight == "BF16"
+
+
+CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
+BLOCK = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}
+DOWN = {"0.mlp.down_proj", "1.mlp.down_proj"}
+MLP = {f"{number}.mlp.{part}_proj" for number in range(2) for part in ("gate", "up", "down")}
+ALL = {name.removeprefix("model.layers.") for name in dense(2)} - {"model.embed_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("ignored", "groups", "in_fp8", "in_fp4"),
+    [
+        (["lm_head"], [(["Linear"], CHANNEL)], ALL - {"lm_head"}, set()),
+        (["lm_head", "re:.*mlp.down.*"], [(["Linear"], CHANNEL)], ALL - DOWN - {"lm_head"}, set()),
+        (["lm_head"], [(["re:.*mlp.*_proj"], FP4), (["re:.*self_attn.*"], CHANNEL)], ALL - MLP - {"lm_head"}, MLP),
+        (["lm_head"], [(["Linear"], CHANNEL), (["re:.*down_proj"], FP4)], ALL - DOWN - {"lm_head"}, DOWN),
+        ([], [([f"{LAYER}mlp.up_proj"], FP4), (["re:.*up_proj"], BLOCK)], {"1.mlp.up_proj"}, {"0.mlp.up_proj"}),
+        (["down_proj"], [(["Linear"], CHANNEL)], ALL, set()),
+        (["re:down_proj"], [(["Linear"], CHANNEL)], ALL, set()),
+    ],
+)
+def test_compressed_tensors(
+    tmp_path: Path, ignored: list[str], groups: Any, in_fp8: set[str], in_fp4: set[str]
+) -> None:
+    """A table of what ``apply_quantization_config`` of compressed-tensors 0.20.1 does with a Llama of two blocks."""
+    listed = {f"group_{n}": {"targets": targets, "weights": scheme} for n, (targets, scheme) in enumerate(groups)}
+    config = {"quant_method": "compressed-tensors", "ignore": ignored, "config_groups": listed}
+    result = mapped(tmp_path, config, dense(2))
+    by_format: dict[str, set[str]] = {}
+    for name, formats in result.modules.items():
+        by_format.setdefault(formats.weight.split()[0], set()).add(name.removeprefix("model.layers."))
+    assert (by_format.get("FP8", set()), by_format.get("NVFP4", set())) == (in_fp8, in_fp4)
+
+
+def test_modelopt_of_several_precisions(tmp_path: Path) -> None:
+    names = [LAYER + part for part in PARTS]
+    layers = {f"{LAYER}mlp.up_proj": {"quant_algo": "NVFP4"}, f"{LAYER}mlp.down_proj": {"quant_algo": "FP8"}}
+    data = {
+        "quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "exclude_modules": ["lm_head"]}
+    }
+    result = mapped(tmp_path, data, [*names, "lm_head"])
+    assert result.modules[f"{LAYER}mlp.up_proj"][:3] == ("NVFP4", "NVFP4", "")
+    assert result.modules[f"{LAYER}mlp.down_proj"][:3] == ("FP8 E4M3", "FP8 E4M3", "")
+    assert len(high(result)) == len(names) - 2 + 1
+    assert result.findings == ()
+
+
+def test_torchao_by_name(tmp_path: Path) -> None:
+    dynamic = {"_type": "Float8DynamicActivationFloat8WeightConfig", "_data": {}}
+    named = {"re:.*_proj": dynamic, f"{LAYER}mlp.up_proj": None, "_default": {"_type": "Int8WeightOnlyConfig"}}
+    quant_type = {"default": {"_type": "FqnToConfig", "_data": {"fqn_to_config": named}}}
+    config = {"quant_method": "torchao", "quant_type": quant_type, "modules_to_not_convert": ["lm_head"]}
+    result = mapped(tmp_path, config, [*(LAYER + part for part in PARTS), "lm_head"])
+    assert high(result) == {"mlp.up_proj", "lm_head"}
+    assert result.modules[f"{LAYER}mlp.gate"][:2] == ("INT8", "BF16")
+    assert result.modules[f"{LAYER}mlp.down_proj"][:2] == ("FP8 E4M3", "FP8 E4M3")
+
+
+def test_an_entry_behind_another(tmp_path: Path) -> None:
+    file = precision_file(tmp_path, first=matcher("*mlp*", "bf16"), second=matcher("*down_proj", "mxfp8"))
+    result = open_map(file, modules=modules(dense()), around=Surroundings(recipe="nvfp4"))
+    (finding,) = result.findings
+    assert finding.kind == "shadowed"
+    assert "matchers.first '*mlp*'" in finding.text
+    assert len(finding.modules) == 4
+    assert result.modules[f"{LAYER}self_attn.q_proj"].gradient == "NVFP4", "of the recipe around the model"
+
+
+def test_entries_of_all_blocks_are_one_finding(tmp_path: Path) -> None:
+    routers = [f"model.layers.{number}.mlp.router" for number in range(4)]
+    (finding,) = mapped(tmp_path, fp8(*routers), dense()).findings
+    assert "'model.layers.{0-3}.mlp.router' takes no module" in finding.text
+
+
+# ---------------------------------------------------------------------- Megatron
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore")
+def test_the_reader_of_megatron_core(tmp_path: Path) -> None:
+    """The recipes that Megatron gives to the modules of a model that it builds from the file."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.quantization.utils import load_quantization_recipe
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    file = precision_file(
+        tmp_path,
+        off=matcher("*", "nvfp4", enabled=False),
+        first=matcher("decoder.layers.0.*fc?", "bf16"),
+        fc=matcher("*linear_fc[12]", "mxfp8"),
+        proj=matcher("*LINEAR_PROJ", "nvfp4"),
+    )
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        quant_recipe=load_quantization_recipe(str(file)),
+    )
+    model = GPTModel(config, get_gpt_layer_with_transformer_engine_spec(), 96, 16)
+    result = open_map(file, modules=model, around=Surroundings(recipe="fp8_block_scaling"))
+    checked = 0
+    for name, module in model.named_modules():
+        if not hasattr(module, "te_quant_params"):
+            continue
+        checked += 1
+        params = module.te_quant_params
+        expected = "FP8 block E4M3"
+        if params is not None:
+            recipe = params.training_recipe
+            chosen = recipe.fp8_quantization_recipe or recipe.fp4_quantization_recipe
+            expected = {None: "FP32", "mxfp8": "MXFP8 E4M3", "nvfp4": "NVFP4"}[chosen]
+        assert result.modules[name].weight == expected, name
+    assert checked == 8
+    assert result.modules["output_layer"].weight == "FP32", "no module of Transformer Engine"
+    assert {finding.kind for finding in result.findings} == {"disabled", "unmatched"}
+    assert json.loads(json.dumps(RECIPES)) == yaml.safe_load(file.read_text())["configs"]
+
+
+# ---------------------------------------------------------------------- wrong files
+
+MXFP8 = {"configs": RECIPES, "matchers": {"all": matcher("*", "mxfp8")}}
+
+
+def megatron_with(**changed: Any) -> dict[str, Any]:
+    return {"configs": RECIPES, "matchers": {"all": {**matcher("*", "mxfp8"), **changed}}}
+
+
+def config_with(**recipe: Any) -> dict[str, Any]:
+    config = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
+    return {"configs": {"mxfp8": config}, "matchers": {}}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "is no precision file: its keys are"),
+        ({"matchers": {}, "quant_method": "fp8"}, "is Megatron's precision file and a quantization_config at once"),
+        ({"quant_method": "fp9"}, "quant_method 'fp9' is not read. Did you mean 'fp8'"),
+        ({"quantization_config": 8}, "the quantization: .* valid dictionary, not 8"),
+        (fp8(3), r"modules_to_not_convert: 0: .* valid string, not 3"),
+        ({**fp8("a"), "ignored_layers": ["b"]}, "modules_to_not_convert and ignored_layers differ"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP5"}, "quant_algo: 'NVFP5' is not known. Did you mean 'NVFP4'"),
+        ({"quant_method": "modelopt"}, "quant_algo: None is not known"),
+        (fp8("*mlp"), r"modules_to_not_convert\[0\] '\*mlp' is not a regular expression, as transformers reads it"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"targets": [], "weights": {"type": "float", "num_bits": 6}}},
+            },
+            "config_groups.g.weights: .* is not a known format",
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float9"}}},
+            "quant_type.default._type: 'Float9'",
+        ),
+        (megatron_with(config="mxfp9"), "matchers.all.config 'mxfp9' is not in configs. Did you mean 'mxfp8'"),
+        (megatron_with(type="regex"), "matchers.all.type: .*'glob', not 'regex'"),
+        (megatron_with(pattern=None), "matchers.all.pattern: .* valid string, not None"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Conv1D"], "weights": CHANNEL}}},
+            "targets: 'Conv1D' is a class",
+        ),
+        (
+            config_with(fp8_quantization_recipe="mxfp9"),
+            "mxfp8.training_recipe: the recipe 'mxfp9' is not known",
+        ),
+        (config_with(fp8_quantization_recipe="mxfp8", fp4_quantization_recipe="nvfp4"), "exclude each other"),
+        (config_with(fp8_quantization_recipe="custom"), "is code"),
+        (
+            {"configs": {"a": {"kitchen_config_type": "QLinearParams"}}},
+            "configs.a.transformer_engine_config_type: Field required",
+        ),
+    ],
+)
+def test_wrong_files(tmp_path: Path, data: Any, message: str) -> None:
+    file = written(tmp_path / "file.json", data)
+    with pytest.raises(MapError, match=message):
+        open_map(file, modules=modules(dense()), around=Surroundings(recipe="mxfp8"))
+
+
+def test_what_a_file_needs(tmp_path: Path) -> None:
+    file = precision_file(tmp_path, all=matcher("*", "mxfp8"))
+    with pytest.raises(MapError, match="Give this recipe with --recipe"):
+        open_map(file, modules=modules(dense()))
+    with pytest.raises(MapError, match="Give the modules of the model with --modules"):
+        open_map(file, around=Surroundings(recipe="mxfp8"))
+    with pytest.raises(MapError, match=r"the matching of sglang is not known for modelopt"):
+        mapped(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}, dense(), "sglang")
+    with pytest.raises(MapError, match="There is no recipe 'mxfp9'"):
+        open_map(file, modules=modules(dense()), around=Surroundings(recipe="mxfp9"))
