@@ -137,8 +137,8 @@ class EveryStep:
         stored = read_stored(tensor, columnwise=tensor._rowwise_data is None)
         if stored is None or not stored.codes.numel():
             return []
-        scales = FLOAT32 if stored.scale_format is None else E8M0
-        return [
-            Largest(stored.codes, number, None, slot, order),
-            Largest(stored.scales, scales, None, slot, order, SCALE),
-        ]
+        codes = Largest(stored.codes, number, None, slot, order)
+        if stored.scale_format is not None:
+            return [codes, Largest(stored.scales, E8M0, None, slot, order, SCALE)]
+        scales = torch.where(stored.scales == 1.0, 0.0, stored.scales)  # TE gives a block of zeros the scale 1
+        return [codes, Largest(scales, FLOAT32, None, slot, order, SCALE)]

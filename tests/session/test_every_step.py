@@ -283,6 +283,24 @@ def test_a_healthy_run_has_no_last_steps(tmp_path: Path) -> None:
         show(tmp_path, "--last-steps")
 
 
+def test_blocks_of_zeros_do_not_count(tmp_path: Path) -> None:
+    """Their scale is 1, and 448 is the largest code."""
+    model = Blocks("block")
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        run: Any = session._run
+        x = torch.randn(256, 64)
+        x[:128] = 0
+        for _ in range(2):
+            with te.autocast(enabled=True, recipe=model.recipe):
+                model.linear(x).square().mean().backward()
+            session.step()
+        ring = run.hooks.every_step.ring
+        row = run._every_step.steps.rows[-1]
+        magnitudes = dict(zip(ring.slots, row.magnitudes.tolist(), strict=True))
+        largest = float(x.abs().max())
+        assert largest <= magnitudes[Slot("linear", "activation")] <= 2 * largest
+
+
 def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
     with InspectSession(log_dir=tmp_path, model=(model := Blocks("delayed"))) as session:
         run: Any = session._run
