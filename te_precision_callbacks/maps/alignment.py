@@ -117,7 +117,7 @@ def _check_exists(key: str, pattern: str, names: Iterable[str], side: str) -> No
 
 
 def _parts(pattern: str, name: str) -> re.Match[str] | None:
-    """Match a name against a pattern, in which ``*`` stands for a part between dots."""
+    """Match a name against a pattern; ``*`` stands for a part between dots."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", "([^.]*)"), name)
 
 

@@ -120,7 +120,7 @@ def _header(file: Path) -> dict[str, _Tensor]:
 
 
 def _format(name: str, tensor: _Tensor, tensors: Mapping[str, _Tensor]) -> ModuleFormats:
-    """Return the format of a weight, and the dtypes and shapes that say so."""
+    """Return the format of a weight, with the dtypes and shapes as its source."""
     if tensor.dtype in _HIGH:
         return ModuleFormats(_HIGH[tensor.dtype], said=f"{tensor.file}: {tensor.dtype}")
     prefix = re.sub(r"weight(_packed)?$", "", name)

@@ -26,7 +26,7 @@ _MOST_SAID = 2
 
 
 class Difference(NamedTuple):
-    """A pair of modules of which only one is quantized, or with different formats.
+    """A pair of modules with different formats, or with one quantized module.
 
     Attributes:
         a, b: the module on each side.
@@ -53,7 +53,7 @@ class MapComparison:
         allowed: modules of A that the alignment file allows to differ.
         only_a, only_b: modules without a partner, which were not compared.
         quantized_alone: quantized modules among them, so that the sides cannot be called equal.
-        not_said: tensor -> the number of pairs in which a side does not say the format.
+        not_said: tensor -> the number of pairs without a known format on one side.
     """
 
     a: PrecisionMap
@@ -131,7 +131,7 @@ def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
 
 
 def fold_said(texts: Iterable[str]) -> str:
-    """Return where the formats of similar modules are said, with folded numbers."""
+    """Return the sources of the formats of similar modules, with folded numbers."""
     return "; ".join(fold_names(texts, most=_MOST_SAID))
 
 

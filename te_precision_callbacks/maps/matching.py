@@ -91,8 +91,8 @@ class RuleFile:
     """A precision file of another tool.
 
     Attributes:
-        tool: whose matching is applied, with the version.
-        default: the formats of a module without a rule, and where this is said.
+        tool: the tool or engine with its version, for its matching.
+        default: the formats of a module without a rule, and their source.
     """
 
     path: str

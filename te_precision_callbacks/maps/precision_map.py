@@ -1,4 +1,4 @@
-"""The formats of a model's modules, and where they are said."""
+"""The formats of a model's modules, with their sources."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MapError(PrecisionDebugError, ValueError):
 
 
 class ModuleFormats(NamedTuple):
-    """The formats of a module's tensors, such as ``FP8 E4M3`` or ``BF16``; empty if the source does not say.
+    """The formats of a module's tensors, such as ``FP8 E4M3`` or ``BF16``; empty if unknown.
 
     Attributes:
         weight, activation: the operands of fprop. In a checkpoint, the stored weight.
@@ -68,8 +68,8 @@ class PrecisionMap:
     """Module name -> its formats.
 
     Attributes:
-        source: the path or the function from which the map was made.
-        notes: what the source does not say.
+        source: the path or the function of the map.
+        notes: facts that the source lacks.
     """
 
     source: str

@@ -49,9 +49,9 @@ def open_map(
     Args:
         source: a log folder; a folder or file of safetensors; Megatron's YAML, ``hf_quant_config.json``,
             ``config.json`` or a ``quantization_config``; or the output of ``te-precision map --json``.
-        modules: the modules on which a precision file acts: a ``torch.nn.Module``, the path of a checkpoint, or a list
+        modules: the modules for a precision file: a ``torch.nn.Module``, the path of a checkpoint, or a list
             of them. Default: the checkpoint in the file's folder.
-        around: what a precision file does not say.
+        around: facts that a precision file lacks.
 
     Raises:
         MapError: the source is not known, damaged, or incomplete.

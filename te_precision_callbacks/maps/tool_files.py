@@ -84,10 +84,10 @@ _MEGATRON = {
 
 
 class Surroundings(NamedTuple):
-    """What a precision file does not say.
+    """Facts that a precision file lacks.
 
     Attributes:
-        engine: the inference engine whose matching is applied; None for the tool that defines the file.
+        engine: the inference engine that reads the file; None for the tool that defines it.
         recipe: the recipe around the model, for Megatron's file; None if not given.
         bf16_layers: numbers of first and last blocks without the recipe, for Megatron's file.
     """
