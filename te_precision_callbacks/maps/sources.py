@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.coverage.other_steps import recorded_products
 from te_precision_callbacks.maps.checkpoint import Checkpoint, block_of, read_checkpoint
 from te_precision_callbacks.maps.matching import Module, apply_rules
@@ -59,8 +58,7 @@ def open_map(
     path = Path(source).expanduser()
     given = around or Surroundings()
     if not path.exists():
-        near = suggestion(path.name, (entry.name for entry in path.absolute().parent.glob("*")))
-        raise MapError(f"{path}: there is no such file or folder.{near}")
+        raise MapError(f"{path}: there is no such file or folder.")
     checkpoint = read_checkpoint(path)
     if checkpoint is not None:
         return _map_checkpoint(path, checkpoint, given)
