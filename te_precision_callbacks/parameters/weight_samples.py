@@ -206,15 +206,15 @@ def largest_of_each(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int]
     places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.layout is torch.strided and tensor.is_floating_point() and tensor.numel():
-            # C++ is many times as fast, but a tensor of another class, or one that FSDP has freed, has no memory.
+            # C++ is many times as fast, but a tensor of another class may have no memory of its own.
             in_cpp = tensor.device.type == "cpu" and tensor.dtype in FORMATS and type(tensor) in PLAIN
-            in_cpp = in_cpp and tensor.data_ptr() != 0
             places.setdefault((tensor.device, tensor.dtype, in_cpp), []).append(place)
     for (device, dtype, in_cpp), group in places.items():
         if in_cpp:
             row = largest.new_rows(1, len(group), device)[0]
-            number = FORMATS[dtype]
-            largest.add([Largest(tensors[place], number, None, slot, 0) for slot, place in enumerate(group)], row)
+            rest = FORMATS[dtype], None
+            given = [(tensors[place], *rest, slot, 0, MAGNITUDE) for slot, place in enumerate(group)]
+            largest.add([tuple.__new__(Largest, one) for one in given], row)  # Largest() would call a Python function
             yield group, row[:, MAGNITUDE].contiguous().view(torch.float32)
         else:
             yield group, torch.stack(torch._foreach_norm([tensors[place] for place in group], float("inf")))

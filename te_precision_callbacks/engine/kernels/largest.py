@@ -52,6 +52,7 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
         return
     in_cpp = ONE_PASS.functions["te_precision_largest"] if ONE_PASS.is_compiled() else None
     begin = row.data_ptr()
+    threads = torch.get_num_threads()
     for tensor in tensors:
         values, number, scale, slot, order, column = tensor
         if in_cpp is None or number == E8M0:
@@ -61,7 +62,6 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
             values = values.contiguous()
         at = begin + 4 * COLUMNS * slot
         factor = None if scale is None else scale.data_ptr()
-        threads = torch.get_num_threads()
         in_cpp(values.data_ptr(), number, values.numel(), factor, threads, order, at + 4 * column, at + 4 * FIRST)
 
 

@@ -846,6 +846,7 @@ float magnitude_of(uint32_t word, int format) {
 // if it is inf or NaN. Formats: 0 float32, 1 bfloat16, 2 float16, 3 E4M3, 4 E5M2.
 extern "C" void te_precision_largest(const char* values, int format, int64_t count, const float* scale, int threads,
                                      int32_t order, int32_t* largest, int32_t* first) {
+  if (values == nullptr) count = 0;  // FSDP has freed the memory
   const uint32_t word = format == 0   ? largest_word<uint32_t>(values, count, threads)
                         : format <= 2 ? largest_word<uint16_t>(values, count, threads)
                                       : largest_word<uint8_t>(values, count, threads);
