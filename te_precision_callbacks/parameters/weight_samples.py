@@ -205,7 +205,7 @@ def largest_of_each(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int]
     are inf or nan if an element is."""
     places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for place, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided and tensor.is_floating_point() and tensor.numel():
+        if tensor.layout is torch.strided and tensor.dtype.is_floating_point and tensor.numel():
             # C++ is many times as fast, but a tensor of another class may have no memory of its own.
             in_cpp = tensor.device.type == "cpu" and tensor.dtype in FORMATS and type(tensor) in PLAIN
             places.setdefault((tensor.device, tensor.dtype, in_cpp), []).append(place)
