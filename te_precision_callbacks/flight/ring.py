@@ -25,24 +25,24 @@ class Ring:
 
     Attributes:
         slots: all tensors so far; their places are their slots.
+        places: layer and tensor -> slot.
         order, high: of the current step; see :class:`StepRow`.
     """
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
-        self._places: dict[Slot, int] = {}
+        self.places: dict[tuple[str, str], int] = {}
         self._devices: dict[torch.device, _OnDevice] = {}
         self.order: list[int] = []
         self.high: set[str] = set()
         self._waiting: list[StepRow] = []
 
     def slot(self, layer: str, tensor: str) -> int:
-        slot = Slot(layer, tensor)
-        place = self._places.get(slot)
+        place = self.places.get((layer, tensor))
         if place is None:
             place = len(self.slots)
-            self._places[slot] = place
-            self.slots.append(slot)
+            self.places[layer, tensor] = place
+            self.slots.append(Slot(layer, tensor))
         return place
 
     def add(self, tensors: Sequence[Largest], device: torch.device) -> None:

@@ -47,7 +47,6 @@ class EveryStep:
         self.unwatched: Counter[str] = Counter()
         self._report = report
         self._weights: set[str] = set()
-        self._slots: dict[tuple[str, str], int] = {}
         self._per_tensor: set[type] = set()
         self._numbers: dict[int, int] = {}
 
@@ -81,10 +80,9 @@ class EveryStep:
             tensors: list[Largest] = []
             order = len(self.ring.order)
             for name, tensor in found:
-                slot = self._slots.get((layer, name))
+                slot = self.ring.places.get((layer, name))
                 if slot is None:
                     slot = self.ring.slot(layer, name)
-                    self._slots[layer, name] = slot
                 kind = type(tensor)
                 if kind in PLAIN and tensor.dtype in FORMATS:
                     if name == "activation":

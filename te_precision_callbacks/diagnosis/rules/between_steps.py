@@ -28,6 +28,7 @@ class Changed(Judge):
             yield Sighting(layers, tensor, "", event.text, event.iteration)
 
 
+_COLLECT = "every_step=True, the default, and a longer run"
 _NEEDS = f"every_step=True, and {LEAST_HISTORY} steps"
 
 RULES = (
@@ -36,7 +37,7 @@ RULES = (
         title="layers run in high precision for a few steps",
         subject="layer",
         needs=_NEEDS,
-        collect="every_step=True, the default, and a longer run",
+        collect=_COLLECT,
         condition=(
             f"the activation of a layer was quantized in {LEAST_HISTORY} steps in a row, is not quantized for 1 to"
             f" {GAP} steps, and is again after them; in one micro-batch or in all"
@@ -57,7 +58,7 @@ RULES = (
         title="a layer does not run any more",
         subject="layer",
         needs=_NEEDS,
-        collect="every_step=True, the default, and a longer run",
+        collect=_COLLECT,
         condition=(
             f"a layer had a GEMM in each of {LEAST_HISTORY} training steps in a row, and has had none for {GAP} steps,"
             " in which other layers had"
@@ -75,7 +76,7 @@ RULES = (
         title="a tensor's largest magnitude is far above its last ones",
         subject="tensor",
         needs=_NEEDS,
-        collect="every_step=True, the default, and a longer run",
+        collect=_COLLECT,
         condition=(
             f"the largest magnitude of an activation is 2^{SPIKE['activation']:g} times that of the {LEAST_HISTORY} to"
             f" {HISTORY} steps before, or 2^{SPIKE_OF_GRADIENT:g} times for tensors of the backward"

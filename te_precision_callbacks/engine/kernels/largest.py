@@ -71,11 +71,13 @@ def _with_triton(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     try:
         from te_precision_callbacks.engine.kernels import triton_largest
 
-        fitting = [tensor for tensor in tensors if triton_largest.fits(tensor)]
+        fitting: list[Largest] = []
+        others: list[Largest] = []
+        for tensor in tensors:
+            (fitting if triton_largest.fits(tensor) else others).append(tensor)
         for begin in range(0, len(fitting), triton_largest.TOGETHER):
             triton_largest.add(fitting[begin : begin + triton_largest.TOGETHER], row)
-        if len(fitting) < len(tensors):
-            _all_in_torch([tensor for tensor in tensors if not triton_largest.fits(tensor)], row)
+        _all_in_torch(others, row)
     except torch.OutOfMemoryError:
         raise  # not caused by the kernel
     except Exception as error:

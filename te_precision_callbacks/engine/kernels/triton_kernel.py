@@ -58,6 +58,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     program_count,
     report_binder,
     scratch,
+    select,
     store_comparison,
     store_extremes,
     store_moments,
@@ -528,14 +529,14 @@ def _measure(
     begin = program * 0
     if not ALONE:
         which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
-        begin = _select(which, 0, begin1, begin2, begin3)
-        programs = _select(which, begin1, begin2, begin3, programs) - begin
+        begin = select(which, 0, begin1, begin2, begin3)
+        programs = select(which, begin1, begin2, begin3, programs) - begin
         program -= begin
-        values = tl.multiple_of(_select(which, values, values1, values2, values3), 16)
-        numel = tl.multiple_of(_select(which, numel, numel1, numel2, numel3), 16)
+        values = tl.multiple_of(select(which, values, values1, values2, values3), 16)
+        numel = tl.multiple_of(select(which, numel, numel1, numel2, numel3), 16)
         if CODES != "":
-            codes = tl.multiple_of(_select(which, codes, codes1, codes2, codes3), 16)
-            scale_inv = _select(which, scale_inv, scale_inv1, scale_inv2, scale_inv3)
+            codes = tl.multiple_of(select(which, codes, codes1, codes2, codes3), 16)
+            scale_inv = select(which, scale_inv, scale_inv1, scale_inv2, scale_inv3)
 
     run: tl.constexpr = THREADS * VECTOR
     tile: tl.constexpr = ROWS * run
@@ -557,7 +558,7 @@ def _measure(
     error_square_sum = tl.full([THREADS], 0, tl.float64)
     underflow_square_sum = tl.full([THREADS], 0, tl.float64)
     histogram = tl.full([256], 0, tl.int64)
-    compares = _select(which, compared0, compared1, compared2, compared3) >= 0
+    compares = select(which, compared0, compared1, compared2, compared3) >= 0
     if CODES != "":
         scale = tl.load(scale_inv)
         largest = scale * LARGEST
@@ -706,23 +707,18 @@ def _measure(
         tl.store(maxima + 3, tl.where(counted, wide, float("-inf")))
         tl.store(maxima + 4, tl.where(counted, -wide, float("-inf")))
     if HISTOGRAM:
-        add_exponents(merged_sums, _select(which, exponents0, exponents1, exponents2, exponents3), histogram)
+        add_exponents(merged_sums, select(which, exponents0, exponents1, exponents2, exponents3), histogram)
 
     if is_last(counters + which, programs):
         found, highest = merge_rows(partials, begin, begin + programs, COLUMNS, EXTREMES)
-        sums_at = placed(nowhere(), _select(which, moments0, moments1, moments2, moments3), 0, 6)
-        maxima_at = placed(nowhere(), _select(which, maxima0, maxima1, maxima2, maxima3), COLUMNS, 3)
+        sums_at = placed(nowhere(), select(which, moments0, moments1, moments2, moments3), 0, 6)
+        maxima_at = placed(nowhere(), select(which, maxima0, maxima1, maxima2, maxima3), COLUMNS, 3)
         if CODES != "":
-            sums_at = placed(sums_at, _select(which, compared0, compared1, compared2, compared3), 6, 6)
-            sums_at = placed(sums_at, _select(which, scales0, scales1, scales2, scales3), 12, 3)
-            scales_at = _select(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
+            sums_at = placed(sums_at, select(which, compared0, compared1, compared2, compared3), 6, 6)
+            sums_at = placed(sums_at, select(which, scales0, scales1, scales2, scales3), 12, 3)
+            scales_at = select(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
             maxima_at = placed(maxima_at, scales_at, COLUMNS + 3, 2)
         merge_at(merged_sums, sums_at, found, merged_maxima, maxima_at, highest)
-
-
-@jit
-def _select(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
-    return tl.where(which == 0, first, tl.where(which == 1, second, tl.where(which == 2, third, fourth)))
 
 
 @jit

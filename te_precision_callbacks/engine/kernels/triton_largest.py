@@ -16,7 +16,14 @@ import triton.language as tl
 
 from te_precision_callbacks.base.devices import is_lost, raw_stream_of
 from te_precision_callbacks.engine.kernels.columns import COLUMNS, E8M0, FIRST, FLOAT32, INFINITE, Largest
-from te_precision_callbacks.engine.kernels.triton_parts import jit, launcher_of, program_count, report_binder
+from te_precision_callbacks.engine.kernels.triton_parts import (
+    decode,
+    jit,
+    launcher_of,
+    program_count,
+    report_binder,
+    select,
+)
 
 TOGETHER = 4
 _WORDS = 2048
@@ -135,11 +142,11 @@ def _add(
     """Each program reads every n-th piece of a tensor, and raises the tensor's number in the row."""
     program = tl.program_id(0)
     which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
-    begin = _select(which, 0, begin1, begin2, begin3)
-    programs = _select(which, begin1, begin2, begin3, tl.num_programs(0)) - begin
-    values = tl.multiple_of(_select(which, values0, values1, values2, values3), 16)
-    words = _select(which, words0, words1, words2, words3)
-    number = _select(which, number0, number1, number2, number3)
+    begin = select(which, 0, begin1, begin2, begin3)
+    programs = select(which, begin1, begin2, begin3, tl.num_programs(0)) - begin
+    values = tl.multiple_of(select(which, values0, values1, values2, values3), 16)
+    words = select(which, words0, words1, words2, words3)
+    number = select(which, number0, number1, number2, number3)
     place = tl.arange(0, WORDS)
     found = tl.full([WORDS], 0, tl.int32)
     first = (program - begin) * WORDS
@@ -149,18 +156,13 @@ def _add(
     rest = words // WORDS * WORDS  # the piece that is not whole, if any, of the program whose turn it is
     if (rest // WORDS) % programs == program - begin:
         found = _larger(found, tl.load(values + rest + place, mask=place < words - rest, other=0), number)
-    scale = tl.load(_select(which, scale0, scale1, scale2, scale3))
+    scale = tl.load(select(which, scale0, scale1, scale2, scale3))
     magnitude = _decode(tl.max(found, 0), number) * scale
     bits = tl.where(magnitude == magnitude, magnitude.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FC00000)
-    tl.atomic_max(row + _select(which, at0, at1, at2, at3), bits, sem="relaxed")
+    tl.atomic_max(row + select(which, at0, at1, at2, at3), bits, sem="relaxed")
     if bits >= _INFINITE:
-        order = _select(which, order0, order1, order2, order3)
-        tl.atomic_min(row + _select(which, first0, first1, first2, first3), order, sem="relaxed")
-
-
-@jit
-def _select(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
-    return tl.where(which == 0, first, tl.where(which == 1, second, tl.where(which == 2, third, fourth)))
+        order = select(which, order0, order1, order2, order3)
+        tl.atomic_min(row + select(which, first0, first1, first2, first3), order, sem="relaxed")
 
 
 @jit
@@ -180,15 +182,12 @@ def _larger(found: tl.tensor, word: tl.tensor, number: tl.tensor) -> tl.tensor:
 @jit
 def _decode(word: tl.tensor, number: tl.tensor) -> tl.tensor:
     """The magnitude with the bits ``word`` in a format, as a float32."""
-    nan = float("nan")
     of_half = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    of_e5m2 = (word << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    # As bits of a float32, whose exponent bias is 127, not 7: 2^-120 of the value. Scaling by 2^120 is exact.
-    of_e4m3 = (word << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    of_e4m3 = tl.where(word == 0x7F, nan, of_e4m3)
     of_e8m0 = tl.where(word == 0, 0x00400000, word << 23).to(tl.float32, bitcast=True)
-    of_e8m0 = tl.where(word == 255, nan, tl.where(word == 254, float("inf"), of_e8m0))
-    of_float = tl.where(number == _FLOAT32, word, word << 16).to(tl.float32, bitcast=True)
+    of_e8m0 = tl.where(word == 255, float("nan"), tl.where(word == 254, float("inf"), of_e8m0))
+    of_bfloat16 = decode(word, "bfloat16")
+    of_float = tl.where(number == _FLOAT32, word.to(tl.float32, bitcast=True), of_bfloat16)
     half_or_float = tl.where(number == _FLOAT16, of_half, of_float)
-    fp8 = tl.where(number == _E4M3, of_e4m3, tl.where(number == _E5M2, of_e5m2, of_e8m0))
+    of_e5m2_or_e8m0 = tl.where(number == _E5M2, decode(word, "e5m2"), of_e8m0)
+    fp8 = tl.where(number == _E4M3, decode(word, "e4m3"), of_e5m2_or_e8m0)
     return tl.where(number >= _E4M3, fp8, half_or_float)

@@ -305,6 +305,11 @@ def placed(places: tl.tensor, place: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.
 
 
 @jit
+def select(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
+    return tl.where(which == 0, first, tl.where(which == 1, second, tl.where(which == 2, third, fourth)))
+
+
+@jit
 def nowhere() -> tl.tensor:
     """Offsets of columns that are not merged: -1."""
     return tl.full([MERGED_COLUMNS], -1, tl.int32)

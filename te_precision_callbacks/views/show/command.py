@@ -80,9 +80,9 @@ def show_command(
         terminal.show_text(note, err=as_json)
     chosen = recorded.run_id if note else run
     if last_steps:
-        from te_precision_callbacks.views.show.last_steps import LastSteps
+        from te_precision_callbacks.views.show.last_steps import LastStepsView
 
-        steps = LastSteps(recorded, most or MOST_TENSORS)
+        steps = LastStepsView(recorded, most or MOST_TENSORS)
         if as_json:
             terminal.show_json(steps.data)
         else:

@@ -19,7 +19,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _BAD = {"inf": "∞", "nan": "N"}
 
 
-class LastSteps:
+class LastStepsView:
     """The last steps that a run has recorded, as rich draws them.
 
     Args:
