@@ -111,7 +111,7 @@ def gemm_of(recipe: str, gemm: GemmName, seed: int, sizes: tuple[int, int, int] 
     return Gemm(left, right, *highs, out)
 
 
-def judge(gemm: Gemm, out: torch.Tensor, seed: int, accumulator: Accumulator = FLOAT32) -> KernelCheck:
+def kernel_check(gemm: Gemm, out: torch.Tensor, seed: int, accumulator: Accumulator = FLOAT32) -> KernelCheck:
     n, m = out.shape
     x, y = probes(m, PROBES, seed_of(seed, "x"), CPU), probes(n, PROBES, seed_of(seed, "y"), CPU)
     call = GemmCall(gemm.left.shape[1], out.dtype, x, y, accumulator)
@@ -134,9 +134,9 @@ def trials(number: int) -> Iterator[dict[str, Any]]:
                 decoded = gemm.left.matrix() @ gemm.right.matrix().t()
                 exact = gemm.high_left @ gemm.high_right.t()
                 x = probes(M, PROBES, seed_of(seed, "x"), CPU)
-                judgement = judge(gemm, gemm.out, seed)
-                ratios.append(float(judgement.ratio))
-                results["kernel"].append(deviation(float(judgement.error_square) / PROBES, gemm.out.double() - decoded))
+                check = kernel_check(gemm, gemm.out, seed)
+                ratios.append(float(check.ratio))
+                results["kernel"].append(deviation(float(check.error_square) / PROBES, gemm.out.double() - decoded))
                 v_hp = gemm.high_left @ (gemm.high_right.t() @ x.double())
                 v_deq = gemm.left.matrix() @ (gemm.right.matrix().t() @ x.double())
                 results["format"].append(deviation(float((v_deq - v_hp).square().sum()) / PROBES, decoded - exact))
@@ -188,10 +188,10 @@ def faults(number: int) -> Iterator[dict[str, Any]]:
             gemm = gemms[seed % len(gemms)]
             out = gemm.out.clone()
             fault(out)
-            judgement = judge(gemm, out, seed)
-            least = min(least, float(judgement.ratio))
-            missed += float(judgement.ratio) <= 1
-            for ratios, places in ((judgement.rows, rows), (judgement.columns, columns)):
+            check = kernel_check(gemm, out, seed)
+            least = min(least, float(check.ratio))
+            missed += float(check.ratio) <= 1
+            for ratios, places in ((check.rows, rows), (check.columns, columns)):
                 wrong = set(torch.nonzero(ratios > 1).view(-1).tolist())
                 elsewhere += places is not None and wrong != places
         yield {
@@ -240,7 +240,7 @@ def healthy(number: int) -> Iterator[dict[str, Any]]:
                 left, right = (factor / factor.abs().amax().clamp(min=1) for factor in (left, right))
             out = accumulated(left, right, accumulator).float().to(dtype)
             gemm = Gemm(factor_of(left, columnwise=False), factor_of(right, columnwise=False), left, right, out)
-            ratio = float(judge(gemm, out, seed, accumulator).ratio)
+            ratio = float(kernel_check(gemm, out, seed, accumulator).ratio)
             largest, alarms = max(largest, ratio), alarms + (ratio > 1)
         yield {
             "case": f"healthy: {name}, {accumulator.name}, {str(dtype).removeprefix('torch.')}",

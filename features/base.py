@@ -96,7 +96,7 @@ def _steps(options: Any) -> Schedule:
 class ScheduledFeature(Feature):
     """Base class of features that observe tensors on a schedule.
 
-    If a layer runs its fused path, a session calls :meth:`due` and :meth:`look`. On the debug path, and without a
+    If a layer runs its fused path, a session calls :meth:`due` and :meth:`observe`. On the debug path, and without a
     session, Transformer Engine's calls lead to the same methods.
     """
 
@@ -104,7 +104,7 @@ class ScheduledFeature(Feature):
         due: tuple[bool, int | None] = options.schedule.at(iteration)
         return due
 
-    def look(self, options: Any, watched: Watched) -> None:
+    def observe(self, options: Any, watched: Watched) -> None:
         """Queue the requested statistics of a tensor, which must not change before the engine measures it."""
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class ScheduledFeature(Feature):
     ) -> None:
         operands = rowwise_quantized_tensor, columnwise_quantized_tensor
         group = tp_group if tp_size > 1 else None
-        self.look(config, Watched(layer_name, tensor_name, iteration, tensor, *operands, quantizer, group))
+        self.observe(config, Watched(layer_name, tensor_name, iteration, tensor, *operands, quantizer, group))
 
 
 def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> None:
@@ -153,7 +153,7 @@ class Watcher(NamedTuple):
 
 
 class StatisticsFeature(ScheduledFeature):
-    def look(self, options: LoggedTensor[Any], watched: Watched) -> None:
+    def observe(self, options: LoggedTensor[Any], watched: Watched) -> None:
         """Request statistics of a tensor from the engine, which measures it once for all features."""
         rowwise = gemm_operand(watched.rowwise, columnwise=False)
         columnwise = gemm_operand(watched.columnwise, columnwise=True)

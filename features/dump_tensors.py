@@ -62,7 +62,7 @@ class DumpTensors(ScheduledFeature):
         due: tuple[bool, int | None] = super().due(options, iteration)
         return due
 
-    def look(self, options: DumpOptions, watched: Watched) -> None:
+    def observe(self, options: DumpOptions, watched: Watched) -> None:
         if options.gemm:
             keep_operand(self.observation.engine, watched, "DumpTensors writes no GEMM")
             return

@@ -22,5 +22,5 @@ class LogGemmError(ScheduledFeature):
         of_gemm = (target.options for target in options.targets if target.gemm in (gemm, None) or gemm is None)
         return [item for item in of_gemm if tensor is None or tensor in OPERANDS[item.gemm]]
 
-    def look(self, options: schemas.LogGemmErrorItem, watched: Watched) -> None:
+    def observe(self, options: schemas.LogGemmErrorItem, watched: Watched) -> None:
         keep_operand(self.observation.engine, watched, "LogGemmError measures nothing")

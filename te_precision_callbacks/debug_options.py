@@ -153,4 +153,4 @@ class WithoutSession:
 
     def step(self, logging_step: int | None = None) -> None:
         if self.overflow is not None:
-            self.overflow.look()
+            self.overflow.check()

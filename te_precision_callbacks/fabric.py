@@ -129,7 +129,7 @@ class PrecisionDebugFabricCallback:
         session.start(
             log_dir=self._options.log_dir or _log_dir_of(fabric),
             sinks=[LightningLoggerSink(receiver, select) for receiver in fabric.loggers if fabric.is_global_zero],
-            front_door="fabric",
+            integration="fabric",
         )
         session.follow(fabric)
         restored = self._restored

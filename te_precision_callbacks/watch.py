@@ -274,7 +274,7 @@ class ScriptWatch:
             self._waiting.setdefault(optimizer, True)
         if self.session is None:
             self.session = InspectSession.from_options(_check_options(self._options))
-            self.session.start(front_door="watch", gives_way=True)
+            self.session.start(integration="watch", gives_way=True)
             self.session.follow(self)
         self.session.attach(dict(self._models))
 

@@ -120,7 +120,7 @@ class Net(torch.nn.Module):
 def by_hand(model):
     with DebugActivationOverflow(model) as watch:
         model(torch.ones(2, 4))["loss"].backward()
-        watch.look()
+        watch.check()
 
 def by_flag(model):
     parser = argparse.ArgumentParser()

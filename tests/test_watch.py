@@ -433,7 +433,7 @@ def test_many_backwards_in_the_first_step_are_no_warning(
     assert not caplog.messages
 
 
-def test_a_later_training_in_evaluation_mode_is_judged_by_itself(
+def test_a_later_training_in_evaluation_mode_is_checked_by_itself(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):

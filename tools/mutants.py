@@ -48,7 +48,7 @@ NEAR = {
     "debug_utils": "overflow",
     "dumps/recording": "features/test_observing_features.py test_conditions.py",
     "fabric": "lightning/test_fabric.py",
-    "instrumentation/answers": "session/test_resuming.py",
+    "instrumentation/debug_path": "session/test_resuming.py",
     "parameters/watch": "diagnosis/test_parameters.py",
     "parameters/updates": "diagnosis/test_live.py diagnosis/test_parameters.py",
     "parameters/replicas": "diagnosis/test_parameters.py engine/test_ranks.py",

@@ -39,6 +39,6 @@ def check(settings: Settings, rows: Rows) -> None:
                     session.log({"loss": built.train_step()})
                     session.step()
             verdict = diagnose(folder)
-            lacks = [f"{rule.rule}: {rule.why}" for rule in verdict.not_judged if rule.essential]
+            lacks = [f"{rule.rule}: {rule.why}" for rule in verdict.not_checked if rule.essential]
             said = "; ".join([*map(str, verdict.findings), *lacks])
             rows.add(name, verdict.state, expected="no problems found", ok=verdict.healthy, note=said)

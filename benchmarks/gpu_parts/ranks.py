@@ -75,7 +75,7 @@ def _expected(step: int) -> dict[str, float]:
     }
 
 
-def _judge(name: str, results: list[dict[str, Any]], rows: Rows, note: str) -> None:
+def _check(name: str, results: list[dict[str, Any]], rows: Rows, note: str) -> None:
     for rank, result in enumerate(results):
         same = result["alone"]["weight"] == result["beside"]["weight"]
         rows.same(f"{name}: weights of rank {rank} with a session", same, note)
@@ -104,4 +104,4 @@ def check(settings: Settings, rows: Rows) -> None:
             # It raises what a rank has raised.
             torch.multiprocessing.spawn(_run_rank, (settings, Path(folder), backend), RANKS)  # type: ignore[attr-defined,no-untyped-call]
             results = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(RANKS)]
-            _judge(name, results, rows, note)
+            _check(name, results, rows, note)

@@ -6,7 +6,7 @@ Each draw has a model, a recipe, a random place and a random start. A defect is 
 or a warning of a rule that is right for its kind, and the finding's first layer is in the right block. Every other draw
 has statistics in every second step; the rest have the default config.
 
-``--folder`` keeps the recorded trainings; a further call judges them without training. ``--page`` writes the tables
+``--folder`` keeps the recorded trainings; a further call checks them without training. ``--page`` writes the tables
 into docs/proof.md.
 """
 
@@ -16,8 +16,8 @@ import json
 import tempfile
 from pathlib import Path
 
+from checking import check_defect, contest_table, write_into_page
 from defects import CALIBRATION, JUDGED, KINDS, TABLE, Defect, train_with_defect
-from judging import contest_table, judge_defect, write_into_page
 from models import BLOCK_COUNTS, MODELS
 from running import proof_parser, record
 
@@ -39,7 +39,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = options.folder or Path(temporary)
         truths = record(train_with_defect, drawn, folder, processes=options.processes)
-        rows = [judge_defect(folder / name, truth) for name, truth in truths.items()]
+        rows = [check_defect(folder / name, truth) for name, truth in truths.items()]
     by_blocks = contest_table(sorted(rows, key=lambda row: row["blocks"]), "blocks", "blocks")
     misses = [
         "- {name} ({model} of {blocks} blocks, {recipe}): {truth}; first: {first}".format_map(row)

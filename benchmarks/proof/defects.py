@@ -69,7 +69,7 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 JUDGED, CALIBRATION = 500, 1000
-"""Seeds from the one on are judged, from the other on they are for choosing thresholds."""
+"""Seeds from the one on are checked, from the other on they are for choosing thresholds."""
 
 
 @dataclass(frozen=True)

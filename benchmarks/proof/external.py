@@ -6,7 +6,7 @@ Each mechanism trains in FP8 and in BF16, under a session and under a watch, as 
 It is found if a finding, or a note, of a right rule begins in a right layer. The twin must have no warning, no error,
 and no note of these rules.
 
-``--folder`` keeps the recorded trainings; a further call judges them without training. ``--page`` writes the table
+``--folder`` keeps the recorded trainings; a further call checks them without training. ``--page`` writes the table
 into docs/proof.md.
 """
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from judging import has_layer, write_into_page
+from checking import has_layer, write_into_page
 from mechanisms import MECHANISMS, Mechanism, save_checkpoint, train
 from models import RecipeName
 from running import proof_parser, record
@@ -110,12 +110,12 @@ def _train_rank(training: Rebuilt, log_dir: Path, rank: int, port: int) -> None:
 
 
 Row = dict[str, Any]
-"""A judged training: ``found`` is the severity of the right finding, with its place if it is not the first, or empty;
+"""A checked training: ``found`` is the severity of the right finding, with its place if it is not the first, or empty;
 ``first`` the first finding, as text; ``silent`` whether a healthy twin is.
 """
 
 
-def judge(log_dir: Path, truth: Mapping[str, Any]) -> Row:
+def check(log_dir: Path, truth: Mapping[str, Any]) -> Row:
     mechanism = MECHANISMS[truth["mechanism"]]
     verdict = diagnose(log_dir)
     known = ("note", "no-low-precision") if truth["recipe"] == "none" else None  # true of each training in BF16
@@ -177,7 +177,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = (options.folder or Path(temporary)).absolute()
         truths = record(train_rebuilt, trainings, folder, processes=options.processes)
-        rows = [judge(folder / name, truth) for name, truth in truths.items()]
+        rows = [check(folder / name, truth) for name, truth in truths.items()]
     text = table(rows)
     print(json.dumps(rows, indent=1) if options.json else text)
     if options.page:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+from checking import write_into_page
 from defects import scale_gradient
 from healthy import Healthy, Shape, shaped
-from judging import write_into_page
 from models import MODELS, ModelName, RecipeName
 from running import start_process, with_statistics_every
 

@@ -5,7 +5,7 @@
 Each training has the same data and the same seed without the defect, with it, and with it and the remedy. Where the
 remedy is to take the defect out, the remedied training is the healthy one.
 
-``--folder`` keeps the recorded trainings; a further call judges them without training. ``--page`` writes the table
+``--folder`` keeps the recorded trainings; a further call checks them without training. ``--page`` writes the table
 into docs/proof.md.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from judging import write_into_page
+from checking import write_into_page
 from models import ModelName, RecipeName, build
 from remedied import CASES, FREQ, RATE, SEED, STEPS, TAKEN_OUT, Case, Change
 from running import proof_parser, record, with_statistics_every
@@ -88,7 +88,7 @@ Row = dict[str, Any]
 rule's finding; ``hurts`` and ``holds`` compare the losses with the healthy one."""
 
 
-def judge(name: str, model: ModelName, truths: Mapping[str, Any]) -> Sequence[Row]:
+def check(name: str, model: ModelName, truths: Mapping[str, Any]) -> Sequence[Row]:
     """A row for each remedy; none if a training is missing."""
     case = CASES[name]
     names = f"{case.healthy}-{model}", f"{name}-{model}"
@@ -136,7 +136,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = options.folder or Path(temporary)
         truths = record(train, trainings, folder, processes=options.processes)
-        rows = [row for name in names for model in options.models for row in judge(name, model, truths)]
+        rows = [row for name in names for model in options.models for row in check(name, model, truths)]
     text = table(rows)
     print(json.dumps(rows, indent=1) if options.json else text)
     if options.page:

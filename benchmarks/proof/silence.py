@@ -3,7 +3,7 @@
     python benchmarks/proof/silence.py [--names PART ...] [--blocks 2 24] [--folder FOLDER]
 
 Each warning and each error is a false alarm; notes are counted. ``--folder`` keeps the recorded trainings; a further
-call judges them without training. ``--page`` writes the table into docs/proof.md. The exit code is 1 if there is a
+call checks them without training. ``--page`` writes the table into docs/proof.md. The exit code is 1 if there is a
 false alarm.
 """
 
@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from checking import write_into_page
 from healthy import all_healthy, train_healthy
-from judging import write_into_page
 from models import BLOCK_COUNTS
 from running import proof_parser, record
 

@@ -209,7 +209,7 @@ class PrecisionDebugger:
                 log_dir=Path(folder),
                 sinks=[TrackerSink(self._accelerator, select)],
                 counts_from=1,
-                front_door="accelerate",
+                integration="accelerate",
             )
             self._logged = LoggedNumbers(self._accelerator, self._session.log)
             self._restore_iteration()

@@ -26,10 +26,10 @@ from te_precision_callbacks.check.factory import BatchError, format_failure, met
 from te_precision_callbacks.check.findings import join_names
 from te_precision_callbacks.coverage.matrix_products import attention_mask_share, causal_share
 from te_precision_callbacks.coverage.micro_batches import leaves
+from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.planned_products import Ran, gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
-from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED
-from te_precision_callbacks.coverage.seen_products import ModelProducts
+from te_precision_callbacks.coverage.products import ANY_KERNEL, FUSED
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionSizes

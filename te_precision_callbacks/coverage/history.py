@@ -22,7 +22,7 @@ from te_precision_callbacks.coverage.coverage import (
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
 from te_precision_callbacks.coverage.micro_batches import Kind, Parts
 from te_precision_callbacks.coverage.other_steps import ProductSpan
-from te_precision_callbacks.coverage.seen_product import CountedKinds, CountedStep
+from te_precision_callbacks.coverage.products import CountedKinds, CountedStep
 from te_precision_callbacks.statistics.schedule import Schedule
 
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"

@@ -340,7 +340,7 @@ class ModelWatch:
 
     def after_operator(self, operator: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
         if not self._is_muted:
-            self.operators.look(operator, arguments, keywords, result)
+            self.operators.note(operator, arguments, keywords, result)
 
 
 class CallOfOneModule:

@@ -35,7 +35,7 @@ from te_precision_callbacks.coverage.matrix_products import (
 )
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
 from te_precision_callbacks.coverage.precision_audit import dtype_name, format_of
-from te_precision_callbacks.coverage.seen_product import UNFUSED, SeenProduct, kind_of
+from te_precision_callbacks.coverage.products import UNFUSED, SeenProduct, kind_of
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, is_recomputing
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.te import modules as te_modules
@@ -95,7 +95,7 @@ class OperatorProducts:
             return at_node[0].call
         return None
 
-    def look(self, operator: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
+    def note(self, operator: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
         is_backward = is_in_backward()
         if operator in REDUCING:
             if is_backward:

@@ -29,7 +29,7 @@ from te_precision_callbacks.coverage.precision_audit import (
     gemms_left_out,
     recipe_text,
 )
-from te_precision_callbacks.coverage.seen_product import kind_of
+from te_precision_callbacks.coverage.products import kind_of
 from te_precision_callbacks.layers.naming import (
     Model,
     NamedModule,

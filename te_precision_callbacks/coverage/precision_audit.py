@@ -217,7 +217,7 @@ class PrecisionAudit:
         for (layer, gemm), reason in gemms.items():
             self._now[layer].left_out[gemm] = reason
 
-    def look(self, event: GemmEvent) -> None:
+    def note(self, event: GemmEvent) -> None:
         if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return
         self.note_seen(event.layer, event.gemm, event.recipe, seen_operands(event))

@@ -8,11 +8,11 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
-    from te_precision_callbacks.diagnosis.finding import Finding, NotJudged, Verdict
+    from te_precision_callbacks.diagnosis.finding import Finding, NotChecked, Verdict
     from te_precision_callbacks.diagnosis.replay import diagnose
     from te_precision_callbacks.diagnosis.rule import Rule
     from te_precision_callbacks.diagnosis.rules import RULES
 
-__all__ = ["RULES", "Finding", "NotJudged", "PrecisionFindingError", "Rule", "Verdict", "diagnose"]
+__all__ = ["RULES", "Finding", "NotChecked", "PrecisionFindingError", "Rule", "Verdict", "diagnose"]
 
 __getattr__, __dir__ = lazy_names(__name__)

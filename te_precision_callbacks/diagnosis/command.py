@@ -114,7 +114,7 @@ class _Checked(NamedTuple):
 def _check(recorded: RecordedRun, known: Path | None, lines: list[KnownLine] | None) -> _Checked:
     from te_precision_callbacks.diagnosis.known import leave_out
     from te_precision_callbacks.diagnosis.replay import diagnose
-    from te_precision_callbacks.runs.answers import outcome_notes
+    from te_precision_callbacks.runs.summary import outcome_notes
 
     verdict = diagnose(recorded)
     notes = [note for note in recorded.notes if note not in recorded.unread]
@@ -168,7 +168,7 @@ def rules_command(
         raise OptionError(f"There is no rule {rule!r}.{suggestion(str(rule), [row.id for row in RULES])}")
     if as_json:
         terminal.show_json(
-            {"rules": [{name: value for name, value in vars(row).items() if name != "judge"} for row in chosen]}
+            {"rules": [{name: value for name, value in vars(row).items() if name != "check"} for row in chosen]}
         )
     elif rule is None:
         table = terminal.table("rule", "severity", "what is wrong")
@@ -215,11 +215,13 @@ def _show(verdict: Verdict) -> None:
     for finding in verdict:
         terminal.show_text("")
         _show_finding(finding)
-    reasons = {rule.why for rule in verdict.not_judged}
-    if len(reasons) > 1 or (reasons and verdict.judged):  # else the summary has the only reason
+    reasons = {rule.why for rule in verdict.not_checked}
+    if len(reasons) > 1 or (reasons and verdict.checked):  # else the summary has the only reason
         terminal.show_text("")
-        terminal.show_text(f"Not checked{'' if any(rule.essential for rule in verdict.not_judged) else ' (optional)'}:")
-        for rule in verdict.not_judged:
+        terminal.show_text(
+            f"Not checked{'' if any(rule.essential for rule in verdict.not_checked) else ' (optional)'}:"
+        )
+        for rule in verdict.not_checked:
             collect = f". To provide it: {rule.collect}" if rule.collect else ""
             terminal.show_text(f"{rule.rule}: {rule.why}{collect}", indent=_INDENT, hanging=_INDENT)
 

@@ -15,13 +15,13 @@ from te_precision_callbacks.diagnosis.finding import (
     NO_CONFIG,
     SEVERITIES,
     Finding,
-    NotJudged,
+    NotChecked,
     Verdict,
     root_causes_first,
     worst_first,
 )
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -36,8 +36,8 @@ class Diagnosis:
     """
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
-        self._judges: list[tuple[Rule, Judge]] = [(rule, rule.judge()) for rule in rules]
-        self._places = {rule.id: place for place, (rule, _) in enumerate(self._judges)}
+        self._checks: list[tuple[Rule, RuleCheck]] = [(rule, rule.check()) for rule in rules]
+        self._places = {rule.id: place for place, (rule, _) in enumerate(self._checks)}
         self._findings: dict[_Key, Finding] = {}
         self._sort_keys: dict[_Key, tuple[int, int]] = {}  # iteration and rule, by which findings are in order
         self._failed: dict[str, str] = {}
@@ -51,7 +51,7 @@ class Diagnosis:
     def set_facts(self, facts: Facts, iteration: int) -> list[Finding]:
         self.has_run = self.has_run or facts.has_run
         self._facts = facts
-        return self._judge(iteration, lambda judge: judge.facts(facts), is_fact=True)
+        return self._check(iteration, lambda check: check.facts(facts), is_fact=True)
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
         self.has_run = True
@@ -59,17 +59,17 @@ class Diagnosis:
         if numbers.rank is not None:
             self._rank = numbers.rank
             self._local_steps.add(numbers.iteration)
-        return self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts), numbers.rank)
+        return self._check(numbers.iteration, lambda check: check.step(numbers, self._facts), numbers.rank)
 
     def scalars(self, iteration: int, values: Mapping[str, float], rank: int | None = None) -> list[Finding]:
-        return self._judge(iteration, lambda judge: judge.scalars(iteration, values), rank)
+        return self._check(iteration, lambda check: check.scalars(iteration, values), rank)
 
     def event(self, event: Event, rank: int | None = None) -> list[Finding]:
-        return self._judge(event.iteration, lambda judge: judge.event(event), rank)
+        return self._check(event.iteration, lambda check: check.event(event), rank)
 
     def add_sighting(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
         if rule in self._places:
-            self._record(self._judges[self._places[rule]], sighting, iteration, rank)
+            self._record(self._checks[self._places[rule]], sighting, iteration, rank)
 
     def adopt(self, finding: Finding) -> None:
         """Add a finding of another rank in its local values, unless this rank has it."""
@@ -90,24 +90,24 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
-        judged = []
-        not_judged = []
+        checked = []
+        not_checked = []
         with_findings = {finding.rule for finding in self._findings.values()}
-        for rule, judge in self._judges:
+        for rule, check in self._checks:
             if rule.id in self._failed:
-                not_judged.append(NotJudged(rule.id, self._failed[rule.id], "", rule.essential))
-            elif judge.judged or rule.id in with_findings:
-                judged.append(rule.id)
-            elif judge.applies is not False:
-                why = self._why_not(rule, judge)
+                not_checked.append(NotChecked(rule.id, self._failed[rule.id], "", rule.essential))
+            elif check.checked or rule.id in with_findings:
+                checked.append(rule.id)
+            elif check.applies is not False:
+                why = self._why_not(rule, check)
                 collect = "" if why else rule.collect
-                not_judged.append(NotJudged(rule.id, why or f"needs {rule.needs}", collect, rule.essential))
+                not_checked.append(NotChecked(rule.id, why or f"needs {rule.needs}", collect, rule.essential))
         # Trainers log before or after a step, so the order of calls differs between live and recorded runs.
         in_order = (self._findings[key] for key in sorted(self._findings, key=self._sort_keys.__getitem__))
         return Verdict(
             self._sort_by_cause(map(self._with_checkpoint, in_order)),
-            tuple(judged),
-            tuple(not_judged),
+            tuple(checked),
+            tuple(not_checked),
             rank=self._rank,
             not_observed=self._not_observed,
         )
@@ -125,11 +125,11 @@ class Diagnosis:
             parts.append(f"underflow and overflow in {weights}")
         return ", ".join(parts)
 
-    def _why_not(self, rule: Rule, judge: Judge) -> str:
+    def _why_not(self, rule: Rule, check: RuleCheck) -> str:
         if not self.has_run:
             return "no training step has run"
-        if judge.why_not:
-            return judge.why_not
+        if check.why_not:
+            return check.why_not
         layers = self._facts.layers.values()
         ran = [layer for layer in layers if layer.low or layer.reasons]
         if NO_CONFIG in rule.collect and not any(layer.is_of_te for layer in ran):
@@ -150,7 +150,7 @@ class Diagnosis:
     def merge_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
         """Return the verdict on all ranks; equal findings are merged. ``others``: one for each other rank."""
         own = self.verdict
-        judged = {rule for other in others for rule in other.verdict.judged}
+        checked = {rule for other in others for rule in other.verdict.checked}
         merged: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
         for diagnosis in (self, *others):
             for key, finding in diagnosis._findings.items():
@@ -159,8 +159,8 @@ class Diagnosis:
                     continue
                 if finding.ranks and of_all is None and finding.last_good is None:
                     # The last good step of the reduced values.
-                    judge = next(judge for rule, judge in self._judges if rule.id == finding.rule)
-                    steps = [step for step in judge.steps if step not in self._local_steps]
+                    check = next(check for rule, check in self._checks if rule.id == finding.rule)
+                    steps = [step for step in check.steps if step not in self._local_steps]
                     finding = dataclasses.replace(finding, last_good=_last_good(finding.since, steps))
                 own_place = diagnosis._sort_keys[key][0], self._places[finding.rule]
                 place, known = merged.get((key, bool(finding.ranks)), (own_place, None))
@@ -170,13 +170,13 @@ class Diagnosis:
         return dataclasses.replace(
             own,
             findings=self._sort_by_cause(map(self._with_checkpoint, in_order)),
-            judged=tuple(rule.id for rule, _ in self._judges if rule.id in judged or rule.id in own.judged),
-            not_judged=tuple(rule for rule in own.not_judged if rule.rule not in judged),
+            checked=tuple(rule.id for rule, _ in self._checks if rule.id in checked or rule.id in own.checked),
+            not_checked=tuple(rule for rule in own.not_checked if rule.rule not in checked),
             rank=None,
         )
 
     def _sort_by_cause(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-        return tuple(root_causes_first(findings, {rule.id: rule.consequence_of for rule, _ in self._judges}))
+        return tuple(root_causes_first(findings, {rule.id: rule.consequence_of for rule, _ in self._checks}))
 
     def _with_checkpoint(self, finding: Finding) -> Finding:
         """Add the last checkpoint before the problem, if it still exists. Later checkpoints may have the problem, since
@@ -187,20 +187,20 @@ class Diagnosis:
         checkpoint = next((saved for place, saved in before if not _is_deleted(place)), None)
         return dataclasses.replace(finding, checkpoint=checkpoint)
 
-    def _judge(
+    def _check(
         self,
         iteration: int,
-        look: Callable[[Judge], Iterable[Sighting]],
+        run: Callable[[RuleCheck], Iterable[Sighting]],
         rank: int | None = None,
         *,
         is_fact: bool = False,
     ) -> list[Finding]:
         changed: dict[_Key, Finding] = {}
-        for rule, judge in self._judges:
+        for rule, check in self._checks:
             if rule.id in self._failed:
                 continue
             try:
-                sightings = list(look(judge))
+                sightings = list(run(check))
             except Exception as error:  # a rule must not end a training; the verdict reports it as not checked
                 self._failed[rule.id] = f"the rule failed in step {iteration}: {type(error).__name__}: {error}"
                 continue
@@ -211,19 +211,19 @@ class Diagnosis:
                 # Facts are collected after they begin, and at different times in live and recorded runs.
                 since = sighting.since if is_fact else None
                 key, finding, is_new = self._record(
-                    (rule, judge), sighting, iteration if since is None else since, rank
+                    (rule, check), sighting, iteration if since is None else since, rank
                 )
                 if is_new:
                     changed[key] = self._with_checkpoint(finding)
         return worst_first(changed.values())
 
     def _record(
-        self, of: tuple[Rule, Judge], sighting: Sighting, iteration: int, rank: int | None
+        self, of: tuple[Rule, RuleCheck], sighting: Sighting, iteration: int, rank: int | None
     ) -> tuple[_Key, Finding, bool]:
-        rule, judge = of
+        rule, check = of
         key = (rule.id, sighting.tensor, sighting.key)
         known = self._findings.get(key)
-        finding, is_new = self._update_finding(rule, sighting, known, iteration, judge.steps)
+        finding, is_new = self._update_finding(rule, sighting, known, iteration, check.steps)
         if known is None and rank is not None:
             finding = dataclasses.replace(finding, ranks=(rank,))
         self._findings[key] = finding
@@ -231,7 +231,7 @@ class Diagnosis:
         return key, finding, is_new
 
     def _update_finding(
-        self, rule: Rule, sighting: Sighting, known: Finding | None, iteration: int, judged: Iterable[int]
+        self, rule: Rule, sighting: Sighting, known: Finding | None, iteration: int, checked: Iterable[int]
     ) -> tuple[Finding, bool]:
         severity = sighting.severity or rule.severity
         until = None if sighting.since is None else iteration
@@ -247,7 +247,7 @@ class Diagnosis:
                     statistic=sighting.statistic,
                     since=sighting.since,
                     until=until,
-                    last_good=_last_good(sighting.since, judged),
+                    last_good=_last_good(sighting.since, checked),
                     checkpoint=None,
                     seen=without_exponents(sighting.seen),
                     why=rule.why,
@@ -274,8 +274,8 @@ class Diagnosis:
         return dataclasses.replace(known, seen=seen, seen_at=seen_at, patch=patch), worse
 
 
-def _last_good(since: int | None, judged: Iterable[int]) -> int | None:
-    return max((step for step in judged if step < (-1 if since is None else since)), default=None)
+def _last_good(since: int | None, checked: Iterable[int]) -> int | None:
+    return max((step for step in checked if step < (-1 if since is None else since)), default=None)
 
 
 def _is_deleted(file: str) -> bool:

@@ -146,7 +146,7 @@ class Finding:
         }
 
 
-class NotJudged(NamedTuple):
+class NotChecked(NamedTuple):
     """A rule that could not be checked.
 
     Attributes:
@@ -220,8 +220,8 @@ class Verdict(Sequence[Finding]):
 
     Attributes:
         findings: the findings.
-        judged: the ids of the rules that were checked.
-        not_judged: the rules that apply to the run, and were not checked.
+        checked: the ids of the rules that were checked.
+        not_checked: the rules that apply to the run, and were not checked.
         is_partial: whether a part of the run cannot be read.
         rank: the rank that has checked only its local values, as with ``reduce=False`` during training; None for a
             verdict on all ranks.
@@ -230,8 +230,8 @@ class Verdict(Sequence[Finding]):
     """
 
     findings: tuple[Finding, ...] = ()
-    judged: tuple[str, ...] = ()
-    not_judged: tuple[NotJudged, ...] = ()
+    checked: tuple[str, ...] = ()
+    not_checked: tuple[NotChecked, ...] = ()
     is_partial: bool = False
     rank: int | None = None
     not_observed: str = ""
@@ -259,7 +259,7 @@ class Verdict(Sequence[Finding]):
         """
         if self.wrong:
             return "problems found"
-        lacking = self.is_partial or not self.judged or any(rule.essential for rule in self.not_judged)
+        lacking = self.is_partial or not self.checked or any(rule.essential for rule in self.not_checked)
         if lacking:
             return "not enough checked"
         return "no problems found"
@@ -272,7 +272,7 @@ class Verdict(Sequence[Finding]):
     @property
     def summary(self) -> str:
         """The verdict in one line, without the findings."""
-        total = len(self.judged) + len(self.not_judged)
+        total = len(self.checked) + len(self.not_checked)
         partial = "; a part of the run cannot be read" if self.is_partial else ""
         partial += f"; only local values of rank {self.rank}" if self.rank is not None else ""
         partial += f"; not observed: {self.not_observed}" if self.not_observed else ""
@@ -281,11 +281,11 @@ class Verdict(Sequence[Finding]):
             for severity in SEVERITIES
             if (count := sum(finding.severity == severity for finding in self.findings))
         ]
-        checked = f"({len(self.judged)} of {many(total, 'rule')} checked{partial})."
+        checked = f"({len(self.checked)} of {many(total, 'rule')} checked{partial})."
         if self.wrong:
             return f"Problems found: {', '.join(counts)} {checked}"
-        if not self.judged:
-            reasons = {rule.why for rule in self.not_judged}
+        if not self.checked:
+            reasons = {rule.why for rule in self.not_checked}
             why = f": {reasons.pop()}" if len(reasons) == 1 else ""
             return f"Not enough checked{why}{partial}."
         notes = f", {counts[0]}" if counts else ""
@@ -296,7 +296,7 @@ class Verdict(Sequence[Finding]):
     @property
     def _lacks(self) -> str:
         lacking: dict[str, list[str]] = {}
-        for rule in sorted(self.not_judged, key=lambda rule: rule.rule != FAILED_OBSERVATION):  # it explains others
+        for rule in sorted(self.not_checked, key=lambda rule: rule.rule != FAILED_OBSERVATION):  # it explains others
             if rule.essential:
                 collect = ADD_DEFAULT if NO_CONFIG in rule.collect else rule.collect and f"add {rule.collect}"
                 lacking.setdefault(f"data ({collect})" if collect else rule.why, []).append(rule.rule)
@@ -319,7 +319,7 @@ class Verdict(Sequence[Finding]):
     def as_json(self) -> dict[str, Any]:
         """The verdict as JSON values, for the top level of ``diagnose --json`` and ``show --json``.
 
-        ``verdict`` is the text, ``judged`` the number of rules that were checked, and ``judged_rules`` has their ids.
+        ``verdict`` is the text, ``checked`` the number of rules that were checked, and ``checked_rules`` has their ids.
         """
         return {
             "verdict": str(self),
@@ -328,10 +328,10 @@ class Verdict(Sequence[Finding]):
             "severity": self.severity,
             "healthy": self.healthy,
             "partial": self.is_partial,
-            "judged": len(self.judged),
-            "judged_rules": list(self.judged),
+            "checked": len(self.checked),
+            "checked_rules": list(self.checked),
             "findings": [finding.as_json() for finding in self.findings],
-            "not_judged": [rule._asdict() for rule in self.not_judged],
+            "not_checked": [rule._asdict() for rule in self.not_checked],
         }
 
 

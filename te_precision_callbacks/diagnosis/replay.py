@@ -18,16 +18,16 @@ from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row, Setting
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Verdict
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.plain_logs import PlainLog, read_plain_log
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.runs import RecordedRun, open_run
-from te_precision_callbacks.runs.answers import failed_starts
 from te_precision_callbacks.runs.index import REDUCED
+from te_precision_callbacks.runs.summary import failed_starts
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.series import Series, family_of
 
-_ON_NUMBERS = tuple(rule for rule in RULES if type(rule.judge()).step is not Judge.step)
+_ON_NUMBERS = tuple(rule for rule in RULES if type(rule.check()).step is not RuleCheck.step)
 """The rules on statistics. All others check facts and trainer metrics, which are the same on all ranks."""
 
 _IDS_ON_NUMBERS = frozenset(rule.id for rule in _ON_NUMBERS)

@@ -48,19 +48,19 @@ class Sighting(NamedTuple):
     withdraws: bool = False
 
 
-class Judge:
+class RuleCheck:
     """Checks one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step`, :meth:`scalars` or
     :meth:`event`.
 
     Attributes:
         needed: the minimum number of steps with data, and of steps in ``streaks``.
         applies: whether the rule applies to the run; None while unknown.
-        judged: whether there was enough data.
+        checked: whether there was enough data.
     """
 
     needed = 1
     applies: bool | None = True
-    judged = False
+    checked = False
     _kind_of_step = "collection step"
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Judge:
         if not self.steps or self.steps[-1] != iteration:
             self.steps.append(iteration)
             self._count += 1
-            self.judged = self._count >= self.needed
+            self.checked = self._count >= self.needed
 
     @property
     def why_not(self) -> str:
@@ -112,7 +112,7 @@ class Rule:
         source: the source of the rule and its thresholds.
         disproof: evidence that there is no problem.
         cost: the cost of the remedy; empty without one.
-        judge: creates a judge for a run.
+        check: creates a check for a run.
         essential: whether an all-clear requires this rule.
         consequence_of: ids of rules that can cause its findings.
     """
@@ -129,7 +129,7 @@ class Rule:
     why: str
     disproof: str
     remedy: str
-    judge: Callable[[], Judge]
+    check: Callable[[], RuleCheck]
     recipes: tuple[str, ...] = ()
     cost: str = ""
     essential: bool = False

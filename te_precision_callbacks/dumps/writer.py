@@ -59,14 +59,14 @@ class Writer:
         """Queue a dump; block until there is room, or until the queue is empty if the dump alone is too large."""
         self.wait_for_room(job.dump.nbytes, job.limits)
         self._thread.put(job, job.dump.nbytes)
-        self._thread.hurry()
+        self._thread.flush_soon()
 
     def wait_for_room(self, nbytes: int, limits: Limits) -> None:
         """Wait until :meth:`put` would not block; call this before allocating the memory."""
         self._thread.wait(lambda: not self.pending or self.pending + nbytes <= limits.max_memory)
 
     def drain(self) -> None:
-        self._thread.wait(self._thread.hurry())
+        self._thread.wait(self._thread.flush_soon())
 
     def finish(self) -> None:
         self._thread.finish(LONGEST_STILL)

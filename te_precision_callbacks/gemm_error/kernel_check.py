@@ -90,7 +90,7 @@ FALSE_ALARM = 1e-12
 """The probability that a sum of squared Gaussians exceeds its bound. A GEMM of 8,192 x 8,192 has 16,384 rows and
 columns, and 100,000 GEMMs have 2e9."""
 
-KERNEL_SUMS = ("kernel_error_square", "expected_square", "gain_dot", "judged", "unjudged")
+KERNEL_SUMS = ("kernel_error_square", "expected_square", "gain_dot", "checked", "unchecked")
 KERNEL_MAXIMA = (
     "kernel_ratio",
     "ranked_ratio",

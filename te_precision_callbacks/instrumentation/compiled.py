@@ -14,8 +14,8 @@ from typing import Any
 
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.instrumentation.handed import gradients, plain_tensors
-from te_precision_callbacks.instrumentation.running import Forward, unobserved_forward
+from te_precision_callbacks.instrumentation.arguments import gradients, plain_tensors
+from te_precision_callbacks.instrumentation.current_call import Forward, unobserved_forward
 from te_precision_callbacks.te import modules as te_modules
 
 _FRAMES = 6  # wgrad is called by a function of the backward

@@ -30,7 +30,7 @@ from te_precision_callbacks.base.numerics.layouts import (
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT
 from te_precision_callbacks.engine.kernels.columns import E4M3, E5M2, E8M0, FLOAT32, FORMATS, MAGNITUDE, SCALE, Largest
 from te_precision_callbacks.flight.ring import Ring
-from te_precision_callbacks.instrumentation.running import Forward
+from te_precision_callbacks.instrumentation.current_call import Forward
 
 
 class EveryStep:

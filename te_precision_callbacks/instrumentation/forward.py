@@ -4,7 +4,7 @@ Each forward decides whether it and its backward are observed. Transformer Engin
 distinguishing evaluation or recomputation. A live session replaces, as read from Transformer Engine 2.20.2:
 
 - ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active`` (``pytorch/module/base.py``), called
-  first in each forward (``answers.py``).
+  first in each forward (``debug_path.py``).
 - ``debug_quantization.DebugQuantizer`` (``debug/pytorch/debug_quantization.py``), built for each tensor of a forward in
   debug mode, by a subclass with the kind of the forward (``quantizer.py``).
 
@@ -29,11 +29,12 @@ from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.base.vocabulary import GemmName
+from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
-from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.flight.ring import Ring
-from te_precision_callbacks.instrumentation.answers import DebugPathDecisions, scales_in_graph
+from te_precision_callbacks.instrumentation.current_call import Running
+from te_precision_callbacks.instrumentation.debug_path import DebugPathDecisions, scales_in_graph
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords
@@ -41,7 +42,6 @@ from te_precision_callbacks.instrumentation.graphs import CudaGraphs
 from te_precision_callbacks.instrumentation.planned import GemmPlans
 from te_precision_callbacks.instrumentation.refusals import is_captured
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
-from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, Kept, Listener
@@ -208,9 +208,9 @@ class ForwardHooks:
         self._audit.enter(TEDebugState.get_iteration())
         listeners: tuple[Listener, ...] = ()
         if self._watched.armed or self._tap.operations.has_new:
-            listeners = (self.order, self._audit.look, self._fused_observation, self._gemm_records, self.gemm_errors)
+            listeners = (self.order, self._audit.note, self._fused_observation, self._gemm_records, self.gemm_errors)
         if self.products.counting:
-            listeners = (*(listeners or (self._audit.look,)), self.products.note)
+            listeners = (*(listeners or (self._audit.note,)), self.products.note)
             self._tap.observe(self._watched.layers, self.products.attentions)
         else:
             self._tap.observe(self._watched.armed)

@@ -286,7 +286,7 @@ class FusedObservation:
                             "its GEMM writes it quantized (fp8_output, fp8_grad or FP8 attention), so the tensor"
                             " never exists in high precision"
                         )
-                    feature.look(options, watched)
+                    feature.observe(options, watched)
                     self._api.note_once(name, (event.layer, "inspect_tensor", tensor, None))
                 except Exception as error:
                     self._report("observing", f"{event.layer} {tensor}", error)
@@ -315,7 +315,7 @@ class FusedObservation:
         if due is None:
             return []
         watching = itertools.chain.from_iterable(due.watchers.values())
-        if any(type(feature).look is not StatisticsFeature.look for _, feature, _ in watching):
+        if any(type(feature).observe is not StatisticsFeature.observe for _, feature, _ in watching):
             return None
         places: dict[str, int] = {event.a.tensor: 0, event.b.tensor: 1}
         tensors = []

@@ -19,9 +19,9 @@ from te_precision_callbacks.base.numerics.layouts import PLAIN, scaling_mode
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit, SeenOperand, seen_operands
 from te_precision_callbacks.engine.engine import Differs, Prepared, StatisticsEngine
+from te_precision_callbacks.instrumentation.current_call import Forward
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import SelectedGemms
-from te_precision_callbacks.instrumentation.running import Forward
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand
 

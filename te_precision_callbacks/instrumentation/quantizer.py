@@ -17,7 +17,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.numerics.layouts import is_quantized
-from te_precision_callbacks.instrumentation.running import CurrentForward
+from te_precision_callbacks.instrumentation.current_call import CurrentForward
 from te_precision_callbacks.layers.forwards import ForwardKind, outside_of_dynamo
 from te_precision_callbacks.te.state import backward_override
 

@@ -35,12 +35,10 @@ from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
+from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force, recipe_of_operator
-from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.flight.ring import Ring
-from te_precision_callbacks.instrumentation.compiled import CompiledLinears
-from te_precision_callbacks.instrumentation.every_step import EveryStep
-from te_precision_callbacks.instrumentation.handed import (
+from te_precision_callbacks.instrumentation.arguments import (
     GEMM,
     GROUPED_GEMM,
     GROUPED_TENSOR_GEMM,
@@ -57,8 +55,10 @@ from te_precision_callbacks.instrumentation.handed import (
     operation_methods,
     single_gemm,
 )
+from te_precision_callbacks.instrumentation.compiled import CompiledLinears
+from te_precision_callbacks.instrumentation.current_call import Forward, Running, unobserved_forward
+from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.planned import GemmPlans, Key
-from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved_forward
 from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
 from te_precision_callbacks.layers.forwards import (
     Classify,

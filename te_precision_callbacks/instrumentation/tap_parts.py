@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.precision_audit import recipe_text
-from te_precision_callbacks.coverage.seen_products import ModelProducts
-from te_precision_callbacks.instrumentation.handed import forward_arguments
-from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved_forward
+from te_precision_callbacks.instrumentation.arguments import forward_arguments
+from te_precision_callbacks.instrumentation.current_call import Forward, Running, unobserved_forward
 from te_precision_callbacks.layers.forwards import Classify
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes
 from te_precision_callbacks.layers.naming import NamedOperation

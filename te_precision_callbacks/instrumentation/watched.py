@@ -17,7 +17,7 @@ import torch
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.coverage.model_watch import TrainingForward
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
-from te_precision_callbacks.instrumentation.resting import RestingLayers
+from te_precision_callbacks.instrumentation.resting_layers import RestingLayers
 from te_precision_callbacks.instrumentation.upstream import reset_schedule
 from te_precision_callbacks.layers.forwards import ForwardClassifier, is_compiled_operator
 from te_precision_callbacks.layers.naming import NamedModule

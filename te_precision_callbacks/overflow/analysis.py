@@ -1,4 +1,4 @@
-"""Evaluates the events since the last look: the first overflow, and the frames of traced batches."""
+"""Evaluates the events since the last check: the first overflow, and the frames of traced batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DetectedOverflow:
     """A detected overflow; see :class:`ActivationOverflowError` for other attributes.
 
     Attributes:
-        sequence: the index of the event since the last common look of the ranks.
+        sequence: the index of the event since the last common check of the ranks.
         headline: the line that names the bad tensor.
         report: the complete report.
         step: the training step as text, if known.
@@ -83,7 +83,7 @@ class Reader:
         Args:
             traces: whether ``trace_batches`` refers to their batches.
             may_be_skipped: whether a GradScaler that has scaled the loss can still skip the step.
-            before: the number of earlier events since the last common look of the ranks.
+            before: the number of earlier events since the last common check of the ranks.
         """
         events = interval.events
         if not events:

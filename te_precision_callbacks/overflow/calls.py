@@ -1,4 +1,4 @@
-"""Records the calls of modules and the gradients as events, and triggers looks."""
+"""Records the calls of modules and the gradients as events, and triggers checks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ForwardCalls:
         if not current.open:
             journal.thread.current = None
             if current.evaluates and not failed:
-                self._checker.look_at_evaluation()
+                self._checker.check_evaluation()
 
     @outside_of_dynamo
     def parameter_gradient(self, watched: WatchedModule, name: str, parameter: torch.Tensor) -> None:
@@ -95,7 +95,7 @@ class ForwardCalls:
         journal = self._journal
         batches = self._journal.batches
         over = journal.closed
-        # First of all, so that a rank that fails below still joins the next common look.
+        # First of all, so that a rank that fails below still joins the next common check.
         new = self._new_pass(watched, over=over)
         journal.thread.current = new
         if over:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MOST_SLOTS = 65_536
 """The number of slots after which a rank checks its frames alone, before the next forward.
 
-If ranks stop together, an overflow found there waits for the next common look.
+If ranks stop together, an overflow found there waits for the next common check.
 """
 
 
@@ -33,7 +33,7 @@ class OverflowChecker:
     """Checks events and stops a run: the only part that waits for the device and other ranks, and that raises.
 
     Attributes:
-        messages: the messages to the ranks that stop together; a session sets them, or the first common look opens
+        messages: the messages to the ranks that stop together; a session sets them, or the first common check opens
             them.
     """
 
@@ -48,18 +48,18 @@ class OverflowChecker:
         self._options = options
         self._journal = journal
         self._pending: DetectedOverflow | None = None
-        self._dropped = 0  # events that this rank has checked alone since the last common look
+        self._dropped = 0  # events that this rank has checked alone since the last common check
         self.messages: Messages | None = None
         self._owns_messages = False
 
-    def look(self, *, may_be_skipped: bool = True) -> None:
-        """Check the training events since the last look; if ranks stop together, call this on all of them.
+    def check(self, *, may_be_skipped: bool = True) -> None:
+        """Check the training events since the last check; if ranks stop together, call this on all of them.
 
         Args:
             may_be_skipped: whether a GradScaler that has scaled the loss can still skip the step.
         """
         journal = self._journal
-        if journal.closed or is_capturing():  # earlier events wait for the first look after the capture
+        if journal.closed or is_capturing():  # earlier events wait for the first check after the capture
             return
         self.has_looked = True
         together = self._is_collective()
@@ -81,7 +81,7 @@ class OverflowChecker:
             self._abort()
 
     def _open_messages(self) -> Messages:
-        """Return the messages to the ranks that stop together, which connect in their first common look."""
+        """Return the messages to the ranks that stop together, which connect in their first common check."""
         if self.messages is None:
             self._owns_messages = True
             self.messages = Messages(self._options.process_group, "overflow")
@@ -130,14 +130,14 @@ class OverflowChecker:
             self._abort()
         self._journal.batches.next()
 
-    def look_at_evaluation(self) -> None:
+    def check_evaluation(self) -> None:
         batches = self._journal.batches
         if self._journal.closed:
             return
         batches.all_checked = batches.all_checked or not batches.trains
         find = self._look_at(self._journal.evaluation)
         if find is None and batches.trains and self._is_collective():
-            return  # the next common look raises a failure
+            return  # the next common check raises a failure
         self._stop_if(find or self._own_failure())
         if batches.is_over and not batches.trains:
             self._abort()
@@ -179,7 +179,7 @@ class OverflowChecker:
         return DetectionFailedError(text_of(failure), rank=own_rank())
 
     def _make_room(self) -> None:
-        """Check events to free the slots. If ranks stop together, an overflow is kept for the next common look."""
+        """Check events to free the slots. If ranks stop together, an overflow is kept for the next common check."""
         events = len(self._journal.training.events)
         find = self._look_at(self._journal.training)
         if not self._is_collective():

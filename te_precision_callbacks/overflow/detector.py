@@ -52,7 +52,7 @@ class DebugActivationOverflow:
         abs_max=      inf < [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: output
 
     Forward and backward do not wait for the device. All tensors are checked once, before an optimizer of the model
-    steps or in :meth:`look`; without gradients, at the end of the outermost forward.
+    steps or in :meth:`check`; without gradients, at the end of the outermost forward.
 
     Args:
         model: the model; or several, as a list or as a mapping with prefixes of the paths as keys. On any device and in
@@ -63,7 +63,7 @@ class DebugActivationOverflow:
         trace_batches: numbers of batches; all of their frames are logged as warnings, and not checked.
         abort_after_batch: raise :class:`AbortAfterBatch` after the batch with this number.
         allow_neg_inf: patterns (as in ``fnmatch``) of the paths of modules that produce -inf on purpose.
-        distributed: stop all ranks together, with the first culprit of any rank: each training look reduces one number,
+        distributed: stop all ranks together, with the first culprit of any rank: each check reduces one number,
             so all ranks must take part.
         process_group: the ranks that stop together; None for all.
         trace_batch_nums: ``trace_batches`` under its name in ``transformers.debug_utils.DebugUnderflowOverflow``.
@@ -75,7 +75,7 @@ class DebugActivationOverflow:
     Raises:
         OverflowOptionError: the value of a keyword is invalid.
         OverflowDetectorError: no model.
-        ActivationOverflowError: while training, or in :meth:`look` or :meth:`close`: there was an inf or nan.
+        ActivationOverflowError: while training, or in :meth:`check` or :meth:`close`: there was an inf or nan.
         DetectionFailedError: in the same places: detection itself has failed.
     """
 
@@ -156,18 +156,18 @@ class DebugActivationOverflow:
         if not self._journal.closed:
             self._checker.next_batch()
 
-    def look(self) -> None:
-        """Check the tensors since the last look; if ranks stop together, call this on all of them.
+    def check(self) -> None:
+        """Check the tensors since the last check; if ranks stop together, call this on all of them.
 
-        Each step of an optimizer of the model triggers a look, even if a GradScaler then skips the step.
+        Each step of an optimizer of the model triggers a check, even if a GradScaler then skips the step.
 
         Raises:
             ActivationOverflowError, DetectionFailedError, AbortAfterBatch: as described for the class.
         """
-        self._checker.look()
+        self._checker.check()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Check the tensors since the last look, on this rank only, and remove all hooks. Can be called twice.
+        """Check the tensors since the last check, on this rank only, and remove all hooks. Can be called twice.
 
         Args:
             error: the exception that ended the run. Findings are then logged instead of raised.

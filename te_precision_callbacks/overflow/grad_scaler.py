@@ -1,4 +1,4 @@
-"""Triggers a look before each step of the model's optimizers, even if torch's GradScaler skips the step.
+"""Triggers a check before each step of the model's optimizers, even if torch's GradScaler skips the step.
 
 A scaler has no hooks, so ``scale``, ``unscale_`` and ``step`` of its class and subclasses are wrapped while there is a
 listener, the only state of overflow detection at module level. Read from torch 2.6 and 2.13 (``torch/amp/
@@ -174,21 +174,21 @@ class Steps:
         if not self._is_ours(optimizer):
             self._count_foreign_step()
             return None
-        # The looks before a scaler's step come first; an optimizer that gets a scaler skips the step itself.
+        # The checks before a scaler's step come first; an optimizer that gets a scaler skips the step itself.
         scales = any(isinstance(value, GradScaler) for value in (*args[1:], *keywords.values()))
-        self._checker.look(may_be_skipped=scales)
-        return after_closure(args, keywords, lambda: self._checker.look(may_be_skipped=False))
+        self._checker.check(may_be_skipped=scales)
+        return after_closure(args, keywords, lambda: self._checker.check(may_be_skipped=False))
 
     def before_scaled_step(self, optimizer: Any) -> None:
         if not self.journal.closed and self._is_ours(optimizer):
-            self._checker.look()
+            self._checker.check()
 
     def _is_ours(self, optimizer: Any) -> bool:
         try:
             return self._hooks.steps(optimizer)
         except Exception as error:
             self.journal.fail(error)
-            return True  # other ranks may be waiting in their look
+            return True  # other ranks may be waiting in their check
 
     def _count_foreign_step(self) -> None:
         if self._checker.has_looked or not self.journal.due:
@@ -198,7 +198,7 @@ class Steps:
             logger.warning(
                 "Activation overflow: optimizers without parameters of the model made %d unchecked steps. If they"
                 " update copies of the parameters (DeepSpeed ZeRO, Megatron's distributed optimizer), call"
-                " detector.look() before each of their steps.",
+                " detector.check() before each of their steps.",
                 _FOREIGN_STEPS,
             )
 

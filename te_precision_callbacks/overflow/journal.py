@@ -1,4 +1,4 @@
-"""The options of a detector, and its state between hooks and looks: events, the current batch, and failures."""
+"""The options of a detector, and its state between hooks and checks: events, the current batch, and failures."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ Arrived = Callable[[Record, torch.Tensor | None], None]
 
 
 class Interval:
-    """The events since the last look.
+    """The events since the last check.
 
     Attributes:
         excused: the slots that may have -inf.
@@ -262,13 +262,13 @@ class _Thread(threading.local):
 
 
 class Journal:
-    """The events between two looks.
+    """The events between two checks.
 
     Attributes:
         evaluation: the events of the current forward without gradients.
-        due: whether training has run since the last look.
-        broken: whether recording is off: after a failure until the look that raises it; after losing the GPU, forever.
-        failure: the failure that the next look raises.
+        due: whether training has run since the last check.
+        broken: whether recording is off: after a failure until the check that raises it; after losing the GPU, forever.
+        failure: the failure that the next check raises.
     """
 
     def __init__(self, options: DetectorOptions) -> None:
@@ -301,7 +301,7 @@ class Journal:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Stop recording until the next look, which raises the failure.
+        """Stop recording until the next check, which raises the failure.
 
         The loss of the GPU is not a failure of detection: the next operation of training raises it.
         """

@@ -79,7 +79,7 @@ class Segment:
         status: ``running``, ``ended``, ``failed`` after an error, or ``stopped without an end``; ``unknown`` for logs.
         started_at, ended_at: ISO 8601, UTC; empty if unknown.
         world: number of ranks.
-        facts: content of run.json: versions, environment, config_text, config_hash, recipes, front_door, gpu,
+        facts: content of run.json: versions, environment, config_text, config_hash, recipes, integration, gpu,
             capability, te_backend, ...
         without_end: ranks without a recorded end, where rank 0 has recorded one.
     """

@@ -111,7 +111,7 @@ class RecordSink(EventSink):
                 "segment_started", f"The session starts at debug iteration {run.start_iteration}.", run.start_iteration
             )
         )
-        self._thread.hurry()  # a process that is killed soon leaves a run, and not an earlier one as the last
+        self._thread.flush_soon()  # a process that is killed soon leaves a run, and not an earlier one as the last
 
     def put_facts(self, facts: FactTables) -> None:
         self._put(facts)
@@ -136,8 +136,8 @@ class RecordSink(EventSink):
         if self.writes_reduced:
             self._put(scalars)
 
-    def hurry(self) -> Callable[[], bool]:
-        return self._thread.hurry()
+    def flush_soon(self) -> Callable[[], bool]:
+        return self._thread.flush_soon()
 
     def close(self, error: BaseException | None) -> None:
         """Wait until everything is written; after an interruption, a second call continues to wait."""
@@ -220,7 +220,7 @@ class RecordSink(EventSink):
             return isinstance(job.error, Exception) and not isinstance(job.error, SessionError)
         if not isinstance(job, Event):
             return False
-        is_of_all = job.kind == "contract_judged" or bool(job.data.get("of_all"))
+        is_of_all = job.kind == "contract_checked" or bool(job.data.get("of_all"))
         is_of_all |= job.kind == "finding" and not job.data.get("ranks")
         if is_of_all and not self.is_alone:
             return False

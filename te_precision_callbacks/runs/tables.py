@@ -19,7 +19,7 @@ from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.runs.run_files import CLOSED, MOST_ITERATION, OPEN, replace_whole
 from te_precision_callbacks.statistics.series import FIRST_STEP
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of the schema; readers refuse other versions."""
 
 _NAME = pa.dictionary(pa.int32(), pa.string())

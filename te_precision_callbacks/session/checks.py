@@ -251,7 +251,7 @@ class ContractCheck:
     def _put(self, text: str, iteration: int, severity: Severity) -> None:
         is_checked = self.keeper is None or text != self.keeper.unchecked
         data = {"checked": is_checked}
-        self._events.append(Event("contract_judged", text, iteration, severity, phase="step", data=data))
+        self._events.append(Event("contract_checked", text, iteration, severity, phase="step", data=data))
 
 
 class ParameterChecks:

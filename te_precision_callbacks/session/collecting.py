@@ -16,9 +16,9 @@ import torch
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.scalars import ScalarBuffer, is_on_host, is_scalar, to_floats
-from te_precision_callbacks.instrumentation.answers import DelayedScalingLayers
+from te_precision_callbacks.instrumentation.debug_path import DelayedScalingLayers
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.runs.answers import is_training_loss
+from te_precision_callbacks.runs.summary import is_training_loss
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import NamedLayers
 from te_precision_callbacks.sinks.step_records import Scalars, StepRecords

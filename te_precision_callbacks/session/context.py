@@ -94,7 +94,7 @@ class LoopFacts:
     """Facts about the training loop from its integration; see :meth:`InspectSession.start`."""
 
     counts_from: int = 0
-    front_door: str = "session"
+    integration: str = "session"
     gives_way: bool = False
 
 
@@ -128,5 +128,5 @@ class RunContext:
 
     def describe_step(self) -> str:
         iteration = self.iteration
-        logged = "" if self.loop.front_door == "session" else f", step {self.logging_step(iteration)}"
+        logged = "" if self.loop.integration == "session" else f", step {self.logging_step(iteration)}"
         return f"debug iteration {iteration}{logged}"

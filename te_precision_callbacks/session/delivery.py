@@ -174,8 +174,8 @@ class RunFiles:
             if self.records is not None and agreed:
                 self.records.place = agreed[0]
 
-    def hurry(self) -> list[Callable[[], bool]]:
-        return [file.hurry() for file in (self.log, self.records) if file is not None]
+    def flush_soon(self) -> list[Callable[[], bool]]:
+        return [file.flush_soon() for file in (self.log, self.records) if file is not None]
 
     def trace_file(self, first: int, last: int) -> Path:
         return new_trace_file(self._log_dir, self.place, own_rank(), first, last)

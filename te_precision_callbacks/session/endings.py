@@ -27,7 +27,7 @@ from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.other_steps import format_other_steps
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.diagnosis.finding import Verdict
-from te_precision_callbacks.runs.answers import ended_by, summarize_broken_contract
+from te_precision_callbacks.runs.summary import ended_by, summarize_broken_contract
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles
 

@@ -67,7 +67,7 @@ class RunFacts:
         self._gemm_error_schedules = gemm_error_schedules(context.options.config)
         self._model = model
         self._results = context.results
-        self._front_door = context.loop.front_door
+        self._integration = context.loop.integration
         self._taken: tuple[object, ...] = (None,)
         self._rests_until = 0.0
         self._machine: Row | None = None
@@ -180,7 +180,7 @@ class RunFacts:
             if name.partition("-")[0] in sys.modules and (version := _version_of_trainer(name)) is not None:
                 installed[name] = version
         return {
-            "front_door": self._front_door,
+            "integration": self._integration,
             "versions": installed,
             "environment": read_environment(os.environ),
             "torch_settings": dict(facts.settings),

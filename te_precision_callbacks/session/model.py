@@ -64,11 +64,11 @@ _BY_ACCELERATE = {
 }
 
 
-def no_layers_warning(goes_on: str, front_door: str = "") -> str:
+def no_layers_warning(goes_on: str, integration: str = "") -> str:
     """Return the warning that a model has no Transformer Engine layers, with the integration's remedy."""
     return (
         "The model has no Transformer Engine layers with GEMMs, such as Linear or LayerNormMLP, so there are no"
-        f" statistics. Training continues {goes_on}.{_BY_ACCELERATE.get(front_door, '')}"
+        f" statistics. Training continues {goes_on}.{_BY_ACCELERATE.get(integration, '')}"
     )
 
 
@@ -225,7 +225,7 @@ class ObservedModel:
         for text in describe_idle_sections(options.config, planned.sections):
             logger.warning("%s", text)
         if not self.layers.of_all:
-            logger.warning("%s", no_layers_warning(goes_on, self._context.loop.front_door))
+            logger.warning("%s", no_layers_warning(goes_on, self._context.loop.integration))
         self.model = model
         self._observe(planned)
         self.hooks.count_products(model, self.layers.paths(model))
@@ -427,7 +427,7 @@ class ObservedModel:
                 "" if len(named) == 1 else "s",
                 fold_for_sentence(*named, most=2),
                 _FOR_TRAINER
-                if self._context.loop.front_door == "transformers"
+                if self._context.loop.integration == "transformers"
                 else f"Remedy: {REMEDIES[Reason.RECOMPUTED]}.",
             )
 

@@ -28,7 +28,6 @@ from te_precision_callbacks.base.scalars import is_scalar, to_floats
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
-from te_precision_callbacks.runs.answers import is_training_loss
 from te_precision_callbacks.runs.fingerprints import (
     Fingerprint,
     FingerprintError,
@@ -42,6 +41,7 @@ from te_precision_callbacks.runs.fingerprints import (
 )
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
+from te_precision_callbacks.runs.summary import is_training_loss
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Severity
@@ -127,7 +127,7 @@ class ResumeAudit:
             context = self._context
             unsaved = unsaved_layers(taken)
             if unsaved is not None and own_rank() == 0 and context.notices.first("unsaved"):
-                converts = context.loop.front_door in ("accelerate", "transformers")
+                converts = context.loop.integration in ("accelerate", "transformers")
                 remedy = _EVALUATE_IN_FP8_WITH_ACCELERATE if converts else "Evaluate inside te.autocast"
                 logger.warning("%s %s", unsaved, _EVALUATE_IN_FP8 % remedy)
             return taken

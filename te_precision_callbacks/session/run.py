@@ -225,7 +225,7 @@ class Run:
                 records = self._run_step(ending)
             # Reconnect ranks that were disconnected; all continue at the largest iteration.
             steps = -1 if self.observation.engine.optimizers_differ else self._loop_checks.optimizer_steps
-            common = context.ranks.look(context.iteration, steps)
+            common = context.ranks.reconnect(context.iteration, steps)
             if common is not None and common != context.iteration:
                 self.count_from(common)
             self._profiling.begin(context.iteration)
@@ -283,7 +283,7 @@ class Run:
     def _check_overflow(self) -> None:
         if self.overflow.detector is not None:
             try:
-                self.overflow.detector.look()
+                self.overflow.detector.check()
             except Exception as error:
                 self._send_nonfinite(error)
                 raise
@@ -390,7 +390,7 @@ class Run:
     # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
-        return wait_for_all(seconds, [*self._files.hurry(), self.context.inspector.events.thread.hurry()])
+        return wait_for_all(seconds, [*self._files.flush_soon(), self.context.inspector.events.thread.flush_soon()])
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         if self.is_forked:

@@ -266,7 +266,7 @@ class InspectSession:
         sinks: Iterable[Sink] = (),
         stop_at_sigterm: bool = True,
         counts_from: int = 0,
-        front_door: str = "session",
+        integration: str = "session",
         eval_mode_counts: bool = True,
         gives_way: bool = False,
     ) -> InspectSession:
@@ -277,7 +277,7 @@ class InspectSession:
             sinks: receivers of records, called before the sinks of the options.
             stop_at_sigterm: stop before SIGTERM ends the process, if the script has set no handler for SIGTERM.
             counts_from: the logging step of iteration 0, unless :meth:`step` is called with a logging step.
-            front_door: the integration that starts the session, for the records.
+            integration: the integration that starts the session, for the records.
             eval_mode_counts: whether modules in eval mode count as evaluation.
             gives_way: whether the start of another session stops this one, instead of raising an error.
 
@@ -301,7 +301,7 @@ class InspectSession:
         warn_unless_supported()
         self._results = self._new_results(log_dir)
         self._results.started_at = _place_in_script()
-        self._loop = LoopFacts(counts_from, front_door, gives_way)
+        self._loop = LoopFacts(counts_from, integration, gives_way)
         self._classify.eval_mode_counts = eval_mode_counts
         run = Run(self._options, sinks, self._results, self._classify, self._loop)
         self._run = run

@@ -118,7 +118,7 @@ class LoopChecks:
                     text,
                 )
         self._in_evaluation = False
-        if self._context.loop.front_door == "session" and own_rank() == 0:  # integrations call step() themselves
+        if self._context.loop.integration == "session" and own_rank() == 0:  # integrations call step() themselves
             self._check_further_steps(in_regions=in_regions)
         self.has_stepped = True
         self._steps.clear()
@@ -178,11 +178,11 @@ class LoopChecks:
         If no optimizer has stepped either, record that in the verdict.
         """
         if not self.has_stepped:
-            front_door = self._context.loop.front_door
-            if not (error or self._steps) and self._model.hooks.order.forward and front_door != "watch":
+            integration = self._context.loop.integration
+            if not (error or self._steps) and self._model.hooks.order.forward and integration != "watch":
                 self._context.note_unobserved(
                     "no step was counted, so all that ran belongs to debug iteration"
-                    f" {self._context.iteration}. {_REMEDIES.get(front_door, _REMEDY)}"
+                    f" {self._context.iteration}. {_REMEDIES.get(integration, _REMEDY)}"
                 )
             for optimizer, count in list(self._steps.items()):
                 if count > 1:
@@ -193,7 +193,7 @@ class LoopChecks:
             text = (
                 f"{type(optimizer).__name__} stepped {count} times without a session step(), so all these steps count"
                 f" as debug iteration {self._context.iteration}."
-                f" {_REMEDIES.get(self._context.loop.front_door, _REMEDY)}"
+                f" {_REMEDIES.get(self._context.loop.integration, _REMEDY)}"
             )
             self._context.note_unobserved(text)
             logger.warning("%s", f"{text} {ignored}".rstrip())

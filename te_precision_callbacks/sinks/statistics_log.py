@@ -90,10 +90,10 @@ class StatisticsLog:
             job = functools.partial(self._lines, records, time_now(), self._names_in(records.table))
             self._thread.put(job, count)
 
-    def hurry(self) -> Callable[[], bool]:
+    def flush_soon(self) -> Callable[[], bool]:
         if self._thread is None:
             return lambda: True
-        return self._thread.hurry()
+        return self._thread.flush_soon()
 
     def _names_in(self, table: SeriesTable) -> Sequence[str]:
         if self._named is not table or self._named_as != self._given_names:

@@ -114,7 +114,7 @@ class WriterThread(Generic[JobT]):
                 f"{count:,}",
             )
 
-    def hurry(self) -> Callable[[], bool]:
+    def flush_soon(self) -> Callable[[], bool]:
         """Make the thread write queued jobs now. May be called by any thread or signal handler.
 
         Returns:
@@ -147,7 +147,7 @@ class WriterThread(Generic[JobT]):
         if os.getpid() != self._process:
             return
         self._is_to_finish = True
-        self.hurry()
+        self.flush_soon()
         if self.wait(lambda: False, LONGEST_STILL if still is None else still) and self._jobs and self.failure is None:
             self._run()
         dropped = self._dropped

@@ -348,11 +348,11 @@ def _of_gemms() -> Iterable[Statistic]:
             lambda c, column=f"bad_{name}": np.maximum(c[column], 0.0),  # type: ignore[misc]
         )
     yield of_gemm(
-        "gemm_unjudged%",
+        "gemm_unchecked%",
         "100 * (GEMMs that could not be checked: the product is lost in the sum it is added to, or every row has inf or"
         " nan) / GEMMs",
         _PERCENT,
-        lambda c: 100 * _ratio(c["unjudged"], c["judged"] + c["unjudged"]),
+        lambda c: 100 * _ratio(c["unchecked"], c["checked"] + c["unchecked"]),
         worse=Worse.NEITHER,
     )
     formats = functools.partial(Statistic, source=StatisticSource.GEMM_FORMAT, unit=relative)

@@ -209,7 +209,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             log_dir=Path(args.output_dir or "."),
             sinks=self._reporting.sinks if self._reporting else (),
             counts_from=1,
-            front_door="transformers",
+            integration="transformers",
         )
         _TRAININGS[session] = state, self._reporting
         try:

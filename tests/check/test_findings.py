@@ -221,7 +221,7 @@ def test_which_features_act_when() -> None:
 
 
 def test_features_that_act_in_a_span_are_planned_apart() -> None:
-    """A layer that is high in a span alone counts as low, and the contract is judged in both."""
+    """A layer that is high in a span alone counts as low, and the contract is checked in both."""
     config = {
         "u": feature("DisableFP8GEMM", ["0"], gemms=["fprop"], start_step=85),
         "v": feature("DisableFP8Layer", ["1"], start_end_list=[[0, 9], [85, -1]]),
@@ -429,7 +429,7 @@ def test_what_a_session_warns_of_is_said_by_check(
     assert not caplog.records  # said once
 
 
-def test_without_a_model_the_config_alone_is_judged(tmp_path: Path) -> None:
+def test_without_a_model_the_config_alone_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"s": feature("LogTensorStats", ["all"], enabled=False), "t": GEMM}))
     done = CliRunner().invoke(cli.app, ["check", str(path)])

@@ -28,7 +28,7 @@ class Client:
         packages: what pip installs for it beside this project's own requirements.
         arguments: the script and its arguments.
         launcher: what starts it, with its arguments; empty: Python.
-        front_door: how the debugger comes around it, see inside/watching.py.
+        integration: how the debugger comes around it, see inside/watching.py.
         stand_ins: functions that prepare its data; each gets the folder that it runs in, and its Python.
         stands_in: the same in words.
         capability: compute capability that the reference backend stands for.
@@ -47,7 +47,7 @@ class Client:
     packages: tuple[str, ...]
     arguments: tuple[str, ...]
     launcher: tuple[str, ...] = ()
-    front_door: str = "session"
+    integration: str = "session"
     stand_ins: tuple[Callable[[Path, Path], None], ...] = ()
     stands_in: str = ""
     capability: str = "9.0"
@@ -93,7 +93,7 @@ def _accelerate(
         packages=("datasets", "evaluate"),
         arguments=(f"{name}.py",),
         launcher=launcher,
-        front_door="accelerate",
+        integration="accelerate",
         stand_ins=(bert, standins.mrpc, standins.glue_metric),
         stands_in=_BERT_STANDS_IN,
         said=("accelerate", "transformers"),
@@ -193,7 +193,7 @@ def _megatron(name: str, what: str, processes: int, *arguments: str, capability:
         packages=("megatron-core==0.16.1",),
         arguments=("train_gpt.py", *arguments),
         launcher=("torchrun", "--nproc-per-node", str(processes)),
-        front_door="megatron",
+        integration="megatron",
         from_index=True,
         capability=capability,
         stands_in="the script itself, tests/clients/scripts/megatron/train_gpt.py; random tokens",
@@ -258,7 +258,7 @@ CLIENTS = (
         environment="codonfm",
         packages=("fiddle", "python-dotenv", "peft", "polars", "pandas", "pyarrow"),
         arguments=_CODONS_SMALL,
-        front_door="lightning",
+        integration="lightning",
         stand_ins=(standins.codons,),
         stands_in="a memory-mapped dataset of random codons",
         said=("lightning",),
@@ -278,7 +278,7 @@ CLIENTS = (
             "trainer.dataloader_num_workers=0",
         ),
         launcher=("accelerate", "launch", "--config_file", "accelerate_config/fp8.yaml"),
-        front_door="transformers",
+        integration="transformers",
         stand_ins=(standins.small_esm2,),
         stands_in=_ESM_CHECKPOINT,
         said=("accelerate", "transformers"),
@@ -317,7 +317,7 @@ CLIENTS = (
         environment="transformers_4",
         packages=_TRANSFORMERS_4,
         arguments=("train_lora.py",),
-        front_door="accelerate",
+        integration="accelerate",
         from_index=True,
         stands_in="the script itself, tests/clients/scripts/peft/train_lora.py; random tokens",
         said=("peft", "accelerate", "transformers"),
@@ -329,7 +329,7 @@ CLIENTS = (
         environment="trl",
         packages=("trl==1.16.0", "datasets"),
         arguments=("train_sft.py",),
-        front_door="transformers",
+        integration="transformers",
         variables={"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"},
         from_index=True,
         stands_in="the script itself, tests/clients/scripts/trl/train_sft.py; random tokens",

@@ -79,7 +79,7 @@ def _variables(client: Client, environment: Environment, record: Path, logs: Pat
     }
     if watched:
         variables |= {
-            "CLIENTS_FRONT_DOOR": client.front_door,
+            "CLIENTS_FRONT_DOOR": client.integration,
             "CLIENTS_CONFIG": str(CONFIG),
             "CLIENTS_LOGS": str(logs),
         }

@@ -231,7 +231,7 @@ def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkey
         == f"in x at step {first.seen_at}, {first.seen}; A has this finding too, in other layers"
     )
     assert [(item.rule, item.layers) for item in actual.only_a] == [("sibling", ("y",))]
-    assert actual.not_judged_in_a == ("other",)
+    assert actual.not_checked_in_a == ("other",)
     assert [" This rule was not checked in A." in text for text in actual.in_words()] == [False, False, True]
 
 

@@ -264,9 +264,9 @@ def trained(
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
-    look = OperatorProducts.look
+    look = OperatorProducts.note
     monkeypatch.setattr(
-        OperatorProducts, "look", lambda self, name, *given: (names.append(name), look(self, name, *given))
+        OperatorProducts, "note", lambda self, name, *given: (names.append(name), look(self, name, *given))
     )
     return names
 
@@ -867,13 +867,13 @@ def test_attention_by_a_kernel_that_tells_nothing(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is counted by the sizes of its input, as that of flash-attn, whose kernels call no operator of torch's."""
-    look = OperatorProducts.look
+    look = OperatorProducts.note
 
     def see_no_attention(self: OperatorProducts, name: str, *given: Any) -> None:
         if name not in ("aten::bmm", "aten::baddbmm"):
             look(self, name, *given)
 
-    monkeypatch.setattr(OperatorProducts, "look", see_no_attention)
+    monkeypatch.setattr(OperatorProducts, "note", see_no_attention)
     model = Layers(CURRENT(), TE_BLOCKS.get(checkpoint, once))
     coverage = counted(model, repeated(gpt(), model, 2), tmp_path)
     assert found(coverage) == {key: 2 * macs for key, macs in GPT.items()}

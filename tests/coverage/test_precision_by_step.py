@@ -88,10 +88,10 @@ def test_a_satisfied_contract(require: Any, skipped: Collection[int], tmp_path: 
     assert run(tmp_path, require, skipped=skipped) == 5
 
 
-@pytest.mark.parametrize(("skipped", "judged"), [((1, 2), "2:\n- .* is 50.0 %"), (range(30), "12:\n- .*: no such")])
-def test_it_is_judged_on_a_step_with_a_backward(skipped: Collection[int], judged: str, tmp_path: Path) -> None:
-    """Batches that the script skips have none. A run without any is judged all the same."""
-    with pytest.raises(PrecisionContractError, match=f"at step {judged}"):
+@pytest.mark.parametrize(("skipped", "checked"), [((1, 2), "2:\n- .* is 50.0 %"), (range(30), "12:\n- .*: no such")])
+def test_it_is_checked_on_a_step_with_a_backward(skipped: Collection[int], checked: str, tmp_path: Path) -> None:
+    """Batches that the script skips have none. A run without any is checked all the same."""
+    with pytest.raises(PrecisionContractError, match=f"at step {checked}"):
         run(tmp_path, "fp8 wgrad >= 95%", steps=14, skipped=skipped)
 
 
@@ -125,7 +125,7 @@ def test_what_is_broken(require: Any, told: str, tmp_path: Path) -> None:
     assert f"- {told}" in str(caught.value).splitlines()
 
 
-def test_the_step_at_which_it_is_judged(tmp_path: Path) -> None:
+def test_the_step_at_which_it_is_checked(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError, match=r"^0: .* at step 0"):
         run(tmp_path, {"share": "fp8 >= 95%", "by_step": 1})
     with pytest.raises(PrecisionContractError, match=r"at step 4"):
@@ -134,10 +134,10 @@ def test_the_step_at_which_it_is_judged(tmp_path: Path) -> None:
 
 def events(folder: Path) -> list[tuple[str, str]]:
     rows = open_run(folder).events.to_pylist()
-    return [(row["severity"], row["text"]) for row in rows if row["kind"] == "contract_judged"]
+    return [(row["severity"], row["text"]) for row in rows if row["kind"] == "contract_checked"]
 
 
-def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_is_checked_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError) as caught:
         run(tmp_path, "fp8 >= 95%", steps=2)
     assert str(caught.value).splitlines()[:2] == [
@@ -149,14 +149,14 @@ def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
     assert events(tmp_path) == [("warning", str(caught.value))]
 
 
-def test_a_run_whose_loop_calls_no_step_is_judged_at_its_end(tmp_path: Path) -> None:
+def test_a_run_whose_loop_calls_no_step_is_checked_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(
         PrecisionContractError, match=r"checked at the end of the run, without any step\(\):\n.*is 50.0 %"
     ):
         run(tmp_path, "fp8 >= 95%", calls_step=False)
 
 
-def test_a_judgement_at_the_end_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_check_at_the_end_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = TwoLayers()
     with (
         pytest.raises(KeyError, match="the loop's own"),
@@ -170,7 +170,7 @@ def test_a_judgement_at_the_end_hides_no_error(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("how", ["no model", "no training"])
-def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
+def test_one_that_is_never_checked_says_why(how: str, tmp_path: Path) -> None:
     why = {
         "no model": "the session has no model. Call attach",
         "no training": "the model did not run a training forward and backward",
@@ -187,7 +187,7 @@ def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("freq", "off"), [(1, (3,)), (100, (3, 4))])
-def test_a_change_is_judged_again(freq: int, off: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_change_is_checked_again(freq: int, off: tuple[int, ...], tmp_path: Path) -> None:
     """Also that of a layer that no feature watches in that step."""
     config = {"kept": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"], freq=freq)}
     with pytest.raises(PrecisionContractError, match=r"^3: .*\n- fp8 is 0 %, required: >= 50 %") as caught:
@@ -218,10 +218,10 @@ def test_each_output_says_first_what_is_broken(
 def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"no layer matches 'fcc', .* 'fp8'. Did you mean 'fc'"):
         run(tmp_path, {"layers": {"fcc": "fp8"}})
-    assert "judged" not in caplog.text
+    assert "checked" not in caplog.text
 
 
-def test_without_a_change_nothing_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_change_nothing_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     own = context.RunResults.coverage_at
     monkeypatch.setattr(
@@ -591,7 +591,7 @@ def test_a_path_of_one_step_that_was_not_counted_is_an_estimate(tmp_path: Any) -
     assert "% of the multiply-adds in step 9, an estimate" in str(session.coverage(at=9))
     assert "estimate" not in str(session.coverage())
     session = train(16, batches, log_dir=tmp_path / "with", require="fp8 >= 95%")
-    assert any("contract (require=) was not checked in step 9" in rule.why for rule in session.findings.not_judged)
+    assert any("contract (require=) was not checked in step 9" in rule.why for rule in session.findings.not_checked)
 
 
 def test_numbers_that_decide_nothing_are_counted_a_few_times(tmp_path: Any) -> None:

@@ -24,9 +24,9 @@ from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.marks import NodesOfProducts
 from te_precision_callbacks.coverage.matrix_products import attention_mask_share, causal_share
 from te_precision_callbacks.coverage.micro_batches import ModelCalls
+from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
-from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers import forwards
 from te_precision_callbacks.layers.forwards import ForwardKind

@@ -46,7 +46,7 @@ def said(folder: Path, verdict: Verdict, *rules: str) -> str:
     results = [
         (item.rule, item.severity, list(item.layers), item.seen) for item in verdict if rules or item.rule in RULES
     ]
-    return json.dumps([folder.name, results, [rule for rule in rules or RULES if rule in verdict.judged]])
+    return json.dumps([folder.name, results, [rule for rule in rules or RULES if rule in verdict.checked]])
 
 
 def train(

@@ -20,7 +20,7 @@ from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, Ver
 from te_precision_callbacks.diagnosis.engine import reads_stop
 from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import list_runs, open_run
-from te_precision_callbacks.runs.answers import outcome_notes
+from te_precision_callbacks.runs.summary import outcome_notes
 from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.session.endings import closing_lines
 from tests.conftest import statistics
@@ -71,7 +71,7 @@ def test_a_run_that_fails_in_its_first_step_counts_the_same_rules(tmp_path: Path
             net(torch.randn(16, 32))
         raise ZeroDivisionError
     assert diagnose(tmp_path) == running.findings
-    assert "stale-scale" not in {item.rule for item in running.findings.not_judged}
+    assert "stale-scale" not in {item.rule for item in running.findings.not_checked}
 
 
 def test_each_finding_is_said_once(planted: Planted) -> None:
@@ -206,9 +206,9 @@ def test_low_precision_that_begins_after_a_warm_up(tmp_path: Path, begin: int) -
     verdict = trained(
         tmp_path, net, sgd(net), steps=20, around=lambda step: te.autocast(enabled=step >= begin), logs=False
     )
-    for judged in (verdict, diagnose(tmp_path)):
-        assert not [item for item in judged if item.rule in ("hole", "no-low-precision")]
-        assert "no-low-precision" in judged.judged
+    for checked in (verdict, diagnose(tmp_path)):
+        assert not [item for item in checked if item.rule in ("hole", "no-low-precision")]
+        assert "no-low-precision" in checked.checked
 
 
 def test_layers_that_leave_low_precision_without_a_majority_of_alike_ones(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_eps_is_a_rule_of_optimizers_that_have_one(tmp_path: Path, kind: type[to
         loss=lambda step: net(torch.randn(16, 32)).sum() + other(torch.ones(2, 4)).sum(),
         config=statistics(),
     )
-    assert ("below-eps" in [item.rule for item in verdict.not_judged]) == (kind is torch.optim.AdamW)
+    assert ("below-eps" in [item.rule for item in verdict.not_checked]) == (kind is torch.optim.AdamW)
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_a_scaler_of_gradients(tmp_path: Path, dtype: torch.dtype, enabled: bool
 
     verdict = trained(tmp_path, net, steps=2, loss=loss, around=outside, after=step_optimizers, logs=False)
     assert [finding.rule for finding in verdict.wrong] == rules
-    assert "grad-scaler" in verdict.judged
+    assert "grad-scaler" in verdict.checked
     assert vars(GradScaler)["step"] is own, "what was wrapped is put back"
 
 
@@ -498,20 +498,20 @@ def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, eve
 
     verdict = trained(tmp_path, net, sgd(net, 0.1), steps=21, loss=loss, around=outside, logs=False)
     assert [item.rule for item in verdict.wrong] == ["missing-gradient"] * (every == 99)
-    unjudged = {item.rule: item.why for item in verdict.not_judged}
-    assert unjudged["dead-gradient"] == "no layer with statistics had a backward in a collection step"
+    unchecked = {item.rule: item.why for item in verdict.not_checked}
+    assert unchecked["dead-gradient"] == "no layer with statistics had a backward in a collection step"
 
 
 @pytest.mark.usefixtures("loud")
 @pytest.mark.parametrize("forwards", [0, 1])
-def test_a_run_without_a_step_is_judged_by_its_forwards(
+def test_a_run_without_a_step_is_checked_by_its_forwards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], forwards: int
 ) -> None:
     net = te.Linear(32, 32)
     with InspectSession(model=net, log_dir=tmp_path) as session:
         for _ in range(forwards):
             net(torch.ones(16, 32))
-    assert bool(session.findings.judged) == bool(forwards)
+    assert bool(session.findings.checked) == bool(forwards)
     says = "te-precision: Not enough checked: no training step has run."
     assert (says in capsys.readouterr().err) == (not forwards)
     if forwards:
@@ -585,7 +585,7 @@ def test_a_run_that_fails_before_its_first_step_is_recorded(tmp_path: Path) -> N
         "ValueError: a bad batch"
     ]
     assert [(row["name"], row["value"]) for row in run.scalars.to_pylist()] == [("loss", 1.5)]
-    assert {item.why for item in session.findings.not_judged} == {"no training step has run"}
+    assert {item.why for item in session.findings.not_checked} == {"no training step has run"}
 
 
 def test_a_model_without_layers_of_transformer_engine(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ OF_BLOCK_1 = ("blocks.1.fc1", "blocks.1.fc2")
 
 
 def assert_checked(verdict: Verdict) -> None:
-    assert {"missing-gradient", "frozen-weight"} <= set(verdict.judged)
+    assert {"missing-gradient", "frozen-weight"} <= set(verdict.checked)
 
 
 def assert_healthy(verdict: Verdict) -> None:
@@ -344,7 +344,7 @@ def test_gradients_that_are_not_cleared(tmp_path: Path, clears: str, micro_batch
     assert [(finding.rule, finding.since) for finding in of_parameters(session.findings)] == [
         ("kept-gradient", 0)
     ] * finds
-    assert "kept-gradient" in session.findings.judged
+    assert "kept-gradient" in session.findings.checked
     assert diagnose(tmp_path) == session.findings
 
 
@@ -403,7 +403,7 @@ def test_an_optimizer_for_each_parameter_in_the_backward(tmp_path: Path) -> None
         weight.register_post_accumulate_grad_hook(step)
     verdict = train(tmp_path, model)
     assert not [finding for finding in verdict if finding.rule in ("below-eps", *PARAMETERS)]
-    assert "below-eps" in verdict.judged
+    assert "below-eps" in verdict.checked
 
 
 def test_gradients_of_a_discriminator_that_are_cleared_late(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_gradients_of_a_discriminator_that_are_cleared_late(tmp_path: Path) -> N
                 optimizers[name].step()
             session.step()
     assert not of_parameters(session.findings)
-    assert "kept-gradient" in session.findings.judged
+    assert "kept-gradient" in session.findings.checked
 
 
 @pytest.mark.parametrize("detaches", [False, True])
@@ -491,8 +491,8 @@ def test_a_loop_without_an_optimizer(tmp_path: Path) -> None:
 
     verdict = train(tmp_path, model, after=update)
     assert not of_parameters(verdict)
-    assert "missing-gradient" in verdict.judged
-    assert "frozen-weight" not in verdict.judged
+    assert "missing-gradient" in verdict.checked
+    assert "frozen-weight" not in verdict.checked
 
 
 # ---------------------------------------------------------------------- missing gradients
@@ -792,7 +792,7 @@ def test_a_quantized_weight_whose_updates_are_far_below_its_smallest_number(tmp_
     assert codes.count_nonzero() == 1
     verdict = trained(tmp_path, model, masters.optimizer, loss=lambda _: model(torch.randn(128, 128)).square().mean())
     assert not of_parameters(verdict)
-    assert "frozen-weight" not in verdict.judged, "no update had to show"
+    assert "frozen-weight" not in verdict.checked, "no update had to show"
     assert torch.equal(model[0].weight._data, codes)
 
 

@@ -39,7 +39,7 @@ def refusal(*arguments: object) -> str:
 def test_json(planted: Planted) -> None:
     stated = json.loads(called("diagnose", planted.folder, "--json").output)
     assert stated["verdict"].startswith("Problems found: 1 warning (")
-    assert stated["judged"] > 5
+    assert stated["checked"] > 5
     (finding,) = stated["findings"]
     assert (finding["rule"], finding["layers"], finding["tensor"], finding["since"]) == (
         "sibling",
@@ -48,7 +48,7 @@ def test_json(planted: Planted) -> None:
         0,
     )
     assert {"severity", "seen", "seen_at", "why", "remedy", "source", "disproof", "patch"} <= set(finding)
-    assert all(set(item) == {"rule", "why", "collect", "essential"} for item in stated["not_judged"])
+    assert all(set(item) == {"rule", "why", "collect", "essential"} for item in stated["not_checked"])
 
 
 def test_a_run_without_a_step_says_that_it_has_none(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_run_without_a_step_says_that_it_has_none(tmp_path: Path) -> None:
         session.state_dict()
     result, stated = called("diagnose", tmp_path), json.loads(called("diagnose", tmp_path, "--json").output)
     assert (result.exit_code, result.output) == (3, "Not enough checked: no training step has run.\n")
-    assert {(item["why"], item["collect"]) for item in stated["not_judged"]} == {("no training step has run", "")}
+    assert {(item["why"], item["collect"]) for item in stated["not_checked"]} == {("no training step has run", "")}
 
 
 def test_a_run_without_numbers_and_a_plain_log(tmp_path: Path) -> None:
@@ -278,9 +278,9 @@ RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "bloc
 def test_the_rules_with_equivalents_are_checked(recipe: str, tmp_path: Path) -> None:
     result = verdict_on_log(tmp_path, RECIPES[recipe])
     assert not result.findings, str(result)
-    assert {"nonfinite", "sibling", "dead-gradient", "growth"} <= set(result.judged)
-    assert "underflow" in result.judged, "also without underflow_norm%, which Transformer Engine does not have"
-    assert ({"stale-scale", "scale-never-updated"} <= set(result.judged)) == (recipe == "delayed")
+    assert {"nonfinite", "sibling", "dead-gradient", "growth"} <= set(result.checked)
+    assert "underflow" in result.checked, "also without underflow_norm%, which Transformer Engine does not have"
+    assert ({"stale-scale", "scale-never-updated"} <= set(result.checked)) == (recipe == "delayed")
 
 
 def test_one_of_27_alike_layers_loses_far_more(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def recorded(folder: Path, of_ranks: Mapping[int | None, Mapping[str, int]], wor
 
 
 @pytest.mark.processes
-def test_each_rank_is_judged(tmp_path: Path) -> None:
+def test_each_rank_is_checked(tmp_path: Path) -> None:
     assert not recorded(tmp_path / "healthy", {rank: {} for rank in range(4)}).wrong
     (result,) = verdict = recorded(tmp_path / "last", {0: {}, 1: {}, 2: {}, 3: {"fc2": 4}})
     assert (result.rule, result.layers, result.ranks, result.since, result.until) == ("nonfinite", ("fc2",), (3,), 4, 5)

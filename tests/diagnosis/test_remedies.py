@@ -193,7 +193,7 @@ def test_schedules(name: str, tmp_path: Path) -> None:
             schedule.step()
             session.step()
     assert bool(of_rule(session.findings, "learning-rate")) == is_wrong, str(session.findings)
-    assert "learning-rate" in session.findings.judged
+    assert "learning-rate" in session.findings.checked
 
 
 CLIPPING: Mapping[str, tuple[Callable[[list[torch.Tensor]], object], bool]] = {

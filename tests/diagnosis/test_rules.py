@@ -16,7 +16,7 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Severity, root_causes_first
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge
+from te_precision_callbacks.diagnosis.rule import RuleCheck
 from te_precision_callbacks.sinks.step_records import Event, Row
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 from te_precision_callbacks.statistics.series import SeriesTable
@@ -61,7 +61,7 @@ Numbers = Mapping[tuple[str, str, str], float]
 """(layer, tensor, statistic) -> value."""
 
 
-def judged(
+def checked(
     steps: Sequence[Numbers],
     known: Facts | None = None,
     checkpoints: Sequence[int] = (),
@@ -532,7 +532,7 @@ PRECISIONS = [
 def test_what_the_rules_find(
     steps: Sequence[Numbers], known: Facts | None, rule: str, is_alone: bool, expected: dict[str, Any] | None
 ) -> None:
-    verdict = judged(steps, known)
+    verdict = checked(steps, known)
     results = [finding for finding in verdict if is_alone or finding.rule == rule]
     assert [finding.rule for finding in results] == [rule] * (expected is not None), str(verdict)
     for name, value in (expected or {}).items():
@@ -540,27 +540,27 @@ def test_what_the_rules_find(
 
 
 def test_a_healthy_run_says_so() -> None:
-    verdict = judged([ordinary()] * 6, CURRENT)
+    verdict = checked([ordinary()] * 6, CURRENT)
     assert verdict.healthy
-    count = len(verdict.judged)
-    assert str(verdict) == f"No problems found ({count} of {count + len(verdict.not_judged)} rules checked)."
-    assert {"nonfinite", "overflow", "underflow", "sibling", "growth", "hole", "dead-gradient"} <= set(verdict.judged)
+    count = len(verdict.checked)
+    assert str(verdict) == f"No problems found ({count} of {count + len(verdict.not_checked)} rules checked)."
+    assert {"nonfinite", "overflow", "underflow", "sibling", "growth", "hole", "dead-gradient"} <= set(verdict.checked)
 
 
-def test_nothing_is_judged_without_numbers() -> None:
-    verdict = judged([])
-    assert not verdict.judged
+def test_nothing_is_checked_without_numbers() -> None:
+    verdict = checked([])
+    assert not verdict.checked
     assert str(verdict) == "Not enough checked: no training step has run."
-    assert judged([{}]).not_judged[0].why == "only one collection step has run"
-    verdict = judged([{}, {}])
+    assert checked([{}]).not_checked[0].why == "only one collection step has run"
+    verdict = checked([{}, {}])
     assert str(verdict).startswith("Not enough checked: ")
-    assert all(item.why.startswith("needs ") and item.collect for item in verdict.not_judged)
+    assert all(item.why.startswith("needs ") and item.collect for item in verdict.not_checked)
 
 
 @pytest.mark.parametrize(("checkpoints", "last"), [((7, 14), 7), ((10, 11), 10), ((14,), None), ((), None)])
 def test_the_checkpoint_is_from_before_the_last_good_step(checkpoints: Sequence[int], last: int | None) -> None:
     """The step 20 shows a nan that may have come in each step after 10."""
-    finding = only(judged([ordinary(), ordinary(), NAN], facts(), checkpoints), "nonfinite")
+    finding = only(checked([ordinary(), ordinary(), NAN], facts(), checkpoints), "nonfinite")
     assert (finding.since, finding.last_good, finding.checkpoint) == (20, 10, last)
 
 
@@ -572,41 +572,41 @@ def test_underflow_by_format(text: str, recipe: str, most: float) -> None:
     """Many elements are a note; a part of the norm is a warning, of however few elements."""
     known = facts(formats={"activation": text}, recipe=recipe)
     below, above = (ordinary(b3_fc1_activation_underflows=most + by) for by in (-1, 1))
-    assert "underflow" not in [finding.rule for finding in judged([below] * 2, known)]
-    assert only_of(judged([above, above], known), "underflow").severity == "note"
+    assert "underflow" not in [finding.rule for finding in checked([below] * 2, known)]
+    assert only_of(checked([above, above], known), "underflow").severity == "note"
     heavy = ordinary(b3_fc1_activation_underflows=1.0, b3_fc1_activation_underflow_norm=11.0)
-    assert only_of(judged([heavy, heavy], known), "underflow").severity == "warning"
+    assert only_of(checked([heavy, heavy], known), "underflow").severity == "warning"
 
 
 @pytest.mark.parametrize(("underflows", "severity"), [(10.0, ""), (85.0, "note"), (95.0, "warning")])
 def test_a_part_of_the_norm_that_is_not_recorded(underflows: float, severity: str) -> None:
     """As in logs of Transformer Engine's own features: a warning only if nearly all elements round to 0."""
-    verdict = judged([{**WITHOUT_NORM, ("h.3.fc1", "activation", "underflows%"): underflows}] * 4)
-    assert "underflow" in verdict.judged
+    verdict = checked([{**WITHOUT_NORM, ("h.3.fc1", "activation", "underflows%"): underflows}] * 4)
+    assert "underflow" in verdict.checked
     findings = [finding for finding in verdict if finding.rule == "underflow"]
     assert [finding.severity for finding in findings] == [severity] * bool(severity)
     assert all("is not recorded" in finding.seen for finding in findings)
 
 
 def test_the_first_step_of_delayed_scaling_does_not_count() -> None:
-    assert not len(judged([ordinary(b3_fc1_activation_underflows=90.0)] * 3, DELAYED, unscaled=frozenset(LAYERS)))
+    assert not len(checked([ordinary(b3_fc1_activation_underflows=90.0)] * 3, DELAYED, unscaled=frozenset(LAYERS)))
 
 
 @pytest.mark.parametrize("shown", ["nonfinite_num", "cur_amax"])
 def test_a_scale_of_a_tensor_with_inf_is_not_stale(shown: str) -> None:
     """Its scale follows the inf, and the rule nonfinite names it."""
     broken = ordinary(b3_fc1_weight_scale_inv_max=2.0, b3_fc1_weight_underflows=4.0)
-    assert [finding.rule for finding in judged([broken] * 4, DELAYED)] == ["stale-scale"]
+    assert [finding.rule for finding in checked([broken] * 4, DELAYED)] == ["stale-scale"]
     broken["h.3.fc1", "weight", shown] = 1.0 if shown == "nonfinite_num" else math.inf
-    assert only(judged([broken] * 4, DELAYED), "nonfinite").layers == ("h.3.fc1",)
+    assert only(checked([broken] * 4, DELAYED), "nonfinite").layers == ("h.3.fc1",)
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 6, 7, 10])
 @pytest.mark.parametrize("block", [0, 1, 2])
 def test_a_weight_that_differs_from_that_of_few_alike_layers(count: int, block: int) -> None:
     known, few = facts(LAYERS[: 2 * count]), of_blocks(count, ordinary())
-    assert not len(judged([few] * 4, known))
-    finding = only(judged([times(1000, few, f"h.{block}.fc2", "weight")] * 3, known), "sibling")
+    assert not len(checked([few] * 4, known))
+    finding = only(checked([times(1000, few, f"h.{block}.fc2", "weight")] * 3, known), "sibling")
     assert (finding.layers, finding.severity) == ((f"h.{block}.fc2",), "warning")
     assert finding.seen == "std is 20, 1,000 times larger than in similar layers"
 
@@ -620,25 +620,25 @@ def test_few_alike_layers_need_stronger_evidence(count: int) -> None:
     trend = {
         key: value * (2.0 ** (9 * int(key[0][2])) if key[1:] in OF_GRADIENTS else 1.0) for key, value in few.items()
     }
-    assert not len(judged([times(2.0**-6, few, "h.1.fc1", "gradient")] * 4, known))
-    assert only(judged([times(2.0**-8, few, "h.1.fc1", "gradient")] * 3, known), "sibling").layers == ("h.1.fc1",)
-    assert not len(judged([trend] * 4, known)), "a trend with depth"
+    assert not len(checked([times(2.0**-6, few, "h.1.fc1", "gradient")] * 4, known))
+    assert only(checked([times(2.0**-8, few, "h.1.fc1", "gradient")] * 3, known), "sibling").layers == ("h.1.fc1",)
+    assert not len(checked([trend] * 4, known)), "a trend with depth"
 
 
 def test_a_gradient_that_is_damped_on_its_way_to_the_first_layers() -> None:
     """Most of it passes by the earlier blocks on their residual connections."""
     few, known = of_blocks(6, ordinary()), facts(LAYERS[:12])
     powers = {"h.2.fc1": 8, "h.1.fc1": 7, "h.0.fc1": 7}
-    finding = only(judged([scaled(few, "gradient", lambda layer: 2.0 ** powers.get(layer, 0))] * 3, known), "sibling")
+    finding = only(checked([scaled(few, "gradient", lambda layer: 2.0 ** powers.get(layer, 0))] * 3, known), "sibling")
     assert finding.layers == ("h.2.fc1",)
 
 
 @pytest.mark.parametrize(("block", "factor"), [(0, 2.0**13), (1, 2.0**-13)])
 def test_of_two_alike_layers_the_one_farther_from_all_layers_is_odd(block: int, factor: float) -> None:
     few, layer = of_blocks(2, ordinary()), f"h.{block}.fc1"
-    assert not len(judged([few] * 3, facts(LAYERS[:4])))
+    assert not len(checked([few] * 3, facts(LAYERS[:4])))
     odd = {key: value * factor if key[:2] == (layer, "gradient") else value for key, value in few.items()}
-    (finding,) = (item for item in judged([odd] * 3, facts(LAYERS[:4])) if item.rule == "sibling")
+    (finding,) = (item for item in checked([odd] * 3, facts(LAYERS[:4])) if item.rule == "sibling")
     assert (finding.layers, finding.tensor) == ((layer,), "gradient")
 
 
@@ -650,24 +650,24 @@ def of_torch(block: int) -> Facts:
 
 
 def test_a_block_of_layers_of_torch_among_blocks_of_transformer_engine() -> None:
-    finding = only(judged([], of_torch(4)), "hole")
+    finding = only(checked([], of_torch(4)), "hole")
     assert (finding.severity, finding.layers) == ("warning", ("h.4.up", "h.4.down"))
-    assert not len(judged([], of_torch(0))), "the first block may be another one"
-    assert not len(judged([], of_torch(9)))
+    assert not len(checked([], of_torch(0))), "the first block may be another one"
+    assert not len(checked([], of_torch(9)))
 
 
 @pytest.mark.parametrize(("margin", "severity"), [(0, None), (2, None), (4, "note"), (8, "warning"), (-2, "warning")])
 def test_margins(margin: float, severity: str | None) -> None:
     known = facts(recipe="fp8_delayed_scaling", settings=Settings(margins=[margin]))
-    findings = [finding for finding in judged([ordinary()], known) if finding.rule == "margin"]
+    findings = [finding for finding in checked([ordinary()], known) if finding.rule == "margin"]
     assert [finding.severity for finding in findings] == [severity] * (severity is not None)
 
 
 def test_scales_that_a_resume_has_lost() -> None:
     diagnosis = Diagnosis()
-    assert "lost-scales" not in {rule.rule for rule in diagnosis.verdict.not_judged}, "most runs are no resume"
+    assert "lost-scales" not in {rule.rule for rule in diagnosis.verdict.not_checked}, "most runs are no resume"
     diagnosis.event(Event("resume_audited", "No differences.", 60, data={"without_scales": []}))
-    assert "lost-scales" in diagnosis.verdict.judged
+    assert "lost-scales" in diagnosis.verdict.checked
     diagnosis.event(Event("resume_audited", "Lost.", 60, "warning", data={"without_scales": ["h.0.fc1", "h.0.fc2"]}))
     finding = only(diagnosis.verdict, "lost-scales")
     assert (finding.severity, finding.since, finding.layers) == ("warning", 60, ("h.0.fc1", "h.0.fc2"))
@@ -681,21 +681,21 @@ def test_weights_are_more_alike_than_other_tensors(statistic: str, factor: float
         {key: value * times if key == ("h.3.fc2", "weight", statistic) else value for key, value in few.items()}
         for times in (factor, factor**0.8)
     )
-    assert not len(judged([near] * 4, facts(LAYERS[:12])))
-    assert only(judged([odd] * 3, facts(LAYERS[:12])), "sibling").layers == ("h.3.fc2",)
+    assert not len(checked([near] * 4, facts(LAYERS[:12])))
+    assert only(checked([odd] * 3, facts(LAYERS[:12])), "sibling").layers == ("h.3.fc2",)
 
 
 def test_a_weight_of_zero_is_reported_in_its_first_collection_step() -> None:
     few = of_blocks(4, ordinary())
     zero = times(0.0, few, "h.2.fc2", "weight")
     known = facts(LAYERS[:8])
-    assert not len(judged([zero], known)), "it may be initialized to 0"
-    assert "sibling" in [finding.rule for finding in judged([zero] * 2, known)]
-    assert "weight-jump" in [finding.rule for finding in judged([few, zero], known)]
+    assert not len(checked([zero], known)), "it may be initialized to 0"
+    assert "sibling" in [finding.rule for finding in checked([zero] * 2, known)]
+    assert "weight-jump" in [finding.rule for finding in checked([few, zero], known)]
     all_zero = {
         key: 0.0 if key[1:] in (("weight", "std"), ("weight", "cur_amax")) else value for key, value in few.items()
     }
-    assert "sibling" not in [finding.rule for finding in judged([all_zero] * 3, known)], "as LoRA begins"
+    assert "sibling" not in [finding.rule for finding in checked([all_zero] * 3, known)], "as LoRA begins"
 
 
 def test_experts_may_have_gradients_of_any_size() -> None:
@@ -710,8 +710,8 @@ def test_experts_may_have_gradients_of_any_size() -> None:
     }
     layers = {name: dataclasses.replace(CURRENT.layers[like], name=name) for name, like in of_experts.items()}
     known = dataclasses.replace(CURRENT, layers=layers)
-    assert not len(judged([times(2.0**-9, step, names[3], "gradient")] * 4, known))
-    assert "sibling" in [finding.rule for finding in judged([times(2.0**-14, step, names[3], "gradient")] * 4, known)]
+    assert not len(checked([times(2.0**-9, step, names[3], "gradient")] * 4, known))
+    assert "sibling" in [finding.rule for finding in checked([times(2.0**-14, step, names[3], "gradient")] * 4, known)]
 
 
 DUE = (0, 1, 2, 5, *range(10, 101, 10))
@@ -734,7 +734,7 @@ DUE = (0, 1, 2, 5, *range(10, 101, 10))
 def test_a_layer_that_trains_in_a_rhythm_is_not_dead(trains_in: range, since: int | None, is_absent: bool) -> None:
     """As a generator that trains in every third step, where its gradient is 0 or absent in the others."""
     steps = [ordinary() if step in trains_in else ABSENT if is_absent else DEAD for step in DUE]
-    results = [finding for finding in judged(steps, CURRENT, at=DUE) if finding.rule == "dead-gradient"]
+    results = [finding for finding in checked(steps, CURRENT, at=DUE) if finding.rule == "dead-gradient"]
     assert [finding.since for finding in results] == ([] if since is None else [since])
 
 
@@ -742,7 +742,7 @@ def test_a_layer_that_trains_in_a_rhythm_is_not_dead(trains_in: range, since: in
 @pytest.mark.parametrize("dead", [DEAD, ABSENT], ids=["0", "absent"])
 def test_a_gradient_that_comes_later(dead: Numbers, trained: int, severity: str) -> None:
     def findings(steps: list[Numbers]) -> list[tuple[str, tuple[str, ...]]]:
-        verdict = judged(steps, CURRENT)
+        verdict = checked(steps, CURRENT)
         return [(item.severity, item.layers) for item in verdict if item.rule == "dead-gradient"]
 
     steps = [*[dead] * 4, *[ordinary()] * trained]
@@ -754,25 +754,25 @@ def test_a_gradient_that_comes_later(dead: Numbers, trained: int, severity: str)
 @pytest.mark.parametrize("checked_at", [0, 1, None])
 def test_a_layer_that_trained_only_outside_of_collection_steps_is_not_dead(checked_at: int | None) -> None:
     """By the check of parameters; without it, nothing says that the layer ever trained."""
-    verdict = judged([ABSENT] * 5, CURRENT, at=DUE[:5], checked_at=checked_at)
+    verdict = checked([ABSENT] * 5, CURRENT, at=DUE[:5], checked_at=checked_at)
     results = [finding for finding in verdict if finding.rule == "dead-gradient"]
     assert len(results) == (checked_at is None)
 
 
 def test_a_gradient_of_nan_is_no_training() -> None:
-    verdict = judged([DEAD | {("h.4.fc2", "gradient", "nonfinite_num"): 64.0}, *[DEAD] * 3], CURRENT, at=DUE[:4])
+    verdict = checked([DEAD | {("h.4.fc2", "gradient", "nonfinite_num"): 64.0}, *[DEAD] * 3], CURRENT, at=DUE[:4])
     assert [finding.since for finding in verdict if finding.rule == "dead-gradient"] == [1]
 
 
 def test_growth_that_comes_to_lose_something_is_one_finding() -> None:
-    (lossless,) = (item for item in judged([*[ordinary()] * 3, *GROWN[4:]], CURRENT) if item.rule == "growth")
+    (lossless,) = (item for item in checked([*[ordinary()] * 3, *GROWN[4:]], CURRENT) if item.rule == "growth")
     assert lossless.remedy.startswith("Find the cause of the growth")
-    (finding,) = (item for item in judged([*GROWN, *[GROWN_AND_LOSSY[-1]] * 3], CURRENT) if item.rule == "growth")
+    (finding,) = (item for item in checked([*GROWN, *[GROWN_AND_LOSSY[-1]] * 3], CURRENT) if item.rule == "growth")
     assert (finding.severity, finding.until, bool(finding.patch)) == ("warning", 80, True)
 
 
 def test_gradients_that_are_reduced_in_low_precision_over_micro_batches() -> None:
-    assert [finding.seen for finding in judged([ordinary()], facts(states=STATES, calls=8))] == [
+    assert [finding.seen for finding in checked([ordinary()], facts(states=STATES, calls=8))] == [
         "the optimizer keeps its state in bfloat16",
         "gradients are reduced over ranks in bfloat16 over 8 micro-batches",
     ]
@@ -814,15 +814,18 @@ def test_a_healthy_step_takes_no_call_for_each_layer() -> None:
     assert calls_of_a_step(80) == calls_of_a_step(20) < 1500
 
 
-def test_a_rule_that_fails_is_not_judged_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing(Judge):
+def test_a_rule_that_fails_is_not_checked_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(RuleCheck):
         def step(self, numbers: StepNumbers, facts: Facts) -> Any:
             raise ZeroDivisionError("of a rule")
 
-    failing = RULES[0].__class__(**{**vars(RULES[0]), "id": "failing", "judge": Failing})
+    failing = RULES[0].__class__(**{**vars(RULES[0]), "id": "failing", "check": Failing})
     diagnosis = Diagnosis([failing, RULES[1]])
     assert diagnosis.step(Splitter(SeriesTable().__getitem__).step(3, np.empty(0, np.int32), np.empty(0))) == []
-    assert diagnosis.verdict.not_judged[0][:2] == ("failing", "the rule failed in step 3: ZeroDivisionError: of a rule")
+    assert diagnosis.verdict.not_checked[0][:2] == (
+        "failing",
+        "the rule failed in step 3: ZeroDivisionError: of a rule",
+    )
 
 
 @pytest.mark.parametrize(
@@ -836,14 +839,14 @@ def test_a_rule_that_fails_is_not_judged_and_stops_nothing(monkeypatch: pytest.M
     ids=["one rank", "current scaling", "micro-batches", "no settings"],
 )
 def test_scales_that_may_differ(known: dict[str, Any], is_listed: bool) -> None:
-    verdict = judged([ordinary(b3_fc1_activation_scale_inv_min=1e-6)] * 3, facts(**known))
-    assert "scales-differ" not in [*verdict.judged, *(finding.rule for finding in verdict)]
-    assert ("scales-differ" in [item.rule for item in verdict.not_judged]) == is_listed
+    verdict = checked([ordinary(b3_fc1_activation_scale_inv_min=1e-6)] * 3, facts(**known))
+    assert "scales-differ" not in [*verdict.checked, *(finding.rule for finding in verdict)]
+    assert ("scales-differ" in [item.rule for item in verdict.not_checked]) == is_listed
 
 
 def test_rules_that_need_the_settings_of_a_run() -> None:
-    assert {"grad-scaler", "scales-differ"} <= set(judged([ordinary()] * 3, TWO_RANKS).judged)
-    assert "grad-scaler" in [item.rule for item in judged([ordinary()], CURRENT).not_judged]
+    assert {"grad-scaler", "scales-differ"} <= set(checked([ordinary()] * 3, TWO_RANKS).checked)
+    assert "grad-scaler" in [item.rule for item in checked([ordinary()], CURRENT).not_checked]
 
 
 @pytest.mark.parametrize(
@@ -860,7 +863,7 @@ def test_rules_that_need_the_settings_of_a_run() -> None:
 def test_amaxes_that_are_not_reduced(row: dict[str, Any], found: list[str]) -> None:
     def verdict(**changes: Any) -> Verdict:
         settings = Settings(**{"ranks": 4, "amaxes": [{**row, "layers": ["h.0.fc1"]}], **changes})
-        return judged([ordinary()], facts(recipe="fp8_delayed_scaling", settings=settings))
+        return checked([ordinary()], facts(recipe="fp8_delayed_scaling", settings=settings))
 
     assert [(finding.rule, finding.severity) for finding in verdict()] == [("amax-reduction", item) for item in found]
     assert not len(verdict(ranks=1))
@@ -932,9 +935,9 @@ def test_inf_in_a_step_that_a_scaler_skips(tensor: str, severity: str) -> None:
     scaled = facts(settings=Settings(loss_is_scaled=True, float16=True))
     broken: Numbers = {**ordinary(), ("h.4.fc2", "gradient", "nonfinite_num"): 3.0}
     broken[("h.4.fc2", tensor, "nonfinite_num")] = 3.0
-    finding = only(judged([broken, ordinary()], scaled), "nonfinite")
+    finding = only(checked([broken, ordinary()], scaled), "nonfinite")
     assert (finding.severity, "GradScaler skips" in finding.remedy) == (severity, severity == "note")
-    assert [item.severity for item in judged([broken], facts()) if item.rule == "nonfinite"] == ["error"]
+    assert [item.severity for item in checked([broken], facts()) if item.rule == "nonfinite"] == ["error"]
 
 
 @pytest.mark.parametrize(("norm", "severity"), [(100.0, "note"), (2e4, "warning")])
@@ -958,10 +961,10 @@ def test_a_loss_that_is_finite_again(finite: int, severity: str) -> None:
 def test_numbers_that_are_not_the_loss_of_the_training(name: str) -> None:
     verdict = told(*[{"loss": 2.0, name: math.nan}] * 3)
     assert not len(verdict)
-    assert "nonfinite-loss" in verdict.judged
+    assert "nonfinite-loss" in verdict.checked
     alone = told(*[{name: math.nan}] * 3)
     assert not len(alone)
-    assert "nonfinite-loss" in [item.rule for item in alone.not_judged]
+    assert "nonfinite-loss" in [item.rule for item in alone.not_checked]
 
 
 def test_the_rule_book_is_complete() -> None:
@@ -971,19 +974,19 @@ def test_the_rule_book_is_complete() -> None:
             assert getattr(rule, name), f"{rule.id} has no {name}"
 
 
-def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
+def test_a_rule_that_cannot_fire_yet_is_not_checked() -> None:
     delayed = facts(recipe="fp8_delayed_scaling")
-    first = judged([ordinary()], delayed)
-    assert {"nonfinite", "hole"} <= set(first.judged)
-    waiting = {item.rule: item for item in first.not_judged}
+    first = checked([ordinary()], delayed)
+    assert {"nonfinite", "hole"} <= set(first.checked)
+    waiting = {item.rule: item for item in first.not_checked}
     for rule in ("overflow", "stale-scale", "sibling", "dead-gradient", "growth"):
         assert waiting[rule][:3] == (rule, "not enough collection steps (1 of 3)", "")
     assert {"overflow", "stale-scale", "sibling", "dead-gradient", "growth"} <= set(
-        judged([ordinary()] * 3, delayed).judged
+        checked([ordinary()] * 3, delayed).checked
     )
     stale: Numbers = {("h.0.fc1", "weight", "stale_codes%"): 0.0}
-    assert "stale-weights" in [item.rule for item in judged([stale]).not_judged]
-    assert "stale-weights" in judged([stale] * 2).judged
+    assert "stale-weights" in [item.rule for item in checked([stale]).not_checked]
+    assert "stale-weights" in checked([stale] * 2).checked
 
 
 KEPT = {"reason": "SECTION", "reason_ref": "DisableFP8Layer in section 'keep' (config.yaml:3)"}
@@ -997,20 +1000,20 @@ def test_what_is_not_quantized_loses_nothing() -> None:
         for (layer, tensor, statistic), value in lossy.items()
     }
     for step in (lossy, what_if):
-        assert only(judged([step] * 4, facts()), "underflow").layers == ("h.3.fc1",)
-        assert not len(judged([step] * 4, facts(changed={"h.3.fc1": KEPT})))
+        assert only(checked([step] * 4, facts()), "underflow").layers == ("h.3.fc1",)
+        assert not len(checked([step] * 4, facts(changed={"h.3.fc1": KEPT})))
     delayed = "fp8_delayed_scaling"
     saturated = ordinary(b3_fc1_activation_overflows=9.0, b3_fc1_activation_scale_inv_max=1e-9)
-    assert len(judged([saturated] * 4, facts(recipe=delayed))) >= 2
-    assert not len(judged([saturated] * 4, facts(recipe=delayed, changed={"h.3.fc1": KEPT})))
+    assert len(checked([saturated] * 4, facts(recipe=delayed))) >= 2
+    assert not len(checked([saturated] * 4, facts(recipe=delayed, changed={"h.3.fc1": KEPT})))
 
 
-def test_a_gradient_that_one_of_two_products_quantizes_is_judged() -> None:
+def test_a_gradient_that_one_of_two_products_quantizes_is_checked() -> None:
     rows = [row("h.0.fc1", gemm, **(KEPT if gemm == "wgrad" else {})) for gemm in ("fprop", "dgrad", "wgrad")]
     step: Numbers = {("h.0.fc1", "gradient", "underflows%"): 90.0, ("h.0.fc1", "gradient", "underflow_norm%"): 1.0}
-    assert only(judged([step] * 2, Facts.from_rows((), rows, ())), "underflow").tensor == "gradient"
+    assert only(checked([step] * 2, Facts.from_rows((), rows, ())), "underflow").tensor == "gradient"
     rows = [row("h.0.fc1", gemm, **(KEPT if gemm != "fprop" else {})) for gemm in ("fprop", "dgrad", "wgrad")]
-    assert not len(judged([step] * 2, Facts.from_rows((), rows, ())))
+    assert not len(checked([step] * 2, Facts.from_rows((), rows, ())))
 
 
 @pytest.mark.parametrize(
@@ -1024,15 +1027,15 @@ def test_a_gradient_that_one_of_two_products_quantizes_is_judged() -> None:
         ("dead-gradient", "mxfp8", "gradient", {"std": 0.0, "cur_amax": 0.0}),
     ],
 )
-def test_what_is_left_of_a_tensor_with_nan_is_not_judged(
+def test_what_is_left_of_a_tensor_with_nan_is_not_checked(
     rule: str, recipe: str, tensor: str, numbers: dict[str, float]
 ) -> None:
     """Statistics leave out inf and nan, and the scale may follow an inf."""
     whole: Numbers = {**ordinary(), **{("h.4.fc1", tensor, name): value for name, value in numbers.items()}}
     lost: Numbers = {**whole, ("h.4.fc1", tensor, "nonfinite_num"): 3.0}
     begin: Sequence[Numbers] = [ordinary()] * 2
-    assert rule in {finding.rule for finding in judged([*begin, *[whole] * 4], facts(recipe=recipe))}
-    result = only(judged([*begin, *[lost] * 4], facts(recipe=recipe)), "nonfinite")
+    assert rule in {finding.rule for finding in checked([*begin, *[whole] * 4], facts(recipe=recipe))}
+    result = only(checked([*begin, *[lost] * 4], facts(recipe=recipe)), "nonfinite")
     assert (result.layers, result.tensor) == (("h.4.fc1",), tensor)
 
 
@@ -1040,14 +1043,14 @@ def test_what_does_not_apply_is_not_listed() -> None:
     """No layer runs in low precision, so nothing can be lost in it."""
     high = facts(recipe="none", reason="NO_AUTOCAST", reason_ref="runs outside of te.autocast")
     numbers = {key: value for key, value in ordinary().items() if not key[2].endswith("flows%")}
-    assert not {item.rule for item in judged([numbers] * 3, high).not_judged} & {"underflow", "overflow"}
-    assert {"underflow", "overflow"} <= {item.rule for item in judged([numbers] * 3, facts()).not_judged}
+    assert not {item.rule for item in checked([numbers] * 3, high).not_checked} & {"underflow", "overflow"}
+    assert {"underflow", "overflow"} <= {item.rule for item in checked([numbers] * 3, facts()).not_checked}
 
 
 def test_a_sibling_that_comes_again_worse_is_one_finding() -> None:
     odd = ordinary(b4_fc1_activation_std=2.0**-14, b4_fc1_activation_cur_amax=2.0**-12)
     again = [ordinary(), *[odd] * 4, ordinary(), *[{**odd, ("h.4.fc1", "activation", "underflows%"): 9.0}] * 4]
-    assert [finding.rule for finding in judged(again, CURRENT)].count("sibling") == 1
+    assert [finding.rule for finding in checked(again, CURRENT)].count("sibling") == 1
 
 
 HEALTHY_GEMM = {
@@ -1094,7 +1097,7 @@ def test_who_makes_the_error_of_a_gemm(changed: dict[str, float], rule: str, see
         return {("h.3.fc1", "dgrad", name): value for name, value in {**HEALTHY_GEMM, **numbers}.items()}
 
     known = facts(settings=Settings(ranks=8))
-    verdict = judged([step({}), step(changed), step(changed)], known)
+    verdict = checked([step({}), step(changed), step(changed)], known)
     results = [finding for finding in verdict.findings if finding.rule.startswith("gemm-")]
     assert [item.rule for item in results] == ([rule] if rule else [])
     if rule:
@@ -1102,15 +1105,15 @@ def test_who_makes_the_error_of_a_gemm(changed: dict[str, float], rule: str, see
         assert (results[0].layers, results[0].since) == (("h.3.fc1",), 10)
         assert results[0].severity == ("note" if rule == "gemm-excess" else "error")
     else:
-        assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer", "gemm-excess"} <= set(verdict.judged)
-    assert not [item for item in judged([ordinary()], known).judged if item.startswith("gemm-")]
+        assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer", "gemm-excess"} <= set(verdict.checked)
+    assert not [item for item in checked([ordinary()], known).checked if item.startswith("gemm-")]
 
 
 def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
     grown = [{"b3_fc1_weight_cur_amax": 0.08 * 2.0**times} for times in (0, 9, 10, 14)]
     grown[3]["b5_fc1_weight_cur_amax"] = 0.08 * 2.0**15
     grown.append({key: 2 * value for key, value in grown[3].items()})
-    verdict = judged([ordinary(**changes) for changes in grown], facts())
+    verdict = checked([ordinary(**changes) for changes in grown], facts())
     (results,) = (finding for finding in verdict if finding.rule == "growth")
     assert (results.layers, results.since, results.until) == (("h.3.fc1", "h.5.fc1"), 10, 40)
     assert (results.seen_at, results.as_json()["seen_at"]) == (20, 20)
@@ -1119,11 +1122,11 @@ def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
     assert results.as_json()["seen_in_words"].startswith(shown)
 
 
-def test_a_run_in_which_nothing_ran_is_not_judged() -> None:
+def test_a_run_in_which_nothing_ran_is_not_checked() -> None:
     """A training of 0 steps has layers and settings, which nothing has used."""
     rows = [{"layer": layer, "class": "Linear", "weight_dtype": "bfloat16"} for layer in LAYERS]
-    verdict = judged([], Facts.from_rows(rows, (), (), settings=Settings(ignored=[{}])))
-    assert not verdict.judged
+    verdict = checked([], Facts.from_rows(rows, (), (), settings=Settings(ignored=[{}])))
+    assert not verdict.checked
     assert not len(verdict)
 
 

@@ -41,7 +41,7 @@ def of_another_launch(folder: Path, run: str) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": 1}))
 
 
-def test_the_runs_of_a_launch_are_judged_together(tmp_path: Path) -> None:
+def test_the_runs_of_a_launch_are_checked_together(tmp_path: Path) -> None:
     for fails in (True, False, True, False):
         train(tmp_path, fails=fails)
     runs = list_runs(tmp_path)
@@ -58,7 +58,7 @@ def test_the_runs_of_a_launch_are_judged_together(tmp_path: Path) -> None:
     assert diagnose(tmp_path / "precision_records" / runs[3]).exit_code == 0
 
 
-def test_runs_of_earlier_launches_are_judged_with_all(tmp_path: Path) -> None:
+def test_runs_of_earlier_launches_are_checked_with_all(tmp_path: Path) -> None:
     for fails in (True, False, False):
         train(tmp_path, fails=fails)
     first, second, third = list_runs(tmp_path)

@@ -19,7 +19,7 @@ from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.sinks.step_records import end_of
 from tests.diagnosis.planted import Block, trained
-from tests.diagnosis.test_rules import judged, told
+from tests.diagnosis.test_rules import checked, told
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "proof"))
 
@@ -374,7 +374,7 @@ def test_a_gradient_norm_of_inf_where_a_scaler_skips_the_step(is_scaled: bool) -
 
 
 def weights(steps: Sequence[Mapping[str, float]]) -> list[Finding]:
-    verdict = judged([{(layer, "weight", "cur_amax"): value for layer, value in step.items()} for step in steps])
+    verdict = checked([{(layer, "weight", "cur_amax"): value for layer, value in step.items()} for step in steps])
     return [finding for finding in verdict if finding.rule == "weight-jump"]
 
 
@@ -440,7 +440,7 @@ def test_a_training_that_diverges_and_its_remedy(tmp_path: Path, blocks: int) ->
     assert first.since in (1, 2)
     remedied = classified(tmp_path / "lower rate", blocks)
     assert found(remedied) == []
-    assert {"diverging-loss", "gradient-jump", "nonfinite-gradient-norm", "weight-jump"} <= set(remedied.judged)
+    assert {"diverging-loss", "gradient-jump", "nonfinite-gradient-norm", "weight-jump"} <= set(remedied.checked)
 
 
 def test_weights_that_are_overwritten(tmp_path: Path) -> None:

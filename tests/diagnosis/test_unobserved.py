@@ -122,7 +122,7 @@ def test_evaluation_mode_is_the_finding(tmp_path: Path, base: type[torch.nn.Modu
     assert named(session.findings) == ["evaluation-mode"]
     assert str(session.coverage()).startswith("Not observed: evaluation mode (base.")
     assert torch.tensor(session.coverage().share("fp8")).isnan()
-    assert "no-low-precision" not in session.findings.judged
+    assert "no-low-precision" not in session.findings.checked
     assert diagnose(tmp_path) == session.findings
     rows = open_run(tmp_path).gemms.to_pylist()
     assert {row["not_run"] for row in rows if row["runs"] == "uncounted"} == {"not observed: evaluation mode"}
@@ -135,7 +135,7 @@ def test_layers_without_gradients(tmp_path: Path, base: type[torch.nn.Module], c
     session = train(tmp_path, model, require="fp8 >= 95%", on_broken="warn")
     assert not session.findings.wrong
     assert f"Not observed: torch.{context.__name__}() (base." in str(session.coverage())
-    unchecked = {rule.rule: rule.why for rule in session.findings.not_judged}
+    unchecked = {rule.rule: rule.why for rule in session.findings.not_checked}
     assert "not observed" in unchecked["contract"]
     assert session.findings.state == "not enough checked"
     assert diagnose(tmp_path) == session.findings
@@ -252,13 +252,13 @@ def test_a_frozen_base_is_green(tmp_path: Path, base: type[torch.nn.Module]) -> 
 def test_a_frozen_base_in_evaluation_mode_is_no_finding(tmp_path: Path) -> None:
     session = train(tmp_path, Model(Mlp().requires_grad_(False).eval()))
     assert not session.findings.wrong
-    assert "no layer was observed: evaluation mode" in {rule.why for rule in session.findings.not_judged}
+    assert "no layer was observed: evaluation mode" in {rule.why for rule in session.findings.not_checked}
 
 
 def test_a_log_is_not_told_to_train(tmp_path: Path) -> None:
     train(tmp_path, Model(Mlp()))
     (log,) = (tmp_path / "nvdlfw_inspect_statistics_logs").iterdir()
-    assert not [rule for rule in diagnose(log).not_judged if "model.train()" in rule.why]
+    assert not [rule for rule in diagnose(log).not_checked if "model.train()" in rule.why]
 
 
 # ---------------------------------------------------------------------- products that are not counted
@@ -360,19 +360,19 @@ def test_a_contract_over_uncounted_products_is_not_checked(tmp_path: Path, raise
             train(tmp_path, model, require="fp8 >= 10%")
     else:
         session = train(tmp_path, model, require="fp8 >= 10%", on_broken="warn")
-        unchecked = {rule.rule: rule.why for rule in session.findings.not_judged}
+        unchecked = {rule.rule: rule.why for rule in session.findings.not_checked}
         assert "cannot be checked" in unchecked["contract"]
         assert session.findings.state == "not enough checked"
         assert "contract" in str(session.findings)
     verdict = diagnose(tmp_path)
-    assert "contract" in {rule.rule for rule in verdict.not_judged}
+    assert "contract" in {rule.rule for rule in verdict.not_checked}
     assert not verdict.healthy
 
 
 def test_a_contract_over_layers_that_were_not_observed_is_not_checked(tmp_path: Path) -> None:
     require = {"layers": {"base": "fp8"}, "on_broken": "warn"}
     session = train(tmp_path, Model(Mlp()).eval(), require=require)
-    unchecked = {rule.rule: rule.why for rule in session.findings.not_judged}
+    unchecked = {rule.rule: rule.why for rule in session.findings.not_checked}
     assert "not observed: evaluation mode" in unchecked["contract"]
 
 

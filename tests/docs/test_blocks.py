@@ -177,7 +177,7 @@ def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_tr
 def gemm_error(folder: Path, code: str) -> None:
     result = run(code)["session"].findings
     assert not [item for item in result if item.rule.startswith("gemm-")]
-    assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer"} <= set(result.judged)
+    assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer"} <= set(result.checked)
 
 
 PYTHON: dict[str, Callable[..., None]] = {

@@ -38,7 +38,7 @@ from tests.replay.faults import KERNEL, QUANTIZER
 CPU = torch.device("cpu")
 
 
-def judge(gemm: Gemm, out: torch.Tensor, seed: int = 0, **more: object) -> KernelCheck:
+def kernel_check(gemm: Gemm, out: torch.Tensor, seed: int = 0, **more: object) -> KernelCheck:
     n, m, k = SIZES["n"], SIZES["m"], SIZES["k"]
     x, y = probes(m, PROBES, seed, CPU), probes(n, PROBES, seed + 1, CPU)
     expected = product(gemm.left, gemm.right, x, y)
@@ -67,10 +67,10 @@ def test_a_factor_is_the_operand_and_its_thin_products_are_those_of_the_whole(re
     terms = 4 * whole_left.square() @ whole_right.square().t()
     torch.testing.assert_close(expected.row_squares.double(), terms.sum(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(expected.column_squares.double(), terms.sum(0), rtol=1e-5, atol=0)
-    judgement = judge(result, result.out)
-    assert judgement.counts == 1
-    assert judgement.ratio < 0.6
-    assert abs(judgement.gain_dot / judgement.expected_square - 1) < 1e-3
+    check = kernel_check(result, result.out)
+    assert check.counts == 1
+    assert check.ratio < 0.6
+    assert abs(check.gain_dot / check.expected_square - 1) < 1e-3
 
 
 FAULTS: dict[str, tuple[set[int] | None, set[int] | None]] = {
@@ -93,7 +93,7 @@ def test_a_fault_of_a_kernel_is_found_and_localized(fault: str) -> None:
     out = gemm.out.clone()
     damage, _ = KERNEL.get(fault, (lambda out: out[5, 7].fill_(torch.nan), ""))
     damage(out)
-    result = judge(gemm, out)
+    result = kernel_check(gemm, out)
     assert result.ratio > 1
     for ratios, places in zip((result.rows, result.columns), FAULTS[fault], strict=True):
         if places is not None:

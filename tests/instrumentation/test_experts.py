@@ -13,7 +13,7 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.instrumentation.answers import stale_shares
+from te_precision_callbacks.instrumentation.debug_path import stale_shares
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature, statistics

@@ -109,7 +109,7 @@ HEALTHY: dict[str, Any] = {
     "gemm_gain": pytest.approx(1, abs=2e-3),
     "gemm_excess": pytest.approx(1, rel=0.15),
     **{f"gemm_kernel_{place}_{end}": -1 for place in ("row", "column", "rank") for end in ("first", "last")},
-    **dict.fromkeys(("gemm_kernel_ratio_rank", "gemm_kernel_rows", "gemm_kernel_columns", "gemm_unjudged%"), 0),
+    **dict.fromkeys(("gemm_kernel_ratio_rank", "gemm_kernel_rows", "gemm_kernel_columns", "gemm_unchecked%"), 0),
     **{f"gemm_{what}_{name}%": 0 for what in ("wrong_codes", "wrong_scales") for name in "ab"},
     **{f"gemm_rounding_bias_{name}": pytest.approx(0, abs=0.02) for name in "ab"},
     **{f"gemm_zeros_excess_{name}%": pytest.approx(0, abs=1) for name in "ab"},
@@ -198,7 +198,7 @@ NETS: Mapping[str, tuple[Callable[[], torch.nn.Module], Mapping[str, tuple[str, 
 @pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize(("module", "observe"), half(NETS, ["fused", "debug"]))
 def test_each_module(module: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
-    """Of two pending micro-batches. The kernel and the format are judged in each GEMM; the quantizer where what it was
+    """Of two pending micro-batches. The kernel and the format are checked in each GEMM; the quantizer where what it was
     given exists."""
     build, layers = NETS[module]
     torch.manual_seed(0)
@@ -232,7 +232,7 @@ def test_a_wgrad_that_is_added_to_main_grad(make: Any, layer: str, tmp_path: Pat
         parameter.main_grad = torch.randn(parameter.shape)
     measured(net, tmp_path, keeper, micro_batches=2)
     value = values(keeper, layer, "wgrad")
-    assert value["gemm_unjudged%"] == 0
+    assert value["gemm_unchecked%"] == 0
     assert value["gemm_kernel_ratio"] < 0.7
     assert value["gemm_kernel_error"] < 1e-2
     assert value["gemm_gain"] == pytest.approx(1, abs=1e-2)
@@ -364,9 +364,9 @@ def test_what_is_not_measured_is_said(
     (said,) = [text for text in caplog.messages if "LogGemmError does not measure linear fprop" in text]
     assert reason in said
     assert reason in running.not_measured["linear", "fprop"]
-    unjudged = {item.rule: item.why for item in running.findings.not_judged if item.rule in GEMM_RULES}
-    assert unjudged.keys() == GEMM_RULES
-    assert all(why.startswith(f"LogGemmError has measured nothing: {reason}") for why in unjudged.values())
+    unchecked = {item.rule: item.why for item in running.findings.not_checked if item.rule in GEMM_RULES}
+    assert unchecked.keys() == GEMM_RULES
+    assert all(why.startswith(f"LogGemmError has measured nothing: {reason}") for why in unchecked.values())
     assert diagnose(tmp_path) == running.findings
     loud = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text for text in loud if "max_memory" in text] == ([said] if options else [])

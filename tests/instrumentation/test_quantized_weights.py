@@ -97,7 +97,7 @@ def test_planted_defects(tmp_path: Path, name: str, copies: str) -> None:
     )
     text = "from one step earlier" if copies == "late" else "by more than rounding"
     assert all(text in finding.seen for finding in findings)
-    assert "frozen-weight" in verdict.judged
+    assert "frozen-weight" in verdict.checked
     missing = "underflow and overflow in the weights of 2 layers, which exist only in quantized form"
     assert f"not observed: {missing}" in verdict.summary
 

@@ -170,7 +170,7 @@ def test_copies_are_not_watched() -> None:
             copied(torch.tensor([INF]))
             copied(torch.tensor([1.0])).sum().backward()
             DebugActivationOverflow(copied).close()
-        detector.look()
+        detector.check()
     assert not detector.reports
 
 
@@ -222,7 +222,7 @@ def test_evaluation_batches_are_counted_apart(given: bool) -> None:
             model(torch.ones(1)).sum().backward()
             with torch.no_grad():
                 model[0](torch.ones(1))  # a teacher, or a user's own
-            detector.look()
+            detector.check()
             assert detector.batch_number == step
             if step == 2:
                 match = r"> \[1\] 0: Scale: input\[0\] has infs, in evaluation batch 1\."
@@ -410,7 +410,7 @@ def test_the_names_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(error):
             for _ in range(5):
                 model(torch.ones(1)).sum().backward()
-                getattr(detector, "look", lambda: None)()
+                getattr(detector, "check", lambda: None)()
                 done += 1
         return done
 
@@ -444,14 +444,14 @@ def test_closing_twice_and_using_it_afterwards() -> None:
     detector.close()
     detector.close()
     output.sum().backward()
-    detector.look()
+    detector.check()
     detector.begin_batch()
     model(torch.tensor([INF]))
     assert hooks_on(model) == 0
 
 
 def test_an_interrupt_inside_of_a_forward() -> None:
-    """The interrupted call ends with the next look."""
+    """The interrupted call ends with the next check."""
 
     def interrupted(x: torch.Tensor) -> torch.Tensor:
         if x.sum() < 0:
@@ -463,6 +463,6 @@ def test_an_interrupt_inside_of_a_forward() -> None:
         with pytest.raises(KeyboardInterrupt):
             model(torch.tensor([-1.0]))
         model(torch.tensor([1.0]))
-        watching.look()
+        watching.check()
         with torch.no_grad(), pytest.raises(ActivationOverflowError, match=r"< \[0\] 2: Scale: output has infs"):
             model(torch.tensor([1e30]))

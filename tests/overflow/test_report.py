@@ -291,7 +291,7 @@ def test_inference_mode_and_vmap() -> None:
             model(inside)
         assert torch.func.vmap(model)(torch.ones(5, 3, 2)).shape == (5, 3, 2)
         model(torch.ones(3, 2)).sum().backward()
-        detector.look()
+        detector.check()
     with torch.inference_mode():
         with DebugActivationOverflow(model), pytest.raises(ActivationOverflowError, match=r"input\[0\] has infs"):
             model(torch.full((1, 2), INF))
@@ -452,7 +452,7 @@ def test_a_transformer_layer_names_itself() -> None:
     torch.nn.init.constant_(model.layernorm_mlp.fc2_weight, INF)
     with pytest.raises(ActivationOverflowError) as raised:
         model(torch.randn(4, 2, 32)).sum().backward()
-        watching.look()
+        watching.check()
     assert (raised.value.path, raised.value.class_name) == ("transformer_layer.layernorm_mlp", "LayerNormMLP")
     assert "transformer_layer.self_attention.layernorm_qkv: LayerNormLinear: input[0]" in raised.value.report
 

@@ -118,16 +118,16 @@ def test_an_optimizer_of_flat_copies_is_warned_of(caplog: pytest.LogCaptureFixtu
         for _ in range(30):
             step(model, optimizer)
     (record,) = caplog.records
-    assert "call detector.look() before each of their steps" in record.getMessage()
+    assert "call detector.check() before each of their steps" in record.getMessage()
     caplog.clear()
     with DebugActivationOverflow(model) as watching:
         for _ in range(30):
             model(torch.ones(2, 4)).sum().backward()
-            watching.look()
+            watching.check()
             optimizer.step()
         model(torch.full((1, 4), INF))
         with pytest.raises(ActivationOverflowError):
-            watching.look()
+            watching.check()
     assert [record.levelname for record in caplog.records] == ["ERROR"], "the report alone"
 
 
@@ -225,7 +225,7 @@ def test_batches_where_the_model_itself_is_not_called() -> None:
     watching.begin_batch()
     with pytest.raises(ActivationOverflowError, match=r"> \[3\] b: Linear: input\[0\]"):
         model["b"](torch.full((1, 4), INF))
-        watching.look()
+        watching.check()
 
 
 def test_the_graph_is_let_go() -> None:
@@ -296,7 +296,7 @@ def test_the_next_step_raises() -> None:
 
 
 LOOKS: dict[str, Callable[[DebugActivationOverflow, torch.optim.Optimizer], object]] = {
-    "look": lambda watching, optimizer: watching.look(),
+    "check": lambda watching, optimizer: watching.check(),
     "close": lambda watching, optimizer: watching.close(),
     "step": lambda watching, optimizer: optimizer.step(),
 }

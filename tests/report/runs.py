@@ -248,7 +248,7 @@ def drifting(**wanted: Any) -> RecordedRun:
         "config_text": "stats:\n  enabled: True\n  layers: {layer_types: [all]}\n",
         "config_hash": "4f1a",
         "recipes": ["fp8_delayed_scaling"],
-        "front_door": "lightning",
+        "integration": "lightning",
         "gpu": "H100",
         "capability": "9.0",
     }

@@ -363,7 +363,7 @@ def test_the_first_screen_begins_with_the_verdict(look: Look, run: RecordedRun, 
     said = region.inner_text()
     for text in (verdict[0].subject, verdict[0].seen, verdict[0].remedy, "since step 0", "warning"):
         assert text in said
-    assert "Not checked: " + ", ".join(item.rule for item in verdict.not_judged) in said
+    assert "Not checked: " + ", ".join(item.rule for item in verdict.not_checked) in said
     ink, back = (region.locator(".severity").evaluate(f"node => getComputedStyle(node).{name}")
                  for name in ("color", "backgroundColor"))  # fmt: skip
     assert ink != back
@@ -413,7 +413,7 @@ def test_the_page_of_findings_has_all_of_each(look: Look, run: RecordedRun, repo
     for text in (finding.seen, finding.why, finding.remedy, finding.disproof, finding.source, finding.title, BAD):
         assert text in said
     assert "steps 0 to 39" in said
-    assert ", ".join(verdict.judged) in look.page.locator("main").inner_text()
-    for row, missing in zip(look.page.locator("tbody tr").all_inner_texts(), verdict.not_judged, strict=True):
+    assert ", ".join(verdict.checked) in look.page.locator("main").inner_text()
+    for row, missing in zip(look.page.locator("tbody tr").all_inner_texts(), verdict.not_checked, strict=True):
         assert row.split("\t")[0] == missing.rule
         assert missing.collect in row

@@ -47,11 +47,11 @@ def rank_folder(folder: Path, segment: int = 0) -> Path:
 
 
 def test_a_run_reads_as_it_was_written(tmp_path: Path) -> None:
-    run_id = write_run(tmp_path, range(5), front_door="mine", world=1)
+    run_id = write_run(tmp_path, range(5), integration="mine", world=1)
     run = open_run(tmp_path)
     assert (run.run_id, run.source, run.notes) == (run_id, "te-precision-callbacks", ())
     (segment,) = run.segments
-    assert (segment.status, segment.first_iteration, segment.facts["front_door"]) == ("ended", 0, "mine")
+    assert (segment.status, segment.first_iteration, segment.facts["integration"]) == ("ended", 0, "mine")
     grid = run.grid("amax", "activation")
     assert grid.layers == ["net.1", "net.0"], "in the order of execution"
     assert grid.values.tolist() == [[1, 11, 21, 31, 41], [0, 10, 20, 30, 40]]
@@ -160,7 +160,7 @@ def test_a_run_in_which_nothing_has_happened_yet(tmp_path: Path) -> None:
 
 def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, range(2), schema=1, versions={"te-precision-callbacks": "0.0.7"})
-    said = r"recorded by te-precision-callbacks 0\.0\.7, with schema 1; this version reads only schema 3"
+    said = r"recorded by te-precision-callbacks 0\.0\.7, with schema 1; this version reads only schema 4"
     with pytest.raises(RunError, match=said):
         open_run(tmp_path)
 

@@ -99,7 +99,7 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     }
     assert "parameter" in {row["subject"] for row in run.states.to_pylist()}
     facts = run.segments[0].facts
-    assert (facts["recipes"], facts["front_door"]) == (["fp8_delayed_scaling"], "session")
+    assert (facts["recipes"], facts["integration"]) == (["fp8_delayed_scaling"], "session")
     assert facts["te_backend"] in ("reference", "compiled")
     assert facts["versions"]["torch"] == importlib.metadata.version("torch")
     assert "LogTensorStats" in facts["config_text"]
@@ -156,8 +156,8 @@ def test_a_contract_and_a_failure(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError):
         observed(tmp_path, statistics(), 4, require="fp8 >= 95%", sinks=[Fails()])
     events = {event["kind"]: event for event in open_run(tmp_path).events.to_pylist()}
-    assert events["contract_judged"]["severity"] == "warning"
-    assert "breaks its precision contract" in events["contract_judged"]["text"]
+    assert events["contract_checked"]["severity"] == "warning"
+    assert "breaks its precision contract" in events["contract_checked"]["text"]
     assert events["observation_failed"]["text"] == "writing records to Fails: ValueError: no room"
 
 
@@ -258,7 +258,7 @@ def test_lightning(tmp_path: Path) -> None:
     assert set(scalars(run, "lr").values()) == {fit.optimizers[0].param_groups[0]["lr"]}
     assert scalars(run, "mine") == {0: 11.0, 1: 13.0, 2: 15.0, 3: 17.0}
     assert scalars(run, "val_loss") == {1: 7.0, 3: 7.0}
-    assert run.segments[0].facts["front_door"] == "lightning"
+    assert run.segments[0].facts["integration"] == "lightning"
     assert "lightning" in run.segments[0].facts["versions"]
 
 
@@ -274,7 +274,7 @@ def test_the_hugging_face_trainer(tmp_path: Path) -> None:
     assert scalars(run, "loss") == {step - 1: entry["loss"] for step, entry in logged.items()}
     assert scalars(run, "grad_norm") == {step - 1: pytest.approx(entry["grad_norm"]) for step, entry in logged.items()}
     assert scalars(run, "lr") == {step - 1: pytest.approx(entry["learning_rate"]) for step, entry in logged.items()}
-    assert run.segments[0].facts["front_door"] == "transformers"
+    assert run.segments[0].facts["integration"] == "transformers"
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -298,7 +298,7 @@ def test_accelerate(tmp_path: Path, after: bool) -> None:
     run = open_run(tmp_path)
     assert scalars(run, "loss") == pytest.approx(dict(enumerate(losses)))
     assert set(run.scalars["name"].to_pylist()) == {"loss"}, "not the session's own metrics"
-    assert run.segments[0].facts["front_door"] == "accelerate"
+    assert run.segments[0].facts["integration"] == "accelerate"
 
 
 def test_a_resumed_fit_goes_on_in_its_run(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def written(folder: Path, of: str = "") -> list[Any]:
 def test_scales_by_rank(two: Path, case: str, expected: dict[str, str]) -> None:
     verdict = diagnose(two / f"scales {case}")
     assert {finding.rule: finding.severity for finding in verdict if finding.tensor in ("activation", "")} == expected
-    assert {"scales-differ", "amax-reduction"} <= set(verdict.judged)
+    assert {"scales-differ", "amax-reduction"} <= set(verdict.checked)
 
 
 def test_the_records_of_a_pipeline_have_the_layers_of_all_ranks(two: Path) -> None:

@@ -77,11 +77,11 @@ def test_nothing_is_said_of_what_it_reaches(
         ({"end_step": 1}, {"start_step": 50}, "the run started at iteration 50; the feature is not active after that"),
     ],
 )
-def test_the_rules_of_gemms_that_were_never_due_are_not_judged(
+def test_the_rules_of_gemms_that_were_never_due_are_not_checked(
     tmp_path: Path, options: dict[str, Any], session: dict[str, Any], why: str
 ) -> None:
     running = run(tmp_path, "LogGemmError", {**CHANGES, **options}, **session)
-    results = {item.rule: item.why for item in running.findings.not_judged if item.rule.startswith("gemm-")}
+    results = {item.rule: item.why for item in running.findings.not_checked if item.rule.startswith("gemm-")}
     assert len(results) == 5
     assert set(results.values()) == {f"LogGemmError has measured nothing: {why}"}
     assert diagnose(tmp_path) == running.findings

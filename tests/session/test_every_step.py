@@ -212,7 +212,7 @@ def test_layers_that_are_left_out_in_turn_are_not_missed(tmp_path: Path) -> None
 def test_switched_off(tmp_path: Path) -> None:
     session = train(Blocks("current"), 20, tmp_path, nan_at("between", 18, 0), every_step=False)
     assert session is not None
-    assert "spike" not in [*session.findings.judged, *(rule.rule for rule in session.findings.not_judged)]
+    assert "spike" not in [*session.findings.checked, *(rule.rule for rule in session.findings.not_checked)]
     assert not [row for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "first_nonfinite"]
 
 

@@ -386,7 +386,7 @@ def test_exceptions_survive_copies_and_pickle(kinds: dict[str, type[PrecisionDeb
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(ObservedModel, "note_order"), (Ranks, "look")],
+    [(ObservedModel, "note_order"), (Ranks, "reconnect")],
     ids=["in the step", "after it"],
 )
 def test_a_step_raises_what_was_asked_for_and_nothing_else(

@@ -17,7 +17,7 @@ import transformer_engine.pytorch as te
 import te_precision_callbacks
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.runs.answers import outcome_notes
+from te_precision_callbacks.runs.summary import outcome_notes
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.sinks import StepRecords
 from tests.conftest import Keeper, global_state, module_state, statistics

@@ -421,7 +421,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
             """
             running = [writer for writer in writers if writer._thread is not None and writer._thread.is_alive()]
             assert any(writer._what == "statistics log" for writer in running)
-            for is_written in [writer.hurry() for writer in running]:
+            for is_written in [writer.flush_soon() for writer in running]:
                 while not is_written():
                     time.sleep(0.001)
 

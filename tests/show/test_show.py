@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.runs.answers import no_step_note
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment
+from te_precision_callbacks.runs.summary import no_step_note
 from te_precision_callbacks.views.report.data import page_data
 from te_precision_callbacks.views.show import command
 from te_precision_callbacks.views.show.screen import Screen, sparkline
@@ -89,7 +89,7 @@ def test_it_fits_the_terminal(tmp_path: Path, width: int) -> None:
     long = {(f"model.{'deep.' * 30}{n}.fc", "activation", "underflows%"): np.arange(9.0) for n in range(3)}
     product = {"layer": "fc", "gemm": "fprop", "macs": 10}
     gemms = [product | {"gemm_id": n, "precision": low} for n, low in enumerate(("fp8", "bf16", "fp8"))]
-    facts: dict[str, Any] = {"recipes": ["fp8_current_scaling"], "front_door": "Lightning", "gpu": "H200"}
+    facts: dict[str, Any] = {"recipes": ["fp8_current_scaling"], "integration": "Lightning", "gpu": "H200"}
     record(tmp_path, long, gemms=gemms, scalars={"loss": np.linspace(3, 1, 9), "a" * 30: np.arange(9.0)}, **facts)
     text = drawn(tmp_path, width)
     assert max(map(len, text.splitlines())) <= width
@@ -192,13 +192,13 @@ def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
 
 def test_a_run_without_a_step_is_told_as_its_report_tells_it(tmp_path: Path) -> None:
     with RunWriter.begin(tmp_path) as run:
-        run.add_event("contract_judged", "The contract was never judged.", severity="warning", iteration=0)
+        run.add_event("contract_checked", "The contract was never checked.", severity="warning", iteration=0)
         (running,) = no_step_note(open_run(tmp_path))
         assert running.startswith("The run has no step yet")
     says = "The run has no step, so it has no statistics and no coverage."
     output = show(tmp_path).output
     assert f"Note: {says}" in output
-    assert "The contract was never judged." in output
+    assert "The contract was never checked." in output
     assert page_data(open_run(tmp_path), 10**6)[0]["notes"] == [says]
 
 

@@ -70,7 +70,7 @@ def test_the_loss_of_a_training_without_a_step_is_none(tmp_path: Path, resumed: 
     made = trainer(arguments(tmp_path / "b", **epochs), callback, model=Net())
     made.train(resume_from_checkpoint=checkpoint)
     assert made.state.log_history[-1]["train_loss"] == 0
-    assert not callback.session.findings.judged
+    assert not callback.session.findings.checked
     assert not list_runs(tmp_path / "log")
 
 

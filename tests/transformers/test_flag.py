@@ -177,7 +177,7 @@ def test_a_filtered_loss_is_not_checked_for_nan(tmp_path: Path, filters: bool) -
     callback = PrecisionDebugTrainerCallback(statistics())
     trainer(arguments(tmp_path, logging_nan_inf_filter=filters), callback, kind=OwnBackward).train()
     for verdict in (callback.session.findings, diagnose(tmp_path)):
-        reasons = {item.rule: item.why for item in verdict.not_judged}
+        reasons = {item.rule: item.why for item in verdict.not_checked}
         assert ("logging_nan_inf_filter=False" in reasons.get("nonfinite-loss", "")) == filters
         assert not (filters and verdict.healthy)
 

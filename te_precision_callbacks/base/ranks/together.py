@@ -133,7 +133,7 @@ class Ranks:
             self.leave(error)
             self._report("settling", "together with the other ranks", error)
 
-    def look(self, iteration: int, optimizer_steps: int) -> int | None:
+    def reconnect(self, iteration: int, optimizer_steps: int) -> int | None:
         if self.messages is None or self.messages.is_open:
             return None
         rejoined = self.messages.tick(iteration, optimizer_steps)
@@ -192,7 +192,7 @@ class Ranks:
             return own
 
     def check_connected(self) -> bool:
-        self.any("agreement", "judging", own=False)
+        self.any("agreement", "checking", own=False)
         return not self.several or self.are_connected
 
     def request_check(self, *, note: bool) -> None:

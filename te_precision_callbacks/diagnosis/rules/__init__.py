@@ -10,7 +10,7 @@ from te_precision_callbacks.diagnosis.rules import (
     gemms,
     gradients,
     jumps,
-    losses,
+    lost_elements,
     outcome,
     parameters,
     precision,
@@ -22,7 +22,7 @@ from te_precision_callbacks.diagnosis.rules import (
 )
 
 RULES: Sequence[Rule] = (
-    *losses.RULES,
+    *lost_elements.RULES,
     *scales.RULES,
     *gemms.RULES,
     *updates.RULES,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.flight.changes import GAP, HISTORY, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT
 from te_precision_callbacks.sinks.step_records import Event
 
 
-class Changed(Judge):
+class Changed(RuleCheck):
     """Reports the changes of one kind."""
 
     applies = False
@@ -21,7 +21,7 @@ class Changed(Judge):
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "every_step_watched":
             self.applies = True
-            self.judged = True
+            self.checked = True
         if event.kind == "changed" and event.data["kind"] == self._kind:
             layers = tuple(layer for layer, _ in event.data["slots"])
             tensor = event.data["slots"][0][1] if self._kind == "spike" else ""
@@ -51,7 +51,7 @@ RULES = (
             "Look in these steps for a call of the model outside of te.autocast, or with enabled=False, such as a retry"
             " after a failure or an evaluation that trains"
         ),
-        judge=lambda: Changed("precision"),
+        check=lambda: Changed("precision"),
     ),
     Rule(
         id="uncalled-layer",
@@ -69,7 +69,7 @@ RULES = (
         why="its weights do not change any more, and the model without it is another model",
         disproof="the script leaves the layer out on purpose from that step on",
         remedy="Look for what chooses the layers of a step: a schedule, a condition on data, routing, early exits",
-        judge=lambda: Changed("uncalled"),
+        check=lambda: Changed("uncalled"),
     ),
     Rule(
         id="spike",
@@ -87,6 +87,6 @@ RULES = (
         why="one batch can undo what was learned, and with delayed scaling its largest elements are clipped",
         disproof="the loss of the next steps goes on as before",
         remedy="Look at the batch of that step; clip the gradient norm if such steps come again",
-        judge=lambda: Changed("spike"),
+        check=lambda: Changed("spike"),
     ),
 )

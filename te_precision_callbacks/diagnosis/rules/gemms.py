@@ -11,7 +11,7 @@ import numpy.typing as npt
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 
 GAIN = 0.05
 """How far the gain may be from 1. A wrong scale is off by a factor of 2 or more."""
@@ -31,7 +31,7 @@ EXCESS_STEPS = 2
 _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 
 
-class _GemmJudge(Judge):
+class _GemmCheck(RuleCheck):
     """A rule for runs that measure GEMMs, or tried to."""
 
     applies = False
@@ -53,7 +53,7 @@ class _GemmJudge(Judge):
             yield column
 
 
-class Kernel(_GemmJudge):
+class Kernel(_GemmCheck):
     """Results that differ from the product of their operands by more than rounding.
 
     Args:
@@ -113,7 +113,7 @@ def _describe(related: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Co
     return what
 
 
-class Quantizer(_GemmJudge):
+class Quantizer(_GemmCheck):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for operand in "ab":
             for statistic, most, text in (
@@ -143,7 +143,7 @@ class Quantizer(_GemmJudge):
                     )
 
 
-class Excess(_GemmJudge):
+class Excess(_GemmCheck):
     needed = EXCESS_STEPS
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
@@ -180,7 +180,7 @@ RULES = (
             " Transformer Engine or the driver may be correct"
         ),
         cost="the layer runs at the speed of BF16",
-        judge=functools.partial(Kernel, "kernel"),
+        check=functools.partial(Kernel, "kernel"),
     ),
     Rule(
         id="gemm-gain",
@@ -197,7 +197,7 @@ RULES = (
         disproof="the same operands, multiplied in float64, give the same result",
         remedy="Run these layers in high precision, and report the kernel and the layout of its scales",
         cost="the layer runs at the speed of BF16",
-        judge=functools.partial(Kernel, "gain"),
+        check=functools.partial(Kernel, "gain"),
     ),
     Rule(
         id="gemm-one-rank",
@@ -212,7 +212,7 @@ RULES = (
         why="the other ranks run the same kernel and format without the error, so the device is faulty",
         disproof="the finding follows the rank's data to another GPU",
         remedy="Remove this rank's GPU from the job, and test it (dcgmi diag -r 3)",
-        judge=functools.partial(Kernel, "rank"),
+        check=functools.partial(Kernel, "rank"),
     ),
     Rule(
         id="gemm-quantizer",
@@ -238,7 +238,7 @@ RULES = (
             "Report it, and run these layers in high precision or with another recipe. With NVFP4, first try"
             " NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)"
         ),
-        judge=Quantizer,
+        check=Quantizer,
     ),
     Rule(
         id="gemm-excess",
@@ -255,6 +255,6 @@ RULES = (
         disproof="the run with this GEMM in high precision has the same loss",
         remedy=("Keep the GEMM in high precision (DisableQuantizationGEMM), or subtract the common part of its rows"),
         cost="the GEMM runs at the speed of BF16",
-        judge=Excess,
+        check=Excess,
     ),
 )

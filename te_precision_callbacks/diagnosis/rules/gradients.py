@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, Mask, Rows, StepNumbers, Values, extend_rows
-from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
-from te_precision_callbacks.diagnosis.rules.losses import (
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.rules.lost_elements import (
     OVERFLOW,
     can_overflow,
     keep_first,
@@ -57,7 +57,7 @@ _FROM_LOSS = (
 )
 
 
-class DeadGradient(Judge):
+class DeadGradient(RuleCheck):
     needed = DEAD_STEPS
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Rhythms:
             self._has_trained = extend_rows(self._has_trained, layers, False)
 
 
-class ZerosInWgrad(Judge):
+class ZerosInWgrad(RuleCheck):
     needed = ZEROS_STEPS
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
@@ -184,7 +184,7 @@ class ZerosInWgrad(Judge):
         yield from self.streaks.sightings(numbers, facts, column, holds, "{:.3g} % of the elements are 0", values)
 
 
-class Growth(Judge):
+class Growth(RuleCheck):
     needed = 1 + GROWTH_STEPS
 
     def __init__(self) -> None:
@@ -310,7 +310,7 @@ RULES = (
             "Look for detach(), no_grad() or a multiplication by 0 around or after the layer. If the gradient is 0 only"
             " in low precision, keep the following layers in high precision"
         ),
-        judge=DeadGradient,
+        check=DeadGradient,
     ),
     Rule(
         id="zeros-in-wgrad",
@@ -331,7 +331,7 @@ RULES = (
             "Compare with a BF16 run. If it has fewer zeros, keep the output projections in BF16, or with NVFP4 in"
             " MXFP8"
         ),
-        judge=ZerosInWgrad,
+        check=ZerosInWgrad,
     ),
     Rule(
         id="growth",
@@ -365,7 +365,7 @@ RULES = (
             " only avoids the loss in quantization"
         ),
         cost="the layer runs at the speed of BF16",
-        judge=Growth,
+        check=Growth,
         consequence_of=("diverging-loss",),
     ),
 )

@@ -15,11 +15,11 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.flight import changes
-from te_precision_callbacks.runs.answers import is_training_loss, loss_first
+from te_precision_callbacks.runs.summary import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
 
 RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
@@ -71,7 +71,7 @@ STEADY = 1.0
 """Powers of two of a jump between collection steps, and the most between those before it."""
 
 
-class DivergingLoss(Judge):
+class DivergingLoss(RuleCheck):
     needed, _kind_of_step = 3, "logged loss value"
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class _Curve:
             self._best = level, spread
 
 
-class GradientJump(Judge):
+class GradientJump(RuleCheck):
     needed, _kind_of_step = LEAST_NORMS, "logged gradient norm"
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ class GradientJump(Judge):
         self._norms.append((iteration, bits))
 
 
-class NonfiniteGradientNorm(Judge):
+class NonfiniteGradientNorm(RuleCheck):
     _kind_of_step = "logged gradient norm"
 
     def __init__(self) -> None:
@@ -409,7 +409,7 @@ RULES = (
             " resume from an earlier checkpoint. If the loss jumped in one step, check that step for a restored"
             " checkpoint, overwritten weights, or a bad batch"
         ),
-        judge=DivergingLoss,
+        check=DivergingLoss,
         essential=True,
         consequence_of=("weight-jump", "learning-rate"),
     ),
@@ -433,7 +433,7 @@ RULES = (
             "Clip the gradient norm, or lower the learning rate. Check the batch of that step, and skip it if it is"
             " damaged"
         ),
-        judge=GradientJump,
+        check=GradientJump,
         consequence_of=("weight-jump", "diverging-loss"),
     ),
     Rule(
@@ -452,7 +452,7 @@ RULES = (
             "Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch"
             " with the first inf or nan"
         ),
-        judge=NonfiniteGradientNorm,
+        check=NonfiniteGradientNorm,
         consequence_of=("nonfinite-loss", "nonfinite"),
     ),
     Rule(
@@ -483,7 +483,7 @@ RULES = (
             "Find the code that writes weights between these steps: saving or restoring a checkpoint, gathering"
             " sharded weights, copying master weights, in-place quantization. Resume from an earlier checkpoint"
         ),
-        judge=WeightJump,
+        check=WeightJump,
         consequence_of=("diverging-loss",),
     ),
 )

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.runs.answers import ended_by, summarize_broken_contract
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.runs.summary import ended_by, summarize_broken_contract
 from te_precision_callbacks.sinks.step_records import Event
 
 _BEFORE_ITS_END = ("Ctrl-C", "SIGTERM")
@@ -15,18 +15,18 @@ _BEFORE_ITS_END = ("Ctrl-C", "SIGTERM")
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
 
 
-class FailedRun(Judge):
+class FailedRun(RuleCheck):
     why_not = ""
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        self.judged = facts.has_run and not self.why_not
+        self.checked = facts.has_run and not self.why_not
         return ()
 
     def event(self, event: Event) -> Iterator[Sighting]:
         first_line = event.text.partition("\n")[0].rstrip(":. ")
         if event.kind == "stopped":
             self.why_not = first_line
-            self.judged = False
+            self.checked = False
         if event.kind == "earlier_start":
             yield Sighting((), "", "", first_line, event.iteration, severity="note", key=first_line)
         if event.kind != "segment_ended" or event.severity != "error":
@@ -34,36 +34,36 @@ class FailedRun(Judge):
         cause = ended_by(first_line)
         if cause in _BEFORE_ITS_END:
             self.why_not = f"{cause} ended the run after step {event.iteration}"
-            self.judged = False
+            self.checked = False
         elif not cause and not first_line.startswith(_EXPLAINED):
             yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
 
 
-class BrokenContract(Judge):
+class BrokenContract(RuleCheck):
     applies = False
     why_not = ""
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        if event.kind == "contract_judged":
+        if event.kind == "contract_checked":
             self.applies = True
-            self.judged = event.data.get("checked", True)
-            if not self.judged:
+            self.checked = event.data.get("checked", True)
+            if not self.checked:
                 self.why_not = event.text.rstrip(".").replace("The precision contract (require=)", "it")
             elif event.severity != "info":
                 yield Sighting((), "", "", summarize_broken_contract(event.text).rstrip("."), event.iteration)
 
 
-class EvaluationMode(Judge):
+class EvaluationMode(RuleCheck):
     applies = False
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "evaluation_mode":
             self.applies = True
-            self.judged = True
+            self.checked = True
             yield Sighting((), "", "", event.text, event.iteration)
 
 
-class FailedObservation(Judge):
+class FailedObservation(RuleCheck):
     applies = False
     why_not = ""
 
@@ -95,7 +95,7 @@ RULES = (
         why="the training is incomplete, and a numerical problem may be the cause",
         disproof="the exception ended the run on purpose",
         remedy="Read the traceback in the output of the script",
-        judge=FailedRun,
+        check=FailedRun,
         essential=True,
         consequence_of=("nonfinite", "nonfinite-loss", "contract"),
     ),
@@ -112,7 +112,7 @@ RULES = (
         why="the run does not have the precision that you required",
         disproof="the contract is meant for another model or recipe",
         remedy="Fix what the message names for each product, or change the contract",
-        judge=BrokenContract,
+        check=BrokenContract,
         essential=True,
     ),
     Rule(
@@ -128,7 +128,7 @@ RULES = (
         why="dropout is off, statistics of batch norm are fixed, and a session does not observe the layers",
         disproof="the model trains in evaluation mode on purpose",
         remedy="Call model.train() before the training, and again after each evaluation",
-        judge=EvaluationMode,
+        check=EvaluationMode,
     ),
     Rule(
         id=FAILED_OBSERVATION,
@@ -143,7 +143,7 @@ RULES = (
         why="data that were not observed cannot be checked",
         disproof="you do not need the affected statistics",
         remedy="Read the failure in the log; report it if it is a bug in te-precision-callbacks",
-        judge=FailedObservation,
+        check=FailedObservation,
         essential=True,
     ),
 )

@@ -10,7 +10,7 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, ParameterProblem
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -166,7 +166,7 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
 RULE_OF: Mapping[str, str] = {what: rule for rule, kinds in _KINDS.items() for what in kinds}
 
 
-class ParameterRule(Judge):
+class ParameterRule(RuleCheck):
     """A rule on the events that report parameters; ``on_several_ranks``: it applies only to several ranks."""
 
     def __init__(self, rule: str, *, on_several_ranks: bool = False) -> None:
@@ -248,7 +248,7 @@ RULES = (
             "Look for detach() or no_grad() after the layer, a keyword tensor in te.checkpoint (pass it by position,"
             " or set use_reentrant=False), or a module that forward() no longer calls"
         ),
-        judge=functools.partial(ParameterRule, "missing-gradient"),
+        check=functools.partial(ParameterRule, "missing-gradient"),
         essential=True,
     ),
     Rule(
@@ -279,7 +279,7 @@ RULES = (
             "Check whether the optimizer updates a copy of the weight, for example because the model was converted"
             " or moved after creating the optimizer. Look for code that restores old weights"
         ),
-        judge=functools.partial(ParameterRule, "frozen-weight"),
+        check=functools.partial(ParameterRule, "frozen-weight"),
         essential=True,
         consequence_of=("missing-gradient", "dead-gradient"),
     ),
@@ -303,7 +303,7 @@ RULES = (
             "End the training where the schedule ends, or make the schedule as long as the training: check its number"
             " of steps, and whether the scheduler steps more than once per optimizer step"
         ),
-        judge=functools.partial(ParameterRule, "learning-rate"),
+        check=functools.partial(ParameterRule, "learning-rate"),
     ),
     Rule(
         id="kept-gradient",
@@ -327,7 +327,7 @@ RULES = (
             "Call optimizer.zero_grad() after each optimizer step. With several micro-batches, step the optimizer only"
             " after the last one"
         ),
-        judge=functools.partial(ParameterRule, "kept-gradient"),
+        check=functools.partial(ParameterRule, "kept-gradient"),
     ),
     Rule(
         id="replicas-differ",
@@ -353,7 +353,7 @@ RULES = (
             " tensor-parallel group, for routers over the expert-parallel group. A distributed optimizer must gather"
             " all updated weights. Then load a checkpoint on all ranks"
         ),
-        judge=functools.partial(ParameterRule, "replicas-differ", on_several_ranks=True),
+        check=functools.partial(ParameterRule, "replicas-differ", on_several_ranks=True),
         essential=True,
         consequence_of=("no-reduction",),
     ),
@@ -376,6 +376,6 @@ RULES = (
             "If each rank trains the whole model on its own data, wrap the model in DistributedDataParallel or FSDP, or"
             " call accelerator.prepare(). If ranks compute parts of one batch, all-reduce the sum of their gradients"
         ),
-        judge=functools.partial(ParameterRule, "no-reduction", on_several_ranks=True),
+        check=functools.partial(ParameterRule, "no-reduction", on_several_ranks=True),
     ),
 )

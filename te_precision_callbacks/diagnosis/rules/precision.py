@@ -10,7 +10,7 @@ from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.coverage.coverage import EXCLUDED, REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.layers.folding import fold_for_sentence, form_of, numbers_of
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -38,7 +38,7 @@ MANY = 8
 _CHOSEN = frozenset({Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.RECIPE_EXCEPTION.name})
 
 
-class Hole(Judge):
+class Hole(RuleCheck):
     """A layer in high precision among similar layers in low precision, or after steps in low precision."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Hole(Judge):
         yield from _blocks_in_high_precision(facts)
         ran = (layer for layer in facts.layers.values() if layer.reasons or layer.low)
         forms = group_by_key((form_of(layer.name), layer) for layer in ran)
-        self.judged |= bool(forms)
+        self.checked |= bool(forms)
         explicit: list[str] = []
         for unordered in forms.values():
             alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
@@ -130,7 +130,7 @@ def _is_hole(layer: LayerFacts) -> bool:
     return "fprop" in layer.reasons and layer.reasons["fprop"][0] not in _CHOSEN and not layer.is_explicit
 
 
-class NoLowPrecision(Judge):
+class NoLowPrecision(RuleCheck):
     def __init__(self) -> None:
         super().__init__()
         self._facts = Facts()
@@ -142,7 +142,7 @@ class NoLowPrecision(Judge):
         if not self._has_low and any(layer.low or _is_recomputed(layer) for layer in facts.layers.values()):
             self._has_low = True
             yield Sighting((), "", "", "", None, withdraws=True)
-        self.judged |= self._has_low
+        self.checked |= self._has_low
         has_unobserved = any(layer.is_unobserved for layer in facts.layers.values())
         self.applies = self._has_low or not has_unobserved
 
@@ -151,12 +151,12 @@ class NoLowPrecision(Judge):
             return
         self._steps += any(layer.low or layer.reasons for layer in facts.layers.values())
         if self._steps >= LEAST_STEPS:
-            self.judged = True
+            self.checked = True
             yield from self._sighting(facts)
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "segment_ended":
-            self.judged |= self._facts.has_run and bool(self.applies)
+            self.checked |= self._facts.has_run and bool(self.applies)
             yield from self._sighting(self._facts)
             yield from self._ended(self._facts)
 
@@ -193,34 +193,34 @@ def _is_recomputed(layer: LayerFacts) -> bool:
     return any(name == Reason.RECOMPUTED.name for name, _ in layer.reasons.values())
 
 
-class Recomputed(Judge):
+class Recomputed(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        self.judged |= facts.has_run
+        self.checked |= facts.has_run
         layers = [layer.name for layer in facts.layers.values() if _is_recomputed(layer)]
         if layers:
             seen = "the forward runs in low precision, the backward does not: " + Reason.RECOMPUTED.value
             yield Sighting(tuple(layers), "", "", seen, None)
 
 
-class Mxfp8Hybrid(Judge):
+class Mxfp8Hybrid(RuleCheck):
     applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         of_recipe = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
         self.applies = bool(of_recipe)
-        self.judged = self.applies
+        self.checked = self.applies
         names = [layer.name for layer in of_recipe if layer.formats.get("gradient") == "MXFP8 E5M2"]
         if names:
             yield Sighting(tuple(names), "gradient", "", "gradients are in E5M2: the recipe has Format.HYBRID", None)
 
 
-class Nvfp4Tail(Judge):
+class Nvfp4Tail(RuleCheck):
     applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         self.applies = any(layer.recipe == "nvfp4" for layer in ran)
-        self.judged = self.applies
+        self.checked = self.applies
         if not self.applies:
             return
         ordered = sorted(ran, key=lambda layer: facts.order_key(layer.name, "activation"))
@@ -230,9 +230,9 @@ class Nvfp4Tail(Judge):
             yield Sighting(names, "", "", f"the last {len(tail)} of {len(ordered)} layers run in NVFP4", None)
 
 
-class LowPrecisionState(Judge):
+class LowPrecisionState(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        self.judged |= bool(facts.states)
+        self.checked |= bool(facts.states)
         for subject, text in (
             ("optimizer_state", "the optimizer keeps its state in bfloat16"),
             ("main_grad", "gradients are accumulated in bfloat16"),
@@ -269,7 +269,7 @@ RULES = (
         why="the run is slower than planned, and a comparison with BF16 is misleading",
         disproof="the layer is in high precision on purpose, set by code that the session does not see",
         remedy="Fix the reason given: replace the layer with a Transformer Engine layer, or call it inside te.autocast",
-        judge=Hole,
+        check=Hole,
     ),
     Rule(
         id="no-low-precision",
@@ -291,7 +291,7 @@ RULES = (
         why="the run has the speed and the numerics of high precision",
         disproof="the run is a high-precision baseline",
         remedy="Run the forward inside te.autocast(enabled=True, recipe=...)",
-        judge=NoLowPrecision,
+        check=NoLowPrecision,
         essential=True,
     ),
     Rule(
@@ -307,7 +307,7 @@ RULES = (
         why="dgrad and wgrad run in high precision, and do not update the scales of delayed scaling",
         disproof="the backward runs in high precision on purpose",
         remedy=_remedy(Reason.RECOMPUTED),
-        judge=Recomputed,
+        check=Recomputed,
     ),
     Rule(
         id="mxfp8-hybrid",
@@ -323,7 +323,7 @@ RULES = (
         disproof="a run with Format.E4M3 has the same loss",
         remedy="Use MXFP8BlockScaling(fp8_format=Format.E4M3), the default of the recipe",
         recipes=("mxfp8",),
-        judge=Mxfp8Hybrid,
+        check=Mxfp8Hybrid,
     ),
     Rule(
         id="nvfp4-tail",
@@ -340,7 +340,7 @@ RULES = (
         remedy="Keep the last layers in BF16 or MXFP8: DisableFP8Layer, or a region of te.autocast",
         cost="these layers run at the speed of BF16",
         recipes=("nvfp4",),
-        judge=Nvfp4Tail,
+        check=Nvfp4Tail,
     ),
     Rule(
         id="bf16-state",
@@ -360,6 +360,6 @@ RULES = (
         disproof="the same run with float32 state has the same loss",
         remedy="Keep optimizer state, main_grad and reductions in float32",
         cost="memory: two more bytes per element",
-        judge=LowPrecisionState,
+        check=LowPrecisionState,
     ),
 )

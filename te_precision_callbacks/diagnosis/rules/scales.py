@@ -10,8 +10,8 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, Values, extend_rows
-from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting, by_tensor
-from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses_too_much, overflow_threshold
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Rule, RuleCheck, Sighting, by_tensor
+from te_precision_callbacks.diagnosis.rules.lost_elements import FromZero, loses_too_much, overflow_threshold
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -76,7 +76,7 @@ class _UnmovedScales:
         return np.where(stays, count, 0.0), initial
 
 
-class _ScaleJudge(Judge):
+class _ScaleCheck(RuleCheck):
     """A rule that compares a scale of delayed scaling with the amax of the same step."""
 
     applies = None
@@ -103,7 +103,7 @@ class _ScaleJudge(Judge):
                 yield scales.where(known), numbers.mask_nonfinite(amax), largest[known]
 
 
-class ScaleNeverUpdated(_ScaleJudge):
+class ScaleNeverUpdated(_ScaleCheck):
     needed = UNMOVED_STEPS
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ _REMEDY_OF_GRADIENT = (
 )
 
 
-class StaleScale(_ScaleJudge):
+class StaleScale(_ScaleCheck):
     needed = TOO_SMALL_STEPS
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class StaleScale(_ScaleJudge):
             yield from by_tensor(numbers, scales, of_small, of_rising, of_large)
 
 
-class ScalesDiffer(Judge):
+class ScalesDiffer(RuleCheck):
     """The range over ranks of a delayed scaling scale, for tensors with one scale per rank."""
 
     needed = APART_STEPS
@@ -252,7 +252,7 @@ class ScalesDiffer(Judge):
             )
 
 
-class LostScales(Judge):
+class LostScales(RuleCheck):
     """The scales that a resume has lost, as the audit of a resume reports them."""
 
     applies = False
@@ -260,7 +260,7 @@ class LostScales(Judge):
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "resume_audited":
             self.applies = True
-            self.judged = True
+            self.checked = True
             layers = tuple(event.data.get("without_scales", ()))
             if layers:
                 seen = f"the resume has lost the scales and amax histories of {many(len(layers), 'layer')}"
@@ -307,7 +307,7 @@ RULES = (
             " docs/resuming.md explains how to save and load a checkpoint of FP8 training"
         ),
         recipes=("fp8_delayed_scaling",),
-        judge=LostScales,
+        check=LostScales,
     ),
     Rule(
         id="scale-never-updated",
@@ -333,7 +333,7 @@ RULES = (
         ),
         cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
-        judge=ScaleNeverUpdated,
+        check=ScaleNeverUpdated,
         essential=True,
         consequence_of=("dead-gradient", "missing-gradient", "nonfinite"),
     ),
@@ -364,7 +364,7 @@ RULES = (
         ),
         cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
-        judge=StaleScale,
+        check=StaleScale,
         essential=True,
         consequence_of=("diverging-loss", "growth"),
     ),
@@ -404,6 +404,6 @@ RULES = (
         ),
         cost="one small all-reduce per layer in each forward and backward",
         recipes=("fp8_delayed_scaling",),
-        judge=ScalesDiffer,
+        check=ScalesDiffer,
     ),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 
 NEEDS_SCALER = (
     "Gradients in float16 below 6e-8 are 0: scale the loss with torch.amp.GradScaler, which needs weights in float32"
@@ -19,12 +19,12 @@ LARGE_MARGIN = 6
 """Powers of two between amax and the format's maximum that are a note, and a warning."""
 
 
-class LossScaling(Judge):
+class LossScaling(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         settings = facts.settings
         if settings is None or not facts.has_run:
             return
-        self.judged = True
+        self.checked = True
         if settings.loss_is_scaled and not is_scaled(facts):
             yield Sighting((), "", "", "a GradScaler scales the loss, but nothing runs in float16", None)
 
@@ -52,7 +52,7 @@ def _has_float16(facts: Facts) -> bool:
     )
 
 
-class AmaxReduction(Judge):
+class AmaxReduction(RuleCheck):
     applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
@@ -60,8 +60,8 @@ class AmaxReduction(Judge):
         if settings is None or not facts.has_run:
             return
         self.applies = settings.ranks > 1 and facts.has_delayed_scaling
-        self.judged = bool(self.applies and settings.amaxes)
-        for row in settings.amaxes if self.judged else ():
+        self.checked = bool(self.applies and settings.amaxes)
+        for row in settings.amaxes if self.checked else ():
             layers = tuple(row["layers"])
             outside = row["outside"]
             if outside:
@@ -79,25 +79,25 @@ class AmaxReduction(Judge):
                 yield Sighting(layers, "", "", seen, None, "note", key="smaller group")
 
 
-class IgnoredArgument(Judge):
+class IgnoredArgument(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         settings = facts.settings
         if settings is None or not facts.has_run:
             return
-        self.judged = True
+        self.checked = True
         for row in settings.ignored:
             seen = f"{row['recipe']}: {row['argument']} ({row['value']}) has no effect: {row['why']}. {row['instead']}"
             yield Sighting((), "", "", seen, None, "warning", key=f"{row['recipe']}.{row['argument']}")
 
 
-class UnusualMargin(Judge):
+class UnusualMargin(RuleCheck):
     applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         settings = facts.settings
         if settings is None or not facts.has_run:
             return
-        self.applies = self.judged = bool(settings.margins)
+        self.applies = self.checked = bool(settings.margins)
         for margin in settings.margins:
             if margin < 0:
                 seen = f"margin={margin:g}: elements above 2^{margin:g} of the largest recent amax are clipped"
@@ -134,7 +134,7 @@ RULES = (
         disproof="a part of the model that the session does not observe runs in float16",
         remedy="Remove the scaler, or create it with GradScaler(enabled=False); in Lightning use"
         " precision='bf16-mixed'",
-        judge=LossScaling,
+        check=LossScaling,
     ),
     Rule(
         id="amax-reduction",
@@ -163,7 +163,7 @@ RULES = (
         ),
         cost="one small all-reduce in each forward and backward",
         recipes=("fp8_delayed_scaling",),
-        judge=AmaxReduction,
+        check=AmaxReduction,
     ),
     Rule(
         id="ignored-argument",
@@ -184,7 +184,7 @@ RULES = (
         why="the run does not train as the script specifies",
         disproof="a run without the argument has different losses in its first steps",
         remedy="Apply the fix in the finding, or remove the argument",
-        judge=IgnoredArgument,
+        check=IgnoredArgument,
     ),
     Rule(
         id="margin",
@@ -206,6 +206,6 @@ RULES = (
         disproof="underflows% and overflows% are as with margin=0",
         remedy="Remove margin= from the recipe",
         recipes=("fp8_delayed_scaling",),
-        judge=UnusualMargin,
+        check=UnusualMargin,
     ),
 )

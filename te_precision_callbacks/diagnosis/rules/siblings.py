@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, Values
-from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting, by_tensor
-from te_precision_callbacks.diagnosis.rules.losses import (
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Rule, RuleCheck, Sighting, by_tensor
+from te_precision_callbacks.diagnosis.rules.lost_elements import (
     LOST_NORM,
     OVERFLOW,
     can_overflow,
@@ -64,7 +64,7 @@ _FLOWS = frozenset({"activation", "gradient", "dgrad", "output"})
 """The tensors that one layer hands to the next, so that a jump lasts through the layers that follow."""
 
 
-class Sibling(Judge):
+class Sibling(RuleCheck):
     needed = FAR_STEPS
 
     def __init__(self) -> None:
@@ -81,11 +81,11 @@ class Sibling(Judge):
                     column = column.where(~np.logical_or.reduce(known, initial=False))
                 else:
                     compared.append(column)
-                for sighting in self._judge(numbers, facts, column, statistic):
+                for sighting in self._check(numbers, facts, column, statistic):
                     yield sighting._replace(key="")  # a tensor has one finding, from any of its statistics
         for statistic in SHARES:
             for column in numbers.columns(statistic, facts):
-                for sighting in self._judge_share(numbers, facts, column, statistic):
+                for sighting in self._check_share(numbers, facts, column, statistic):
                     yield sighting._replace(key="")
 
     @property
@@ -95,7 +95,7 @@ class Sibling(Judge):
             return "the model has no similar layers"
         return super().why_not
 
-    def _judge_share(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
+    def _check_share(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
         """Find layers that lose far more of a tensor's elements than similar layers, but less than the thresholds of
         the rules underflow and overflow.
         """
@@ -125,7 +125,7 @@ class Sibling(Judge):
             numbers, facts, column, odd & ~light, odd & light, seen, shares, others, key="share, "
         )
 
-    def _judge_zero(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
+    def _check_zero(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
         """Find weights of 0 in layers with similar layers that have other weights; weights may be initialized to 0."""
         if not numbers.iteration:
             return
@@ -142,7 +142,7 @@ class Sibling(Judge):
             seen = "all elements are 0, and not in similar layers"
             yield Sighting(layers, "weight", column.statistic, seen, numbers.iteration)
 
-    def _judge(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> list[Sighting]:
+    def _check(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> list[Sighting]:
         bits = numbers.mask_nonfinite(column).bits
         groups = self._similar_layers(numbers, facts, column)
         spread = self._spread(numbers, facts, column, bits)
@@ -181,7 +181,7 @@ class Sibling(Judge):
             self._near.sightings(numbers, facts, column, lossy, seen, *values, key="lossy"),
             self.streaks.sightings(numbers, facts, column, notes, seen, *values, severity="note", key="amax"),
             self.streaks.sightings(numbers, facts, column, warnings, seen, *values),
-            self._judge_zero(numbers, facts, column) if statistic == "cur_amax" else (),
+            self._check_zero(numbers, facts, column) if statistic == "cur_amax" else (),
         )
 
     @staticmethod
@@ -332,6 +332,6 @@ RULES = (
             "Check how this layer, or the first of these layers, differs from similar layers: initialization, scaling"
             " factors, masks. Compare with a BF16 run: te-precision compare BF16_RUN THIS_RUN"
         ),
-        judge=Sibling,
+        check=Sibling,
     ),
 )

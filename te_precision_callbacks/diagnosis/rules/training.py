@@ -12,8 +12,8 @@ import numpy as np
 from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
-from te_precision_callbacks.runs.answers import is_loss, is_training_loss, loss_first, words_of
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first, words_of
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 
 WINDOW = 30
@@ -73,7 +73,7 @@ class _Point(NamedTuple):
     loss: float
 
 
-class NonfiniteLoss(Judge):
+class NonfiniteLoss(RuleCheck):
     _kind_of_step = "logged step"
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class NonfiniteLoss(Judge):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         if facts.settings is not None:
             self._is_filtered = facts.settings.loss_is_filtered
-            self.judged &= self._has_unfiltered or not self._is_filtered
+            self.checked &= self._has_unfiltered or not self._is_filtered
         yield from ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
@@ -108,8 +108,8 @@ class NonfiniteLoss(Judge):
         self._has_unfiltered |= UNFILTERED in values
         if losses:
             self.note_data(iteration)
-            self.judged &= self._has_unfiltered or not self._is_filtered
-        elif not self.judged:
+            self.checked &= self._has_unfiltered or not self._is_filtered
+        elif not self.checked:
             others = (name for name in values if is_loss(name) and words_of(name).isdisjoint(_OF_EVALUATION))
             self._others.update(dict.fromkeys(others))
         for name in loss_first(losses):
@@ -125,7 +125,7 @@ class NonfiniteLoss(Judge):
                 yield Sighting((), "", "", seen, None, "note", replaces=True)
 
 
-class GradientNorm(Judge):
+class GradientNorm(RuleCheck):
     """Checks windows of the last values, and windows of means over more steps, for slow growth."""
 
     needed, _kind_of_step = WINDOW, "logged step"
@@ -183,7 +183,7 @@ class GradientNorm(Judge):
         yield Sighting((), "", "", seen, window[0].iteration, severity)
 
 
-class GradientSize(Judge):
+class GradientSize(RuleCheck):
     """Checks the gradient norm against the limit of clipping, and the first loss against a uniform guess."""
 
     needed, _kind_of_step = CLIPPED_STEPS, "step with clipping"
@@ -264,7 +264,7 @@ RULES = (
             "Resume from an earlier checkpoint and pass debug='activation_overflow' to the callback or session. It"
             " stops at the module and batch with the first inf or nan"
         ),
-        judge=NonfiniteLoss,
+        check=NonfiniteLoss,
         essential=True,
         consequence_of=("nonfinite",),
     ),
@@ -293,7 +293,7 @@ RULES = (
             " the forward, or activations and LayerNorm"
         ),
         cost="higher precision runs at the speed of BF16",
-        judge=GradientNorm,
+        check=GradientNorm,
     ),
     Rule(
         id="gradient-size",
@@ -320,6 +320,6 @@ RULES = (
             " a GradScaler, call scaler.unscale_(optimizer) before clipping. If the loss is right, raise the limit to"
             " the usual norm"
         ),
-        judge=GradientSize,
+        check=GradientSize,
     ),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_scaler
 from te_precision_callbacks.statistics.names import BELOW_EPS, STALE, UNCHANGED
 
@@ -24,7 +24,7 @@ SMALL_STEPS = 2
 """Percent of the weights, and collection steps in a row."""
 
 
-class AboveThreshold(Judge):
+class AboveThreshold(RuleCheck):
     """A statistic at or above a threshold in several collection steps in a row.
 
     ``seen`` has a place for the value; ``applies_to`` returns whether the rule applies to a run, None if unknown. By
@@ -101,7 +101,7 @@ RULES = (
             " set_is_first_microbatch() of each model chunk. Collection steps on the debug path refresh the cache,"
             " so the run differs without the debugger"
         ),
-        judge=functools.partial(
+        check=functools.partial(
             AboveThreshold,
             STALE,
             STALE_SHARE,
@@ -129,7 +129,7 @@ RULES = (
             " stochastic rounding"
         ),
         cost="four more bytes per weight",
-        judge=functools.partial(
+        check=functools.partial(
             AboveThreshold,
             UNCHANGED,
             LOST,
@@ -160,7 +160,7 @@ RULES = (
             "Look for a loss that is scaled down or averaged twice, and for gradients clipped to a tiny norm;"
             " otherwise lower eps to 1 % of the gradients or less"
         ),
-        judge=functools.partial(
+        check=functools.partial(
             AboveThreshold,
             BELOW_EPS,
             SMALL,

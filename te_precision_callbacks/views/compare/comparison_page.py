@@ -147,7 +147,7 @@ def _verdicts(verdicts: ComparedVerdicts, layer_of: dict[str, int]) -> dict[str,
         "a": verdicts.a.summary,
         "b": verdicts.b.summary,
         "only_b": [finding_on_page(finding, layer_of) for finding in verdicts.only_b],
-        "not_judged_in_a": list(verdicts.not_judged_in_a),
+        "not_checked_in_a": list(verdicts.not_checked_in_a),
     }
 
 

@@ -21,20 +21,20 @@ class ComparedVerdicts:
 
     Attributes:
         only_a, only_b: the findings that the other run lacks for that rule, tensor and layer; with these layers only.
-        not_judged_in_a: the rules of ``only_b`` that were not checked in A.
+        not_checked_in_a: the rules of ``only_b`` that were not checked in A.
     """
 
     a: Verdict
     b: Verdict
     only_a: tuple[Finding, ...]
     only_b: tuple[Finding, ...]
-    not_judged_in_a: tuple[str, ...]
+    not_checked_in_a: tuple[str, ...]
 
     @property
     def summary(self) -> str:
         partial = " and ".join(name for name, verdict in (("A", self.a), ("B", self.b)) if verdict.is_partial)
         unread = f" A part of {partial} cannot be read." if partial else ""
-        if not self.b.judged:
+        if not self.b.checked:
             return f"Not enough checked in B.{unread}"
         gone = f" A has {many(len(self.only_a), 'finding')} that B does not have." if self.only_a else ""
         new = many(len(self.only_b), "finding") if self.only_b else "no finding"
@@ -42,7 +42,7 @@ class ComparedVerdicts:
 
     def in_words(self) -> Iterator[str]:
         for finding in self.only_b:
-            unknown = " This rule was not checked in A." if finding.rule in self.not_judged_in_a else ""
+            unknown = " This rule was not checked in A." if finding.rule in self.not_checked_in_a else ""
             yield f"{finding.severity}: {finding}.{unknown} {finding.remedy}."
 
     def as_json(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class ComparedVerdicts:
             "b": self.b.summary,
             "only_a": [finding.as_json() for finding in self.only_a],
             "only_b": [finding.as_json() for finding in self.only_b],
-            "not_judged_in_a": list(self.not_judged_in_a),
+            "not_checked_in_a": list(self.not_checked_in_a),
         }
 
 
@@ -60,7 +60,7 @@ def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
     ours = diagnose(a)
     theirs = diagnose(b)
     only_b = tuple(_missing_in(theirs, ours, "A"))
-    unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in ours.judged)
+    unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in ours.checked)
     return ComparedVerdicts(ours, theirs, tuple(_missing_in(ours, theirs, "B")), only_b, tuple(unknown))
 
 

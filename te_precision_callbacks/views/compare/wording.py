@@ -198,7 +198,7 @@ _WIDEST_VALUE = 60
 
 _INDENT = 2
 
-FACT_NAMES = {"front_door": "integration", "settings.expects_low": "setting that selects low precision"}
+FACT_NAMES = {"integration": "integration", "settings.expects_low": "setting that selects low precision"}
 
 
 def show(comparison: Comparison) -> None:

@@ -16,15 +16,15 @@ from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
-from te_precision_callbacks.runs.answers import (
+from te_precision_callbacks.runs.index import REDUCED
+from te_precision_callbacks.runs.recorded import Curve, RecordedRun
+from te_precision_callbacks.runs.summary import (
     loss_first,
     no_step_note,
     not_measured_notes,
     outcome_notes,
     why_nothing_to_show,
 )
-from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.statistics.table import Worse

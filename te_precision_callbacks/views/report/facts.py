@@ -15,8 +15,8 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.coverage.other_steps import recorded_products
 from te_precision_callbacks.layers.folding import fold_names
-from te_precision_callbacks.runs.answers import multiply_adds
 from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.summary import multiply_adds
 from te_precision_callbacks.runs.tables import facts_at_end
 from te_precision_callbacks.speed.devices import Device, DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import LayerRow, StepSpeed, estimate_step, layer_rows

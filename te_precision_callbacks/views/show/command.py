@@ -71,8 +71,8 @@ def show_command(
     as_json: Json = False,
 ) -> None:
     """Show a run: the verdict, coverage, the loss, the worst layers by each statistic, the last events."""
-    from te_precision_callbacks.runs.answers import why_nothing_to_show
     from te_precision_callbacks.runs.reading import chosen_run
+    from te_precision_callbacks.runs.summary import why_nothing_to_show
     from te_precision_callbacks.views.show.view import NothingToShowError, read_view
 
     recorded, note = _wait_for_run(path, run, every) if follow else chosen_run(path, run)

@@ -16,7 +16,9 @@ from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs import RecordedRun, list_runs
-from te_precision_callbacks.runs.answers import (
+from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.recorded import Curve, format_known_names
+from te_precision_callbacks.runs.summary import (
     format_status,
     loss_first,
     no_step_note,
@@ -25,8 +27,6 @@ from te_precision_callbacks.runs.answers import (
     outcome_notes,
     precision_shares,
 )
-from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.runs.recorded import Curve, format_known_names
 from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.devices import SpeedError
 from te_precision_callbacks.speed.estimate import estimate_step
@@ -205,7 +205,7 @@ def _only_first_steps(groups: Mapping[str, _Group], chosen: Iterable[str]) -> It
         )
 
 
-_SHORT = {"front_door": "integration", "recipes": "recipe", "gpu": "GPU", "te_backend": "Transformer Engine"}
+_SHORT = {"integration": "integration", "recipes": "recipe", "gpu": "GPU", "te_backend": "Transformer Engine"}
 
 
 def _summarize_facts(facts: Any, world: int) -> dict[str, str]:

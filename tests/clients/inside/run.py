@@ -33,8 +33,8 @@ def main() -> None:
     numpy.random.seed(SEED)
     torch.manual_seed(SEED)
     Spy(Path(os.environ["CLIENTS_RECORD"])).install()
-    if front_door := os.environ.get("CLIENTS_FRONT_DOOR"):
-        WATCH[front_door](Path(os.environ["CLIENTS_CONFIG"]), Path(os.environ["CLIENTS_LOGS"]))
+    if integration := os.environ.get("CLIENTS_FRONT_DOOR"):
+        WATCH[integration](Path(os.environ["CLIENTS_CONFIG"]), Path(os.environ["CLIENTS_LOGS"]))
     del sys.argv[0]
     if sys.argv[0] == "-m":
         del sys.argv[0]

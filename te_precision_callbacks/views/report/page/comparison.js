@@ -83,7 +83,7 @@ const lostLosses = ({ lost }) => lost.length > 0 && el("section", { class: "card
 function newFindings(report) {
   const { verdicts } = report;
   if (!verdicts) return null;
-  const { only_b: found, not_judged_in_a: unknown } = verdicts;
+  const { only_b: found, not_checked_in_a: unknown } = verdicts;
   return el("section", { class: `card verdict ${found[0]?.severity ?? (verdicts.partial ? "unchecked" : "healthy")}`, "aria-labelledby": "verdict" },
     el("h2", { id: "verdict" }, verdicts.summary),
     found.length > 0 && el("ol", { "aria-label": "Findings that only B has, most severe first" }, found.map((finding) =>

@@ -31,14 +31,14 @@ const toFindings = (...children) => link({ page: "findings" }, ...children);
 
 // The verdict, with its first findings: what a report begins with.
 function verdictPart(report) {
-  const { verdict } = report, { findings, not_judged: notJudged } = verdict;
+  const { verdict } = report, { findings, not_checked: notChecked } = verdict;
   const state = { "no problems found": "healthy", "problems found": verdict.severity }[verdict.state] ?? "unchecked", left = findings.length - FINDINGS_AT_THE_TOP;
   return el("section", { class: `card verdict ${state}`, "aria-labelledby": "verdict" },
     report.run.outcome.map((line) => el("p", {}, el("strong", {}, line))),
     el("h2", { id: "verdict" }, verdict.summary),
     findings.length > 0 && el("ol", { "aria-label": "Findings, root causes and the most severe first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
     findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all details` : "All details")),
-    notJudged.length > 0 && el("p", { class: "quiet" }, `Not checked${notJudged.some(({ essential }) => essential) ? "" : " (optional)"}: ${notJudged.map(({ rule }) => rule).join(", ")}. `, toFindings("What to add")));
+    notChecked.length > 0 && el("p", { class: "quiet" }, `Not checked${notChecked.some(({ essential }) => essential) ? "" : " (optional)"}: ${notChecked.map(({ rule }) => rule).join(", ")}. `, toFindings("What to add")));
 }
 
 function findingCard(report, finding, number) {
@@ -62,13 +62,13 @@ function findingCard(report, finding, number) {
 }
 
 async function findingsPage(report) {
-  const { verdict } = report, { findings, not_judged: notJudged } = verdict;
+  const { verdict } = report, { findings, not_checked: notChecked } = verdict;
   return [[
     el("h1", {}, "Findings"), el("p", {}, verdict.summary),
-    !verdict.judged && el("p", { class: "quiet" }, "The run has no statistics to check. Record statistics of the layers: the default config is enough."),
+    !verdict.checked && el("p", { class: "quiet" }, "The run has no statistics to check. Record statistics of the layers: the default config is enough."),
     findings.map((finding, number) => findingCard(report, finding, number)),
-    notJudged.length > 0 && card("Rules that were not checked", { about: "To check them, add the missing data and run again." },
-      table(["rule", "why not", "what to add"], notJudged.map(({ rule, why, collect }) => [el("span", { class: "mono" }, rule), why, collect]))),
-    verdict.judged > 0 && card("Rules that were checked", { about: "For details: te-precision rules ID" }, el("p", { class: "mono" }, verdict.judged_rules.join(", "))),
+    notChecked.length > 0 && card("Rules that were not checked", { about: "To check them, add the missing data and run again." },
+      table(["rule", "why not", "what to add"], notChecked.map(({ rule, why, collect }) => [el("span", { class: "mono" }, rule), why, collect]))),
+    verdict.checked > 0 && card("Rules that were checked", { about: "For details: te-precision rules ID" }, el("p", { class: "mono" }, verdict.checked_rules.join(", "))),
   ], async () => {}];
 }

@@ -17,7 +17,7 @@ function tiles(report) {
     ["Step time", seconds(duration.median_step_seconds), duration.median_step_seconds ? "median" : ""],
     ["Layers", shown(report.layers.length), `${report.families.length} statistics`],
     ["Ranks", shown(last?.world ?? 1), ""],
-    ["Written by", facts.front_door || source, facts.gpu ? String(facts.gpu) : ""],
+    ["Written by", facts.integration || source, facts.gpu ? String(facts.gpu) : ""],
   ];
   return el("dl", { class: "tiles" }, shownFacts.map(([name, value, more]) =>
     el("div", {}, el("dt", {}, name), el("dd", {}, value, " ", more && el("small", {}, more)))));
@@ -160,7 +160,7 @@ function worstCard(report, { family: index, items }) {
 function worstPart(report) {
   const found = report.worst_layers.filter((listed) => listed.items.length);
   const empty = (counted) => report.worst_layers.filter((listed) => !listed.items.length && listed.counted === counted).map((listed) => report.families[listed.family].label);
-  const clean = empty(true), unjudged = empty(false);
+  const clean = empty(true), unchecked = empty(false);
   if (!report.worst_layers.length) {
     return [card("Worst layers", {}, el("p", { class: "quiet" }, report.families.length
       ? "The run has only statistics without a worse direction, such as amax, std, norms and scales."
@@ -171,7 +171,7 @@ function worstPart(report) {
       el("p", { class: "quiet" }, "The five worst layers for each statistic, over the whole run. SQNR and squared error do not show elements lost next to an outlier: also check underflows and overflows.")),
     el("div", { class: "two" }, found.map((listed) => worstCard(report, listed))),
     clean.length > 0 && el("p", { class: "quiet clean" }, `No issues in any layer or step: ${clean.join(", ")}.`),
-    unjudged.length > 0 && el("p", { class: "quiet" }, `Only values from the first step of delayed scaling, which has no scale yet: ${unjudged.join(", ")}.`),
+    unchecked.length > 0 && el("p", { class: "quiet" }, `Only values from the first step of delayed scaling, which has no scale yet: ${unchecked.join(", ")}.`),
   ];
 }
 

@@ -1,4 +1,4 @@
-"""Judge recorded trainings, and write tables of the results."""
+"""RuleCheck recorded trainings, and write tables of the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "proof.md"
 
 
 Row = dict[str, Any]
-"""A judged training with a defect.
+"""A checked training with a defect.
 
 ``right``: whether the first finding is an error or a warning of a right rule, and its first layer is right; ``layer``:
 whether its first layer is; ``exact``: whether its first layer is one of the defect's first layers; ``anywhere``:
@@ -27,7 +27,7 @@ finding, None where the first finding is not right; ``first``: the first finding
 """
 
 
-def judge_defect(log_dir: Path, truth: Mapping[str, Any]) -> Row:
+def check_defect(log_dir: Path, truth: Mapping[str, Any]) -> Row:
     wrong = diagnose(log_dir).wrong
     first = wrong[0] if wrong else None
     right = first is not None and _is_right(first, truth)

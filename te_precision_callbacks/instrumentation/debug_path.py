@@ -34,6 +34,7 @@ from te_precision_callbacks.coverage.precision_audit import (
     gemms_left_out,
     select_fprop,
 )
+from te_precision_callbacks.instrumentation.current_call import CurrentForward
 from te_precision_callbacks.instrumentation.refusals import (
     COMPILED,
     CUDA_GRAPH,
@@ -45,7 +46,6 @@ from te_precision_callbacks.instrumentation.refusals import (
     is_captured,
     refusal_of,
 )
-from te_precision_callbacks.instrumentation.running import CurrentForward
 from te_precision_callbacks.instrumentation.watched import LEAVES_GRAPHS, WatchedModules
 from te_precision_callbacks.layers.forwards import (
     ForwardClassifier,

@@ -15,7 +15,7 @@ from te_precision_callbacks.coverage.matrix_products import Role, attention_mask
 from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
 from te_precision_callbacks.coverage.model_watch import ModelWatch, is_seen_by
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
-from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, CountedKinds, CountedStep, SeenProduct
+from te_precision_callbacks.coverage.products import FUSED, OTHER_KERNEL, CountedKinds, CountedStep, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots

@@ -12,7 +12,7 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, Values, extend_rows
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.sinks.step_records import Event
@@ -86,7 +86,7 @@ NEARLY_ALL = 90.0
 """Percent of the parameters, whose gradients then have inf or nan from the loss or the last layers."""
 
 
-class Nonfinite(Judge):
+class Nonfinite(RuleCheck):
     """The first step with inf or nan, and the first layer in it.
 
     In a plain log, amax is then inf or nan. A session's amax ignores such elements, and nonfinite_num counts them.
@@ -199,7 +199,7 @@ def _first_nonfinite(
     return Sighting((layer,), tensor, "nonfinite_num", broken[layer, tensor] + inherit, iteration, remedy=remedy)
 
 
-class _LowPrecisionJudge(Judge):
+class _LowPrecisionCheck(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         if ran and not self.steps:
@@ -229,7 +229,7 @@ class FromZero:
         return from_zero
 
 
-class Overflow(_LowPrecisionJudge):
+class Overflow(_LowPrecisionCheck):
     needed = OVERFLOW_STEPS
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ class Overflow(_LowPrecisionJudge):
             )
 
 
-class Underflow(_LowPrecisionJudge):
+class Underflow(_LowPrecisionCheck):
     """Elements that round to 0: a warning if much of the norm is lost with them, otherwise a note."""
 
     needed = UNDERFLOW_STEPS
@@ -359,7 +359,7 @@ RULES = (
             " stops at the module and batch with the first inf or nan. To check weights too, use"
             " te_precision_callbacks.debug_utils.DebugActivationOverflow(model, parameters=True)"
         ),
-        judge=Nonfinite,
+        check=Nonfinite,
         essential=True,
     ),
     Rule(
@@ -383,7 +383,7 @@ RULES = (
         remedy="Use Float8CurrentScaling or a block recipe, whose scales fit each step; or set a margin",
         cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
-        judge=Overflow,
+        check=Overflow,
         essential=True,
         consequence_of=("diverging-loss",),
     ),
@@ -415,7 +415,7 @@ RULES = (
             " recipe instead of delayed or current scaling, MXFP8 instead of NVFP4"
         ),
         cost="the layer runs at the speed of BF16",
-        judge=Underflow,
+        check=Underflow,
         essential=True,
         consequence_of=("scale-never-updated", "stale-scale"),
     ),
