@@ -13,7 +13,7 @@ import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
 from te_precision_callbacks.engine.kernels import largest
-from te_precision_callbacks.engine.kernels.columns import MAGNITUDE, Largest
+from te_precision_callbacks.engine.kernels.columns import Largest
 from te_precision_callbacks.flight.rows import Slot, StepRow
 
 _STEPS_PER_COPY = 8
@@ -46,14 +46,11 @@ class Ring:
         return place
 
     def add(self, tensors: Sequence[Largest], device: torch.device) -> None:
-        """Add tensors on a device. The order of each is its place in :attr:`order`."""
+        """Add tensors on a device. The caller has added their slots to :attr:`order`."""
         on = self._devices.get(device)
         if on is None:
             on = _OnDevice(device)
             self._devices[device] = on
-        for tensor in tensors:
-            if tensor.column == MAGNITUDE:
-                self.order.append(tensor.slot)
         on.add(tensors, len(self.slots))
 
     def end_step(self, iteration: int) -> list[StepRow]:

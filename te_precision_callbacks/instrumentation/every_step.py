@@ -12,7 +12,7 @@ inf in its scales. Casts saturate otherwise, so an inf in FP8, or a nan in NVFP4
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,13 +37,13 @@ class EveryStep:
     """The watch of every step.
 
     Attributes:
-        modules: the ids of watched modules; empty if nothing is watched.
-        unwatched: classes and dtypes of tensors that were not added -> their number.
+        is_on: whether anything is watched.
+        unwatched: tensors and GEMMs that were not added -> their number.
     """
 
     def __init__(self, ring: Ring, report: Callable[[str, str, Exception], None]) -> None:
         self.ring = ring
-        self.modules: Collection[int] = ()
+        self.is_on = False
         self.unwatched: Counter[str] = Counter()
         self._report = report
         self._weights: set[str] = set()
@@ -53,68 +53,83 @@ class EveryStep:
     def end_step(self) -> None:
         self._weights.clear()
 
-    def note(self, forward: Forward, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
-        """Add the tensors of a forward's last GEMM, if it is watched."""
-        gradients = forward.watched
-        if gradients is None or not self.modules:
-            return
-        index = forward.half if forward.halves else 0
-        layer = forward.layers[index]
-        if len(operands) != 2:
-            self.unwatched["GEMMs of experts"] += 1
-            return
-        try:
-            gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
-            found: list[tuple[str, Any]] = []
-            if gemm == "fprop":
-                if layer not in self._weights:
-                    self._weights.add(layer)
-                    found.append(("weight", operands[0]))
-                found.append(("activation", operands[1]))
-            elif index not in gradients:
-                gradients.add(index)
-                found.append(("gradient", operands[1]))
-            out = result[0]
-            if (gemm == "wgrad" or out.dtype is torch.float16) and not keywords.get("accumulate"):
-                found.append(("output" if gemm == "fprop" else gemm, out))
-            tensors: list[Largest] = []
-            order = len(self.ring.order)
-            for name, tensor in found:
-                slot = self.ring.places.get((layer, name))
-                if slot is None:
-                    slot = self.ring.slot(layer, name)
-                kind = type(tensor)
-                if kind in PLAIN and tensor.dtype in FORMATS:
-                    if name == "activation":
-                        self.ring.high.add(layer)
-                    part = tensor, FORMATS[tensor.dtype], None, slot, order, MAGNITUDE
-                elif kind in self._per_tensor:
-                    codes = tensor._data
-                    codes = tensor._transpose if codes is None else codes
-                    part = codes, self._numbers[int(tensor._fp8_dtype)], tensor._scale_inv, slot, order, MAGNITUDE
-                else:
-                    parts = self._parts(gemm_operand(tensor, columnwise=gemm == "wgrad"), slot, order)
-                    tensors += parts
-                    order += bool(parts)
-                    continue
-                if part[0].numel():
-                    tensors.append(tuple.__new__(Largest, part))  # Largest() would call a Python function
-                    order += 1
-            if tensors:
-                device = tensors[0].values.device
-                if device.type != "cuda" or not torch._C._cuda_isCurrentStreamCapturing():
-                    self.ring.add(tensors, device)
-        except Exception as error:
-            self.modules = ()  # a second failure would only slow the training
-            self.unwatched["failed"] += 1
-            self._report("watching the GEMMs of", layer, error)
+    def note(
+        self, forward: Forward, layout: str, gemms: Iterable[tuple[Any, Any, Any]], *, accumulates: bool | None
+    ) -> None:
+        """Add the tensors of a forward's last GEMM, or of the GEMMs of its experts.
 
-    def _parts(self, tensor: Any, slot: int, order: int) -> list[Largest]:
+        Args:
+            gemms: A, B and the result of each.
+            accumulates: whether each is added to its result.
+        """
+        if not self.is_on:
+            return
+        gemm = GEMM_OF_LAYOUT[layout]
+        first = forward.half if forward.halves else 0
+        try:
+            tensors: list[Largest] = []
+            order = self.ring.order
+            for index, (a, b, out) in enumerate(gemms, first):
+                layer = forward.layers[index]
+                for name, tensor in self._to_add(forward, index, gemm, (a, b, None if accumulates else out)):
+                    slot = self.ring.places.get((layer, name))
+                    if slot is None:
+                        slot = self.ring.slot(layer, name)
+                    place = len(order)
+                    order.append(slot)
+                    kind = type(tensor)
+                    if kind in PLAIN and tensor.dtype in FORMATS:
+                        if name == "activation":
+                            self.ring.high.add(layer)
+                        part = tensor, FORMATS[tensor.dtype], None, slot, place, MAGNITUDE
+                    elif kind in self._per_tensor:
+                        codes = tensor._data
+                        codes = tensor._transpose if codes is None else codes
+                        part = codes, self._numbers[int(tensor._fp8_dtype)], tensor._scale_inv, slot, place, MAGNITUDE
+                    else:
+                        tensors += self._parts(gemm_operand(tensor, columnwise=gemm == "wgrad"), slot, place)
+                        continue
+                    if part[0].numel():
+                        tensors.append(tuple.__new__(Largest, part))  # Largest() would call a Python function
+            if not tensors:
+                return
+            device = tensors[0].values.device
+            if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+                self.unwatched["GEMMs in CUDA graphs"] += 1
+            else:
+                self.ring.add(tensors, device)
+        except Exception as error:
+            self.is_on = False  # a second failure would only slow the training
+            self.unwatched["failed"] += 1
+            self._report("watching the GEMMs of", forward.layers[first], error)
+
+    def _to_add(self, forward: Forward, index: int, gemm: str, tensors: tuple[Any, Any, Any]) -> list[tuple[str, Any]]:
+        """Return the tensors of a GEMM that it is the first to read, with their names."""
+        a, b, out = tensors
+        found: list[tuple[str, Any]] = []
+        gradients = forward.watched
+        if gemm == "fprop":
+            layer = forward.layers[index]
+            if layer not in self._weights:
+                self._weights.add(layer)
+                found.append(("weight", a))
+            found.append(("activation", b))
+            if out is not None and out.dtype is torch.float16:
+                found.append(("output", out))
+            return found
+        if gradients is not None and index not in gradients:
+            gradients.add(index)
+            found.append(("gradient", b))
+        if out is not None and (gemm == "wgrad" or out.dtype is torch.float16):
+            found.append((gemm, out))
+        return found
+
+    def _parts(self, tensor: Any, slot: int, place: int) -> list[Largest]:
         """Return a tensor, and the scales of its blocks, as the ring takes them; empty if it takes no such tensor."""
         kind = type(tensor)
         if kind in PLAIN:
             if tensor.dtype in FORMATS:
-                return [Largest(tensor, FORMATS[tensor.dtype], None, slot, order)]
+                return [Largest(tensor, FORMATS[tensor.dtype], None, slot, place)]
             self.unwatched[str(tensor.dtype)] += 1
             return []
         mode = scaling_mode(tensor)
@@ -123,7 +138,7 @@ class EveryStep:
             return []
         if mode == NVFP4:
             amax = tensor._amax_rowwise
-            return [Largest(tensor._amax_columnwise if amax is None else amax, FLOAT32, None, slot, order)]
+            return [Largest(tensor._amax_columnwise if amax is None else amax, FLOAT32, None, slot, place)]
         number = E5M2 if fp8_format(tensor) is E5M2_FORMAT else E4M3
         if mode == PER_TENSOR:
             self._numbers[int(tensor._fp8_dtype)] = number
@@ -131,12 +146,12 @@ class EveryStep:
                 self._per_tensor.add(kind)
             codes = tensor._data
             codes = tensor._transpose if codes is None else codes
-            return [Largest(codes, number, tensor._scale_inv, slot, order)] if codes.numel() else []
+            return [Largest(codes, number, tensor._scale_inv, slot, place)] if codes.numel() else []
         stored = read_stored(tensor, columnwise=tensor._rowwise_data is None)
         if stored is None or not stored.codes.numel():
             return []
-        codes = Largest(stored.codes, number, None, slot, order)
+        codes = Largest(stored.codes, number, None, slot, place)
         if stored.scale_format is not None:
-            return [codes, Largest(stored.scales, E8M0, None, slot, order, SCALE)]
+            return [codes, Largest(stored.scales, E8M0, None, slot, place, SCALE)]
         scales = torch.where(stored.scales == 1.0, 0.0, stored.scales)  # TE gives a block of zeros the scale 1
-        return [codes, Largest(scales, FLOAT32, None, slot, order, SCALE)]
+        return [codes, Largest(scales, FLOAT32, None, slot, place, SCALE)]

@@ -171,7 +171,7 @@ class ForwardHooks:
         self._watched.watch(modules, refused, fused)
         self._watched.leave_graphs(self.answers.refused.acting)
         self._tap.watch(self._watched.modules, self._watched.layers, operations)
-        self.every_step.modules = frozenset(self._watched.modules if self._watches_every_step else ())
+        self.every_step.is_on = self._watches_every_step and bool(self._watched.modules or operations)
         self.gemm_errors.watch(modules)
         self._gemm_records.watch(modules)
         self.plans.forget()

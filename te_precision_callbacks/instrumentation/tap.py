@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -172,7 +172,7 @@ class GemmTap:
         """
         self._listening = _Listening(listeners, before, plans)
         self._running.has_ranges = ranges
-        is_needed = listeners or ranges or (watches and self._every_step.modules)
+        is_needed = listeners or ranges or (watches and self._every_step.is_on)
         if is_needed and not self._seams:
             self._install()
         elif not is_needed and self._seams:
@@ -244,46 +244,43 @@ class GemmTap:
                 self._running.thread_state.entered = self._attention.enter(module)
             elif id(module) in self._observed:
                 self._running.thread_state.entered = self._make_forward(module)
-            elif id(module) in self._every_step.modules:
-                self._running.thread_state.entered = self._watched_forward(module)
             else:
-                self._running.thread_state.entered = self._forward_for_ranges(module)
+                self._running.thread_state.entered = self._unobserved_forward(module)
             return result
 
         return absent_from_graphs(prepare_forward, upstream)
 
-    def _watched_forward(self, module: Any) -> Forward:
-        """Make the forward of a module with GEMMs for the watch of every step alone."""
+    def _unobserved_forward(self, module: Any, compiled: Any = None) -> Forward:
+        """Make the forward of a module without events: for the watch of every step, and for ranges."""
+        layers = self._layers.get(id(module))
+        if layers is None or not (self._every_step.is_on or self._running.has_ranges):
+            return unobserved_forward()
         try:
-            if self._classify(module) is not ForwardKind.OBSERVED:
-                return self._forward_for_ranges(module)
-            halves = te_modules.of(module).is_mlp
-            entered = Forward(self._layers[id(module)], ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
+            entered = Forward(layers, ForwardKind.UNTOUCHED, "", halves=te_modules.of(module).is_mlp, has_events=False)
+            if self._every_step.is_on and self._kind(module, compiled) is ForwardKind.OBSERVED:
+                entered.watched = set()
         except Exception as error:
             self._report("watching the forward of", str(getattr(module, "name", "a module")), error)
             return unobserved_forward()
-        entered.watched = set()
         return entered
 
-    def _forward_for_ranges(self, module: Any) -> Forward:
-        layers = self._layers.get(id(module)) if self._running.has_ranges else None
-        if layers is None:
-            return unobserved_forward()
-        return Forward(layers, ForwardKind.UNTOUCHED, "", halves=te_modules.of(module).is_mlp, has_events=False)
+    def _kind(self, module: Any, compiled: Any) -> ForwardKind:
+        if compiled is None:
+            return self._classify(module)
+        with torch.set_grad_enabled(compiled.is_grad_enabled):
+            return self._classify(module)
 
     def _make_forward(self, module: Any, compiled: Any = None) -> Forward:
         """Make the forward of a module; ``compiled``: the arguments of its operator in a graph."""
         try:
             halves = te_modules.of(module).is_mlp
+            kind = self._kind(module, compiled)
             if compiled is None:
-                kind = self._classify(module)
                 recipe = recipe_in_force(module, fp8=module.fp8)
             else:
-                with torch.set_grad_enabled(compiled.is_grad_enabled):
-                    kind = self._classify(module)
                 recipe = recipe_of_operator(module, compiled)
             entered = Forward(self._layers[id(module)], kind, recipe, halves=halves)
-            if kind is ForwardKind.OBSERVED and compiled is None and id(module) in self._every_step.modules:
+            if kind is ForwardKind.OBSERVED and self._every_step.is_on:
                 entered.watched = set()
             entered.wanted = () if self._enter is None else self._enter(module, kind, compiled)
             if entered.wanted:
@@ -301,7 +298,7 @@ class GemmTap:
     def _begin_compiled(self, module: Any, arguments: Any) -> Forward:
         if id(module) in self._observed:
             return self._make_forward(module, arguments)
-        return self._forward_for_ranges(module)
+        return self._unobserved_forward(module, arguments)
 
     def _forward_in_graph(self, arguments: Sequence[Any]) -> Forward | None:
         """Make the forward of a compiled ``te.Linear`` with delayed scaling: its graph ends before the autograd
@@ -444,6 +441,18 @@ class GemmTap:
         if name_arguments is None:
             return upstream
 
+        def watch(forward: Forward, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
+            note = self._every_step.note
+            if not grouped and len(operands) == 2:
+                layout = keywords.get("layout", "TN")
+                note(forward, layout, ((*operands, result[0]),), accumulates=keywords.get("accumulate"))
+            elif any(map(is_grouped_tensor, (*operands, *keywords.values()))) and torch.cuda.is_available():
+                self._every_step.unwatched["GEMMs of grouped tensors"] += 1  # their rows are on the device
+            else:
+                arguments = {"layout": "TN", **name_arguments(operands), **keywords}
+                accumulates = arguments.get("accumulate")
+                note(forward, arguments["layout"], _lazily(gemms, arguments, result), accumulates=accumulates)
+
         @functools.wraps(upstream)
         def tapped(*operands: Any, **keywords: Any) -> Any:
             call = upstream
@@ -454,7 +463,11 @@ class GemmTap:
                 return call(*operands, **keywords)
             forward = current.running or current.entered
             listeners = self._listening.listeners
-            is_compiled = forward is None and not grouped and bool(self._compiled.modules and listeners)
+            is_compiled = (
+                forward is None
+                and not grouped
+                and bool(self._compiled.modules and (listeners or self._every_step.is_on))
+            )
             if is_compiled:
                 layout = {"layout": "TN", **name_arguments(operands), **keywords}["layout"]
                 forward = self._find_compiled(GEMM_OF_LAYOUT[layout])
@@ -471,7 +484,7 @@ class GemmTap:
                     current.in_gemm = False
                 if forward.halves and not self._running.has_ranges:  # a range has advanced to the layer
                     forward.next_layer_index(GEMM_OF_LAYOUT[keywords.get("layout", "TN")], None)
-                self._every_step.note(forward, operands, keywords, result)
+                watch(forward, operands, keywords, result)
                 return result
             planned = not grouped and forward is not None and forward.plans is not None and len(operands) == 2
             plans = self._listening.plans if planned else None
@@ -492,12 +505,12 @@ class GemmTap:
                 key = plans.follow(forward, operands, keywords, result)
                 if key is None:
                     next(self._running.gemm_counter)
-                    self._every_step.note(forward, operands, keywords, result)
+                    watch(forward, operands, keywords, result)
                     return result
                 arguments = {"layout": "TN", **name_arguments(operands), **keywords}
             self._emit(forward, arguments, result, gemms, before, grouped=grouped, key=key)
-            if forward is not None:
-                self._every_step.note(forward, operands, keywords, result)
+            if forward is not None and forward.watched is not None:
+                watch(forward, operands, keywords, result)
             if is_compiled and forward is not None and forward.high:
                 forward.high = {}
             return result
@@ -599,6 +612,10 @@ class GemmTap:
         except Exception as error:
             layer = OUTSIDE if forward is None else forward.layers[0]
             self._report("observing the GEMMs of", layer, error)
+
+
+def _lazily(gemms: GemmsOfCall, arguments: Mapping[str, Any], result: Any) -> Iterator[tuple[Any, Any, Any]]:
+    yield from gemms(arguments, result)
 
 
 def _with_own_wgrad(upstream: Callable[..., Any], *operands: Any, **keywords: Any) -> Any:

@@ -17,7 +17,7 @@ from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.instrumentation.arguments import forward_arguments
 from te_precision_callbacks.instrumentation.current_call import Forward, Running, unobserved_forward
-from te_precision_callbacks.layers.forwards import Classify
+from te_precision_callbacks.layers.forwards import Classify, ForwardKind
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.layers.round_robin import RoundRobin
@@ -113,10 +113,11 @@ class OperationsTap:
         if not layers:
             return unobserved_forward()
         named = tuple(name for layer in layers for name in layer)
-        has_events = len(layers) == 1
-        return Forward(
-            named, self._running.thread_state.kind, recipe_text(current_recipe()), halves=False, has_events=has_events
-        )
+        kind = self._running.thread_state.kind
+        forward = Forward(named, kind, recipe_text(current_recipe()), halves=False, has_events=len(layers) == 1)
+        if kind is ForwardKind.OBSERVED and forward.has_events:
+            forward.watched = set()
+        return forward
 
 
 class AttentionTap:

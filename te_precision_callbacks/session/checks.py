@@ -341,7 +341,7 @@ class EveryStepCheck:
             self._watch.end_step()
             self._add(self._watch.ring.end_step(iteration))
         except Exception as error:
-            self._watch.modules = ()
+            self._watch.is_on = False
             self._failures.report("reading what was watched in", f"iteration {iteration}", error)
         if waits:
             self.read()
@@ -351,7 +351,7 @@ class EveryStepCheck:
         try:
             self._add(self._watch.ring.take())
         except Exception as error:
-            self._watch.modules = ()
+            self._watch.is_on = False
             self._failures.report("reading", "what was watched in the last steps", error)
 
     def record(self, why: str, iteration: int, *, of_all: bool = False) -> None:
@@ -381,7 +381,8 @@ class EveryStepCheck:
                     self._events.append(Event("changed", str(change), change.since, data=change.as_json()))
             self._watched += bool(row.order)
             if self._watched == LEAST_HISTORY and row.order:
-                text = f"The GEMMs of {many(len(self._watch.modules), 'module')} are watched in every step"
+                layers = {slot.layer for slot in self._watch.ring.slots}
+                text = f"The GEMMs of {many(len(layers), 'layer')} are watched in every step"
                 if self._watch.unwatched:
                     text += f", except {some_of(self._watch.unwatched)}"
                 self._events.append(Event("every_step_watched", f"{text}.", row.iteration))

@@ -313,3 +313,75 @@ def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
         for row in run._every_step.steps.rows:
             assert len(row.magnitudes) == 16
             assert (row.magnitudes > 0).all()
+
+
+class Experts(torch.nn.Module):
+    """Experts, of which the middle one gets tokens in the first steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = te.Linear(64, 64)
+        self.experts = te.GroupedLinear(3, 64, 64)
+        self.rows = [16, 16, 16]
+
+    def forward(self, x: torch.Tensor, put: Hook) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=RECIPES["current"]()):
+            return self.experts(put("between", self.first(x)), self.rows)
+
+
+class Operations(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = te.ops.Sequential(te.ops.Linear(64, 64), te.ops.GELU())
+        self.second = te.ops.Sequential(te.ops.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor, put: Hook) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=RECIPES["current"]()):
+            return self.second(put("between", self.first(x)))
+
+
+class Compiled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = te.Linear(64, 64)
+        self.second = te.Linear(64, 64)
+        self.compiled = torch.compile(self._forward, dynamic=False)
+
+    def _forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) * factor)
+
+    def forward(self, x: torch.Tensor, put: Hook) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=RECIPES["current"]()):
+            return self.compiled(x, put("between", torch.ones(x.shape)))
+
+
+OTHER_MODELS = {
+    Experts: "experts.gemm_0",
+    Operations: "second.0",
+    Compiled: "second",
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", OTHER_MODELS)
+def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path) -> None:
+    model = kind()
+    steps = 30
+    put = nan_at("between", steps - 2, 0)
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        run: Any = session._run
+        for step in range(steps):
+            if isinstance(model, Experts) and step > 16:
+                model.rows = [16, 0, 32]
+            model(torch.randn(48, 64), put(step, 0, model) or (lambda place, x: x)).sum().backward()
+            session.step()
+        watched = run.hooks.every_step
+    layers = {slot.layer for slot in watched.ring.slots}
+    assert watched.ring.slots == list(dict.fromkeys(watched.ring.slots))
+    assert {Slot(layer, tensor) for layer in layers for tensor in ("weight", "activation", "gradient", "wgrad")} == set(
+        watched.ring.slots
+    )
+    assert not watched.unwatched
+    finding = only(session, "nonfinite")
+    assert (finding.layers, finding.tensor, finding.since) == ((OTHER_MODELS[kind],), "activation", steps - 2)
+    assert [found.rule for found in session.findings if found.rule == "uncalled-layer"] == []

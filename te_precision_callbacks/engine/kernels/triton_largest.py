@@ -79,14 +79,16 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     padded = [*tensors, *[tensors[0]] * (TOGETHER - len(tensors))]
     unused = TOGETHER - len(tensors)
     numbers = [*words, *[0] * unused, *begins[1:], *[programs] * unused]
+    pointers: list[int] = []
+    of_scales: list[int] = []
     for tensor in padded:
         numbers += tensor.format, COLUMNS * tensor.slot + tensor.column, COLUMNS * tensor.slot + FIRST, tensor.order
+        pointers.append(tensor.values.data_ptr())
+        of_scales.append((one if tensor.scale is None else tensor.scale).data_ptr())
     launcher = _launchers.get(device)
     if launcher is not None:
         launch, settings = launcher
-        pointers = [tensor.values.data_ptr() for tensor in padded]
-        pointers += [(one if tensor.scale is None else tensor.scale).data_ptr() for tensor in padded]
-        arguments = *pointers, row.data_ptr(), *numbers, _WORDS
+        arguments = *pointers, *of_scales, row.data_ptr(), *numbers, _WORDS
         try:
             launch(programs, 1, 1, raw_stream_of(device)(), *settings, arguments)
             return
