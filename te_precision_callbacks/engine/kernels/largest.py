@@ -77,7 +77,8 @@ def _with_triton(tensors: Sequence[Largest], row: torch.Tensor) -> None:
             (fitting if triton_largest.fits(tensor) else others).append(tensor)
         for begin in range(0, len(fitting), triton_largest.TOGETHER):
             triton_largest.add(fitting[begin : begin + triton_largest.TOGETHER], row)
-        _all_in_torch(others, row)
+        if others:
+            _all_in_torch(others, row)
     except torch.OutOfMemoryError:
         raise  # not caused by the kernel
     except Exception as error:

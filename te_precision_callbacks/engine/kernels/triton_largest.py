@@ -54,7 +54,7 @@ _launchers: dict[torch.device, _Launcher | None] = {}
 def fits(tensor: Largest) -> bool:
     """Return whether the kernel can read a tensor."""
     values = tensor.values
-    size = values.numel() * values.element_size()
+    size = values.nbytes
     return 0 < size < 2**33 and size % 4 == 0 and values.data_ptr() % 16 == 0 and values.is_contiguous()
 
 
@@ -72,7 +72,7 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     begins: list[int] = []
     programs = 0
     for tensor in tensors:
-        count = tensor.values.numel() * tensor.values.element_size() // 4
+        count = tensor.values.nbytes // 4
         words.append(count)
         begins.append(programs)
         programs += min(most, -(-count // _WORDS))
