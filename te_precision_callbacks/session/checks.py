@@ -15,6 +15,7 @@ from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.contract import Contract
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.contract_keeper import (
@@ -32,7 +33,7 @@ from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.flight.changes import LEAST_HISTORY, Changes, Kind
 from te_precision_callbacks.flight.rows import StepRow
-from te_precision_callbacks.flight.steps import LastSteps
+from te_precision_callbacks.flight.steps import LastSteps, Origin
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow import DebugActivationOverflow
@@ -82,9 +83,11 @@ class RuleChecks:
         findings = self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None)
         self._react(findings, scalars.iteration)
 
-    def event(self, event: Event) -> None:
-        """Check an event, and report its findings, unless its source has reported it."""
-        findings = self._diagnosis.event(event, None if event.data.get("of_all") else own_rank() or None)
+    def event(self, event: Event, rank: int | None = None) -> None:
+        """Check an event, and report its findings, unless its source has reported it; ``rank``: if of another rank."""
+        if rank is None and not event.data.get("of_all"):
+            rank = own_rank() or None
+        findings = self._diagnosis.event(event, rank)
         if event.kind in _NOT_REPORTED:
             self._react(findings, event.iteration)
 
@@ -323,7 +326,11 @@ class ParameterChecks:
 
 
 class EveryStepCheck:
-    """Reads the watch of every step, and adds events for the origin of inf and nan and for sudden changes."""
+    """Reads the watch of every step, and adds events for the origin of inf and nan and for sudden changes.
+
+    Attributes:
+        unsent: where inf and nan began, which the other ranks do not know yet.
+    """
 
     def __init__(self, context: RunContext, watch: EveryStep) -> None:
         self._events = context.events
@@ -331,6 +338,7 @@ class EveryStepCheck:
         self._watch = watch
         self.steps = LastSteps(watch.ring.slots)
         self._changes = Changes(watch.ring.slots)
+        self.unsent: list[Origin] = []
         self._watched = 0
         self._records_left = MOST_RECORDS
         self._left = dict.fromkeys(get_args(Kind), MOST_CHANGES)
@@ -366,15 +374,19 @@ class EveryStepCheck:
             count = many(len(self.steps.rows), "step")
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 
+    def exchange_origins(self, ranks: Ranks) -> list[tuple[int, Event]]:
+        """Return rank and event of each other rank that has found where inf and nan began."""
+        own = own_rank()
+        entries = ranks.pool([(own, origin) for origin in self.unsent], "origins", tuple[int, Origin])
+        self.unsent.clear()
+        return [(rank, _event_of(origin)) for rank, origin in entries if rank != own]
+
     def _add(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
             origin = self.steps.add(row)
             if origin is not None:
-                phase = "backward" if origin.in_backward else "forward"
-                data = origin.as_json()
-                text = f"{origin.tensor} of {origin.layer}: {origin}."
-                place = origin.layer, origin.tensor
-                self._events.append(Event("first_nonfinite", text, row.iteration, "error", phase, *place, data=data))
+                self._events.append(_event_of(origin))
+                self.unsent.append(origin)
             for change in self._changes.add(row):
                 self._left[change.kind] -= 1
                 if self._left[change.kind] >= 0:
@@ -386,6 +398,13 @@ class EveryStepCheck:
                 if self._watch.unwatched:
                     text += f", except {some_of(self._watch.unwatched)}"
                 self._events.append(Event("every_step_watched", f"{text}.", row.iteration))
+
+
+def _event_of(origin: Origin) -> Event:
+    phase = "backward" if origin.in_backward else "forward"
+    text = f"{origin.tensor} of {origin.layer}: {origin}."
+    data = origin.as_json()
+    return Event("first_nonfinite", text, origin.iteration, "error", phase, origin.layer, origin.tensor, data=data)
 
 
 class OverflowCheck:

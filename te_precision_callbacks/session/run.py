@@ -255,13 +255,18 @@ class Run:
         # Reduce the statistics over the ranks, and begin the next iteration.
         ranks = self.context.ranks
         optimizer_steps = self._loop_checks.optimizer_steps
-        ranks.request(losses=ranks.leads and optimizer_steps > 1 and not self._trainer_scalars.has_loss)
+        wants_losses = ranks.leads and optimizer_steps > 1 and not self._trainer_scalars.has_loss
+        ranks.request(losses=wants_losses, origins=bool(self._every_step.unsent))
         self._contract.begin_step(iteration)
         self._reduce(ending)
         self.hooks.begin(self.context.iteration)
         # Check the facts, and the statistics where they are delivered.
         self._send_pending()
-        if ranks.losses_are_wanted:
+        if ranks.requested.origins:
+            of_others = self._every_step.exchange_origins(ranks)
+            for rank, event in of_others if ranks.leads else ():
+                self._rules.event(event, rank)
+        if ranks.requested.losses:
             shared = self._trainer_scalars.exchange_losses()
             self._send_scalars(shared if ranks.leads else ())
         self._check_facts(iteration)

@@ -18,6 +18,7 @@ from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
+from tests.forked import launched
 from tests.instrumentation.gemm_spy import BLACKWELL, RECIPES
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
@@ -385,3 +386,14 @@ def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path)
     finding = only(session, "nonfinite")
     assert (finding.layers, finding.tensor, finding.since) == ((OTHER_MODELS[kind],), "activation", steps - 2)
     assert [found.rule for found in session.findings if found.rule == "uncalled-layer"] == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("step", [5, 7])
+def test_the_first_rank_knows_where_it_began_on_another_one(step: int, tmp_path: Path) -> None:
+    """Statistics are sent in step 5, and in the steps after 7 not before step 10, when the weights have nan too."""
+    first, second = launched(Path(__file__).with_name("origin_script.py"), [str(tmp_path), str(step)])
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout.splitlines()[-1] == f"nonfinite ('2',) activation {step} (1,)"
+    verdict = diagnose(tmp_path)
+    assert (verdict[0].layers, verdict[0].since, verdict[0].ranks) == (("2",), step, (1,))

@@ -96,11 +96,13 @@ class Requests(NamedTuple):
         check: check the contract.
         stop: stop the run.
         losses: send the training losses to rank 0.
+        origins: send where inf and nan began.
     """
 
     check: bool = False
     stop: bool = False
     losses: bool = False
+    origins: bool = False
 
 
 class RanksLostError(ReductionError):

@@ -200,9 +200,9 @@ class Ranks:
         self.request(check=note)
 
     @property
-    def losses_are_wanted(self) -> bool:
-        requested = None if self.messages is None else self.messages.requested
-        return requested is not None and requested.losses
+    def requested(self) -> Requests:
+        """The requests of all ranks in this step, combined; none without a message."""
+        return (self.messages and self.messages.requested) or Requests()
 
     def request(self, **requests: bool) -> None:
         """Set fields of :class:`Requests`, which are sent with the values of this step."""

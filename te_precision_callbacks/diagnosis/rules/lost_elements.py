@@ -161,7 +161,8 @@ class Nonfinite(RuleCheck):
             found = found._replace(remedy=_REMEDY_BETWEEN.format(between))
         else:
             found = found._replace(remedy=_REMEDY_BETWEEN.format(f"the batch, and what runs before {event.layer}"))
-        self._first = self._first or found
+        if self._first is None or event.iteration < (self._first.since or 0):  # known late, from another rank
+            self._first = found
         yield self._first
 
 
