@@ -185,6 +185,24 @@ def test_a_batch_that_is_far_larger_than_the_others(tmp_path: Path) -> None:
     assert finding.layers[0] == "linear", "the norm of the first layer takes the factor away"
 
 
+def test_an_inf_that_the_cast_hides(tmp_path: Path) -> None:
+    def at(step: int, batch: int, model: Blocks) -> Hook | None:
+        if step == 22:
+            return lambda place, x: x.index_fill(1, torch.tensor([7]), math.inf) if place == "between" else x
+        return None
+
+    model = Blocks("current")
+    model.head = te.Linear(64, 64)  # a norm would make nan of it
+    finding = only(train(model, 26, tmp_path, at), "spike")
+    assert (finding.layers[0], finding.tensor, finding.since, finding.severity) == (
+        "linear",
+        "activation",
+        22,
+        "warning",
+    )
+    assert "to which the cast turns an inf" in finding.seen
+
+
 def test_a_step_without_low_precision(tmp_path: Path) -> None:
     session = train(Blocks("current"), 26, tmp_path, calls=lambda step: {"enabled": step != 22})
     finding = only(session, "precision-gap")
