@@ -6,7 +6,8 @@ wgrad; and in float16, where finite operands can overflow. A wgrad that is added
 not count.
 
 What the codes say of inf and nan follows from the casts of Transformer Engine 2.20.2: FP8 keeps nan, and MXFP8 keeps
-inf in its scales. Casts saturate otherwise, so an inf in FP8, or a nan in NVFP4, is a large number from there on.
+inf in its scales. Casts saturate otherwise. With delayed scaling, the largest magnitude is read from the quantizer,
+which has it before the cast, with inf. An inf under another scaling of FP8, or a nan in NVFP4, is a large number.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from te_precision_callbacks.base.numerics.layouts import (
 )
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT
 from te_precision_callbacks.engine.kernels.columns import E4M3, E5M2, E8M0, FLOAT32, FORMATS, MAGNITUDE, SCALE, Largest
+from te_precision_callbacks.engine.kernels.largest import of_amax
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.current_call import Forward
 
@@ -86,6 +88,9 @@ class EveryStep:
                         codes = tensor._data
                         codes = tensor._transpose if codes is None else codes
                         part = codes, self._numbers[int(tensor._fp8_dtype)], tensor._scale_inv, slot, place, MAGNITUDE
+                        amax = getattr(tensor._quantizer, "amax", None)
+                        if amax is not None:
+                            tensors.append(of_amax(amax, slot, place))
                     else:
                         tensors += self._parts(gemm_operand(tensor, columnwise=gemm == "wgrad"), slot, place)
                         continue
@@ -146,7 +151,11 @@ class EveryStep:
                 self._per_tensor.add(kind)
             codes = tensor._data
             codes = tensor._transpose if codes is None else codes
-            return [Largest(codes, number, tensor._scale_inv, slot, place)] if codes.numel() else []
+            if not codes.numel():
+                return []
+            amax = getattr(tensor._quantizer, "amax", None)
+            of_quantizer = [] if amax is None else [of_amax(amax, slot, place)]
+            return [Largest(codes, number, tensor._scale_inv, slot, place), *of_quantizer]
         stored = read_stored(tensor, columnwise=tensor._rowwise_data is None)
         if stored is None or not stored.codes.numel():
             return []

@@ -185,6 +185,23 @@ def test_a_batch_that_is_far_larger_than_the_others(tmp_path: Path) -> None:
     assert finding.layers[0] == "linear", "the norm of the first layer takes the factor away"
 
 
+@pytest.mark.parametrize("number", [math.inf, 2.0**12])
+def test_delayed_scaling_is_read_before_the_cast(number: float, tmp_path: Path) -> None:
+    """The cast turns both into the largest number of the last steps."""
+
+    def at(step: int, batch: int, model: Blocks) -> Hook | None:
+        if (step, batch) == (22, 1):
+            return lambda place, x: x.index_fill(1, torch.tensor([7]), number) if place == "between" else x
+        return None
+
+    model = Blocks("delayed")
+    model.head = te.Linear(64, 64)  # a norm would make nan of it
+    session = train(model, 26, tmp_path, at)
+    finding = only(session, "spike" if math.isfinite(number) else "nonfinite")
+    assert (finding.layers[0], finding.tensor, finding.since) == ("linear", "activation", 22)
+    assert ("is 4,100" if math.isfinite(number) else "micro-batch 1") in finding.seen
+
+
 def test_an_inf_that_the_cast_hides(tmp_path: Path) -> None:
     def at(step: int, batch: int, model: Blocks) -> Hook | None:
         if step == 22:
