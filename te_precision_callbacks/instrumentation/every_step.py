@@ -7,8 +7,8 @@ not count.
 
 What the codes say of inf and nan follows from the casts of Transformer Engine 2.20.2: FP8 keeps nan, and MXFP8 keeps
 inf in its scales. Casts saturate otherwise. With delayed scaling, the largest magnitude is read from the quantizer,
-which has it before the cast, with inf; with NVFP4, the tensor that a module gets is read before the cast. Otherwise an inf
-in FP8 is a large number, and so is a nan in a gradient in NVFP4, which the check of gradients then finds.
+which has it before the cast, with inf; with NVFP4, the tensor that a module gets is read before the cast. Otherwise an
+inf in FP8 is a large number, and so is a nan in a gradient in NVFP4, which the check of gradients then finds.
 """
 
 from __future__ import annotations
