@@ -13,7 +13,6 @@ inf in FP8 is a large number, and so is a nan in a gradient in NVFP4, which the 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -41,14 +40,12 @@ class EveryStep:
 
     Attributes:
         is_on: whether anything is watched.
-        unwatched: tensors and GEMMs that were not added -> their number.
         cast_hides_nan: whether a GEMM in NVFP4 has run, so that modules' inputs are added before the cast.
     """
 
     def __init__(self, ring: Ring, report: Callable[[str, str, Exception], None]) -> None:
         self.ring = ring
         self.is_on = False
-        self.unwatched: Counter[str] = Counter()
         self.cast_hides_nan = False
         self._report = report
         self._weights: set[str] = set()
@@ -83,6 +80,9 @@ class EveryStep:
                     place = len(order)
                     order.append(slot)
                     kind = type(tensor)
+                    if kind not in PLAIN and kind not in self._per_tensor:
+                        tensor = gemm_operand(tensor, columnwise=gemm == "wgrad")
+                        kind = type(tensor)
                     if kind in PLAIN and tensor.dtype in FORMATS:
                         if name == "activation":
                             self.ring.high.add(layer)
@@ -95,7 +95,7 @@ class EveryStep:
                         if amax is not None:
                             tensors.append(of_amax(amax, slot, place))
                     else:
-                        tensors += self._parts(gemm_operand(tensor, columnwise=gemm == "wgrad"), slot, place)
+                        tensors += self._parts(tensor, slot, place)
                         continue
                     if part[0].numel():
                         tensors.append(tuple.__new__(Largest, part))  # Largest() would call a Python function
@@ -127,13 +127,13 @@ class EveryStep:
             return
         device = tensors[0].values.device
         if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
-            self.unwatched["GEMMs in CUDA graphs"] += 1
+            self.ring.unwatched["GEMMs in CUDA graphs"] += 1
         else:
             self.ring.add(tensors, device)
 
     def _fail(self, layer: str, error: Exception) -> None:
         self.is_on = False  # a second failure would only slow the training
-        self.unwatched["failed"] += 1
+        self.ring.unwatched["failed"] += 1
         self._report("watching the GEMMs of", layer, error)
 
     def _to_add(self, forward: Forward, index: int, gemm: str, tensors: tuple[Any, Any, Any]) -> list[tuple[str, Any]]:
@@ -164,11 +164,11 @@ class EveryStep:
         if kind in PLAIN:
             if tensor.dtype in FORMATS:
                 return [Largest(tensor, FORMATS[tensor.dtype], None, slot, place)]
-            self.unwatched[str(tensor.dtype)] += 1
+            self.ring.unwatched[str(tensor.dtype)] += 1
             return []
         mode = scaling_mode(tensor)
         if mode is None:
-            self.unwatched[kind.__name__] += 1
+            self.ring.unwatched[kind.__name__] += 1
             return []
         if mode == NVFP4:
             self.cast_hides_nan = True

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -13,11 +14,13 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.diagnosis import diagnose
-from te_precision_callbacks.flight.rows import Slot
+from te_precision_callbacks.flight.rows import Slot, StepRow
+from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
+from tests.conftest import feature
 from tests.forked import launched
 from tests.instrumentation.gemm_spy import BLACKWELL, RECIPES
 
@@ -420,7 +423,7 @@ def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path)
     assert {Slot(layer, tensor) for layer in layers for tensor in ("weight", "activation", "gradient", "wgrad")} == set(
         watched.ring.slots
     )
-    assert not watched.unwatched
+    assert not any(row.unwatched for row in run._every_step.steps.rows)
     finding = only(session, "nonfinite")
     assert (finding.layers, finding.tensor, finding.since) == ((OTHER_MODELS[kind],), "activation", steps - 2)
     assert [found.rule for found in session.findings if found.rule == "uncalled-layer"] == []
@@ -435,3 +438,21 @@ def test_the_first_rank_knows_where_it_began_on_another_one(step: int, tmp_path:
     assert first.stdout.splitlines()[-1] == f"nonfinite ('2',) activation {step} (1,)"
     verdict = diagnose(tmp_path)
     assert (verdict[0].layers, verdict[0].since, verdict[0].ranks) == (("2",), step, (1,))
+
+
+def test_layers_on_the_debug_path(tmp_path: Path) -> None:
+    config = {"s": feature("DisableFP8GEMM", ["linear"], gemms=["fprop"])}
+    finding = only(train(Blocks("current"), 10, tmp_path, nan_at("between", 7, 0), config=config), "nonfinite")
+    assert (finding.layers, finding.tensor, finding.since) == (("linear",), "activation", 7)
+
+
+def test_what_is_not_watched_is_said() -> None:
+    steps = LastSteps([Slot("a", "activation"), Slot("b", "activation")])
+    row = StepRow(3, [0, 1], unwatched={"GEMMs of grouped tensors": 2})
+    bits = np.array([1.0, math.nan], np.float32).view(np.int32)
+    row.add(np.stack([bits, np.full(2, -1, np.int32), np.array([2**31 - 1, 1], np.int32)], axis=1))
+    origin = steps.add(row)
+    assert origin is not None
+    assert (origin.layer, origin.unwatched) == ("b", ("GEMMs of grouped tensors",))
+    assert "all that the watched GEMMs before it read is finite" in str(origin)
+    assert str(origin).endswith("they may have begun earlier, in what is not watched: GEMMs of grouped tensors")
