@@ -30,6 +30,9 @@ STEADY = 1.0
 GAP = 8
 """The most steps of a gap in low precision; the steps after which a layer is not called any more."""
 
+LARGEST_CODES = (448.0, 57344.0)
+"""Magnitudes of an inf in FP8 current scaling: Transformer Engine then sets the scale to 1, and the cast saturates."""
+
 Kind = Literal["spike", "weights", "precision", "uncalled"]
 
 
@@ -66,6 +69,8 @@ class Change:
             return f"{count} had a GEMM in each step, and no more since step {self.since}"
         others = len(self.slots) - 1
         more = f"; {many(others, 'more tensor')} in the same step" if others else ""
+        if self.now in LARGEST_CODES:
+            more += ". That is the largest number of FP8 at scale 1, to which the cast turns an inf"
         return (
             f"the largest magnitude of the {first.tensor} is {self.now:.3g} in step {self.since}, and was at most"
             f" {self.before:.3g} in the {LEAST_HISTORY} to {HISTORY} steps before{more}"

@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,7 @@ class Ring:
     Attributes:
         slots: all tensors so far; their places are their slots.
         places: layer and tensor -> slot.
-        order, high: of the current step; see :class:`StepRow`.
+        order, high, unwatched: of the current step; see :class:`StepRow`.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class Ring:
         self._devices: dict[torch.device, _OnDevice] = {}
         self.order: list[int] = []
         self.high: set[str] = set()
+        self.unwatched: Counter[str] = Counter()
         self._waiting: list[StepRow] = []
 
     def slot(self, layer: str, tensor: str) -> int:
@@ -55,9 +57,11 @@ class Ring:
 
     def end_step(self, iteration: int) -> list[StepRow]:
         """End a step; return the steps that the host has now, in order."""
-        self._waiting.append(StepRow(iteration, self.order, self.high))
+        self._waiting.append(StepRow(iteration, self.order, self.high, self.unwatched))
         self.order = []
         self.high = set()
+        if self.unwatched:
+            self.unwatched = Counter()
         for on in self._devices.values():
             on.end_step(self._waiting[-1])
         return self._take()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,11 +29,13 @@ class StepRow:
             that was not read. Of tensors with scaled blocks, an upper bound, at most twice as large (MXFP8).
         first: the place in ``order`` of the first tensor with inf or nan; None without one.
         high: the layers with an activation in high precision.
+        unwatched: tensors and GEMMs of the step that were not added -> their number.
     """
 
     iteration: int
     order: Sequence[int]
     high: Set[str] = frozenset()
+    unwatched: Mapping[str, int] = field(default_factory=dict)
     magnitudes: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     first: int | None = None
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.base.ranks import world_size
 from te_precision_callbacks.flight.rows import Slot, StepRow
 
@@ -34,6 +34,7 @@ class Origin:
         in_backward: whether all of them are tensors of the backward.
         since: the first step that was watched.
         ranks: the number of ranks.
+        unwatched: what the step has that was not watched, where they may have begun.
     """
 
     iteration: int
@@ -49,6 +50,7 @@ class Origin:
     in_backward: bool
     since: int
     ranks: int
+    unwatched: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,19 +63,26 @@ class Origin:
                 text += f": the optimizer wrote them in step {self.iteration - 1}, whose GEMMs read finite numbers"
                 if self.ranks > 1:
                     text += " on this rank: the gradients of another rank may have brought them"
-            return text
+            return text + self._limits
         of_batch = f"micro-batch {self.micro_batch} of " if self.micro_batches > 1 else ""
         text = f"inf or nan appear in {of_batch}{step}"
         if self.magnitude is not None:
             text += f", after a largest magnitude of {self.magnitude:.3g} in the step before"
         if self.before:
             layer, tensor = self.before
+            which = "the watched" if self.unwatched else "the"
             size = "" if self.before_magnitude is None else f" (at most {self.before_magnitude:.3g})"
-            text += f"; all that the GEMMs before it read is finite, last the {tensor} of {layer}{size}"
+            text += f"; all that {which} GEMMs before it read is finite, last the {tensor} of {layer}{size}"
         others = self.tensors - 1
         if others:
             text += f"; {many(others, 'more tensor')} in this step"
-        return text
+        return text + self._limits
+
+    @property
+    def _limits(self) -> str:
+        if not self.unwatched:
+            return ""
+        return f"; they may have begun earlier, in what is not watched: {some_of(self.unwatched)}"
 
 
 class LastSteps:
@@ -149,6 +158,7 @@ class LastSteps:
             in_backward=all(other.tensor in BACKWARD for other in broken),
             since=since,
             ranks=world_size(),
+            unwatched=tuple(row.unwatched),
         )
 
 

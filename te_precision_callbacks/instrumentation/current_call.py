@@ -34,7 +34,7 @@ class Forward:
         read: keys of tensors that a GEMM has read.
         plans: the plans of the module's GEMMs; None if they have none.
         kept: values that listeners keep until the backward has run.
-        watched: indices of layers whose gradient was added to the ring; None if it gets nothing.
+        watched: (layer index, tensor name) of tensors that are in the ring; None if it gets nothing.
     """
 
     __slots__ = (
@@ -70,7 +70,7 @@ class Forward:
         self.half = 0
         self.read: set[tuple[int, str]] = set()
         self.plans: dict[tuple[object, ...], Any] | None = None
-        self.watched: set[int] | None = None
+        self.watched: set[tuple[int, str]] | None = None
 
     def wants(self, index: int, tensor: str) -> bool:
         """Return whether listeners need a tensor that no GEMM has read yet."""

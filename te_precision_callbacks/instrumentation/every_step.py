@@ -6,12 +6,13 @@ wgrad; and in float16, where finite operands can overflow. A wgrad that is added
 not count.
 
 What the codes say of inf and nan follows from the casts of Transformer Engine 2.20.2: FP8 keeps nan, and MXFP8 keeps
-inf in its scales. Casts saturate otherwise, so an inf in FP8, or a nan in NVFP4, is a large number from there on.
+inf in its scales. Casts saturate otherwise. With delayed scaling, the largest magnitude is read from the quantizer,
+which has it before the cast, with inf; with NVFP4, the tensor that a module gets is read before the cast. Otherwise an
+inf in FP8 is a large number, and so is a nan in a gradient in NVFP4, which the check of gradients then finds.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,6 +30,7 @@ from te_precision_callbacks.base.numerics.layouts import (
 )
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT
 from te_precision_callbacks.engine.kernels.columns import E4M3, E5M2, E8M0, FLOAT32, FORMATS, MAGNITUDE, SCALE, Largest
+from te_precision_callbacks.engine.kernels.largest import of_amax
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.current_call import Forward
 
@@ -38,13 +40,13 @@ class EveryStep:
 
     Attributes:
         is_on: whether anything is watched.
-        unwatched: tensors and GEMMs that were not added -> their number.
+        cast_hides_nan: whether a GEMM in NVFP4 has run, so that modules' inputs are added before the cast.
     """
 
     def __init__(self, ring: Ring, report: Callable[[str, str, Exception], None]) -> None:
         self.ring = ring
         self.is_on = False
-        self.unwatched: Counter[str] = Counter()
+        self.cast_hides_nan = False
         self._report = report
         self._weights: set[str] = set()
         self._per_tensor: set[type] = set()
@@ -78,6 +80,9 @@ class EveryStep:
                     place = len(order)
                     order.append(slot)
                     kind = type(tensor)
+                    if kind not in PLAIN and kind not in self._per_tensor:
+                        tensor = gemm_operand(tensor, columnwise=gemm == "wgrad")
+                        kind = type(tensor)
                     if kind in PLAIN and tensor.dtype in FORMATS:
                         if name == "activation":
                             self.ring.high.add(layer)
@@ -86,39 +91,68 @@ class EveryStep:
                         codes = tensor._data
                         codes = tensor._transpose if codes is None else codes
                         part = codes, self._numbers[int(tensor._fp8_dtype)], tensor._scale_inv, slot, place, MAGNITUDE
+                        amax = getattr(tensor._quantizer, "amax", None)
+                        if amax is not None:
+                            tensors.append(of_amax(amax, slot, place))
                     else:
-                        tensors += self._parts(gemm_operand(tensor, columnwise=gemm == "wgrad"), slot, place)
+                        tensors += self._parts(tensor, slot, place)
                         continue
                     if part[0].numel():
                         tensors.append(tuple.__new__(Largest, part))  # Largest() would call a Python function
-            if not tensors:
-                return
-            device = tensors[0].values.device
-            if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
-                self.unwatched["GEMMs in CUDA graphs"] += 1
-            else:
-                self.ring.add(tensors, device)
+            self._add(tensors)
         except Exception as error:
-            self.is_on = False  # a second failure would only slow the training
-            self.unwatched["failed"] += 1
-            self._report("watching the GEMMs of", forward.layers[first], error)
+            self._fail(forward.layers[first], error)
+
+    def note_before_cast(self, forward: Forward, name: str, tensor: Any) -> None:
+        """Add the tensor that a module gets, which NVFP4 quantizes afterwards: its cast hides nan.
+
+        Gradients are not read before their cast: that would cost more than all else together.
+
+        Args:
+            name: ``input``, of a norm; otherwise ``activation``.
+        """
+        if forward.watched is None or not self.is_on or type(tensor) not in PLAIN or tensor.dtype not in FORMATS:
+            return
+        try:
+            forward.watched.add((0, name))
+            place = len(self.ring.order)
+            slot = self.ring.slot(forward.layers[0], name)
+            self.ring.order.append(slot)
+            self._add([Largest(tensor, FORMATS[tensor.dtype], None, slot, place)] if tensor.numel() else [])
+        except Exception as error:
+            self._fail(forward.layers[0], error)
+
+    def _add(self, tensors: list[Largest]) -> None:
+        if not tensors:
+            return
+        device = tensors[0].values.device
+        if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+            self.ring.unwatched["GEMMs in CUDA graphs"] += 1
+        else:
+            self.ring.add(tensors, device)
+
+    def _fail(self, layer: str, error: Exception) -> None:
+        self.is_on = False  # a second failure would only slow the training
+        self.ring.unwatched["failed"] += 1
+        self._report("watching the GEMMs of", layer, error)
 
     def _to_add(self, forward: Forward, index: int, gemm: str, tensors: tuple[Any, Any, Any]) -> list[tuple[str, Any]]:
         """Return the tensors of a GEMM that it is the first to read, with their names."""
         a, b, out = tensors
         found: list[tuple[str, Any]] = []
-        gradients = forward.watched
+        known = set() if forward.watched is None else forward.watched
         if gemm == "fprop":
             layer = forward.layers[index]
             if layer not in self._weights:
                 self._weights.add(layer)
                 found.append(("weight", a))
-            found.append(("activation", b))
+            if (index, "activation") not in known:
+                found.append(("activation", b))
             if out is not None and out.dtype is torch.float16:
                 found.append(("output", out))
             return found
-        if gradients is not None and index not in gradients:
-            gradients.add(index)
+        if (index, "gradient") not in known:
+            known.add((index, "gradient"))
             found.append(("gradient", b))
         if out is not None and (gemm == "wgrad" or out.dtype is torch.float16):
             found.append((gemm, out))
@@ -130,13 +164,14 @@ class EveryStep:
         if kind in PLAIN:
             if tensor.dtype in FORMATS:
                 return [Largest(tensor, FORMATS[tensor.dtype], None, slot, place)]
-            self.unwatched[str(tensor.dtype)] += 1
+            self.ring.unwatched[str(tensor.dtype)] += 1
             return []
         mode = scaling_mode(tensor)
         if mode is None:
-            self.unwatched[kind.__name__] += 1
+            self.ring.unwatched[kind.__name__] += 1
             return []
         if mode == NVFP4:
+            self.cast_hides_nan = True
             amax = tensor._amax_rowwise
             return [Largest(tensor._amax_columnwise if amax is None else amax, FLOAT32, None, slot, place)]
         number = E5M2 if fp8_format(tensor) is E5M2_FORMAT else E4M3
@@ -146,7 +181,11 @@ class EveryStep:
                 self._per_tensor.add(kind)
             codes = tensor._data
             codes = tensor._transpose if codes is None else codes
-            return [Largest(codes, number, tensor._scale_inv, slot, place)] if codes.numel() else []
+            if not codes.numel():
+                return []
+            amax = getattr(tensor._quantizer, "amax", None)
+            of_quantizer = [] if amax is None else [of_amax(amax, slot, place)]
+            return [Largest(codes, number, tensor._scale_inv, slot, place), *of_quantizer]
         stored = read_stored(tensor, columnwise=tensor._rowwise_data is None)
         if stored is None or not stored.codes.numel():
             return []

@@ -246,6 +246,11 @@ class GemmTap:
                 self._running.thread_state.entered = self._make_forward(module)
             else:
                 self._running.thread_state.entered = self._unobserved_forward(module)
+            if self._every_step.cast_hides_nan and id(module) in self._layers:
+                row = te_modules.of(module)
+                if not row.groups:
+                    name = "input" if row.has_norm else "activation"
+                    self._every_step.note_before_cast(self._running.thread_state.entered, name, result)
             return result
 
         return absent_from_graphs(prepare_forward, upstream)
@@ -447,7 +452,7 @@ class GemmTap:
                 layout = keywords.get("layout", "TN")
                 note(forward, layout, ((*operands, result[0]),), accumulates=keywords.get("accumulate"))
             elif any(map(is_grouped_tensor, (*operands, *keywords.values()))) and torch.cuda.is_available():
-                self._every_step.unwatched["GEMMs of grouped tensors"] += 1  # their rows are on the device
+                self._every_step.ring.unwatched["GEMMs of grouped tensors"] += 1  # their rows are on the device
             else:
                 arguments = {"layout": "TN", **name_arguments(operands), **keywords}
                 accumulates = arguments.get("accumulate")
@@ -476,6 +481,8 @@ class GemmTap:
             has_no_events = forward is not None and not forward.has_events
             if has_no_events or not listeners:
                 if forward is None or forward.watched is None:
+                    if has_no_events and forward is not None and forward.kind is ForwardKind.OBSERVED:
+                        self._every_step.ring.unwatched["operations that fuse several layers"] += 1
                     return call(*operands, **keywords)
                 current.in_gemm = True
                 try:

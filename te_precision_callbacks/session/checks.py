@@ -395,8 +395,8 @@ class EveryStepCheck:
             if self._watched == LEAST_HISTORY and row.order:
                 layers = {slot.layer for slot in self._watch.ring.slots}
                 text = f"The GEMMs of {many(len(layers), 'layer')} are watched in every step"
-                if self._watch.unwatched:
-                    text += f", except {some_of(self._watch.unwatched)}"
+                if row.unwatched:
+                    text += f", except {some_of(row.unwatched)}"
                 self._events.append(Event("every_step_watched", f"{text}.", row.iteration))
 
 

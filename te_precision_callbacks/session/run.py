@@ -116,6 +116,7 @@ class Run:
         )
         self._trainer_scalars = TrainerScalars(context)
         self._every_step = EveryStepCheck(context, self.hooks.every_step)
+        self._shares_losses = False
         self._rules = RuleChecks(context, self._every_step)
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model, self._every_step)
@@ -262,13 +263,7 @@ class Run:
         self.hooks.begin(self.context.iteration)
         # Check the facts, and the statistics where they are delivered.
         self._send_pending()
-        if ranks.requested.origins:
-            of_others = self._every_step.exchange_origins(ranks)
-            for rank, event in of_others if ranks.leads else ():
-                self._rules.event(event, rank)
-        if ranks.requested.losses:
-            shared = self._trainer_scalars.exchange_losses()
-            self._send_scalars(shared if ranks.leads else ())
+        self._exchange(losses=ranks.requested.losses, origins=ranks.requested.origins)
         self._check_facts(iteration)
         try:
             records = self._deliver(ending)
@@ -284,6 +279,18 @@ class Run:
             self._send()
         self._rules.stop_if_wanted()
         return records
+
+    def _exchange(self, *, losses: bool, origins: bool) -> None:
+        """Send the first rank what only other ranks know; all ranks must call this."""
+        ranks = self.context.ranks
+        if origins:
+            of_others = self._every_step.exchange_origins(ranks)
+            for rank, event in of_others if ranks.leads else ():
+                self._rules.event(event, rank)
+        if losses:
+            self._shares_losses = True
+            shared = self._trainer_scalars.exchange_losses()
+            self._send_scalars(shared if ranks.leads else ())
 
     def _check_overflow(self) -> None:
         if self.overflow.detector is not None:
@@ -554,6 +561,8 @@ class Run:
                 self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
+            if error is None and self._shares_losses:
+                self._exchange(losses=True, origins=True)
             self._check_facts(iteration, at_last=True)
             self._rules.event(end_of(error, max(iteration - 1, 0)))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -13,11 +14,13 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.diagnosis import diagnose
-from te_precision_callbacks.flight.rows import Slot
+from te_precision_callbacks.flight.rows import Slot, StepRow
+from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
+from tests.conftest import feature
 from tests.forked import launched
 from tests.instrumentation.gemm_spy import BLACKWELL, RECIPES
 
@@ -103,14 +106,17 @@ def nan_at(place: str, step: int, batch: int) -> Callable[[int, int, Blocks], Ho
 FIRST_OF = {"input": ("mlp.fc1", "activation"), "between": ("linear", "activation"), "output": ("head", "activation")}
 
 
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize(("place", "step", "batch"), [("input", 6, 1), ("between", 7, 0), ("output", 8, 1)])
 def test_the_first_tensor_with_nan(recipe: str, place: str, step: int, batch: int, tmp_path: Path) -> None:
     """In steps in which nothing is collected."""
     stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
     session = train(Blocks(recipe), step + 3, tmp_path, nan_at(place, step, batch))
     finding = only(session, "nonfinite")
-    assert (finding.layers, finding.tensor) == ((FIRST_OF[place][0],), FIRST_OF[place][1])
+    layer, tensor = FIRST_OF[place]
+    if recipe == "nvfp4" and layer != "linear":  # which has no norm
+        tensor = "input"
+    assert (finding.layers, finding.tensor) == ((layer,), tensor)
     assert (finding.since, finding.severity) == (step, "error")
     assert f"in micro-batch {batch} of step {step}" in finding.seen
     assert [found.seen for found in diagnose(tmp_path) if found.rule == "nonfinite"] == [finding.seen]
@@ -183,6 +189,41 @@ def test_a_batch_that_is_far_larger_than_the_others(tmp_path: Path) -> None:
     finding = only(train(Blocks("current"), 26, tmp_path, at), "spike")
     assert (finding.tensor, finding.since, finding.severity) == ("activation", 22, "note")
     assert finding.layers[0] == "linear", "the norm of the first layer takes the factor away"
+
+
+@pytest.mark.parametrize("number", [math.inf, 2.0**12])
+def test_delayed_scaling_is_read_before_the_cast(number: float, tmp_path: Path) -> None:
+    """The cast turns both into the largest number of the last steps."""
+
+    def at(step: int, batch: int, model: Blocks) -> Hook | None:
+        if (step, batch) == (22, 1):
+            return lambda place, x: x.index_fill(1, torch.tensor([7]), number) if place == "between" else x
+        return None
+
+    model = Blocks("delayed")
+    model.head = te.Linear(64, 64)  # a norm would make nan of it
+    session = train(model, 26, tmp_path, at)
+    finding = only(session, "spike" if math.isfinite(number) else "nonfinite")
+    assert (finding.layers[0], finding.tensor, finding.since) == ("linear", "activation", 22)
+    assert ("is 4,100" if math.isfinite(number) else "micro-batch 1") in finding.seen
+
+
+def test_an_inf_that_the_cast_hides(tmp_path: Path) -> None:
+    def at(step: int, batch: int, model: Blocks) -> Hook | None:
+        if step == 22:
+            return lambda place, x: x.index_fill(1, torch.tensor([7]), math.inf) if place == "between" else x
+        return None
+
+    model = Blocks("current")
+    model.head = te.Linear(64, 64)  # a norm would make nan of it
+    finding = only(train(model, 26, tmp_path, at), "spike")
+    assert (finding.layers[0], finding.tensor, finding.since, finding.severity) == (
+        "linear",
+        "activation",
+        22,
+        "warning",
+    )
+    assert "to which the cast turns an inf" in finding.seen
 
 
 def test_a_step_without_low_precision(tmp_path: Path) -> None:
@@ -382,7 +423,7 @@ def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path)
     assert {Slot(layer, tensor) for layer in layers for tensor in ("weight", "activation", "gradient", "wgrad")} == set(
         watched.ring.slots
     )
-    assert not watched.unwatched
+    assert not any(row.unwatched for row in run._every_step.steps.rows)
     finding = only(session, "nonfinite")
     assert (finding.layers, finding.tensor, finding.since) == ((OTHER_MODELS[kind],), "activation", steps - 2)
     assert [found.rule for found in session.findings if found.rule == "uncalled-layer"] == []
@@ -397,3 +438,21 @@ def test_the_first_rank_knows_where_it_began_on_another_one(step: int, tmp_path:
     assert first.stdout.splitlines()[-1] == f"nonfinite ('2',) activation {step} (1,)"
     verdict = diagnose(tmp_path)
     assert (verdict[0].layers, verdict[0].since, verdict[0].ranks) == (("2",), step, (1,))
+
+
+def test_layers_on_the_debug_path(tmp_path: Path) -> None:
+    config = {"s": feature("DisableFP8GEMM", ["linear"], gemms=["fprop"])}
+    finding = only(train(Blocks("current"), 10, tmp_path, nan_at("between", 7, 0), config=config), "nonfinite")
+    assert (finding.layers, finding.tensor, finding.since) == (("linear",), "activation", 7)
+
+
+def test_what_is_not_watched_is_said() -> None:
+    steps = LastSteps([Slot("a", "activation"), Slot("b", "activation")])
+    row = StepRow(3, [0, 1], unwatched={"GEMMs of grouped tensors": 2})
+    bits = np.array([1.0, math.nan], np.float32).view(np.int32)
+    row.add(np.stack([bits, np.full(2, -1, np.int32), np.array([2**31 - 1, 1], np.int32)], axis=1))
+    origin = steps.add(row)
+    assert origin is not None
+    assert (origin.layer, origin.unwatched) == ("b", ("GEMMs of grouped tensors",))
+    assert "all that the watched GEMMs before it read is finite" in str(origin)
+    assert str(origin).endswith("they may have begun earlier, in what is not watched: GEMMs of grouped tensors")

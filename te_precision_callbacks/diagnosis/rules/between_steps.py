@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
-from te_precision_callbacks.flight.changes import GAP, HISTORY, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT
+from te_precision_callbacks.flight.changes import GAP, HISTORY, LARGEST_CODES, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT
 from te_precision_callbacks.sinks.step_records import Event
 
 
@@ -24,8 +25,11 @@ class Changed(RuleCheck):
             self.checked = True
         if event.kind == "changed" and event.data["kind"] == self._kind:
             layers = tuple(layer for layer, _ in event.data["slots"])
-            tensor = event.data["slots"][0][1] if self._kind == "spike" else ""
-            yield Sighting(layers, tensor, "", event.text, event.iteration)
+            if self._kind != "spike":
+                yield Sighting(layers, "", "", event.text, event.iteration)
+                return
+            severity: Severity = "warning" if event.data["now"] in LARGEST_CODES else "note"
+            yield Sighting(layers, event.data["slots"][0][1], "", event.text, event.iteration, severity)
 
 
 _COLLECT = "every_step=True, the default, and a longer run"
@@ -82,7 +86,7 @@ RULES = (
             f" {HISTORY} steps before, or 2^{SPIKE_OF_GRADIENT:g} times for tensors of the backward"
         ),
         silent="what grows over several steps; steps with inf or nan, and weights, which have rules of their own",
-        severity="note",
+        severity="note",  # a warning where it shows an inf
         source="SPAM, arXiv 2501.06842 (gradients of 5,000 times); the factors are this project's",
         why="one batch can undo what was learned, and with delayed scaling its largest elements are clipped",
         disproof="the loss of the next steps goes on as before",

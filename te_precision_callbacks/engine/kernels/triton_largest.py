@@ -6,7 +6,6 @@ it is called without Triton's binder.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.base.devices import is_lost, raw_stream_of
+from te_precision_callbacks.engine.kernels import largest
 from te_precision_callbacks.engine.kernels.columns import COLUMNS, E8M0, FIRST, FLOAT32, INFINITE, Largest
 from te_precision_callbacks.engine.kernels.triton_parts import (
     decode,
@@ -58,16 +58,11 @@ def fits(tensor: Largest) -> bool:
     return 0 < size < 2**33 and size % 4 == 0 and values.data_ptr() % 16 == 0 and values.is_contiguous()
 
 
-@functools.cache
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, dtype=torch.float32, device=device)
-
-
 def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     """Add up to :data:`TOGETHER` tensors that :func:`fits` accepts to a row."""
     device = row.device
     most = program_count(device)
-    one = _one(device)
+    one = largest.one(device)
     words: list[int] = []
     begins: list[int] = []
     programs = 0
