@@ -5,7 +5,7 @@ Each tensor is compared with its own last steps. A change is data (:class:`Chang
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -28,12 +28,12 @@ STEADY = 1.0
 """Powers of two within which the largest magnitude of a steady weight stays in the last steps."""
 
 GAP = 8
-"""The most steps of a gap in low precision; the steps after which a layer is not called any more."""
+"""The most steps of a gap in low precision, and the least without a call or a wgrad."""
 
 LARGEST_CODES = (448.0, 57344.0)
 """Magnitudes of an inf in FP8 current scaling: Transformer Engine then sets the scale to 1, and the cast saturates."""
 
-Kind = Literal["spike", "weights", "precision", "uncalled"]
+Kind = Literal["spike", "weights", "precision", "uncalled", "frozen"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Change:
             return f"{count} ran in high precision in the steps {self.since} to {self.until}, and not before and after"
         if self.kind == "uncalled":
             return f"{count} had a GEMM in each step, and no more since step {self.since}"
+        if self.kind == "frozen":
+            return f"the weights of {count} got a gradient in each step, and none or only 0 since step {self.since}"
         others = len(self.slots) - 1
         more = f"; {many(others, 'more tensor')} in the same step" if others else ""
         if self.now in LARGEST_CODES:
@@ -90,11 +92,12 @@ class Changes:
         self._bits = np.full((HISTORY, 0), np.nan, np.float32)  # of the magnitudes of the last steps, in any order
         self._limits = np.empty(0)
         self._are_weights = np.empty(0, bool)
-        self._last: tuple[Sequence[int], Set[str]] = (), frozenset()
+        self._are_wgrads = np.empty(0, bool)
+        self._last: tuple[Sequence[int], Set[str], Set[int]] = (), frozenset(), frozenset()
         self._low_from: dict[str, int] = {}  # layer -> the step, as counted here
-        self._called_from: dict[str, int] = {}
+        self._called_from: dict[Slot, int] = {}
         self._high_since: dict[str, int] = {}  # layer -> iteration
-        self._uncalled_since: dict[str, int] = {}
+        self._uncalled_since: dict[Slot, int] = {}
 
     def add(self, row: StepRow) -> Iterator[Change]:
         """Add the next step, and yield its changes."""
@@ -102,11 +105,13 @@ class Changes:
             return
         self._steps += 1
         yield from self._magnitudes(row)
-        if self._last != (row.order, row.high) or self._high_since or self._uncalled_since:
-            self._last = row.order, row.high
-            layers = [slot.layer for slot in map(self._slots.__getitem__, row.order) if slot.tensor == "activation"]
-            yield from self._precision(row, dict.fromkeys(layers))
-            yield from self._calls(row, dict.fromkeys(layers))
+        zeros = frozenset((self._are_wgrads[: len(row.magnitudes)] & (row.magnitudes == 0)).nonzero()[0].tolist())
+        if self._last != (row.order, row.high, zeros) or self._high_since or self._uncalled_since:
+            self._last = row.order, row.high, zeros
+            places = {self._slots[place]: place for place in row.order if place not in zeros}
+            layers = dict.fromkeys(slot.layer for slot in places if slot.tensor == "activation")
+            yield from self._precision(row, layers)
+            yield from self._calls(row, places)
 
     def _magnitudes(self, row: StepRow) -> Iterator[Change]:
         count = len(row.magnitudes)
@@ -116,6 +121,7 @@ class Changes:
             self._bits = np.concatenate([self._bits, more], axis=1)
             self._limits = np.array([SPIKE.get(slot.tensor, SPIKE_OF_GRADIENT) for slot in slots])
             self._are_weights = np.array([slot.tensor == "weight" for slot in slots])
+            self._are_wgrads = np.array([slot.tensor == "wgrad" for slot in slots])
         is_number = (row.magnitudes > 0) & (row.magnitudes < np.inf)
         now = np.full(self._bits.shape[1], np.nan, np.float32)
         np.log2(row.magnitudes, where=is_number, out=now[:count])
@@ -151,20 +157,26 @@ class Changes:
         for since, slots in gaps.items():
             yield Change("precision", tuple(slots), since, row.iteration - 1)
 
-    def _calls(self, row: StepRow, layers: Collection[str]) -> Iterator[Change]:
-        missing: dict[int, list[Slot]] = {}
-        for layer in layers:
-            self._called_from.setdefault(layer, self._steps)
-            self._uncalled_since.pop(layer, None)
-        for layer in [layer for layer in self._called_from if layer not in layers]:
-            if layer not in self._uncalled_since:
-                if self._steps - self._called_from[layer] < LEAST_HISTORY:
-                    del self._called_from[layer]
+    def _calls(self, row: StepRow, places: Mapping[Slot, int]) -> Iterator[Change]:
+        """Yield layers without a GEMM any more, and layers that only have no wgrad; experts without tokens have one."""
+        missing: dict[tuple[Kind, int], list[Slot]] = {}
+        called = [slot for slot in places if slot.tensor in ("activation", "wgrad")]
+        for slot in called:
+            self._called_from.setdefault(slot, self._steps)
+            self._uncalled_since.pop(slot, None)
+        for slot in [slot for slot in self._called_from if slot not in places]:
+            if slot not in self._uncalled_since:
+                if self._steps - self._called_from[slot] < LEAST_HISTORY:
+                    del self._called_from[slot]
                     continue
-                self._uncalled_since[layer] = row.iteration
-            since = self._uncalled_since[layer]
+                self._uncalled_since[slot] = row.iteration
+            since = self._uncalled_since[slot]
             if row.iteration - since + 1 >= GAP:
-                missing.setdefault(since, []).append(Slot(layer, ""))
-                del self._called_from[layer], self._uncalled_since[layer]
-        for since, slots in missing.items():
-            yield Change("uncalled", tuple(slots), since)
+                del self._called_from[slot], self._uncalled_since[slot]
+                forward = places.get(Slot(slot.layer, "activation"))
+                if slot.tensor == "activation":
+                    missing.setdefault(("uncalled", since), []).append(slot)
+                elif forward is not None and row.magnitudes[forward] >= 0:
+                    missing.setdefault(("frozen", since), []).append(slot)
+        for (kind, since), slots in missing.items():
+            yield Change(kind, tuple(slots), since)

@@ -245,6 +245,33 @@ def test_a_layer_that_does_not_run_any_more(tmp_path: Path) -> None:
     assert (finding.layers, finding.since, finding.severity) == (("linear",), 20, "warning")
 
 
+@pytest.mark.parametrize("how", ["frozen", "detached", "zero"])
+def test_a_layer_that_gets_no_gradient_any_more(how: str, tmp_path: Path) -> None:
+    model = Blocks("current")
+
+    def at(step: int, batch: int, model: Blocks) -> Hook | None:
+        if step < 20 or how == "frozen":
+            return None
+        return lambda place, x: (x.detach() if how == "detached" else x * 0) if place == "output" else x
+
+    def after(step: int, model: Blocks) -> None:
+        if step == 19 and how == "frozen":
+            model.linear.requires_grad_(False)
+
+    finding = only(train(model, 32, tmp_path, at, after), "frozen-layer")
+    assert (finding.layers, finding.since, finding.severity) == (("linear",), 20, "warning")
+    assert [found.rule for found in diagnose(tmp_path) if found.rule == "frozen-layer"] == ["frozen-layer"]
+
+
+def test_layers_that_are_trained_in_turn_are_not_frozen(tmp_path: Path) -> None:
+    def after(step: int, model: Blocks) -> None:
+        model.linear.requires_grad_(step % 3 != 0)
+
+    session = train(Blocks("current"), 40, tmp_path, after=after)
+    assert session is not None
+    assert not [finding for finding in session.findings if finding.rule == "frozen-layer"]
+
+
 def test_layers_that_are_left_out_in_turn_are_not_missed(tmp_path: Path) -> None:
     session = train(Blocks("current"), 40, tmp_path, calls=lambda step: {"skips": step % 3 == 0 or step > 30})
     assert session is not None

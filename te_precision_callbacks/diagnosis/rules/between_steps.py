@@ -76,6 +76,27 @@ RULES = (
         check=lambda: Changed("uncalled"),
     ),
     Rule(
+        id="frozen-layer",
+        title="the weights of a layer get no gradient any more",
+        subject="layer",
+        needs=_NEEDS,
+        collect=_COLLECT,
+        condition=(
+            f"a layer had a wgrad other than 0 in each of {LEAST_HISTORY} training steps in a row, and has had none for"
+            f" {GAP} steps, in which its forward ran"
+        ),
+        silent="layers whose wgrad is added to main_grad, and layers that are trained in turn from the start",
+        severity="warning",
+        source="this project",
+        why="its weights do not learn any more",
+        disproof="the script freezes the layer on purpose from that step on",
+        remedy=(
+            "Look for what stops the gradient: requires_grad_(False), detach(), torch.no_grad(), a loss term or a gate"
+            " that is 0 from that step on"
+        ),
+        check=lambda: Changed("frozen"),
+    ),
+    Rule(
         id="spike",
         title="a tensor's largest magnitude is far above its last ones",
         subject="tensor",
