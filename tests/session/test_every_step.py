@@ -14,11 +14,14 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.diagnosis.rules import RULES
+from te_precision_callbacks.flight.changes import Change
 from te_precision_callbacks.flight.rows import Slot, StepRow
 from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.sinks.step_records import Event
 from tests.capability import stand_for
 from tests.conftest import feature
 from tests.forked import launched
@@ -204,8 +207,16 @@ def test_delayed_scaling_is_read_before_the_cast(number: float, tmp_path: Path) 
     model.head = te.Linear(64, 64)  # a norm would make nan of it
     session = train(model, 26, tmp_path, at)
     finding = only(session, "spike" if math.isfinite(number) else "nonfinite")
-    assert (finding.layers[0], finding.tensor, finding.since) == ("linear", "activation", 22)
+    reached = ("linear", "head") if math.isfinite(number) else ("linear",)
+    assert (finding.layers, finding.tensor, finding.since) == (reached, "activation", 22)
     assert ("is 4,100" if math.isfinite(number) else "micro-batch 1") in finding.seen
+
+
+def test_a_spike_names_the_layers_with_its_first_tensor() -> None:
+    change = Change("spike", (Slot("b", "activation"), Slot("a", "gradient")), 5, None, 1.0, 100.0)
+    rule = next(rule for rule in RULES if rule.id == "spike")
+    (sighting,) = rule.check().event(Event("changed", str(change), 5, data=change.as_json()))
+    assert (sighting.layers, sighting.tensor) == (("b",), "activation")
 
 
 def test_an_inf_that_the_cast_hides(tmp_path: Path) -> None:

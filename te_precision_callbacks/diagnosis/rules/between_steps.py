@@ -24,12 +24,14 @@ class Changed(RuleCheck):
             self.applies = True
             self.checked = True
         if event.kind == "changed" and event.data["kind"] == self._kind:
-            layers = tuple(layer for layer, _ in event.data["slots"])
+            slots = event.data["slots"]
             if self._kind != "spike":
-                yield Sighting(layers, "", "", event.text, event.iteration)
+                yield Sighting(tuple(layer for layer, _ in slots), "", "", event.text, event.iteration)
                 return
+            first = slots[0][1]
+            layers = tuple(layer for layer, tensor in slots if tensor == first)
             severity: Severity = "warning" if event.data["now"] in LARGEST_CODES else "note"
-            yield Sighting(layers, event.data["slots"][0][1], "", event.text, event.iteration, severity)
+            yield Sighting(layers, first, "", event.text, event.iteration, severity)
 
 
 _COLLECT = "every_step=True, the default, and a longer run"
