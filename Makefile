@@ -109,6 +109,7 @@ clients: install
 
 proof: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/contest.py --page $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/every_step.py --page $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/external.py --page $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/remedies.py --page $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/silence.py --page $(ARGS)
