@@ -80,11 +80,12 @@ class EveryStep:
                     place = len(order)
                     order.append(slot)
                     kind = type(tensor)
-                    if kind not in PLAIN and kind not in self._per_tensor:
+                    is_high = kind in PLAIN  # the debug path has tensors of its own, also in high precision
+                    if not is_high and kind not in self._per_tensor:
                         tensor = gemm_operand(tensor, columnwise=gemm == "wgrad")
                         kind = type(tensor)
                     if kind in PLAIN and tensor.dtype in FORMATS:
-                        if name == "activation":
+                        if is_high and name == "activation":
                             self.ring.high.add(layer)
                         part = tensor, FORMATS[tensor.dtype], None, slot, place, MAGNITUDE
                     elif kind in self._per_tensor:
