@@ -50,10 +50,7 @@ class GemmOperand(NamedTuple):
     @property
     def data(self) -> Any:
         """The plain or quantized tensor or storage that the extension reads; None if it lacks this direction."""
-        given = self.given
-        if self.on_debug_path:
-            given = given.columnwise_gemm_tensor if self.columnwise else given.rowwise_gemm_tensor
-        return gemm_operand(given, columnwise=self.columnwise)
+        return gemm_operand(self.given, columnwise=self.columnwise)
 
 
 class Kept(TypedDict, total=False):

@@ -48,8 +48,11 @@ logger = logging.getLogger(__name__)
 _NOT_REPORTED = ("parameters", "first_nonfinite", "changed")
 """The kinds of events that their sources do not report."""
 
-MOST_RECORDS = 4
+MOST_RECORDS = 8
 """The most times that the last steps of a run are recorded."""
+
+LEFT_FOR_PROBLEMS = 4
+"""How many of them are for problems."""
 
 MOST_CHANGES = 32
 """The most events of a kind of change."""
@@ -323,13 +326,17 @@ class ParameterChecks:
 
 
 class EveryStepCheck:
-    """Reads the watch of every step, and adds events for the origin of inf and nan and for sudden changes."""
+    """Reads the watch of every step, and adds events for the origin of inf and nan and for sudden changes.
+
+    ``is_requested``: whether to record the last steps at the end of this step.
+    """
 
     def __init__(self, context: RunContext, watch: EveryStep) -> None:
         self._events = context.events
         self._failures = context.failures
         self._watch = watch
         self.steps = LastSteps(watch.ring.slots)
+        self.is_requested = False
         self._changes = Changes(watch.ring.slots)
         self._watched = 0
         self._records_left = MOST_RECORDS
@@ -343,8 +350,14 @@ class EveryStepCheck:
         except Exception as error:
             self._watch.modules = ()
             self._failures.report("reading what was watched in", f"iteration {iteration}", error)
-        if waits:
+        if waits or self.is_requested:
             self.read()
+        if self.is_requested:
+            self.record_requested(iteration)
+
+    def record_requested(self, iteration: int) -> None:
+        self.is_requested = False
+        self.record("SIGUSR1 was received", iteration, is_problem=False)
 
     def read(self) -> None:
         """Read all steps so far from the devices, and wait for them."""
@@ -354,15 +367,16 @@ class EveryStepCheck:
             self._watch.modules = ()
             self._failures.report("reading", "what was watched in the last steps", error)
 
-    def record(self, why: str, iteration: int, *, of_all: bool = False) -> None:
+    def record(self, why: str, iteration: int, *, of_all: bool = False, is_problem: bool = True) -> None:
         """Add an event with the last steps, if they were not recorded too often.
 
         Args:
             of_all: whether all ranks record them for the same reason; only the first rank then writes a file.
+            is_problem: False for the end of a run and for a request, which leave room for problems.
         """
-        if self._records_left and self.steps.rows:
+        if self._records_left > (0 if is_problem else LEFT_FOR_PROBLEMS) and self.steps.rows:
             self._records_left -= 1
-            data = {"why": why, "of_all": of_all, **self.steps.as_json()}
+            data = {"of_all": of_all, "is_problem": is_problem, **self.steps.as_json()}
             count = many(len(self.steps.rows), "step")
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 

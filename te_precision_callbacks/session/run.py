@@ -48,7 +48,7 @@ from te_precision_callbacks.session.checks import (
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
 from te_precision_callbacks.session.context import LoopFacts, RunContext, RunResults
 from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event
-from te_precision_callbacks.session.endings import ClosingReport, ProcessEnds, Terminated, Uninterrupted
+from te_precision_callbacks.session.endings import ClosingReport, OnRequest, ProcessEnds, Terminated, Uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
@@ -116,6 +116,8 @@ class Run:
         )
         self._trainer_scalars = TrainerScalars(context)
         self._every_step = EveryStepCheck(context, self.hooks.every_step)
+        self._on_request = OnRequest(self._record_on_request)
+        self._is_in_step = False
         self._rules = RuleChecks(context, self._every_step)
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model, self._every_step)
@@ -191,6 +193,8 @@ class Run:
                     "step() has no effect during the capture of a CUDA graph. Call step() after each replay.",
                 )
                 return None
+            self._on_request.begin()
+            self._is_in_step = True
             with Uninterrupted():
                 return self._end_step(logging_step)
         except RaisedInTraining:
@@ -200,7 +204,15 @@ class Run:
             self.context.failures.report("ending", f"iteration {self.context.failures.iteration}", error)
             return None
         finally:
+            self._is_in_step = False
             self.context.failures.iteration = self.context.iteration
+
+    def _record_on_request(self) -> None:
+        """Record what the host has of the last steps, at once between two steps: the next one may never end."""
+        self._every_step.is_requested = True
+        if self.live and not self._is_in_step:
+            self._every_step.record_requested(self.context.iteration)
+            self._try("recording", "the last steps", self._send)
 
     def _end_step(self, logging_step: int | None) -> StepRecords | None:
         context = self.context
@@ -542,11 +554,13 @@ class Run:
     def _send_end(self, error: BaseException | None) -> None:
         iteration = self.context.iteration
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
+            why = "the end of the run"
             if error is not None:
                 self._send_nonfinite(error)
-                ends_all = isinstance(error, (Terminated, KeyboardInterrupt))
                 why = f"the run was ended by {type(error).__name__}"
-                self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all)
+            # SIGTERM comes also after the crash of another rank, so each rank records what it has.
+            ends_all = error is None or isinstance(error, KeyboardInterrupt)
+            self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all, is_problem=error is not None)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
             self._check_facts(iteration, at_last=True)
@@ -579,6 +593,7 @@ class Run:
             then.callback(self.hooks.remove)
             if self._ends is not None:
                 then.callback(self._ends.cancel)
+            then.callback(self._on_request.end)
             for handle in self._optimizer_hooks:
                 then.callback(handle.remove)
             then.callback(self._updates.clear)

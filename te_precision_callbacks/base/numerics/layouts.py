@@ -207,10 +207,13 @@ def has_scale(tensor: Any) -> bool:
 def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
     """Return the object that a GEMM reads: a part of a hybrid tensor, or the plain tensor of an identity quantizer.
 
-    Equals ``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``.
+    Equals ``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``, and on the debug path ``DebugQuantizedTensor.get_tensor``.
     """
     if tensor is None or type(tensor) is torch.Tensor:
         return tensor
+    if hasattr(tensor, "rowwise_gemm_tensor"):
+        part = tensor.columnwise_gemm_tensor if columnwise else tensor.rowwise_gemm_tensor
+        return gemm_operand(part, columnwise=columnwise)
     if hasattr(tensor, "_rowwise_storage"):
         part = tensor._columnwise_storage if columnwise else tensor._rowwise_storage
         return gemm_operand(part, columnwise=columnwise)

@@ -19,6 +19,7 @@ function findingLinks(report, finding) {
   return el("p", { class: "links" },
     family && button({ page: "heatmap", ...where, layer: name }, "Heat map", family.label),
     name && button({ page: "layer", ...where, layer: name }, family ? "Curves" : "Layer", name),
+    report.last_steps?.iterations.includes(finding.since) && button({ page: "steps", tensor: "", filter: "" }, "Last steps", finding.title),
     !family && !name && "config" in pages && button({ page: "config" }, "Config", finding.title));
 }
 
