@@ -262,8 +262,9 @@ class SessionOptions:
         on_broken: ``"raise"`` a PrecisionContractError for a broken contract, or ``"warn"``.
         on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-or-act-on-a-finding). ``"warn"``: log
             each finding once. ``"stop"``: raise a PrecisionFindingError on all ranks, for errors and warnings, or for
-            the listed severities or rules, such as ``"stop: nonfinite, dead-gradient"``. A function of the finding may
-            return ``"stop"``.
+            the listed severities or rules, such as ``"stop: nonfinite, dead-gradient"``. A mapping of rules to
+            reactions, such as ``{"nonfinite": "dump, protect checkpoint"}``. A function of the finding may return
+            ``"stop"``.
         profile: iterations that torch's profiler records, such as ``11`` or ``"11-13"``, on rank 0; ``"11-13, all"`` on
             all ranks (docs/fp8-not-faster.md#profile-a-few-steps).
         quiet: omit the lines printed to stderr when the run ends, as does the environment variable

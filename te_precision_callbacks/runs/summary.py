@@ -140,6 +140,12 @@ def format_status(run: RecordedRun) -> str:
     return status
 
 
+def action_notes(run: RecordedRun) -> list[str]:
+    """Return the reactions to findings, which ``on_finding=`` asked for."""
+    actions = run.events.filter(pc.field("kind") == "action").to_pylist()
+    return list(dict.fromkeys(f"After step {row['iteration']}: {row['text']}" for row in actions))
+
+
 def outcome_notes(run: RecordedRun) -> list[str]:
     status = run.segments[-1].status if run.segments else "unknown"
     if status == "stopped without an end":

@@ -39,6 +39,7 @@ from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.parameters.replicas import Replicas
 from te_precision_callbacks.parameters.watch import ParameterWatch, Problem
 from te_precision_callbacks.runs.recording import FactTables
+from te_precision_callbacks.session.actions import Actions
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, StepRecords
@@ -67,8 +68,9 @@ class RuleChecks:
     Findings are added to the events of the context.
     """
 
-    def __init__(self, context: RunContext, every_step: EveryStepCheck) -> None:
+    def __init__(self, context: RunContext, every_step: EveryStepCheck, actions: Actions) -> None:
         self._context = context
+        self._actions = actions
         self._every_step = every_step
         self._diagnosis = context.results.diagnosis
         self._splitter = Splitter(context.results.series.__getitem__)
@@ -105,7 +107,7 @@ class RuleChecks:
     def stop_if_wanted(self) -> None:
         """Stop the run on all ranks if a finding of one rank demands it; all ranks report the same first finding."""
         ranks = self._context.ranks
-        if ranks.stop_together(own=bool(self._stopping)):
+        if ranks.request_together("stop", own=bool(self._stopping)):
             alone = [finding for finding in self._stopping if finding.ranks][:1]
             first = sorted(ranks.pool(alone, "findings", Finding), key=lambda finding: finding.since or 0)[:1]
             self._stopping += [finding for finding in first if finding not in self._stopping]
@@ -133,6 +135,7 @@ class RuleChecks:
         for finding in findings:
             data = finding.as_json()
             severity = "info" if finding.severity == "note" else finding.severity
+            self._actions.note(finding)
             if severity == "error":
                 self._every_step.record(finding.in_short, iteration)
             layer = finding.layers[0] if finding.layers else ""

@@ -38,6 +38,7 @@ from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
 from te_precision_callbacks.parameters.updates import UpdateWatch
+from te_precision_callbacks.session.actions import Actions
 from te_precision_callbacks.session.checks import (
     ContractCheck,
     EveryStepCheck,
@@ -118,7 +119,8 @@ class Run:
         self._every_step = EveryStepCheck(context, self.hooks.every_step)
         self._on_request = OnRequest(self._record_on_request)
         self._is_in_step = False
-        self._rules = RuleChecks(context, self._every_step)
+        self._actions = Actions(context, model)
+        self._rules = RuleChecks(context, self._every_step, self._actions)
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model, self._every_step)
         self.hooks.products.around_backward = self._parameters.around_backward
@@ -283,12 +285,16 @@ class Run:
             self.overflow.mark_dumps(self.observation.recorder)
             self.observation.recorder.end_step()
         # Record the dumps and the results of checks over all ranks.
-        self.context.events.extend(dump_events(self.observation.recorder.take_written()))
+        for event in dump_events(self.observation.recorder.take_written()):
+            self.context.events.append(event)
+            self._actions.note_dump(event.layer)
         self._parameters.end_step(iteration)
         try:
             self._contract.end_step(iteration)
         finally:
             self._send()
+        self._actions.end_step(iteration)
+        self._send()
         self._rules.stop_if_wanted()
         return records
 
@@ -564,6 +570,8 @@ class Run:
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
             self._check_facts(iteration, at_last=True)
+            self._actions.end(max(iteration - 1, 0))
+            self._send()
             self._rules.event(end_of(error, max(iteration - 1, 0)))
 
     def _warn_never_due(self, error: BaseException | None) -> None:

@@ -95,12 +95,14 @@ class Requests(NamedTuple):
     Attributes:
         check: check the contract.
         stop: stop the run.
+        act: carry out reactions to findings.
         losses: send the training losses to rank 0.
     """
 
     check: bool = False
     stop: bool = False
     losses: bool = False
+    act: bool = False
 
 
 class RanksLostError(ReductionError):

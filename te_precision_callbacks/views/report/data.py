@@ -19,6 +19,7 @@ from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.summary import (
+    action_notes,
     last_steps,
     loss_first,
     no_step_note,
@@ -309,7 +310,7 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "duration": facts.duration(run),
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
-        "outcome": list(outcome_notes(run)),
+        "outcome": [*outcome_notes(run), *action_notes(run)],
         "other_steps": other_steps_of_run(run),
         "states": run.states.to_pylist(),
         "plan": facts.plan(run),

@@ -19,6 +19,7 @@ from te_precision_callbacks.runs import RecordedRun, list_runs
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve, format_known_names
 from te_precision_callbacks.runs.summary import (
+    action_notes,
     format_status,
     loss_first,
     no_step_note,
@@ -157,7 +158,7 @@ def read_view(
         speed=_speed(run),
         more=_command(run, "diagnose"),
         status=format_status(run),
-        outcome=tuple(outcome_notes(run)),
+        outcome=(*outcome_notes(run), *action_notes(run)),
         facts={} if segment is None else _summarize_facts(segment.facts, segment.world),
         first=min(first, default=None),
         last=max(last, default=None),
