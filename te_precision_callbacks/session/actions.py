@@ -63,6 +63,14 @@ class Actions:
         self._running: list[_Running] = []
         self._count = 0
 
+    def attach(self) -> None:
+        """Continue reactions after a model was attached again, if it has their layers."""
+        try:
+            if self._running:
+                self._plan(self._running)
+        except PrecisionDebugError:
+            self._running = []
+
     def note(self, finding: Finding) -> None:
         for kind, steps in self._reactions.get(finding.rule, {}).items():
             if kind in (DUMP, HIGH_PRECISION, PROTECT):
@@ -109,7 +117,7 @@ class Actions:
             return "not possible with reduce=False, since all ranks must do it together"
         if action.kind == PROTECT:
             self._context.results.protects_checkpoints = True
-            return "checkpoints are neither saved nor deleted any more"
+            return "checkpoints are no longer saved or deleted"
         busy = {layer for running in self._running if running.kind == action.kind for layer in running.layers}
         concerned = self._model.layers_of(action.layers if action.kind == HIGH_PRECISION else action.layers[:1])
         refused = self._model.refusals(concerned) if action.kind == HIGH_PRECISION else {}

@@ -70,7 +70,7 @@ class RuleChecks:
 
     def __init__(self, context: RunContext, every_step: EveryStepCheck, actions: Actions) -> None:
         self._context = context
-        self._actions = actions
+        self.actions = actions
         self._every_step = every_step
         self._diagnosis = context.results.diagnosis
         self._splitter = Splitter(context.results.series.__getitem__)
@@ -135,7 +135,7 @@ class RuleChecks:
         for finding in findings:
             data = finding.as_json()
             severity = "info" if finding.severity == "note" else finding.severity
-            self._actions.note(finding)
+            self.actions.note(finding)
             if severity == "error":
                 self._every_step.record(finding.in_short, iteration)
             layer = finding.layers[0] if finding.layers else ""

@@ -125,9 +125,13 @@ class ProcessEnds:
 
 
 class OnRequest:
-    """Calls a function on SIGUSR1, unless the script or its trainer handles this signal. Only in the main thread."""
+    """Calls a function on SIGUSR1, unless the script or its trainer handles this signal. Only in the main thread.
+
+    ``is_in_step``: whether a step is being ended, for the function.
+    """
 
     def __init__(self, call: Callable[[], None]) -> None:
+        self.is_in_step = False
         self._call = call
         self._process = os.getpid()
         self._has_begun = False

@@ -210,6 +210,7 @@ class ObservedModel:
     # ------------------------------------------------------------------ attach
 
     def attach(self, model: Model) -> None:
+        self._options = self._context.options
         options = self._options
         inspector = self._inspector
         ranks = self._context.ranks

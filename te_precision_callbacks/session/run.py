@@ -118,9 +118,7 @@ class Run:
         self._trainer_scalars = TrainerScalars(context)
         self._every_step = EveryStepCheck(context, self.hooks.every_step)
         self._on_request = OnRequest(self._record_on_request)
-        self._is_in_step = False
-        self._actions = Actions(context, model)
-        self._rules = RuleChecks(context, self._every_step, self._actions)
+        self._rules = RuleChecks(context, self._every_step, Actions(context, model))
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model, self._every_step)
         self.hooks.products.around_backward = self._parameters.around_backward
@@ -160,6 +158,7 @@ class Run:
             context.inspector.events.begin(in_full=self._files.writes_all)
             self._files.attach()
             self.model.attach(model)
+            self._rules.actions.attach()
             self._contract.attach(self.model.all_names)
             self._parameters.begin(context.iteration)
             if not self._optimizer_hooks:
@@ -196,7 +195,7 @@ class Run:
                 )
                 return None
             self._on_request.begin()
-            self._is_in_step = True
+            self._on_request.is_in_step = True
             with Uninterrupted():
                 return self._end_step(logging_step)
         except RaisedInTraining:
@@ -206,13 +205,13 @@ class Run:
             self.context.failures.report("ending", f"iteration {self.context.failures.iteration}", error)
             return None
         finally:
-            self._is_in_step = False
+            self._on_request.is_in_step = False
             self.context.failures.iteration = self.context.iteration
 
     def _record_on_request(self) -> None:
-        """Record what the host has of the last steps, at once between two steps: the next one may never end."""
+        """Record the last steps that are on the host, between two steps at once: the next one may never end."""
         self._every_step.is_requested = True
-        if self.live and not self._is_in_step:
+        if self.live and not self._on_request.is_in_step:
             self._every_step.record_requested(self.context.iteration)
             self._try("recording", "the last steps", self._send)
 
@@ -287,13 +286,13 @@ class Run:
         # Record the dumps and the results of checks over all ranks.
         for event in dump_events(self.observation.recorder.take_written()):
             self.context.events.append(event)
-            self._actions.note_dump(event.layer)
+            self._rules.actions.note_dump(event.layer)
         self._parameters.end_step(iteration)
         try:
             self._contract.end_step(iteration)
         finally:
             self._send()
-        self._actions.end_step(iteration)
+        self._rules.actions.end_step(iteration)
         self._send()
         self._rules.stop_if_wanted()
         return records
@@ -564,13 +563,13 @@ class Run:
             if error is not None:
                 self._send_nonfinite(error)
                 why = f"the run was ended by {type(error).__name__}"
-            # SIGTERM comes also after the crash of another rank, so each rank records what it has.
+            # SIGTERM comes also after the crash of another rank, so each rank records its own.
             ends_all = error is None or isinstance(error, KeyboardInterrupt)
             self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all, is_problem=error is not None)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
             self._check_facts(iteration, at_last=True)
-            self._actions.end(max(iteration - 1, 0))
+            self._rules.actions.end(max(iteration - 1, 0))
             self._send()
             self._rules.event(end_of(error, max(iteration - 1, 0)))
 

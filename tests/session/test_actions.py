@@ -115,6 +115,27 @@ def test_the_layer_is_as_before_when_the_steps_are_over(tmp_path: Path) -> None:
     assert "linear" not in str(session.coverage()), "it ends in low precision"
 
 
+def test_a_model_that_is_attached_again(tmp_path: Path) -> None:
+    """Its layers stay in high precision; the reaction ends where they are gone."""
+    model = Blocks("current")
+    shares = []
+    with InspectSession(log_dir=tmp_path, model=model, on_finding={"nonfinite": "high precision: 20"}) as session:
+        for step in range(12):
+            x = torch.randn(32, 64)
+            if step == 2:
+                x[0, 0] = math.nan
+            model(x).square().mean().backward()
+            session.step()
+            if step == 5:
+                session.attach(model)
+            if step == 8:
+                model.mlp = te.LayerNormMLP(64, 128)
+                session.attach(model.linear)
+            shares.append("mlp.fc1" in str(session.coverage(step)))
+    assert shares == [False] * 3 + [True] * 6 + [False] * 3
+    assert session.iteration == 12
+
+
 def test_a_dump_of_the_next_occurrence(tmp_path: Path) -> None:
     plain, _ = train(None, broken=(BROKEN, 11, 13))
     acting, _ = train(tmp_path, broken=(BROKEN, 11, 13), on_finding={"nonfinite": "dump"})
@@ -161,7 +182,7 @@ def test_several_findings_in_one_step(tmp_path: Path) -> None:
     assert session.protects_checkpoints
     assert sum(", in the steps" in text and text.startswith("high") for text in texts) == 1
     assert "high precision, because of nonfinite-loss: no further layer of Transformer Engine is concerned." in texts
-    assert sum("neither saved nor deleted" in text for text in texts) == 2
+    assert sum("no longer saved or deleted" in text for text in texts) == 2
     assert sum(text.startswith("dump") for text in texts) == 1
 
 
