@@ -99,9 +99,8 @@ class Run:
         scalars = ScalarBuffer(failures)
         self._scalars = scalars
         engine = StatisticsEngine(results.series, failures.report)
-        recorder = Recorder(
-            results.log_dir, report=failures.report, detects_overflow=ACTIVATION_OVERFLOW in options.debug
-        )
+        detects = ACTIVATION_OVERFLOW in options.debug
+        recorder = Recorder(results.log_dir, report=failures.report, detects_overflow=detects)
         self.observation = Observation(engine, recorder)
         self.hooks = ForwardHooks(
             classify, failures, results.audit, scalars, engine, strict=options.strict, every_step=options.every_step

@@ -18,8 +18,6 @@ from te_precision_callbacks.views.show.view import NothingToShowError
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BAD = {"inf": "∞", "-inf": "∞", "nan": "N"}
 
-WHY_NO_LAST_STEPS = "it has not ended, it ran with every_step=False, or no GEMM of its layers is watched"
-
 
 class LastStepsView:
     """The last steps that a run has recorded, as rich draws them.
@@ -34,7 +32,10 @@ class LastStepsView:
     def __init__(self, run: RecordedRun, most: int) -> None:
         data = last_steps(run)
         if data is None:
-            raise NothingToShowError(f"{run.run_id} has recorded no last steps: {WHY_NO_LAST_STEPS}.")
+            raise NothingToShowError(
+                f"{run.run_id} has recorded no last steps: it has not ended, it ran with every_step=False, or no GEMM"
+                " of its layers is watched."
+            )
         self._most = most
         self.data: Mapping[str, Any] = data
 
