@@ -195,7 +195,7 @@ def test_it_is_shown(tmp_path: Path) -> None:
     from te_precision_callbacks.views.report.data import page_data
 
     content, _ = page_data(open_run(tmp_path), 10**7)
-    assert text in content["run"]["outcome"]
+    assert text in content["run"]["reactions"]
     assert "action" in {event["kind"] for event in content["run"]["events"]}
 
 

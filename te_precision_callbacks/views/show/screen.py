@@ -92,6 +92,8 @@ def _verdict(view: RunView) -> Iterator[RenderableType]:
         yield table
         left = more_findings(len(verdict))
         yield paragraph(f"{f'{left}; ' if left else ''}more: {view.more}")
+    for line in view.reactions:
+        yield paragraph(visible(line), "yellow")
     if verdict.not_checked:
         label = "Not checked" if any(rule.essential for rule in verdict.not_checked) else "Not checked (optional)"
         yield paragraph(f"{label}: {', '.join(rule.rule for rule in verdict.not_checked)}.", "dim")
