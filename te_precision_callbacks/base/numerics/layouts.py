@@ -205,9 +205,9 @@ def has_scale(tensor: Any) -> bool:
 
 
 def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
-    """Return the object that a GEMM reads: a part of a hybrid tensor, or the plain tensor of an identity quantizer.
+    """Return the object that a GEMM reads: a part of a hybrid or debug tensor, or an identity quantizer's plain tensor.
 
-    Equals ``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``; on the debug path, ``DebugQuantizedTensor.get_tensor``.
+    Equals ``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``, and ``DebugQuantizedTensor.get_tensor``.
     """
     if tensor is None or type(tensor) is torch.Tensor:
         return tensor

@@ -94,15 +94,15 @@ class Requests(NamedTuple):
 
     Attributes:
         check: check the contract.
-        stop: stop the run.
         act: carry out reactions to findings.
+        stop: stop the run.
         losses: send the training losses to rank 0.
     """
 
     check: bool = False
+    act: bool = False
     stop: bool = False
     losses: bool = False
-    act: bool = False
 
 
 class RanksLostError(ReductionError):
