@@ -327,7 +327,10 @@ class SessionOptions:
         if keywords.get("report") and find_spec("plotly") is None:
             raise MissingExtraError("te_precision_callbacks.views.report", "report")
         check_scope(keywords.get("scope", ""))
-        reads_stop(keywords.get("on_finding", "warn"))
+        on_finding = keywords.get("on_finding", "warn")
+        if isinstance(on_finding, Mapping) and [*on_finding] == ["stop"]:  # as YAML reads "stop: error"
+            on_finding = keywords["on_finding"] = f"stop: {on_finding['stop']}"
+        reads_stop(on_finding)
         log_dir = keywords.pop("log_dir", None)
         directories = keywords.pop("feature_dirs", ())
         if isinstance(directories, (str, os.PathLike)):

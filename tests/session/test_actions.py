@@ -241,6 +241,12 @@ def test_a_wrong_rule_or_reaction(value: Any, message: str) -> None:
         InspectSession(on_finding=value)
 
 
+def test_yaml_reads_stop_as_a_mapping() -> None:
+    assert InspectSession(on_finding={"stop": "error"})._options.on_finding == "stop: error"
+    with pytest.raises(OptionError, match="there is no rule 'errors'"):
+        InspectSession(on_finding={"stop": "errors"})
+
+
 def test_a_mapping_stops_a_run_too(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="nonfinite"):
         train(tmp_path, on_finding={"nonfinite": "stop, protect checkpoint", "overflow": "warn"})

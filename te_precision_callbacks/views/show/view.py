@@ -77,7 +77,6 @@ class RunView:
         speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
         more: the command that prints the complete verdict.
         outcome: lines about a failure and broken clauses of the contract.
-        reactions: lines about reactions to findings.
         facts: integration, recipes, GPU and ranks of the last process start.
         coverage: precision -> its share of the multiply-adds; empty if not recorded.
         other_steps: lines on steps with other products in low precision than the last step.
@@ -90,7 +89,6 @@ class RunView:
     more: str
     status: str
     outcome: tuple[str, ...]
-    reactions: tuple[str, ...]
     facts: dict[str, str]
     first: int | None
     last: int | None
@@ -111,6 +109,7 @@ class RunView:
         run = self.run
         return {
             **{name: value for name, value in vars(self).items() if name not in ("run", "verdict")},
+            "reactions": action_notes(run),
             "path": str(run.path),
             "run_id": run.run_id,
             "source": run.source,
@@ -161,7 +160,6 @@ def read_view(
         more=_command(run, "diagnose"),
         status=format_status(run),
         outcome=tuple(outcome_notes(run)),
-        reactions=tuple(action_notes(run)),
         facts={} if segment is None else _summarize_facts(segment.facts, segment.world),
         first=min(first, default=None),
         last=max(last, default=None),
