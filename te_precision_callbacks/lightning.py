@@ -37,6 +37,9 @@ except ImportError as error:
 
 __all__ = ["HealthyCheckpoint", "PrecisionDebugCallback"]
 
+_SAVING = ("_save_topk_checkpoint", "_save_last_checkpoint")
+"""The methods in which ModelCheckpoint of Lightning 2.4 to 2.6 saves a checkpoint, and deletes an old one."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -184,10 +187,18 @@ class PrecisionDebugCallback(Callback):
         if stepped or self._step_on == "batch":
             self.session.log(self._numbers.take(trainer), self._step_of_batch)
             self.session.step(self._step_of_batch)
+            if self.session.protects_checkpoints:
+                self._protect(trainer)
             # For Lightning's callbacks, such as EarlyStopping; the loggers already have it.
             name = overall_name(self._options.prefix, "findings")
             self._numbers.leave_out(name)
             pl_module.log(name, float(self.session.problem_count), logger=False)
+
+    def _protect(self, trainer: Trainer) -> None:
+        """Let no ``ModelCheckpoint`` save a checkpoint, or delete an old one, until the end of the fit."""
+        for checkpoint in trainer.checkpoint_callbacks:
+            for name in _SAVING if isinstance(checkpoint, ModelCheckpoint) else ():
+                checkpoint.__dict__[name] = lambda *arguments, **keywords: None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pause observation during validation and sanity checks."""
@@ -237,6 +248,9 @@ class PrecisionDebugCallback(Callback):
         self._stop(trainer, exception)
 
     def _stop(self, trainer: Trainer, error: BaseException | None) -> None:
+        for checkpoint in trainer.checkpoint_callbacks:
+            for name in _SAVING:
+                checkpoint.__dict__.pop(name, None)
         if self._saving is not None:
             self._saving.remove()
             self._saving = None
@@ -272,8 +286,6 @@ class HealthyCheckpoint(ModelCheckpoint):
                 " Trainer(callbacks=[PrecisionDebugCallback(), HealthyCheckpoint(...)])."
             )
         super().setup(trainer, pl_module, stage)
-
-    # ModelCheckpoint of Lightning 2.4 to 2.6 saves a checkpoint, and deletes an old one, in these methods.
 
     def _save_topk_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
         if self._all_healthy(trainer):

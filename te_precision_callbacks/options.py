@@ -262,8 +262,9 @@ class SessionOptions:
         on_broken: ``"raise"`` a PrecisionContractError for a broken contract, or ``"warn"``.
         on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-or-act-on-a-finding). ``"warn"``: log
             each finding once. ``"stop"``: raise a PrecisionFindingError on all ranks, for errors and warnings, or for
-            the listed severities or rules, such as ``"stop: nonfinite, dead-gradient"``. A function of the finding may
-            return ``"stop"``.
+            the listed severities or rules, such as ``"stop: nonfinite, dead-gradient"``. A mapping of rules to
+            reactions, such as ``{"nonfinite": "dump, protect checkpoint"}``. A function of the finding may return
+            ``"stop"``.
         profile: iterations that torch's profiler records, such as ``11`` or ``"11-13"``, on rank 0; ``"11-13, all"`` on
             all ranks (docs/fp8-not-faster.md#profile-a-few-steps).
         quiet: omit the lines printed to stderr when the run ends, as does the environment variable
@@ -326,7 +327,10 @@ class SessionOptions:
         if keywords.get("report") and find_spec("plotly") is None:
             raise MissingExtraError("te_precision_callbacks.views.report", "report")
         check_scope(keywords.get("scope", ""))
-        reads_stop(keywords.get("on_finding", "warn"))
+        on_finding = keywords.get("on_finding", "warn")
+        if isinstance(on_finding, Mapping) and [*on_finding] == ["stop"]:  # as YAML reads "stop: error"
+            on_finding = keywords["on_finding"] = f"stop: {on_finding['stop']}"
+        reads_stop(on_finding)
         log_dir = keywords.pop("log_dir", None)
         directories = keywords.pop("feature_dirs", ())
         if isinstance(directories, (str, os.PathLike)):

@@ -21,6 +21,7 @@ from te_precision_callbacks.diagnosis.finding import (
     worst_first,
 )
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.diagnosis.reactions import STOP, read_reactions
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.sinks.step_records import Event
@@ -298,13 +299,14 @@ def _merge_findings(known: Finding, other: Finding) -> Finding:
     )
 
 
-OnFinding = str | Callable[[Finding], Any]
+OnFinding = str | Mapping[str, str] | Callable[[Finding], Any]
 """Values of ``on_finding=``: the reaction of a session to a finding.
 
 "warn"                          # a warning, once for each finding
 "stop"                          # errors and warnings stop the training, on all ranks together
 "stop: error"                   # only findings of this severity or a worse one
 "stop: nonfinite, overflow"     # only findings of these rules
+{"nonfinite": "dump, stop"}     # rule -> reactions; see :mod:`te_precision_callbacks.diagnosis.reactions`
 lambda finding: ...             # called with each finding, also with notes; "stop" as its result stops the training
 """
 
@@ -321,13 +323,16 @@ def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
     """Return a function that selects the findings that stop the training; raises OptionError."""
     if callable(on_finding) or on_finding == "warn":
         return lambda finding: False  # a function decides only when it is called
+    if isinstance(on_finding, Mapping):
+        reactions = read_reactions(on_finding)
+        return lambda finding: STOP in reactions.get(finding.rule, ())
     word, _, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
     names = [name.strip() for name in chosen.split(",") if name.strip()]
     known = [*SEVERITIES, *(rule.id for rule in RULES)]
     if word.strip() != "stop" or (":" in str(on_finding) and not names):
         raise OptionError(
-            f"on_finding= must be 'warn', 'stop', 'stop: ' with severities or rules, such as 'stop: error', or a"
-            f" function of the finding, not {on_finding!r}."
+            f"on_finding= must be 'warn', 'stop', 'stop: ' with severities or rules, such as 'stop: error', a mapping"
+            f" of rules to reactions, or a function of the finding, not {on_finding!r}."
         )
     for name in names:
         if name not in known:

@@ -101,6 +101,8 @@ class LastSteps:
 
     def add(self, row: StepRow) -> Origin | None:
         """Add a step; return where inf and nan began, once for the run and once for steps with it in backwards only."""
+        if not row.order:
+            return None
         if self._since is None:
             self._since = row.iteration
         before = self.rows[-1] if self.rows else None

@@ -29,8 +29,17 @@ from te_precision_callbacks.base.numerics.layouts import (
     scaling_mode,
 )
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT
-from te_precision_callbacks.engine.kernels.columns import E4M3, E5M2, E8M0, FLOAT32, FORMATS, MAGNITUDE, SCALE, Largest
-from te_precision_callbacks.engine.kernels.largest import of_amax
+from te_precision_callbacks.engine.kernels.columns import (
+    E4M3,
+    E5M2,
+    E8M0,
+    FLOAT32,
+    FORMATS,
+    MAGNITUDE,
+    SCALE,
+    Largest,
+    of_amax,
+)
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.current_call import Forward
 

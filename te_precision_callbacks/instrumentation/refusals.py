@@ -16,6 +16,7 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import Plan
 from te_precision_callbacks.instrumentation.graphs import why_not_bypassed
@@ -339,6 +340,17 @@ def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
         f" {_format(refused.items())}. Remove the layers from the config, or train them without the unsupported"
         " option. Without strict=True they train unobserved."
     )
+
+
+def refusal_of_high_precision(module: torch.nn.Module) -> DebugRefusal | None:
+    """Return why no feature can run a module in high precision, if it is known before a forward."""
+    effects = [Effect(high_precision=GEMMS)]
+    for row in REFUSALS:
+        if row.applies_to_module and row.applies_to_module(module):
+            return row
+        if row.applies_to_effects and row.applies_to_effects(module, effects):
+            return row
+    return None
 
 
 def refusal_of(forward: DebugForward) -> DebugRefusal | None:

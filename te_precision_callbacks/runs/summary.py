@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import pyarrow.compute as pc
 
@@ -14,6 +17,8 @@ from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.tables import facts_at_end
 
 _MOST_NAMED = 4
+
+_OF_LAST_STEPS = ("text", "rank", "tensors", "iterations", "magnitudes", "first")
 
 _ROUTINE_EVENTS = {"segment_started", "segment_ended"}
 
@@ -102,6 +107,28 @@ def loss_first(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (not is_loss(name), name != "loss", "train" not in name, name))
 
 
+def last_steps(run: RecordedRun) -> dict[str, Any] | None:
+    """Return the last steps before the earliest inf or nan, or else before the first problem; None without any.
+
+    As :meth:`~te_precision_callbacks.flight.steps.LastSteps.as_json`, and ``text``; ``rank``; ``loss``: the training
+    loss in each iteration, or None.
+    """
+    recorded = [
+        {**row, **json.loads(row["data"])} for row in run.events.filter(pc.field("kind") == "last_steps").to_pylist()
+    ]
+    if not recorded:
+        return None
+    chosen = min(recorded, key=lambda row: (row["first"][1] if row["first"] else math.inf, not row["is_problem"]))
+    losses: dict[int, float | str] = {}
+    name = next(filter(is_loss, loss_first(run.curves)), None)
+    if name is not None:
+        curve = run.curves[name]
+        values = (value if math.isfinite(value) else str(value) for value in curve.values.tolist())
+        losses = dict(zip(curve.iterations.tolist(), values, strict=True))
+    loss = [losses.get(iteration) for iteration in chosen["iterations"]]
+    return {**{name: chosen[name] for name in _OF_LAST_STEPS}, "loss": loss}
+
+
 # ---------------------------------------------------------------------- end of the run
 
 
@@ -111,6 +138,12 @@ def format_status(run: RecordedRun) -> str:
     if status == "failed" and ended_by(_error_at_the_end(run, run.segments[-1])[0]):
         return "ended early"
     return status
+
+
+def action_notes(run: RecordedRun) -> list[str]:
+    """Return the reactions to findings, which ``on_finding=`` asked for."""
+    actions = run.events.filter(pc.field("kind") == "action").to_pylist()
+    return list(dict.fromkeys(f"After step {row['iteration']}: {row['text']}" for row in actions))
 
 
 def outcome_notes(run: RecordedRun) -> list[str]:

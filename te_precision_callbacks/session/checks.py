@@ -40,6 +40,7 @@ from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.parameters.replicas import Replicas
 from te_precision_callbacks.parameters.watch import ParameterWatch, Problem
 from te_precision_callbacks.runs.recording import FactTables
+from te_precision_callbacks.session.actions import Actions
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, StepRecords
@@ -49,8 +50,11 @@ logger = logging.getLogger(__name__)
 _NOT_REPORTED = ("parameters", "first_nonfinite", "changed")
 """The kinds of events that their sources do not report."""
 
-MOST_RECORDS = 4
+MOST_RECORDS = 8
 """The most times that the last steps of a run are recorded."""
+
+LEFT_FOR_PROBLEMS = 4
+"""How many of them are for problems."""
 
 MOST_CHANGES = 32
 """The most events of a kind of change."""
@@ -65,8 +69,9 @@ class RuleChecks:
     Findings are added to the events of the context.
     """
 
-    def __init__(self, context: RunContext, every_step: EveryStepCheck) -> None:
+    def __init__(self, context: RunContext, every_step: EveryStepCheck, actions: Actions) -> None:
         self._context = context
+        self.actions = actions
         self._every_step = every_step
         self._diagnosis = context.results.diagnosis
         self._splitter = Splitter(context.results.series.__getitem__)
@@ -105,7 +110,7 @@ class RuleChecks:
     def stop_if_wanted(self) -> None:
         """Stop the run on all ranks if a finding of one rank demands it; all ranks report the same first finding."""
         ranks = self._context.ranks
-        if ranks.stop_together(own=bool(self._stopping)):
+        if ranks.request_together("stop", own=bool(self._stopping)):
             alone = [finding for finding in self._stopping if finding.ranks][:1]
             first = sorted(ranks.pool(alone, "findings", Finding), key=lambda finding: finding.since or 0)[:1]
             self._stopping += [finding for finding in first if finding not in self._stopping]
@@ -133,6 +138,7 @@ class RuleChecks:
         for finding in findings:
             data = finding.as_json()
             severity = "info" if finding.severity == "note" else finding.severity
+            self.actions.note(finding)
             if severity == "error":
                 self._every_step.record(finding.in_short, iteration)
             layer = finding.layers[0] if finding.layers else ""
@@ -330,6 +336,7 @@ class EveryStepCheck:
 
     Attributes:
         unsent: where inf and nan began, which the other ranks do not know yet.
+        is_requested: whether to record the last steps at the end of this step.
     """
 
     def __init__(self, context: RunContext, watch: EveryStep) -> None:
@@ -337,6 +344,7 @@ class EveryStepCheck:
         self._failures = context.failures
         self._watch = watch
         self.steps = LastSteps(watch.ring.slots)
+        self.is_requested = False
         self._changes = Changes(watch.ring.slots)
         self.unsent: list[Origin] = []
         self._watched = 0
@@ -351,8 +359,14 @@ class EveryStepCheck:
         except Exception as error:
             self._watch.is_on = False
             self._failures.report("reading what was watched in", f"iteration {iteration}", error)
-        if waits:
+        if waits or self.is_requested:
             self.read()
+        if self.is_requested:
+            self.record_requested(iteration)
+
+    def record_requested(self, iteration: int) -> None:
+        self.is_requested = False
+        self.record("SIGUSR1 was received", iteration, is_problem=False)
 
     def read(self) -> None:
         """Read all steps so far from the devices, and wait for them."""
@@ -362,15 +376,16 @@ class EveryStepCheck:
             self._watch.is_on = False
             self._failures.report("reading", "what was watched in the last steps", error)
 
-    def record(self, why: str, iteration: int, *, of_all: bool = False) -> None:
+    def record(self, why: str, iteration: int, *, of_all: bool = False, is_problem: bool = True) -> None:
         """Add an event with the last steps, if they were not recorded too often.
 
         Args:
             of_all: whether all ranks record them for the same reason; only the first rank then writes a file.
+            is_problem: False for the end of a run and for a request, which leave room for problems.
         """
-        if self._records_left and self.steps.rows:
+        if self._records_left > (0 if is_problem else LEFT_FOR_PROBLEMS) and self.steps.rows:
             self._records_left -= 1
-            data = {"why": why, "of_all": of_all, **self.steps.as_json()}
+            data = {"of_all": of_all, "is_problem": is_problem, **self.steps.as_json()}
             count = many(len(self.steps.rows), "step")
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 

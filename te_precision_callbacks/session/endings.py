@@ -124,6 +124,37 @@ class ProcessEnds:
             )
 
 
+class OnRequest:
+    """Calls a function on SIGUSR1, unless the script or its trainer handles this signal. Only in the main thread.
+
+    ``is_in_step``: whether a step is being ended, for the function.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.is_in_step = False
+        self._call = call
+        self._process = os.getpid()
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Handle the signal from now on. Trainers have set their handlers before their first step."""
+        if self._has_begun or not _is_main_thread():
+            return
+        self._has_begun = True
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            signal.signal(signal.SIGUSR1, self._handle)
+        else:
+            logger.info("SIGUSR1 has another handler, so it does not record the last steps.")
+
+    def end(self) -> None:
+        if _is_main_thread() and signal.getsignal(signal.SIGUSR1) == self._handle:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            self._call()
+
+
 def uncaught_exception(exits: ExitWatch) -> BaseException | None:
     """Return the uncaught exception that ends the process.
 

@@ -38,6 +38,7 @@ from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
 from te_precision_callbacks.parameters.updates import UpdateWatch
+from te_precision_callbacks.session.actions import Actions
 from te_precision_callbacks.session.checks import (
     ContractCheck,
     EveryStepCheck,
@@ -48,7 +49,7 @@ from te_precision_callbacks.session.checks import (
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
 from te_precision_callbacks.session.context import LoopFacts, RunContext, RunResults
 from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event
-from te_precision_callbacks.session.endings import ClosingReport, ProcessEnds, Terminated, Uninterrupted
+from te_precision_callbacks.session.endings import ClosingReport, OnRequest, ProcessEnds, Terminated, Uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
@@ -98,9 +99,8 @@ class Run:
         scalars = ScalarBuffer(failures)
         self._scalars = scalars
         engine = StatisticsEngine(results.series, failures.report)
-        recorder = Recorder(
-            results.log_dir, report=failures.report, detects_overflow=ACTIVATION_OVERFLOW in options.debug
-        )
+        detects = ACTIVATION_OVERFLOW in options.debug
+        recorder = Recorder(results.log_dir, report=failures.report, detects_overflow=detects)
         self.observation = Observation(engine, recorder)
         self.hooks = ForwardHooks(
             classify, failures, results.audit, scalars, engine, strict=options.strict, every_step=options.every_step
@@ -117,7 +117,8 @@ class Run:
         self._trainer_scalars = TrainerScalars(context)
         self._every_step = EveryStepCheck(context, self.hooks.every_step)
         self._shares_losses = False
-        self._rules = RuleChecks(context, self._every_step)
+        self._on_request = OnRequest(self._record_on_request)
+        self._rules = RuleChecks(context, self._every_step, Actions(context, model))
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model, self._every_step)
         self.hooks.products.around_backward = self._parameters.around_backward
@@ -157,6 +158,7 @@ class Run:
             context.inspector.events.begin(in_full=self._files.writes_all)
             self._files.attach()
             self.model.attach(model)
+            self._rules.actions.attach()
             self._contract.attach(self.model.all_names)
             self._parameters.begin(context.iteration)
             if not self._optimizer_hooks:
@@ -192,6 +194,8 @@ class Run:
                     "step() has no effect during the capture of a CUDA graph. Call step() after each replay.",
                 )
                 return None
+            self._on_request.begin()
+            self._on_request.is_in_step = True
             with Uninterrupted():
                 return self._end_step(logging_step)
         except RaisedInTraining:
@@ -201,7 +205,15 @@ class Run:
             self.context.failures.report("ending", f"iteration {self.context.failures.iteration}", error)
             return None
         finally:
+            self._on_request.is_in_step = False
             self.context.failures.iteration = self.context.iteration
+
+    def _record_on_request(self) -> None:
+        """Record the last steps that are on the host, between two steps at once: the next one may never end."""
+        self._every_step.is_requested = True
+        if self.live and not self._on_request.is_in_step:
+            self._every_step.record_requested(self.context.iteration)
+            self._try("recording", "the last steps", self._send)
 
     def _end_step(self, logging_step: int | None) -> StepRecords | None:
         context = self.context
@@ -271,12 +283,16 @@ class Run:
             self.overflow.mark_dumps(self.observation.recorder)
             self.observation.recorder.end_step()
         # Record the dumps and the results of checks over all ranks.
-        self.context.events.extend(dump_events(self.observation.recorder.take_written()))
+        for event in dump_events(self.observation.recorder.take_written()):
+            self.context.events.append(event)
+            self._rules.actions.note_dump(event.layer)
         self._parameters.end_step(iteration)
         try:
             self._contract.end_step(iteration)
         finally:
             self._send()
+        self._rules.actions.end_step(iteration)
+        self._send()
         self._rules.stop_if_wanted()
         return records
 
@@ -554,16 +570,20 @@ class Run:
     def _send_end(self, error: BaseException | None) -> None:
         iteration = self.context.iteration
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
+            why = "the end of the run"
             if error is not None:
                 self._send_nonfinite(error)
-                ends_all = isinstance(error, (Terminated, KeyboardInterrupt))
                 why = f"the run was ended by {type(error).__name__}"
-                self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all)
+            # SIGTERM comes also after the crash of another rank, so each rank records its own.
+            ends_all = error is None or isinstance(error, KeyboardInterrupt)
+            self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all, is_problem=error is not None)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
             if error is None and self._shares_losses:
                 self._exchange(losses=True, origins=True)
             self._check_facts(iteration, at_last=True)
+            self._rules.actions.end(max(iteration - 1, 0))
+            self._send()
             self._rules.event(end_of(error, max(iteration - 1, 0)))
 
     def _warn_never_due(self, error: BaseException | None) -> None:
@@ -593,6 +613,7 @@ class Run:
             then.callback(self.hooks.remove)
             if self._ends is not None:
                 then.callback(self._ends.cancel)
+            then.callback(self._on_request.end)
             for handle in self._optimizer_hooks:
                 then.callback(handle.remove)
             then.callback(self._updates.clear)

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from te_precision_callbacks import PrecisionDebugCallback, cli
 from te_precision_callbacks.config import load_config
+from te_precision_callbacks.diagnosis.reactions import read_reactions
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from tests.conftest import statistics
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, RUN_BY, Block, all_blocks, blocks, run
@@ -158,8 +159,11 @@ def observing(folder: Path, code: str) -> None:
     assert {row.tensor for row in run(code)["records"]} == {"activation", "gradient"}
 
 
-def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_transformers: str, again: str) -> None:
+def diagnosis(
+    folder: Path, session: str, react: str, reactions: str, for_lightning: str, for_transformers: str, again: str
+) -> None:
     result = run(session)
+    assert read_reactions(run(reactions)["on_finding"])["overflow"] == {"high precision": 200}
     assert f"# {result['session'].findings.summary}\n" in session
     assert result["session"].coverage().share("fp8") > 0
     stops = run(react)["react"]

@@ -411,6 +411,15 @@ def test_nothing_is_saved_after_a_finding_that_stops_the_fit(tmp_path: Path) -> 
     assert saved_steps(tmp_path / "saved") == [BREAKS_AT]
 
 
+def test_a_reaction_protects_the_checkpoints_of_each_callback(tmp_path: Path) -> None:
+    """The finding comes in the step that breaks, so the last checkpoint is of the step before."""
+    own = ModelCheckpoint(tmp_path / "saved", monitor="step", mode="max", save_top_k=2, every_n_train_steps=1)
+    precision = fit_that_breaks(tmp_path, own, on_finding={"nonfinite": "protect checkpoint"})
+    assert precision.session.protects_checkpoints
+    assert saved_steps(tmp_path / "saved") == [BREAKS_AT - 1, BREAKS_AT]
+    assert "_save_topk_checkpoint" not in vars(own), "it saves again in the next fit"
+
+
 @pytest.mark.parametrize("keep", [8, 2])
 def test_a_finding_names_no_deleted_checkpoint(tmp_path: Path, keep: int) -> None:
     saving = ModelCheckpoint(tmp_path / "saved", monitor="step", mode="max", save_top_k=keep, every_n_train_steps=1)

@@ -105,7 +105,7 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     assert "LogTensorStats" in facts["config_text"]
     assert run.steps["observe_seconds"].null_count == 0
     assert run.steps["step_seconds"].to_pylist()[0] is None
-    assert run.events["kind"].to_pylist() == ["segment_started", "parameters", "segment_ended"]
+    assert run.events["kind"].to_pylist() == ["segment_started", "parameters", "last_steps", "segment_ended"]
 
 
 def test_the_end_is_that_of_the_run(tmp_path: Path) -> None:

@@ -356,9 +356,16 @@ def test_the_last_steps_before_an_exception(tmp_path: Path) -> None:
     assert "the run was ended by RuntimeError" in show(tmp_path, "--last-steps")
 
 
-def test_a_healthy_run_has_no_last_steps(tmp_path: Path) -> None:
-    session = train(Blocks("current"), 3, tmp_path)
-    assert session is not None
+def test_the_last_steps_before_the_end(tmp_path: Path) -> None:
+    train(Blocks("current"), 70, tmp_path)
+    data = json.loads(show(tmp_path, "--last-steps", "--json"))
+    assert data["text"] == "The last 64 steps before: the end of the run."
+    assert data["iterations"] == list(range(6, 70))
+    assert data["first"] is None
+
+
+def test_a_run_that_is_not_watched_has_no_last_steps(tmp_path: Path) -> None:
+    train(Blocks("current"), 3, tmp_path, every_step=False)
     with pytest.raises(Exception, match="has recorded no last steps"):
         show(tmp_path, "--last-steps")
 

@@ -6,6 +6,7 @@ except ``nonfinite`` ignores inf and nan.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -219,3 +220,13 @@ class Largest(NamedTuple):
     slot: int
     order: int
     column: int = MAGNITUDE
+
+
+@functools.cache
+def single_one(device: torch.device) -> torch.Tensor:
+    return torch.ones(1, dtype=torch.float32, device=device)
+
+
+def of_amax(amax: torch.Tensor, slot: int, order: int) -> Largest:
+    """Return a tensor's largest magnitude, float32 [1], as it is added: 1 in a scale that may have any address."""
+    return Largest(single_one(amax.device), FORMATS[torch.float32], amax, slot, order)

@@ -9,7 +9,6 @@ blocks, and the third the least ``order`` of a tensor with inf or nan.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -44,16 +43,6 @@ def new_rows(rows: int, slots: int, device: torch.device) -> torch.Tensor:
 def reset(rows: torch.Tensor) -> None:
     rows[..., :FIRST] = NOT_ADDED
     rows[..., FIRST] = NEVER
-
-
-@functools.cache
-def one(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, dtype=torch.float32, device=device)
-
-
-def of_amax(amax: torch.Tensor, slot: int, order: int) -> Largest:
-    """Return a tensor's largest magnitude, float32 [1], as it is added: 1 in a scale that may have any address."""
-    return Largest(one(amax.device), FORMATS[torch.float32], amax, slot, order)
 
 
 def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.base.devices import is_lost, raw_stream_of
-from te_precision_callbacks.engine.kernels import largest
-from te_precision_callbacks.engine.kernels.columns import COLUMNS, E8M0, FIRST, FLOAT32, INFINITE, Largest
+from te_precision_callbacks.engine.kernels.columns import COLUMNS, E8M0, FIRST, FLOAT32, INFINITE, Largest, single_one
 from te_precision_callbacks.engine.kernels.triton_parts import (
     decode,
     jit,
@@ -62,7 +61,7 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     """Add up to :data:`TOGETHER` tensors that :func:`fits` accepts to a row."""
     device = row.device
     most = program_count(device)
-    one = largest.one(device)
+    one = single_one(device)
     words: list[int] = []
     begins: list[int] = []
     programs = 0

@@ -19,6 +19,8 @@ from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.summary import (
+    action_notes,
+    last_steps,
     loss_first,
     no_step_note,
     not_measured_notes,
@@ -86,6 +88,7 @@ def page_data(run: RecordedRun, most: int, device: Device | None = None) -> tupl
         "verdict": _verdict(verdict, run, subjects),
         "speed": speed_facts(run, device),
         "worst_layers": worst_layers([family.overview for family in made]),
+        "last_steps": _last_steps(run, packed),
     }
     with_findings = {layer for finding in content["verdict"]["findings"] for layer in finding["places"]}
     worst = {*with_findings, *(item["layer"] for listed in content["worst_layers"] for item in listed["items"])}
@@ -308,11 +311,21 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
         "outcome": list(outcome_notes(run)),
+        "reactions": action_notes(run),
         "other_steps": other_steps_of_run(run),
         "states": run.states.to_pylist(),
         "plan": facts.plan(run),
         **dict(zip(("events", "events_total"), facts.events(run), strict=True)),
     }
+
+
+def _last_steps(run: RecordedRun, packed: PackedArrays) -> dict[str, Any] | None:
+    """The last steps; ``magnitudes``: tensors x iterations, -1 where a tensor was not read."""
+    found = last_steps(run)
+    if found is None:
+        return None
+    rows = [[-1.0 if number is None else float(number) for number in row] for row in found["magnitudes"]]
+    return {**found, "magnitudes": packed.put(np.array(rows, np.float32))}
 
 
 def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:

@@ -79,6 +79,8 @@ def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
         row["ranks"] = ", ".join(map(str, row["ranks"]))
         row["layer"] = layer_name(row.pop("scope"), row["layer"])
         time = row.pop("wall_time")
+        if row["kind"] == "last_steps":
+            del row["data"]  # megabytes, which have a page of their own
         row["time"] = time.isoformat(timespec="seconds") if time else ""
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
     return rows, len(all_events)

@@ -26,7 +26,7 @@ MOST_BYTES = 10_000_000
 
 _SHARED = ("unpack", "values", "dom", "plots", "shell")
 
-_OF_A_RUN = ("heatmap", "findings", "summary", "ranges", "layer", "profile", "speed", "config", "main")
+_OF_A_RUN = ("heatmap", "findings", "summary", "last_steps", "ranges", "layer", "profile", "speed", "config", "main")
 
 FOR_FACTS = 1_200_000
 """What is kept for the facts of a run, which come beside its numbers."""

@@ -54,7 +54,7 @@ def show_command(
     last_steps: Annotated[
         bool,
         typer.Option(
-            "--last-steps", help="The last steps before the first error: the largest magnitude of each tensor."
+            "--last-steps", help="The last steps before the first problem: the largest magnitude of each tensor."
         ),
     ] = False,
     follow: Annotated[

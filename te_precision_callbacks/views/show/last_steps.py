@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,10 +12,11 @@ from rich.text import Text
 
 from te_precision_callbacks.base.terminal import paragraph, visible
 from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs.summary import last_steps
 from te_precision_callbacks.views.show.view import NothingToShowError
 
 _LEVELS = "▁▂▃▄▅▆▇█"
-_BAD = {"inf": "∞", "nan": "N"}
+_BAD = {"inf": "∞", "-inf": "∞", "nan": "N"}
 
 
 class LastStepsView:
@@ -30,14 +30,14 @@ class LastStepsView:
     """
 
     def __init__(self, run: RecordedRun, most: int) -> None:
-        rows = [row for row in run.events.to_pylist() if row["kind"] == "last_steps"]
-        if not rows:
+        data = last_steps(run)
+        if data is None:
             raise NothingToShowError(
-                f"{run.run_id} has recorded no last steps: it has no error, or it ran with every_step=False."
+                f"{run.run_id} has recorded no last steps: it has not ended, it ran with every_step=False, or no GEMM"
+                " of its layers is watched."
             )
-        self._row = rows[0]
         self._most = most
-        self.data: Mapping[str, Any] = json.loads(self._row["data"])
+        self.data: Mapping[str, Any] = data
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         tensors = self.data["tensors"]
@@ -49,7 +49,7 @@ class LastStepsView:
         names = {place: visible(" ".join(tensors[place])) for place in shown}
         width = max(8, options.max_width - max(map(len, names.values())) - 24)
         columns = range(max(0, len(iterations) - width), len(iterations))
-        yield paragraph(visible(self._row["text"]), "bold")
+        yield paragraph(visible(self.data["text"]), "bold")
         yield paragraph(
             f"Largest magnitudes in the steps {iterations[columns[0]]} to {iterations[-1]}, from left to right, and in"
             " the last one; the tensors in the order of execution. Each row has a scale of its own, by powers of two."
@@ -66,14 +66,23 @@ class LastStepsView:
             if first is not None and place == first[0]:
                 column = iterations.index(first[1]) - columns[0]
                 curve.stylize("bold reverse red", column, column + 1)
-            table.add_row(names[place], curve, "" if numbers[-1] is None else str(numbers[-1]))
+            table.add_row(names[place], curve, _number(numbers[-1]))
         left = len(tensors) - shown.stop
         if left:
             table.add_row(f"{left} after", "", "")
+        losses = [self.data["loss"][column] for column in columns]
+        if any(loss is not None for loss in losses):
+            table.add_row("loss", "".join(_levels(losses)), _number(losses[-1]))
         yield table
         if first is not None:
             layer, tensor = tensors[first[0]]
             yield paragraph(visible(f"First inf or nan: the {tensor} of {layer}, in step {first[1]}."), "bold red")
+
+
+def _number(number: float | str | None) -> str:
+    if isinstance(number, float):
+        return f"{number:.4g}"
+    return number or ""
 
 
 def _levels(numbers: Sequence[float | str | None]) -> Iterator[str]:

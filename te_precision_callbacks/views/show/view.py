@@ -19,6 +19,7 @@ from te_precision_callbacks.runs import RecordedRun, list_runs
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve, format_known_names
 from te_precision_callbacks.runs.summary import (
+    action_notes,
     format_status,
     loss_first,
     no_step_note,
@@ -108,6 +109,7 @@ class RunView:
         run = self.run
         return {
             **{name: value for name, value in vars(self).items() if name not in ("run", "verdict")},
+            "reactions": action_notes(run),
             "path": str(run.path),
             "run_id": run.run_id,
             "source": run.source,

@@ -19,6 +19,7 @@ function findingLinks(report, finding) {
   return el("p", { class: "links" },
     family && button({ page: "heatmap", ...where, layer: name }, "Heat map", family.label),
     name && button({ page: "layer", ...where, layer: name }, family ? "Curves" : "Layer", name),
+    report.last_steps?.iterations.includes(finding.since) && button({ page: "steps", tensor: "", filter: "" }, "Last steps", finding.title),
     !family && !name && "config" in pages && button({ page: "config" }, "Config", finding.title));
 }
 
@@ -37,6 +38,7 @@ function verdictPart(report) {
     report.run.outcome.map((line) => el("p", {}, el("strong", {}, line))),
     el("h2", { id: "verdict" }, verdict.summary),
     findings.length > 0 && el("ol", { "aria-label": "Findings, root causes and the most severe first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
+    report.run.reactions?.length > 0 && el("div", {}, el("strong", {}, "Reactions"), el("ul", {}, report.run.reactions.map((line) => el("li", {}, line)))),
     findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all details` : "All details")),
     notChecked.length > 0 && el("p", { class: "quiet" }, `Not checked${notChecked.some(({ essential }) => essential) ? "" : " (optional)"}: ${notChecked.map(({ rule }) => rule).join(", ")}. `, toFindings("What to add")));
 }

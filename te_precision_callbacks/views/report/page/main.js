@@ -10,6 +10,7 @@ guarded(() => openPage({
   shownPages: {
     summary: ["Summary", summaryPage],
     findings: ["Findings", findingsPage],
+    steps: ["Last steps", lastStepsPage],
     heatmap: ["Heatmap", heatmapPage],
     layer: ["Layer", layerPage],
     profile: ["Depth profile", profilePage],
@@ -17,7 +18,7 @@ guarded(() => openPage({
     config: ["Config and events", configPage],
   },
   defaults: {
-    page: "summary", statistic: "", tensor: "", layer: "", step: "", rank: "", axis: "steps", fold: "", open: "", filter: "", format: "E4M3", scalar: "",
+    page: "summary", statistic: "", tensor: "", layer: "", step: "", rank: "", axis: "steps", fold: "", open: "", filter: "", format: "E4M3", scalar: "", near: "yes",
   },
   prepared: withFamilies,
   named: ({ run }) => [run.name, run.path],
