@@ -204,20 +204,20 @@ class _Plant:
 
 
 def check(log_dir: Path, truth: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return whether the fault was told rightly, and the first finding."""
-    findings = diagnose(log_dir).findings
+    """Return whether the fault was reported rightly, and the first finding from its step on."""
+    verdict = diagnose(log_dir)
     start = truth["start"]
+    since_then = [finding for finding in verdict.findings if finding.since in (start, start + 1)]
+    shown = "nothing"
+    for finding in since_then[:1]:
+        shown = f"{finding.rule} in {', '.join(finding.layers[:1]) or 'all'} from step {finding.since} on"
     if truth["kind"] in NONFINITE:
-        first = next((finding for finding in findings if finding.rule == "nonfinite"), None)
-        right = first is not None and first is findings[0] and first.since == start
-        right = right and first is not None and has_layer(first, [truth["first"]])
-    else:
-        rules = SHORT[truth["kind"]][1]
-        told = [finding for finding in findings if finding.rule in rules and finding.since in (start, start + 1)]
-        right = any(not truth["layer"] or has_layer(finding, [truth["layer"]]) for finding in told)
-        first = told[0] if told else None
-    shown = first or next(iter(findings), None)
-    return right, "nothing" if shown is None else str(shown)
+        first = verdict[0] if verdict else None
+        right = first is not None and first.rule == "nonfinite" and first.since == start
+        return right and has_layer(verdict[0], [truth["first"]]), shown
+    rules = SHORT[truth["kind"]][1]
+    reported = [finding for finding in since_then if finding.rule in rules]
+    return any(not truth["layer"] or has_layer(finding, [truth["layer"]]) for finding in reported), shown
 
 
 def main() -> None:
@@ -234,14 +234,13 @@ def main() -> None:
         of_kind = [rows[name] for name, truth in truths.items() if truth["kind"] == kind]
         about = NONFINITE[kind] if kind in NONFINITE else SHORT[kind][0]
         lines.append(f"| {kind} | {about} | {len(of_kind)} | {sum(right for right, _ in of_kind)} |")
-    misses = [
-        "- {name} ({model} of {count} blocks, {recipe}): {number} in step {start}, first in {first}".format_map(
-            truths[name]
-        )
-        + f"; found: {found}"
-        for name, (right, found) in rows.items()
-        if not right
-    ]
+    misses = []
+    for name, (right, shown) in rows.items():
+        if not right:
+            planted = "{model} of {count} blocks, {recipe}, step {start}".format_map(truths[name])
+            if truths[name]["first"]:
+                planted += ", {number} first in {first}".format_map(truths[name])
+            misses.append(f"- {name} ({planted}): {shown}")
     text = "\n".join([*lines, "", *misses])
     print(text)
     if options.page:
