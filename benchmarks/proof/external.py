@@ -126,7 +126,7 @@ def check(log_dir: Path, truth: Mapping[str, Any]) -> Row:
         **truth,
         "name": log_dir.name,
         "found": f"{findings[right[0]].severity}{place}" if right else "",
-        "first": f"{findings[0].severity} {findings[0].rule}: {findings[0].seen}" if findings else "nothing",
+        "first": f"{findings[0].severity} {findings[0].rule}" if findings else "nothing",
         "silent": not verdict.wrong and not right,
     }
 
