@@ -26,6 +26,7 @@ from te_precision_callbacks.maps.logprobs_command import logprobs_command
 from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
 from te_precision_callbacks.replay.command import replay_command
+from te_precision_callbacks.search.command import search_command
 from te_precision_callbacks.speed.command import speed_command
 from te_precision_callbacks.views.compare.command import SeveralRuns, compare_command
 from te_precision_callbacks.views.report.command import report_command
@@ -141,6 +142,7 @@ def run(
 
 app.command("check")(check_command)
 app.command("map")(map_command)
+app.command("search")(search_command)
 app.command("logprobs")(logprobs_command)
 app.command("diagnose")(diagnose_command)
 app.command("speed")(speed_command)

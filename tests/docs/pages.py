@@ -65,6 +65,8 @@ RUN_BY = {
     ("docs/rollout.md", "python", ""): "tests/maps/test_page.py",
     ("docs/rollout.md", "bash", ""): "tests/maps/test_page.py",
     ("docs/rollout.md", "yaml", ""): "tests/maps/test_page.py",
+    ("docs/search.md", "python", ""): "tests/search/test_page.py",
+    ("docs/search.md", "bash", ""): "tests/search/test_page.py",
     ("docs/session.md", "python", ""): "tests/docs/test_task_pages.py",
     ("docs/speed.md", "bash", "te-precision check"): "tests/speed/test_memory.py",
     ("docs/speed.md", "python", "import pandas"): "tests/speed/test_command.py",
