@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.search.confirming import Confirmation
     from te_precision_callbacks.search.errors import BudgetError, SearchError
     from te_precision_callbacks.search.measuring import Effect
-    from te_precision_callbacks.search.searching import SearchResult, search
+    from te_precision_callbacks.search.searching import Confirmation, SearchResult, search
     from te_precision_callbacks.search.solving import Budget, Point
     from te_precision_callbacks.search.sweep import Measured
 

@@ -1,11 +1,13 @@
-"""Measures loss and gradient of a closure with chosen GEMMs in high precision."""
+"""Measures losses and gradients of a closure with chosen GEMMs in high precision."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from te_precision_callbacks.base.replaced import Replacements
@@ -15,6 +17,8 @@ from te_precision_callbacks.search.state import TrainingState
 from te_precision_callbacks.search.units import Choice, Units
 
 Closure = Callable[[Any], torch.Tensor]
+
+Make = Callable[[Any, Any], Any]
 
 LOST = 1e9
 """The error of a gradient with inf or nan."""
@@ -44,22 +48,26 @@ class Regions:
 
     Attributes:
         low: the recipe that the model uses; None before the model was seen.
-        make: makes the recipe of a choice from ``low``, and unit -> GEMMs in high precision.
     """
 
     def __init__(self, units: Units) -> None:
         self.low: Any = None
-        self.make = custom_recipe
         self._units = units
         self._choice: Choice | None = None
+        self._make: Make = custom_recipe
         self._made: Any = None
 
     @contextlib.contextmanager
-    def switched(self, choice: Choice | None) -> Iterator[None]:
-        """Run with a choice of GEMMs in high precision; None for all, without any quantizer."""
+    def switched(self, choice: Choice | None, make: Make = custom_recipe) -> Iterator[None]:
+        """Run with a choice of GEMMs in high precision; None for all, without any quantizer.
+
+        Args:
+            make: makes the recipe from ``low``, and unit -> GEMMs in high precision.
+        """
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
 
         self._choice = choice
+        self._make = make
         self._made = None
         replaced = Replacements()
         upstream = manager.autocast_enter
@@ -87,7 +95,7 @@ class Regions:
         elif low != self.low:
             raise SearchError(f"The model runs in several recipes, {self.low} and {low}. A search needs one.")
         if self._made is None and self._choice is not None:
-            self._made = self.make(self.low, self._units.high(self._choice))
+            self._made = self._make(self.low, self._units.high(self._choice))
         return self._made
 
 
@@ -104,32 +112,52 @@ class Measurement:
 
     Attributes:
         passes: forwards with backward so far.
-        high_norm: the norm of the gradient in high precision.
+        high: the effect of high precision, against which others are measured.
+        high_norm: the norm of its gradient.
     """
 
     def __init__(self, state: TrainingState, regions: Regions, closure: Closure, batches: Sequence[Any]) -> None:
         self.passes = 0
+        self.high = Effect(math.nan, 0.0, 1.0, 1.0)
         self.high_norm = 0.0
         self._state = state
-        self._regions = regions
+        self.regions = regions
         self._closure = closure
         self._batches = batches
         self._high: list[torch.Tensor | None] = []
 
-    def measure_high(self) -> Effect:
-        """Measure high precision, against which later calls of :meth:`measure` compare."""
+    def measure_high(self) -> None:
         loss, self._high = self._run(None)
         if not any(gradient is not None and bool(gradient.any()) for gradient in self._high):
             raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")
-        return self._compare(loss, self._high)
+        self.high = self._compare(loss, self._high)
 
-    def measure(self, choice: Choice | None) -> Effect:
-        return self._compare(*self._run(choice))
+    def measure(self, choice: Choice | None, make: Make = custom_recipe) -> Effect:
+        return self._compare(*self._run(choice, make))
 
-    def _run(self, choice: Choice | None) -> tuple[float, list[torch.Tensor | None]]:
+    def final_loss(
+        self, optimizer: torch.optim.Optimizer, batches: Sequence[Any], choice: Choice | None, seed: int
+    ) -> float:
+        """Train from the state with a seed; returns the mean loss of the last quarter of the steps."""
+        self._state.begin()
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        losses = []
+        with self.regions.switched(choice):
+            for batch in batches:
+                optimizer.zero_grad(set_to_none=True)
+                loss = run_closure(self._closure, batch, self._state.parameters)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                losses.append(float(loss.detach()))
+        last = losses[-max(1, len(losses) // 4) :]
+        (mean,) = mean_over_ranks(torch.tensor([sum(last) / len(last)], dtype=torch.float64))
+        return float(mean)
+
+    def _run(self, choice: Choice | None, make: Make = custom_recipe) -> tuple[float, list[torch.Tensor | None]]:
         self._state.begin()
         total = 0.0
-        with self._regions.switched(choice):
+        with self.regions.switched(choice, make):
             for batch in self._batches:
                 loss = run_closure(self._closure, batch, self._state.parameters)
                 loss.backward()  # type: ignore[no-untyped-call]

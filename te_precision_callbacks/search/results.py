@@ -51,7 +51,7 @@ class Results:
         self.losses = losses
 
     def save(self) -> None:
-        if self._path is None or not _is_first_rank():
+        if self._path is None or not is_first_rank():
             return
         data = {"schema": _SCHEMA, "state": self._state, "effects": self.effects, "losses": self.losses, **self.summary}
         temporary = self._path.with_suffix(".tmp")
@@ -63,7 +63,7 @@ class Results:
         raise SearchError(f"max_time= was over before {what} were measured, so nothing can be chosen.{kept}")
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     import torch
 
     distributed = torch.distributed

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -11,25 +13,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.vocabulary import name_of_recipe
-from te_precision_callbacks.search.confirming import Confirmation, Trainings, confirm
-from te_precision_callbacks.search.costs import Costs
 from te_precision_callbacks.search.errors import SearchError
-from te_precision_callbacks.search.measuring import Closure, Effect, Measurement, Regions, mean_over_ranks
-from te_precision_callbacks.search.progress import Progress
-from te_precision_callbacks.search.results import Results
-from te_precision_callbacks.search.solving import Budget, Point, choose, frontier
+from te_precision_callbacks.search.measuring import (
+    Closure,
+    Effect,
+    Measurement,
+    Regions,
+    mean_over_ranks,
+)
+from te_precision_callbacks.search.results import Results, is_first_rank
+from te_precision_callbacks.search.solving import Budget, Costs, Point, choose, frontier
 from te_precision_callbacks.search.state import TrainingState
-from te_precision_callbacks.search.sweep import Measured, Sweep
+from te_precision_callbacks.search.sweep import Measured, Progress, Sweep
 from te_precision_callbacks.search.units import Choice, Units
 from te_precision_callbacks.search.writing import CONFIG, MEGATRON, RECIPE, write_config, write_megatron, write_recipe
-from te_precision_callbacks.speed.devices import device_named
-from te_precision_callbacks.views.compare.paired import TOLERANCE
+from te_precision_callbacks.speed.devices import Device, device_named
+from te_precision_callbacks.views.compare.paired import TOLERANCE, PairedDifference, paired_difference
 
 _MOST_NOISE = 0.1
 """Noise of repeated runs, as a share of the effect of all-low, above which nothing can be measured."""
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """Paired differences of final losses, each the mean of the last quarter of the steps.
+
+    Attributes:
+        choice, low: against all-high.
+    """
+
+    steps: int
+    choice: PairedDifference
+    low: PairedDifference
 
 
 @dataclass(frozen=True)
@@ -76,22 +96,6 @@ class SearchResult:
         return {**vars(self), **effects, "measured": measured, "frontier": points, "confirmation": confirmation}
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of :func:`search`, which documents them."""
-
-    together: Sequence[str]
-    seeds: int
-    steps: int
-    sweep_batches: int
-    tolerance: float
-
-    def __post_init__(self) -> None:
-        for name, least in (("seeds", 0), ("steps", 1), ("sweep_batches", 1)):
-            if getattr(self, name) < least:
-                raise OptionError(f"{name}={getattr(self, name)} must be {least} or more.")
-
-
 def search(
     model: torch.nn.Module,
     closure: Closure,
@@ -132,21 +136,33 @@ def search(
         SearchError: the search cannot run; BudgetError, if no choice meets the budget.
         OptionError: an option has a wrong value.
     """
-    options = Options(together, seeds if optimizer is not None else 0, steps, sweep_batches, tolerance)
+    for name, value, least in (("seeds", seeds, 0), ("steps", steps, 1), ("sweep_batches", sweep_batches, 1)):
+        if value < least:
+            raise OptionError(f"{name}={value} must be {least} or more.")
+    if optimizer is None:
+        seeds = 0
     budget = Budget(low_share, extra_ms, cosine)
     target = None if device is None else device_named(device)
     if extra_ms is not None and target is None:
         raise OptionError("extra_ms= needs a device, such as device='h200'.")
-    drawn = _draw(batches, options)
+    needed = sweep_batches + seeds * steps
+    drawn = list(itertools.islice(batches, needed))
+    if len(drawn) < needed:
+        raise SearchError(
+            f"batches= ended after {len(drawn)}, but the search needs {needed}: {sweep_batches} for the sweep and"
+            f" {steps} for each of {seeds} seeds. Give more, or lower steps= or seeds=."
+        )
     path = None if folder is None else Path(folder)
     if path is not None:
         path.mkdir(parents=True, exist_ok=True)
     _require_no_session()
     units = Units(model)
-    state = TrainingState(model, optimizer if options.seeds else None)
-    running = _Search(model, units, state, closure, drawn, options, path, _Clock(max_time), Progress(is_shown=progress))
+    state = TrainingState(model, optimizer if seeds else None)
+    fresh = [drawn[start : start + steps] for start in range(sweep_batches, needed, steps)]
+    measurement = Measurement(state, Regions(units), closure, drawn[:sweep_batches])
+    running = _Search(model, units, measurement, fresh, path, _is_late(max_time), _progress(is_shown=progress))
     try:
-        result = running.run(budget, optimizer, target)
+        return running.run(budget, optimizer, target, together, tolerance)
     except torch.OutOfMemoryError as error:
         raise SearchError(
             "The device is out of memory in the search; the state of the training was put back. A search needs memory"
@@ -155,18 +171,6 @@ def search(
     finally:
         state.restore()
         units.restore()
-    return result
-
-
-def _draw(batches: Iterable[Any], options: Options) -> list[Any]:
-    needed = options.sweep_batches + options.seeds * options.steps
-    drawn = list(itertools.islice(batches, needed))
-    if len(drawn) < needed:
-        raise SearchError(
-            f"batches= ended after {len(drawn)}, but the search needs {needed}: {options.sweep_batches} for the sweep"
-            f" and {options.steps} for each of {options.seeds} seeds. Give more, or lower steps= or seeds=."
-        )
-    return drawn
 
 
 def _require_no_session() -> None:
@@ -176,66 +180,70 @@ def _require_no_session() -> None:
         raise SearchError("A debug session is running, and would observe the search. Stop it first.")
 
 
-class _Clock:
-    """Whether the time is up, on any rank."""
+def _progress(*, is_shown: bool) -> Progress:
+    """Return a function that shows a bar on a terminal's stderr."""
+    console = Console(stderr=True)
+    hidden = not is_shown or not console.is_terminal
+    return lambda items, what: track(items, f"search: {what}", console=console, disable=hidden, transient=True)
 
-    def __init__(self, max_time: float | None) -> None:
-        self._end = None if max_time is None else time.monotonic() + max_time
 
-    def is_late(self) -> bool:
-        late = self._end is not None and time.monotonic() > self._end
-        (late_ranks,) = mean_over_ranks(torch.tensor([float(late)], dtype=torch.float64))
-        return bool(late_ranks > 0)
+def _is_late(max_time: float | None) -> Callable[[], bool]:
+    """Return a function that returns whether the time is up on any rank."""
+    end = math.inf if max_time is None else time.monotonic() + max_time
+
+    def is_late() -> bool:
+        (share,) = mean_over_ranks(torch.tensor([float(time.monotonic() > end)], dtype=torch.float64))
+        return bool(share > 0)
+
+    return is_late
 
 
 class _Search:
-    """See :func:`search` for the arguments."""
+    """See :func:`search` for the arguments. ``fresh``: the batches of each seed."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         units: Units,
-        state: TrainingState,
-        closure: Closure,
-        batches: Sequence[Any],
-        options: Options,
+        measurement: Measurement,
+        fresh: Sequence[Sequence[Any]],
         folder: Path | None,
-        clock: _Clock,
+        is_late: Callable[[], bool],
         progress: Progress,
     ) -> None:
         self._model = model
         self._units = units
-        self._state = state
-        self._closure = closure
-        self._batches = batches
-        self._options = options
+        self._measurement = measurement
+        self._fresh = fresh
         self._folder = folder
-        self._clock = clock
+        self._is_late = is_late
         self._progress = progress
-        self._regions = Regions(units)
-        self._measurement = Measurement(state, self._regions, closure, batches[: options.sweep_batches])
         self._results = Results(None if folder is None else folder / "search.json")
         self._notes: list[str] = []
 
-    def run(self, budget: Budget, optimizer: torch.optim.Optimizer | None, device: Any) -> SearchResult:
-        sizes = self._units.watch_sizes()
-        try:
-            high = self._measurement.measure_high()
-        finally:
-            products = sizes.close()
-        low = self._regions.low
+    def run(
+        self,
+        budget: Budget,
+        optimizer: torch.optim.Optimizer | None,
+        device: Device | None,
+        together: Sequence[str],
+        tolerance: float,
+    ) -> SearchResult:
+        products = self._units.products(self._measurement.measure_high)
+        high = self._measurement.high
+        low = self._measurement.regions.low
         if low is None:
             raise SearchError("The closure does not enter te.autocast with enabled=True, so nothing can be switched.")
         recipe = name_of_recipe(low) or ""
         noise = self._measurement.measure(None)
-        state = {"recipe": str(low), "layers": list(self._units.all), "steps": self._options.steps}
+        state = {"recipe": str(low), "layers": list(self._units.all), "steps": [*map(len, self._fresh)][:1]}
         state |= {"loss": f"{high.loss:.5g}", "gradient": f"{self._measurement.high_norm:.5g}"}
         self._results.resume(state)
-        sweep = Sweep(self._units, self._measurement, self._results, self._progress, self._clock.is_late)
+        sweep = Sweep(self._units, self._measurement, self._results, self._progress, self._is_late)
         all_low = sweep.effect(frozenset())
         self._require_quiet(noise, high, all_low)
         whole = low.delayed()
-        measured = sweep.run(self._units.atoms(self._options.together, whole_modules=whole), by_gemm=not whole)
+        measured = sweep.run(self._units.atoms(together, whole_modules=whole), by_gemm=not whole)
         costs = Costs(products, recipe, device)
         points = frontier(measured, all_low, costs)
         choice = choose(points, budget, costs, sweep.effect)
@@ -252,7 +260,7 @@ class _Search:
             noise.error,
             tuple(measured),
             tuple(points),
-            self._confirm(choice, optimizer),
+            self._confirm(choice, optimizer, tolerance),
             self._measurement.passes,
             tuple(self._notes),
         )
@@ -270,46 +278,38 @@ class _Search:
                 " Python only."
             )
 
-    def _confirm(self, choice: Choice, optimizer: torch.optim.Optimizer | None) -> Confirmation | None:
-        options = self._options
-        if optimizer is None or not options.seeds:
+    def _confirm(
+        self, choice: Choice, optimizer: torch.optim.Optimizer | None, tolerance: float
+    ) -> Confirmation | None:
+        if optimizer is None or not self._fresh:
             self._notes.append("Not confirmed: short trainings need optimizer= and seeds=3 or more.")
             return None
-        fresh = self._batches[options.sweep_batches :]
-        of_seed = [fresh[seed * options.steps : (seed + 1) * options.steps] for seed in range(options.seeds)]
-        trainings = Trainings(self._state, self._regions, self._closure, optimizer, of_seed)
-        arms: dict[str, Choice | None] = {"choice": choice, "low": frozenset(), "high": None}
         key = hashlib.sha256(repr(sorted(choice)).encode()).hexdigest()[:16]
-        runs = [(arm, seed) for seed in range(options.seeds) for arm in arms]
-        for arm, seed in self._progress.over(runs, "confirmation"):
-            name = f"{key if arm == 'choice' else arm} {seed}"
-            if name in self._results.losses:
-                continue
-            if self._clock.is_late():
+        arms: dict[str, Choice | None] = {key: choice, "low": frozenset(), "high": None}
+        losses = self._results.losses
+        runs = [(arm, seed) for seed in range(len(self._fresh)) for arm in arms if f"{arm} {seed}" not in losses]
+        for arm, seed in self._progress(runs, "confirmation"):
+            if self._is_late():
                 self._notes.append("Not confirmed: max_time= was over. Search again with this folder to continue.")
                 return None
-            self._results.losses[name] = trainings.final_loss(arms[arm], seed)
+            losses[f"{arm} {seed}"] = self._measurement.final_loss(optimizer, self._fresh[seed], arms[arm], seed)
             self._results.save()
-
-        def final_loss(arm: str, seed: int) -> float:
-            return self._results.losses[f"{key if arm == 'choice' else arm} {seed}"]
-
-        return confirm(final_loss, options.seeds, options.steps, options.tolerance)
+        of_choice, low, high = ([losses[f"{arm} {seed}"] for seed in range(len(self._fresh))] for arm in arms)
+        return Confirmation(
+            len(self._fresh[0]), paired_difference(high, of_choice, tolerance), paired_difference(high, low, tolerance)
+        )
 
     def _write(self, choice: Choice, effect: Effect, low: Any) -> None:
         if self._folder is None:
             return
-        self._state.begin()
-        write_config(self._folder / CONFIG, choice, self._units, self._model, low)
-        written = write_recipe(self._folder / RECIPE, choice, self._units, low)
+        folder = self._folder if is_first_rank() else Path(tempfile.mkdtemp())
+        write_config(folder / CONFIG, choice, self._units, self._model, low)
+        written = write_recipe(folder / RECIPE, choice, self._units, low)
         written["assign_names"](self._model)
-        make: Callable[..., Any] = self._regions.make
-        self._regions.make = lambda low, high: written["recipe"](low)
-        again = self._measurement.measure(choice)
-        self._regions.make = make
+        again = self._measurement.measure(choice, lambda low, high: written["recipe"](low))
         if again != effect:
-            raise SearchError(f"{self._folder / RECIPE} gives {again}, but the search measured {effect}.")
-        rounded = write_megatron(self._folder / MEGATRON, choice, self._units, self._model, low)
+            raise SearchError(f"{folder / RECIPE} gives {again}, but the search measured {effect}.")
+        rounded = write_megatron(folder / MEGATRON, choice, self._units, self._model, low)
         if rounded:
             self._notes.append(
                 f"{MEGATRON} has no GEMMs: it keeps these modules wholly in high precision: {', '.join(rounded)}."

@@ -8,13 +8,16 @@ passes, for each batch: 3 + blocks + layers of 10 blocks + 30.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from te_precision_callbacks.search.measuring import Effect, Measurement
-from te_precision_callbacks.search.progress import Progress
 from te_precision_callbacks.search.results import Results
 from te_precision_callbacks.search.units import Choice, Group, Units, merged, split_by_block, split_by_gemm
+
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]
+"""Shows the progress over a sequence, with its name."""
 
 _LARGE = 0.1
 """Share of the effects of a level above which a group is split."""
@@ -50,7 +53,7 @@ class Sweep:
         progress: Progress,
         is_late: Callable[[], bool],
     ) -> None:
-        self._all = units.all_switches()
+        self._all = merged("", units.atoms((), whole_modules=False)).switches
         self._measurement = measurement
         self._results = results
         self._progress = progress
@@ -97,7 +100,7 @@ class Sweep:
 
     def _level(self, kind: str, groups: Sequence[Group]) -> list[Effect] | None:
         effects = []
-        for group in self._progress.over(groups, f"{kind}s"):
+        for group in self._progress(groups, f"{kind}s"):
             if self._is_late():
                 return None
             effects.append(self.effect(self._all - group.switches))

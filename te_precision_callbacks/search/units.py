@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,20 +63,20 @@ class Units:
         modules = named_te_modules(model)
         if not modules:
             raise SearchError("The model has no layers of Transformer Engine, so there is nothing to search.")
-        named = [module for module in model.modules() if "name" in vars(module)]
-        self._names = [(module, module.name) for module in named]
+        for entry in modules:
+            _require_plain(entry.module, entry.name)
+        self._names = [(module, module.name) for module in model.modules() if "name" in vars(module)]
         assign_names(model)
         self.all: dict[str, Unit] = {}
-        self._parts: list[tuple[Any, list[str]]] = []
+        self._parts: dict[Any, list[str]] = {}
         for entry in modules:
             module: Any = entry.module
             row = te_modules.of(module)
-            _require_plain(module, entry.name)
             parts = [module.name] if row.groups else [module.name + part for part in row.layers(module)]
             of_part = [entry.names] if row.groups else [(name,) for name in entry.names]
             for name, layers in zip(parts, of_part, strict=True):
                 self.all[name] = Unit(name, layers, entry.name)
-            self._parts.append((module, parts))
+            self._parts[module] = parts
 
     def restore(self) -> None:
         for module, name in self._names:
@@ -84,9 +85,6 @@ class Units:
     def high(self, choice: Choice) -> dict[str, tuple[str, ...]]:
         """Return unit -> its GEMMs in high precision, for :class:`~.factory.QuantizerFactory`."""
         return {name: tuple(gemm for gemm in GEMMS if (name, gemm) in choice) for name in self.all}
-
-    def all_switches(self) -> Choice:
-        return frozenset((name, gemm) for name in self.all for gemm in GEMMS)
 
     def atoms(self, together: Sequence[str], *, whole_modules: bool) -> list[Group]:
         """Return the smallest groups of whole layers.
@@ -120,45 +118,32 @@ class Units:
             for key, names in members.items()
         ]
 
-    def watch_sizes(self) -> SizeWatch:
-        return SizeWatch(self._parts)
+    def products(self, run: Callable[[], object]) -> list[Product]:
+        """Return the products of each unit and GEMM in a call, in high precision."""
+        calls: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
 
-
-class SizeWatch:
-    """Collects the sizes of the products of forwards, until :meth:`close`."""
-
-    def __init__(self, parts: Iterable[tuple[Any, list[str]]]) -> None:
-        self._tokens: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        self._handles = [
-            module.register_forward_pre_hook(self._hook(names), with_kwargs=True) for module, names in parts
-        ]
-
-    def _hook(self, names: Sequence[str]) -> Any:
         def see(module: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
             if is_in_backward() or not torch.is_grad_enabled():  # a recomputation, or no training
                 return
             given = (*arguments, *keywords.values())
             inp = next(value for value in given if isinstance(value, torch.Tensor))
             row = te_modules.of(module)
-            rows = inp.numel() // max(1, inp.shape[-1])
             splits = keywords.get("m_splits", given[1] if row.groups and len(given) > 1 else None)
-            tokens = row.tokens(module, rows, splits)
-            features = row.features(module)
-            for number, (count, sizes) in enumerate(zip(tokens, features, strict=True)):
-                self._tokens[names[0 if row.groups else number]].append((count, *sizes))
+            tokens = row.tokens(module, inp.numel() // max(1, inp.shape[-1]), splits)
+            for number, (count, sizes) in enumerate(zip(tokens, row.features(module), strict=True)):
+                calls[self._parts[module][0 if row.groups else number]].append((count, *sizes))
 
-        return see
-
-    def close(self) -> list[Product]:
-        """Return the products of each unit and GEMM, in high precision."""
-        for handle in self._handles:
-            handle.remove()
+        handles = [module.register_forward_pre_hook(see, with_kwargs=True) for module in self._parts]
+        try:
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
         products = []
-        for name, calls in self._tokens.items():
-            largest = max(calls)
-            for gemm, (n, m, k) in gemm_sizes(*largest).items():
-                macs = sum(count * features_in * features_out for count, features_in, features_out in calls)
-                products.append(Product(name, "te", gemm, gemm != "fprop", n, m, k, 1, len(calls), macs, {}))
+        for name, sizes in calls.items():
+            macs = sum(math.prod(size) for size in sizes)
+            for gemm, (n, m, k) in gemm_sizes(*max(sizes)).items():
+                products.append(Product(name, "te", gemm, gemm != "fprop", n, m, k, 1, len(sizes), macs, {}))
         return products
 
 
