@@ -127,7 +127,9 @@ class Measurement:
         self._high: list[torch.Tensor | None] = []
 
     def measure_high(self) -> None:
-        loss, self._high = self._run(None)
+        loss, gradients = self._run(None)
+        # DistributedDataParallel may write later gradients into the same memory.
+        self._high = [None if gradient is None else gradient.clone() for gradient in gradients]
         if not any(gradient is not None and bool(gradient.any()) for gradient in self._high):
             raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")
         self.high = self._compare(loss, self._high)

@@ -122,7 +122,7 @@ def search(
         closure: returns the loss of a batch. It runs no backward and no optimizer.
         batches: the first ``sweep_batches`` are for the sweep; to confirm, each seed takes ``steps`` more.
         optimizer: steps the short trainings that confirm the choice; without, nothing is confirmed.
-        low_share, extra_ms, cosine: the budget; see :class:`Budget`.
+        low_share, extra_ms, cosine: the budget; see :class:`Budget`. A step has the batches of the sweep.
         device: the name of a GPU for planned milliseconds, such as ``h200``.
         together: regular expressions of whole layer names. Layers that match one, with equal captures, are chosen
             together: ``layers\\\\.(\\\\d+)\\\\.(?:q|k|v)``.
@@ -309,7 +309,7 @@ class _Search:
         again = self._measurement.measure(choice, lambda low, high: written["recipe"](low))
         if again != effect:
             raise SearchError(f"{folder / RECIPE} gives {again}, but the search measured {effect}.")
-        rounded = write_megatron(folder / MEGATRON, choice, self._units, self._model, low)
+        rounded = write_megatron(folder / MEGATRON, choice, self._units, low)
         if rounded:
             self._notes.append(
                 f"{MEGATRON} has no GEMMs: it keeps these modules wholly in high precision: {', '.join(rounded)}."

@@ -14,6 +14,7 @@ from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
+from te_precision_callbacks.coverage.precision_audit import gemms_left_out
 from te_precision_callbacks.layers.forwards import is_in_backward
 from te_precision_callbacks.layers.naming import Model, named_operations, named_te_modules
 from te_precision_callbacks.search.errors import SearchError
@@ -51,6 +52,10 @@ class Group(NamedTuple):
 class Units:
     """The units of a model, whose modules it names until :meth:`restore`.
 
+    Attributes:
+        all: name -> unit.
+        modules: path -> module.
+
     Raises:
         SearchError: the model has no layers to search, or has parts that a search cannot switch.
     """
@@ -65,6 +70,7 @@ class Units:
             raise SearchError("The model has no layers of Transformer Engine, so there is nothing to search.")
         for entry in modules:
             _require_plain(entry.module, entry.name)
+        self.modules = {entry.name: entry.module for entry in modules}
         self._names = [(module, module.name) for module in model.modules() if "name" in vars(module)]
         assign_names(model)
         self.all: dict[str, Unit] = {}
@@ -121,17 +127,20 @@ class Units:
     def products(self, run: Callable[[], object]) -> list[Product]:
         """Return the products of each unit and GEMM in a call, in high precision."""
         calls: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        left_out: set[Switch] = set()
 
         def see(module: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
             if is_in_backward() or not torch.is_grad_enabled():  # a recomputation, or no training
                 return
             given = (*arguments, *keywords.values())
             inp = next(value for value in given if isinstance(value, torch.Tensor))
+            names = self._parts[module]
+            left_out.update(gemms_left_out(module, names, input_needs_gradient=inp.requires_grad))
             row = te_modules.of(module)
             splits = keywords.get("m_splits", given[1] if row.groups and len(given) > 1 else None)
             tokens = row.tokens(module, inp.numel() // max(1, inp.shape[-1]), splits)
             for number, (count, sizes) in enumerate(zip(tokens, row.features(module), strict=True)):
-                calls[self._parts[module][0 if row.groups else number]].append((count, *sizes))
+                calls[names[0 if row.groups else number]].append((count, *sizes))
 
         handles = [module.register_forward_pre_hook(see, with_kwargs=True) for module in self._parts]
         try:
@@ -143,6 +152,8 @@ class Units:
         for name, sizes in calls.items():
             macs = sum(math.prod(size) for size in sizes)
             for gemm, (n, m, k) in gemm_sizes(*max(sizes)).items():
+                if (name, gemm) in left_out:
+                    continue
                 products.append(Product(name, "te", gemm, gemm != "fprop", n, m, k, 1, len(sizes), macs, {}))
         return products
 

@@ -17,9 +17,10 @@ import yaml
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.patches import keep_high
-from te_precision_callbacks.base.vocabulary import GEMMS, name_of_recipe
+from te_precision_callbacks.base.vocabulary import GEMMS, class_names, name_of_recipe
 from te_precision_callbacks.check.checked_model import check_model
 from te_precision_callbacks.config import load_config
+from te_precision_callbacks.maps.matching import Module
 from te_precision_callbacks.maps.precision_map import is_quantized
 from te_precision_callbacks.maps.sources import open_map
 from te_precision_callbacks.maps.tool_files import Surroundings
@@ -84,7 +85,7 @@ def write_recipe(path: Path, choice: Choice, units: Units, low: Any) -> Any:
     return names
 
 
-def write_megatron(path: Path, choice: Choice, units: Units, model: torch.nn.Module, low: Any) -> list[str]:
+def write_megatron(path: Path, choice: Choice, units: Units, low: Any) -> list[str]:
     """Write Megatron's precision file; returns the modules of which only a part was chosen, kept wholly."""
     wanted: dict[str, set[bool]] = {}
     for name, gemms in units.high(choice).items():
@@ -96,7 +97,8 @@ def write_megatron(path: Path, choice: Choice, units: Units, model: torch.nn.Mod
         for module in kept
     }
     path.write_text(yaml.safe_dump({"configs": {"high_precision": config}, "matchers": matchers}, sort_keys=False))
-    read = open_map(path, modules=model, around=Surroundings(recipe=name_of_recipe(low)))
+    modules = [Module(name, "", True, class_names(module)) for name, module in units.modules.items()]
+    read = open_map(path, modules=modules, around=Surroundings(recipe=name_of_recipe(low)))
     wrong = [
         name for name in wanted if name in read.modules and is_quantized(read.modules[name].weight) == (name in kept)
     ]

@@ -14,6 +14,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.search import BudgetError, SearchError, SearchResult, search
+from tests.forked import ranks
+from tests.search import ranks_script
 from tests.search.models import RECIPES, Net, batches, closure_of, on_gpu_of, plant
 
 
@@ -149,6 +151,21 @@ def test_a_budget_that_cannot_be_met_is_said_with_the_best() -> None:
     model, _, data = trained(blocks=2)
     with pytest.raises(BudgetError, match=r"cosine=0.99999 needs .* the best cosine found is 0\.9.*with 9\d"):
         find(model, data, cosine=0.99999, low_share=0.9)
+
+
+def test_gemms_that_do_not_run_cost_nothing() -> None:
+    """The first layer has no norm and no gradient of its input, so its dgrad is not among the multiply-adds."""
+    model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 64))
+
+    def closure(batch: Any) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=RECIPES["current"]()):
+            return model(batch).square().mean()
+
+    result = search(model, closure, [torch.randn(32, 32)], low_share=0.5, progress=False)
+    shares = {gemm: macs / (2 + 3 * 2) for gemm, macs in {"0 fprop": 1, "0 wgrad": 1, "1 dgrad": 2}.items()}
+    left = 1 - sum(share for name, share in shares.items() if name.split()[1] in result.high.get(name[0], ()))
+    left -= sum(2 / 8 for gemm in ("fprop", "wgrad") if gemm in result.high.get("1", ()))
+    assert result.low_share == pytest.approx(left)
 
 
 def test_layers_that_belong_together_are_chosen_together() -> None:
@@ -296,3 +313,20 @@ def test_wrong_options_and_models_are_refused() -> None:
     plain = torch.nn.Sequential(te.Linear(32, 32))
     with pytest.raises(SearchError, match=r"does not enter te.autocast"):
         search(plain, lambda batch: plain(batch).square().mean(), [torch.ones(32, 32)], cosine=0.9)
+
+
+# ---------------------------------------------------------------------- two ranks
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks compute on CPUs, with the reference backend")
+def test_two_ranks_choose_alike_and_leave_no_trace(tmp_path: Path) -> None:
+    done = ranks(Path(ranks_script.__file__), [[str(rank), str(tmp_path)] for rank in range(2)])
+    said = "\n".join(rank.stderr[-2000:] for rank in done)
+    assert all((tmp_path / f"{rank}.json").exists() for rank in range(2)), said
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["plain"] == first["searched"] != second["plain"]
+    assert second["plain"] == second["searched"]
+    assert first["high"]
+    for name in ("high", "cosine", "differences"):
+        assert first[name] == second[name]
