@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,8 @@ class SearchResult:
         effect, all_low: against high precision: the choice, and all-low.
         noise: the error between two identical runs in high precision.
         measured: the groups of the sweep, the largest effect first.
-        frontier: cost against expected error.
-        confirmation: None if it was not asked for, or not reached in time.
+        frontier: costs and expected errors.
+        confirmation: None without an optimizer or seeds, and if the time was up.
         passes: forwards with backward of the sweep and the solution.
         notes: limits of the result.
     """
@@ -118,17 +119,17 @@ def search(
     """Choose the layers and GEMMs to keep in high precision, and put all state of the training back.
 
     Args:
-        model: with Transformer Engine's layers, which the closure runs in ``te.autocast``.
+        model: with Transformer Engine's layers. The closure runs them in ``te.autocast``.
         closure: returns the loss of a batch. It runs no backward and no optimizer.
         batches: the first ``sweep_batches`` are for the sweep; to confirm, each seed takes ``steps`` more.
         optimizer: steps the short trainings that confirm the choice; without, nothing is confirmed.
         low_share, extra_ms, cosine: the budget; see :class:`Budget`. A step has the batches of the sweep.
-        device: the name of a GPU for planned milliseconds, such as ``h200``.
+        device: a GPU's name, for planned milliseconds, such as ``h200``.
         together: regular expressions of whole layer names. Layers that match one, with equal captures, are chosen
             together: ``layers\\\\.(\\\\d+)\\\\.(?:q|k|v)``.
         seeds: pairs of short trainings; 3 at least to decide, 0 for none.
         tolerance: see ``te-precision compare --tolerance``.
-        max_time: seconds after which no measurement starts; the choice then follows from what was measured.
+        max_time: seconds after which no measurement starts; the choice then follows from the measurements so far.
         folder: where the config, the recipe, Megatron's file and ``search.json`` are written. A later search with the
             same state continues from this file.
 
@@ -156,21 +157,26 @@ def search(
     if path is not None:
         path.mkdir(parents=True, exist_ok=True)
     _require_no_session()
-    units = Units(model)
-    state = TrainingState(model, optimizer if seeds else None)
-    fresh = [drawn[start : start + steps] for start in range(sweep_batches, needed, steps)]
-    measurement = Measurement(state, Regions(units), closure, drawn[:sweep_batches])
-    running = _Search(model, units, measurement, fresh, path, _is_late(max_time), _progress(is_shown=progress))
-    try:
+    with _memory_errors(), contextlib.ExitStack() as stack:
+        units = Units(model)
+        stack.callback(units.restore)
+        state = TrainingState(model, optimizer if seeds else None)
+        stack.callback(state.restore)
+        fresh = [drawn[start : start + steps] for start in range(sweep_batches, needed, steps)]
+        measurement = Measurement(state, Regions(units), closure, drawn[:sweep_batches])
+        running = _Search(model, units, measurement, fresh, path, _is_late(max_time), _progress(is_shown=progress))
         return running.run(budget, optimizer, target, together, tolerance)
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise SearchError(
             "The device is out of memory in the search; the state of the training was put back. A search needs memory"
             " for the gradients once more: use smaller batches, or a model with fewer layers."
         ) from error
-    finally:
-        state.restore()
-        units.restore()
 
 
 def _require_no_session() -> None:

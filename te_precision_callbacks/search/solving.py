@@ -25,7 +25,7 @@ class Costs:
 
     Args:
         recipe: the name of the recipe in low precision, as of ``te-precision check``.
-        device: whose times count; without one, the cost is the share of multiply-adds in high precision.
+        device: the device of the planned times.
     """
 
     def __init__(self, products: Sequence[Product], recipe: str, device: Device | None) -> None:
@@ -50,7 +50,7 @@ class Costs:
         return sum(self._layer_ms(layer, choice) - self._all_low[layer] for layer in layers)
 
     def of(self, choice: Choice) -> float:
-        """Return the cost by which groups compete."""
+        """Return milliseconds over all-low; without a device, the share of multiply-adds in high precision."""
         extra = self.extra_ms(choice)
         if extra is None:
             return 1 - self.low_share(choice)

@@ -1,4 +1,4 @@
-"""Layers of a model whose GEMMs a search switches, their names in recipes and configs, and groups of them."""
+"""Layers with GEMMs to switch in a search, their names in recipes and configs, and groups of layers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Group(NamedTuple):
 
 
 class Units:
-    """The units of a model, whose modules it names until :meth:`restore`.
+    """The units of a model. The modules have other names until :meth:`restore`.
 
     Attributes:
         all: name -> unit.
@@ -96,7 +96,7 @@ class Units:
         """Return the smallest groups of whole layers.
 
         Args:
-            together: patterns. Layers whose whole names match one are a group; a group for each text of the captures.
+            together: patterns of whole names. Layers that match one, with equal captures, are a group.
             whole_modules: whether the layers of a module are switched together.
 
         Raises:

@@ -86,7 +86,7 @@ def write_recipe(path: Path, choice: Choice, units: Units, low: Any) -> Any:
 
 
 def write_megatron(path: Path, choice: Choice, units: Units, low: Any) -> list[str]:
-    """Write Megatron's precision file; returns the modules of which only a part was chosen, kept wholly."""
+    """Write Megatron's precision file; returns the partly chosen modules, kept wholly in high precision."""
     wanted: dict[str, set[bool]] = {}
     for name, gemms in units.high(choice).items():
         wanted.setdefault(units.all[name].module, set()).update(gemm in gemms for gemm in GEMMS)
