@@ -67,6 +67,31 @@ def test_a_planted_layer_and_its_gemm_come_first(recipe: str, place: int) -> Non
         assert closed > 0.8
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "name"), [(0, "self_attention.layernorm_qkv"), (2, "layernorm_mlp.fc1")])
+def test_a_layer_planted_in_a_transformer_comes_first(place: int, name: str) -> None:
+    torch.manual_seed(0)
+    options: Any = {"hidden_dropout": 0, "attention_dropout": 0, "params_dtype": torch.bfloat16}
+    model = torch.nn.ModuleList(te.TransformerLayer(64, 256, 4, **options) for _ in range(3))
+    planted = model[place].get_submodule(name.removesuffix(".fc1"))
+    weights = [planted.fc1_weight] if name.endswith("fc1") else [getattr(planted, n) for n in planted.weight_names]
+    with torch.no_grad():
+        planted.layer_norm_weight[3] = 2.0**-18
+        for weight in weights:
+            weight[:, 3] *= 2.0**18
+
+    def closure(hidden: Any) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=RECIPES["current"]()):
+            for layer in model:
+                hidden = layer(hidden)
+        return hidden.float().square().mean()
+
+    result = search(model, closure, [torch.randn(32, 2, 64).bfloat16()], low_share=0.85, progress=False)
+    first = {level: next(e for e in result.measured if e.level == level).group.name for level in ("layer", "gemm")}
+    assert first == {"layer": f"{place}.{name}", "gemm": f"{place}.{name} fprop"}
+    assert result.effect.error < 0.2 * result.all_low.error
+
+
 def test_a_healthy_layer_has_no_large_effect() -> None:
     model, _, data = trained(steps=0)
     result = find(model, data)
