@@ -80,3 +80,10 @@ def batches(seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     while True:
         inputs = torch.randn(128, HIDDEN, generator=generator)
         yield inputs.bfloat16(), torch.tanh(inputs @ mixing)
+
+
+def setup() -> dict[str, Any]:
+    """The argument of ``te-precision search``."""
+    model = Net(RECIPES["current"](), blocks=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return {"model": model, "closure": closure_of(model), "batches": batches(), "optimizer": optimizer}

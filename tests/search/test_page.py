@@ -1,5 +1,6 @@
 """The code of docs/search.md, and its output."""
 
+import json
 import re
 import shlex
 import sys
@@ -49,3 +50,21 @@ def test_wrong_setups_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     result = CliRunner().invoke(cli.app, ["search", "wrong_setup:nothing", "--cosine", "0.9"])
     assert "'wrong_setup:nothing' has returned {'model': None}. Give package.module:function" in str(result.exception)
     assert "a mapping with model, closure, batches, and optimizer to confirm" in str(result.exception)
+
+
+def test_every_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("flags_setup.py").write_text("from tests.search.models import setup\n")
+    arguments = ["flags_setup:setup", "--low-share", "0.5", "--extra-ms", "1", "--device", "h200", "--cosine", "0.9"]
+    arguments += ["--together", r"blocks\.\d+\.up", "--sweep-batches", "2", "--seeds", "2", "--steps", "2"]
+    arguments += ["--tolerance", "0.5", "--max-time", "600", "--output", "found", "--json"]
+    result = CliRunner().invoke(cli.app, ["search", *arguments])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["low_share"] >= 0.5
+    assert found["extra_ms"] <= 1
+    assert found["effect"]["cosine"] >= 0.9
+    assert found["confirmation"]["steps"] == found["confirmation"]["choice"]["pairs"] == 2
+    assert found["confirmation"]["choice"]["tolerance"] == 0.5
+    assert "blocks.0.up + blocks.1.up" in {entry["name"] for entry in found["measured"]}
+    assert Path("found/megatron.yaml").exists()
