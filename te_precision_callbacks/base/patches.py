@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
-def keep_high(*layers: str, others: Iterable[str] = ()) -> str:
+def keep_high(*layers: str, others: Iterable[str] = (), gemms: Sequence[str] = ()) -> str:
     """Return a section that keeps layers in high precision.
 
     Args:
+        gemms: the GEMMs to keep; by default, the whole layers.
         others: names that the pattern must not match. If several layers differ only in their numbers, and no other name
             does, the pattern matches all numbers.
     """
     pattern = json.dumps(f"^{_pattern(layers, others)}$")  # JSON is YAML
-    return f"""keep_in_high_precision:
+    name = "_".join(("keep", *gemms, "in_high_precision"))
+    feature = "DisableFP8Layer:\n      enabled: True"
+    if gemms:
+        feature = f"DisableFP8GEMM:\n      enabled: True\n      gemms: [{', '.join(gemms)}]"
+    return f"""{name}:
   enabled: True
   layers:
     layer_name_regex_pattern: {pattern}
   transformer_engine:
-    DisableFP8Layer:
-      enabled: True
+    {feature}
 """
 
 

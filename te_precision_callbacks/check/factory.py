@@ -46,6 +46,8 @@ _BATCH = _Expected(
     "a tensor, a mapping of keywords, or a tuple of positional arguments for the model's forward", BatchError
 )
 
+_SETUP = _Expected("a mapping with model, closure, batches, and optimizer to confirm", ModelFactoryError)
+
 
 def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, str]:
     """Call a user's function that builds a model; returns the model and its device, ``meta`` or ``cpu``.
@@ -68,6 +70,15 @@ def build_batch(spec: str) -> Any:
     with _like_a_script():
         made = _call(_call(functools.partial(pkgutil.resolve_name, spec), spec, _BATCH), spec, _BATCH)
     require_batch(made, f"{shown(spec)} has returned ")
+    return made
+
+
+def build_setup(spec: str) -> Mapping[str, Any]:
+    """Call a user's function that returns the arguments of a search; raises a ModelFactoryError."""
+    with _like_a_script():
+        made = _call(_call(functools.partial(pkgutil.resolve_name, spec), spec, _SETUP), spec, _SETUP)
+    if not isinstance(made, Mapping) or not {"model", "closure", "batches"} <= set(made):
+        raise ModelFactoryError(f"{shown(spec)} has returned {shown(made)}. {_SETUP.spelling}")
     return made
 
 

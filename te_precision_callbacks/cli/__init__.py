@@ -26,8 +26,9 @@ from te_precision_callbacks.maps.logprobs_command import logprobs_command
 from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
 from te_precision_callbacks.replay.command import replay_command
+from te_precision_callbacks.search.command import search_command
 from te_precision_callbacks.speed.command import speed_command
-from te_precision_callbacks.views.compare.command import compare_command
+from te_precision_callbacks.views.compare.command import SeveralRuns, compare_command
 from te_precision_callbacks.views.report.command import report_command
 from te_precision_callbacks.views.show.command import show_command
 
@@ -141,11 +142,12 @@ def run(
 
 app.command("check")(check_command)
 app.command("map")(map_command)
+app.command("search")(search_command)
 app.command("logprobs")(logprobs_command)
 app.command("diagnose")(diagnose_command)
 app.command("speed")(speed_command)
 app.command("replay")(replay_command)
-app.command("compare")(compare_command)
+app.command("compare", cls=SeveralRuns)(compare_command)
 app.command("show")(show_command)
 app.command("report")(report_command)
 app.command("features")(features_command)

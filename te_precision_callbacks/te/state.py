@@ -5,6 +5,7 @@ Read from Transformer Engine 2.20.2: ``pytorch/module/base.py``, ``pytorch/ops/o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -64,6 +65,59 @@ def is_in_checkpoints(module: torch.nn.Module) -> bool:
 def cached_weights(module: torch.nn.Module) -> Any:
     """Return the weights that a module keeps quantized between micro-batches, by attribute."""
     return vars(module).get("_fp8_workspaces", {})
+
+
+class Fp8State:
+    """The FP8 state of a model's modules and of ``te.autocast``, which :meth:`restore` puts back.
+
+    The modules' own objects do not change after :meth:`lend_copy`, which gives the modules new ones. In a
+    ``CustomRecipe``, a module whose tensors all have delayed scaling continues with its scales and amax histories.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        self._manager = FP8GlobalStateManager
+        self._state = FP8GlobalStateManager.quantization_state
+        self._modules = [(module, dict(vars(module))) for module in model.modules() if has_state(module)]
+
+    def lend_copy(self) -> None:
+        """Give the modules a copy of their state."""
+        self._manager.quantization_state = type(self._state)()
+        for module, attributes in self._modules:
+            given = attributes["fp8_meta"]
+            meta = {key: given[key] for key in given if key != "recipe" and not key.startswith("global_fp8_")}
+            for key, mode in ((FORWARD, "forward"), (BACKWARD, "backward")):
+                state = delayed_state(meta, key)
+                meta.pop(key, None)
+                if state is not None:
+                    meta[key] = _copy_of_delayed(getattr(state, "_ds_state", state), mode)
+            _replace_attributes(module, attributes)
+            fresh = {"fp8_initialized": False, "fp8_meta_tensors_initialized": False, "_fp8_workspaces": {}}
+            vars(module).update(fp8_meta=meta, quantizers={FORWARD: {}, BACKWARD: {}}, **fresh)
+
+    def restore(self) -> None:
+        self._manager.quantization_state = self._state
+        for module, attributes in self._modules:
+            _replace_attributes(module, attributes)
+
+
+def _replace_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(attributes)
+
+
+def _copy_of_delayed(state: Any, mode: str) -> Any:
+    """Return a state from which the state of a ``CustomRecipe`` inherits scales and amax histories."""
+    from transformer_engine.common.recipe import CustomRecipe
+    from transformer_engine.pytorch.quantization import CustomRecipeState
+
+    copied = copy.copy(state)
+    copied.scale = state.scale.clone()
+    copied.amax_history = state.amax_history.clone()
+    carrier = CustomRecipeState(CustomRecipe(qfactory=len), mode=mode, num_quantizers=state.num_quantizers)
+    carrier._ds_state = copied
+    return carrier
 
 
 # ---------------------------------------------------------------------- recipes

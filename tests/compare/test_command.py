@@ -148,7 +148,7 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("page_folder")
 def test_the_commands() -> None:
     codes = []
-    for page, begin in (("docs/comparing.md", ""), ("docs/report.md", "te-precision show")):
+    for page, begin in (("docs/comparing.md", "te-precision compare bf16"), ("docs/report.md", "te-precision show")):
         for line in "".join(blocks(page, "bash", begin)).splitlines():
             program, *arguments = shlex.split(line)
             assert program == "te-precision"

@@ -5,24 +5,45 @@ Usage::
     te-precision compare bf16 fp8 --noise bf16_again
     te-precision compare bf16 fp8 --noise bf16_again --report compare.html
     te-precision compare logs --run 20261122-130144 --run 20261122-151210
+    te-precision compare --a bf16_1 bf16_2 bf16_3 --b fp8_1 fp8_2 fp8_3 --tolerance 0.0025
 
-The exit code is 0 without a finding; 1 if statistics or losses diverge; 2 for wrong use. ``--json`` prints one JSON
-object.
+The exit code is 0 without a finding; 1 if statistics or losses diverge, or if paired seeds do not show that the
+tolerance is held; 2 for wrong use. ``--json`` prints one JSON object.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json
 
+_SIDES = ("--a", "--b")
+
+
+class SeveralRuns(TyperCommand):
+    """A command whose options ``--a`` and ``--b`` take several values each."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        side = ""
+        expanded: list[str] = []
+        for word in args:
+            if word.startswith("-"):
+                side = word if word in _SIDES else ""
+            elif side and expanded[-1] != side:
+                expanded.append(side)
+            expanded.append(word)
+        return super().parse_args(context, expanded)
+
 
 def compare_command(
-    a: Annotated[str, typer.Argument(metavar="A", help="A recorded run, the reference: its log folder.")],
+    a: Annotated[
+        str | None, typer.Argument(metavar="[A]", help="A recorded run, the reference: its log folder.")
+    ] = None,
     b: Annotated[str | None, typer.Argument(metavar="[B]", help="The run that is compared with it.")] = None,
     *,
     noise: Annotated[
@@ -45,9 +66,39 @@ def compare_command(
             " (default: same folder), then for --noise. Default: the latest.",
         ),
     ] = None,
+    seeds_a: Annotated[
+        list[str] | None,
+        typer.Option("--a", metavar="RUN...", help="Instead of A and B: runs of the reference with several seeds."),
+    ] = None,
+    seeds_b: Annotated[
+        list[str] | None,
+        typer.Option("--b", metavar="RUN...", help="The runs to compare with --a, with the same seeds in this order."),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="With --a and --b: the difference of final losses that is allowed, as a share of A's loss"
+            " (default: 0.0025).",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the findings that only B has, the facts that differ, and where the numbers of two runs diverge first."""
+    """Show the findings that only B has, the facts that differ, and where the numbers of two runs diverge first.
+
+    With --a and --b: the difference of final losses over paired seeds, and whether it is within a tolerance.
+    """
+    if seeds_a or seeds_b:
+        if a is not None or b is not None or noise or run or report is not None:
+            raise typer.BadParameter("A, B, --noise, --run and --report compare single runs", param_hint="--a")
+        _compare_seeds(seeds_a or [], seeds_b or [], tolerance, as_json=as_json)
+        return
+    if tolerance is not None:
+        raise typer.BadParameter(
+            "a tolerance is for several seeds: give them with --a and --b", param_hint="--tolerance"
+        )
+    if a is None:
+        raise typer.BadParameter("give two runs, or several seeds with --a and --b", param_hint="A")
     from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.views.compare.comparison import compare
     from te_precision_callbacks.views.compare.wording import show
@@ -85,4 +136,27 @@ def compare_command(
     for recorded in opened:
         recorded.require_undamaged()
     if result.has_findings:
+        raise typer.Exit(1)
+
+
+def _compare_seeds(seeds_a: list[str], seeds_b: list[str], tolerance: float | None, *, as_json: bool) -> None:
+    from te_precision_callbacks.runs.reading import chosen_run
+    from te_precision_callbacks.views.compare.paired import TOLERANCE, compare_seeds
+    from te_precision_callbacks.views.compare.wording import show_seeds
+
+    sides = []
+    for paths in (seeds_a, seeds_b):
+        opened = [chosen_run(path) for path in paths]
+        for _, note in opened:
+            if note:
+                terminal.show_text(note, err=as_json)
+        sides.append([recorded for recorded, _ in opened])
+    result = compare_seeds(sides[0], sides[1], TOLERANCE if tolerance is None else tolerance)
+    if as_json:
+        terminal.show_json(vars(result))
+    else:
+        show_seeds(result)
+    for recorded in (*sides[0], *sides[1]):
+        recorded.require_undamaged()
+    if result.paired.decision != "within":
         raise typer.Exit(1)

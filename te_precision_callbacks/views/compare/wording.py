@@ -13,6 +13,7 @@ from te_precision_callbacks.base.counts import many, some_of, without_exponents
 from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
 from te_precision_callbacks.layers.folding import fold_names, form_of
 from te_precision_callbacks.views.compare.departures import NO_NUMBER, ZERO_BELOW
+from te_precision_callbacks.views.compare.paired import PairedDifference, SeedComparison
 from te_precision_callbacks.views.compare.result import (
     ComparedVerdicts,
     Comparison,
@@ -291,3 +292,44 @@ def _show_departures(comparison: Comparison) -> None:
     left = list(rows.values())[_MOST_ROWS:]
     if left:
         terminal.show_text(f"and {many(sum(map(len, left)), 'tensor')} more, which --json has.", _INDENT)
+
+
+def show_seeds(comparison: SeedComparison) -> None:
+    table = terminal.table("seed", "A", "B", "difference", "from step")
+    for number, (a, b) in enumerate(zip(comparison.losses_a, comparison.losses_b, strict=True)):
+        change = _percent(b / a - 1) if a else ""
+        cells = (number + 1, number_of_loss(a), number_of_loss(b), change, comparison.since[number])
+        table.add_row(*map(terminal.cell, cells))
+    for name, runs in (("A", comparison.a), ("B", comparison.b)):
+        terminal.show_text(f"{name}: {', '.join(runs)}")
+    terminal.show(table)
+    for line in describe_pairs(comparison.paired, comparison.loss):
+        terminal.show_text(line)
+
+
+def number_of_loss(value: float) -> str:
+    return f"{value:.5g}"
+
+
+def describe_pairs(paired: PairedDifference, loss: str = "loss", a: str = "A", b: str = "B") -> Iterator[str]:
+    """Yield the difference of paired final losses, and whether it is within the tolerance."""
+    values = f"{number_of_loss(paired.a)} in {a}, {number_of_loss(paired.b)} in {b} ({_percent(paired.difference)})"
+    bound = _percent(paired.tolerance, signed=False)
+    if paired.pairs == 1:
+        yield f"{loss}: {values}, of one seed a side."
+        yield f"Cannot decide with 1 seed: it has no spread. Give at least 3 seeds a side, to test against {bound}."
+        return
+    low, high = map(_percent, paired.interval)
+    yield f"{loss}, mean of {paired.pairs} paired seeds: {values}, 95 % confidence interval {low} to {high}."
+    tested = "two one-sided tests at 5 %"
+    if paired.decision == "within":
+        yield f"Within the tolerance of {bound} ({tested})."
+    elif paired.decision == "beyond":
+        yield f"NOT within the tolerance of {bound} ({tested})."
+    elif paired.pairs_needed is None:
+        yield f"Cannot decide with {paired.pairs} seeds whether {b} is within {bound}; nor would 1,000 seeds."
+    else:
+        yield (
+            f"Cannot decide with {paired.pairs} seeds whether {b} is within {bound}; {paired.pairs_needed} would, if"
+            " mean and spread stay as they are."
+        )

@@ -1,0 +1,36 @@
+"""Searches the layers and GEMMs to keep in high precision, on a live model, and confirms the choice with seeds.
+
+    from te_precision_callbacks.search import search
+
+    result = search(model, closure, batches, optimizer=optimizer, cosine=0.999, folder="search")
+    result.high, result.extra_ms, result.confirmation
+
+docs/search.md has an example.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from te_precision_callbacks.base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.search.errors import BudgetError, SearchError
+    from te_precision_callbacks.search.measuring import Effect
+    from te_precision_callbacks.search.searching import Confirmation, SearchResult, search
+    from te_precision_callbacks.search.solving import Budget, Point
+    from te_precision_callbacks.search.sweep import Measured
+
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "Confirmation",
+    "Effect",
+    "Measured",
+    "Point",
+    "SearchError",
+    "SearchResult",
+    "search",
+]
+
+__getattr__, __dir__ = lazy_names(__name__)

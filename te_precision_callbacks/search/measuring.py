@@ -1,0 +1,227 @@
+"""Measures losses and gradients of a closure with chosen GEMMs in high precision."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from te_precision_callbacks.base.replaced import Replacements
+from te_precision_callbacks.search.errors import SearchError
+from te_precision_callbacks.search.factory import custom_recipe
+from te_precision_callbacks.search.state import TrainingState
+from te_precision_callbacks.search.units import Choice, Units
+
+Closure = Callable[[Any], torch.Tensor]
+
+Make = Callable[[Any, Any], Any]
+
+LOST = 1e9
+"""The error of a gradient with inf or nan."""
+
+
+class Effect(NamedTuple):
+    """A measurement against high precision, over the batches of the sweep.
+
+    Gradients are compared parameter by parameter, whatever their scale, as an optimizer such as Adam sees them. Means
+    are weighted by the number of elements.
+
+    Attributes:
+        loss: the mean loss.
+        error: mean of |g - h|^2 / |h|^2, of the gradient g and the gradient h in high precision.
+        cosine: mean cosine of both gradients.
+        norm: mean of |g| / |h|.
+    """
+
+    loss: float
+    error: float
+    cosine: float
+    norm: float
+
+
+class Regions:
+    """Replaces the recipe of each ``te.autocast`` while it is entered.
+
+    Attributes:
+        low: the recipe that the model uses; None before the model was seen.
+    """
+
+    def __init__(self, units: Units) -> None:
+        self.low: Any = None
+        self._units = units
+        self._choice: Choice | None = None
+        self._make: Make = custom_recipe
+        self._made: Any = None
+
+    @contextlib.contextmanager
+    def switched(self, choice: Choice | None, make: Make = custom_recipe) -> Iterator[None]:
+        """Run with a choice of GEMMs in high precision; None for all, without any quantizer.
+
+        Args:
+            make: makes the recipe from ``low``, and unit -> GEMMs in high precision.
+        """
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
+
+        self._choice = choice
+        self._make = make
+        self._made = None
+        replaced = Replacements()
+        upstream = manager.autocast_enter
+
+        def autocast_enter(
+            enabled: bool = False, calibrating: bool = False, fp8_recipe: Any = None, *rest: Any, **keywords: Any
+        ) -> None:
+            recipe = fp8_recipe
+            if enabled and (recipe is None or recipe is not self._made):
+                recipe = self._recipe(recipe)
+            upstream(enabled and choice is not None, calibrating, recipe, *rest, **keywords)
+
+        replaced.replace(manager, "autocast_enter", staticmethod(autocast_enter))
+        try:
+            yield
+        finally:
+            replaced.restore()
+
+    def _recipe(self, given: Any) -> Any:
+        from transformer_engine.pytorch.quantization import get_default_fp8_recipe
+
+        low = get_default_fp8_recipe() if given is None else given
+        if self.low is None:
+            self.low = _require_recipe(low)
+        elif low != self.low:
+            raise SearchError(f"The model runs in several recipes, {self.low} and {low}. A search needs one.")
+        if self._made is None and self._choice is not None:
+            self._made = self._make(self.low, self._units.high(self._choice))
+        return self._made
+
+
+def _require_recipe(recipe: Any) -> Any:
+    if recipe.custom():
+        raise SearchError("The model runs in a CustomRecipe. Search with the recipe of its quantizers instead.")
+    if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+        raise SearchError("A search leaves attention in high precision: set fp8_dpa=False and fp8_mha=False.")
+    return recipe
+
+
+class Measurement:
+    """Runs the closure on the batches of the sweep, each time from the same state.
+
+    Attributes:
+        passes: forwards with backward so far.
+        high: the effect of high precision, against which others are measured.
+        high_norm: the norm of its gradient.
+    """
+
+    def __init__(self, state: TrainingState, regions: Regions, closure: Closure, batches: Sequence[Any]) -> None:
+        self.passes = 0
+        self.high = Effect(math.nan, 0.0, 1.0, 1.0)
+        self.high_norm = 0.0
+        self._state = state
+        self.regions = regions
+        self._closure = closure
+        self._batches = batches
+        self._high: list[torch.Tensor | None] = []
+
+    def measure_high(self) -> None:
+        loss, gradients = self._run(None)
+        # DistributedDataParallel may write later gradients into the same memory.
+        self._high = [None if gradient is None else gradient.clone() for gradient in gradients]
+        if not any(gradient is not None and bool(gradient.any()) for gradient in self._high):
+            raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")
+        self.high = self._compare(loss, self._high)
+
+    def measure(self, choice: Choice | None, make: Make = custom_recipe) -> Effect:
+        return self._compare(*self._run(choice, make))
+
+    def final_loss(
+        self, optimizer: torch.optim.Optimizer, batches: Sequence[Any], choice: Choice | None, seed: int
+    ) -> float:
+        """Train from the state with a seed; returns the mean loss of the last quarter of the steps."""
+        self._state.begin()
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        losses = []
+        with self.regions.switched(choice):
+            for batch in batches:
+                optimizer.zero_grad(set_to_none=True)
+                loss = run_closure(self._closure, batch, self._state.parameters)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                losses.append(float(loss.detach()))
+        last = losses[-max(1, len(losses) // 4) :]
+        (mean,) = mean_over_ranks(torch.tensor([sum(last) / len(last)], dtype=torch.float64))
+        return float(mean)
+
+    def _run(self, choice: Choice | None, make: Make = custom_recipe) -> tuple[float, list[torch.Tensor | None]]:
+        self._state.begin()
+        total = 0.0
+        with self.regions.switched(choice, make):
+            for batch in self._batches:
+                loss = run_closure(self._closure, batch, self._state.parameters)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+                self.passes += 1
+        gradients = [parameter.grad for parameter in self._state.parameters]
+        for parameter in self._state.parameters:
+            parameter.grad = None
+        return total / len(self._batches), gradients
+
+    def _compare(self, loss: float, gradients: Sequence[torch.Tensor | None]) -> Effect:
+        rows = []
+        for ours, high in zip(gradients, self._high, strict=True):
+            if high is None:
+                continue
+            h = _local(high)
+            g = torch.zeros_like(h) if ours is None else _local(ours)
+            parts = [part.sum(dtype=torch.float64) for part in ((g - h).square(), g * h, g.square(), h.square())]
+            rows.append(torch.stack([*parts, torch.full_like(parts[0], h.numel())]).cpu())
+        rows.append(torch.full_like(rows[0], loss))
+        shared = torch.tensor(mean_over_ranks(torch.stack(rows)), dtype=torch.float64)
+        loss = float(shared[-1, 0])
+        difference, product, ours_square, high_square, weight = shared[:-1].T
+        self.high_norm = float(high_square.sum().sqrt())
+        if not bool(shared.isfinite().all()):
+            return Effect(loss, LOST, 0.0, LOST)
+        has_gradient = high_square > 0
+        weight = weight * has_gradient / weight[has_gradient].sum()
+        size = high_square.where(has_gradient, torch.ones(()))
+        cosine = (product / (ours_square * size).sqrt()).nan_to_num(0.0)
+        means = [float((weight * values).sum()) for values in (difference / size, cosine, (ours_square / size).sqrt())]
+        return Effect(loss, *means)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)  # of a DTensor: the shards of all ranks add up
+    return (tensor if to_local is None else to_local()).float()
+
+
+def mean_over_ranks(values: torch.Tensor) -> Any:
+    """Return equal values on all ranks, so that all take the same decisions."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        on_cpu = "gloo" in torch.distributed.get_backend()
+        shared = values if on_cpu else values.cuda()
+        torch.distributed.all_reduce(shared)
+        values = shared.cpu() / torch.distributed.get_world_size()
+    return values.tolist()
+
+
+def run_closure(closure: Closure, batch: Any, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """Call the closure; raises a SearchError if it steps the optimizer, or does not return a loss."""
+    before = [parameter._version for parameter in parameters]
+    loss = closure(batch)
+    changed = [p for p, version in zip(parameters, before, strict=True) if p._version != version]
+    if changed:
+        raise SearchError(
+            f"The closure changed {len(changed)} of {len(parameters)} parameters: it must not step the optimizer."
+            " Return the loss of the batch; the search runs the backward and, to confirm, steps optimizer=."
+        )
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise SearchError(
+            "The closure must return the loss of a batch, a tensor with one element that needs a gradient. The search"
+            " runs the backward."
+        )
+    return loss

@@ -1,0 +1,60 @@
+"""The output of ``te-precision search``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import group_by_key, many
+from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.coverage.coverage import percent
+from te_precision_callbacks.layers.folding import fold_names
+from te_precision_callbacks.search.measuring import Effect
+from te_precision_callbacks.search.searching import SearchResult
+from te_precision_callbacks.search.solving import Point
+from te_precision_callbacks.views.compare.wording import describe_pairs
+
+_MOST_ROWS = 12
+
+
+def show(result: SearchResult, folder: Path) -> None:
+    terminal.show_text(f"Recipe {result.recipe}; {result.passes} forwards with backward.")
+    terminal.show("\n[bold]Effect of low precision, alone in a layer[/bold]")
+    table = terminal.table("level", "where", "gradient error", "cosine", "loss")
+    for entry in result.measured[:_MOST_ROWS]:
+        effect = entry.effect
+        cells = (entry.level, entry.group.name, f"{effect.error:.3g}", f"{effect.cosine:.6f}", f"{effect.loss:.6g}")
+        table.add_row(*map(terminal.cell, cells))
+    terminal.show(table)
+    if result.measured[_MOST_ROWS:]:
+        terminal.show_text(f"and {len(result.measured) - _MOST_ROWS} more, which --json has.")
+    terminal.show("\n[bold]Cost against quality[/bold]")
+    table = terminal.table("also in high precision", "low share", "ms over all-low", "expected error")
+    for point in result.frontier[:_MOST_ROWS]:
+        table.add_row(*map(terminal.cell, _cells(point)))
+    terminal.show(table)
+    terminal.show("\n[bold]Choice[/bold]")
+    for gemms, names in group_by_key((gemms, name) for name, gemms in result.high.items()).items():
+        of_gemms = "" if gemms == GEMMS else f" ({', '.join(gemms)})"
+        terminal.show_text(f"In high precision{of_gemms}: {', '.join(fold_names(names, most=8))}.", hanging=2)
+    if not result.high:
+        terminal.show_text("Everything in low precision.")
+    terminal.show_text(f"All-low: {_effect(result.all_low)}.")
+    extra = "" if result.extra_ms is None else f", {result.extra_ms:.3g} ms over all-low"
+    terminal.show_text(f"Choice: {_effect(result.effect)}; {percent(result.low_share)} % low{extra}.")
+    if result.confirmation is not None:
+        terminal.show(f"\n[bold]Confirmation, {many(result.confirmation.steps, 'step')}[/bold]")
+        for name, paired in (("choice", result.confirmation.choice), ("all-low", result.confirmation.low)):
+            for line in describe_pairs(paired, "loss", "all-high", name):
+                terminal.show_text(line, hanging=2)
+    terminal.show_notes(result.notes)
+    terminal.show_text(f"Written: {', '.join(sorted(str(path) for path in folder.glob('*')))}.")
+
+
+def _effect(effect: Effect) -> str:
+    return f"gradient error {effect.error:.3g}, cosine {effect.cosine:.6f}"
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    extra = "" if point.extra_ms is None else f"{point.extra_ms:.3g}"
+    return point.kept or "nothing", f"{percent(point.low_share)} %", extra, f"{point.expected_error:.3g}"

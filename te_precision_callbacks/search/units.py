@@ -1,0 +1,192 @@
+"""Layers with GEMMs to switch in a search, their names in recipes and configs, and groups of layers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.coverage.coverage import Product
+from te_precision_callbacks.coverage.planned_products import gemm_sizes
+from te_precision_callbacks.coverage.precision_audit import gemms_left_out
+from te_precision_callbacks.layers.forwards import is_in_backward
+from te_precision_callbacks.layers.naming import Model, named_operations, named_te_modules
+from te_precision_callbacks.search.errors import SearchError
+from te_precision_callbacks.search.factory import assign_names
+from te_precision_callbacks.te import modules as te_modules
+
+Switch = tuple[str, str]
+"""A unit and one of its GEMMs."""
+
+Choice = frozenset[Switch]
+"""The GEMMs in high precision."""
+
+
+class Unit(NamedTuple):
+    """A layer of the model; the groups of a grouped module are one unit.
+
+    Attributes:
+        name: the name in the roles of quantizers.
+        layers: the names of its layers in configs.
+        module: the path of its module.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    module: str
+
+
+class Group(NamedTuple):
+    """GEMMs that are switched together."""
+
+    name: str
+    switches: Choice
+
+
+class Units:
+    """The units of a model. The modules have other names until :meth:`restore`.
+
+    Attributes:
+        all: name -> unit.
+        modules: path -> module.
+
+    Raises:
+        SearchError: the model has no layers to search, or has parts that a search cannot switch.
+    """
+
+    def __init__(self, model: Model) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise SearchError("A search needs a single model, a torch.nn.Module.")
+        if operations := [name for operation in named_operations(model) for name in operation.names]:
+            raise SearchError(f"A search cannot switch operations of te.ops: {', '.join(operations[:3])}.")
+        modules = named_te_modules(model)
+        if not modules:
+            raise SearchError("The model has no layers of Transformer Engine, so there is nothing to search.")
+        for entry in modules:
+            _require_plain(entry.module, entry.name)
+        self.modules = {entry.name: entry.module for entry in modules}
+        self._names = [(module, module.name) for module in model.modules() if "name" in vars(module)]
+        assign_names(model)
+        self.all: dict[str, Unit] = {}
+        self._parts: dict[Any, list[str]] = {}
+        for entry in modules:
+            module: Any = entry.module
+            row = te_modules.of(module)
+            parts = [module.name] if row.groups else [module.name + part for part in row.layers(module)]
+            of_part = [entry.names] if row.groups else [(name,) for name in entry.names]
+            for name, layers in zip(parts, of_part, strict=True):
+                self.all[name] = Unit(name, layers, entry.name)
+            self._parts[module] = parts
+
+    def restore(self) -> None:
+        for module, name in self._names:
+            module.name = name
+
+    def high(self, choice: Choice) -> dict[str, tuple[str, ...]]:
+        """Return unit -> its GEMMs in high precision, for :class:`~.factory.QuantizerFactory`."""
+        return {name: tuple(gemm for gemm in GEMMS if (name, gemm) in choice) for name in self.all}
+
+    def atoms(self, together: Sequence[str], *, whole_modules: bool) -> list[Group]:
+        """Return the smallest groups of whole layers.
+
+        Args:
+            together: patterns of whole names. Layers that match one, with equal captures, are a group.
+            whole_modules: whether the layers of a module are switched together.
+
+        Raises:
+            SearchError: a pattern matches no layer.
+        """
+        members: dict[object, list[str]] = defaultdict(list)
+        unmatched = set(together)
+        for name, unit in self.all.items():
+            key: object = unit.module if whole_modules else name
+            for pattern in together:
+                match = re.fullmatch(pattern, name)
+                if match:
+                    unmatched.discard(pattern)
+                    key = pattern, match.groups()
+            members[key].append(name)
+        if unmatched:
+            raise SearchError(
+                f"together={sorted(unmatched)[0]!r} matches no layer. Layers: {', '.join(list(self.all)[:4])}, ..."
+            )
+        return [
+            Group(
+                key if isinstance(key, str) else " + ".join(names),
+                frozenset((name, gemm) for name in names for gemm in GEMMS),
+            )
+            for key, names in members.items()
+        ]
+
+    def products(self, run: Callable[[], object]) -> list[Product]:
+        """Return the products of each unit and GEMM in a call, in high precision."""
+        calls: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        left_out: set[Switch] = set()
+
+        def see(module: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+            if is_in_backward() or not torch.is_grad_enabled():  # a recomputation, or no training
+                return
+            given = (*arguments, *keywords.values())
+            inp = next(value for value in given if isinstance(value, torch.Tensor))
+            names = self._parts[module]
+            left_out.update(gemms_left_out(module, names, input_needs_gradient=inp.requires_grad))
+            row = te_modules.of(module)
+            splits = keywords.get("m_splits", given[1] if row.groups and len(given) > 1 else None)
+            tokens = row.tokens(module, inp.numel() // max(1, inp.shape[-1]), splits)
+            for number, (count, sizes) in enumerate(zip(tokens, row.features(module), strict=True)):
+                calls[names[0 if row.groups else number]].append((count, *sizes))
+
+        handles = [module.register_forward_pre_hook(see, with_kwargs=True) for module in self._parts]
+        try:
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        products = []
+        for name, sizes in calls.items():
+            macs = sum(math.prod(size) for size in sizes)
+            for gemm, (n, m, k) in gemm_sizes(*max(sizes)).items():
+                if (name, gemm) in left_out:
+                    continue
+                products.append(Product(name, "te", gemm, gemm != "fprop", n, m, k, 1, len(sizes), macs, {}))
+        return products
+
+
+def _require_plain(module: Any, name: str) -> None:
+    problem = ""
+    if getattr(module, "fuse_wgrad_accumulation", False):
+        problem = "fuse_wgrad_accumulation=True, so its gradients cannot be read"
+    elif getattr(module, "sequence_parallel", False):
+        problem = "sequence_parallel=True, for which a CustomRecipe does not reduce the amax"
+    elif any(hasattr(weight, "_quantizer") for weight in module.parameters(recurse=False)):
+        problem = "weights in low precision (te.quantized_model_init), so there is no high precision to compare with"
+    if problem:
+        raise SearchError(f"A search cannot switch {name!r}: it has {problem}.")
+
+
+def block_of(group: Group) -> str:
+    """Return the part of its layers' names up to the first number, such as ``layers.3``; else the group's name."""
+    matches = [re.match(r"(.*?\.)?\d+(?=\.|$)", name) for name, _ in group.switches]
+    blocks = {match[0] if match else "" for match in matches}
+    if len(blocks) == 1 and "" not in blocks:
+        return blocks.pop()
+    return group.name
+
+
+def split_by_block(atoms: Iterable[Group]) -> dict[str, list[Group]]:
+    return group_by_key((block_of(atom), atom) for atom in atoms)
+
+
+def merged(name: str, groups: Iterable[Group]) -> Group:
+    return Group(name, frozenset(switch for group in groups for switch in group.switches))
+
+
+def split_by_gemm(atom: Group) -> list[Group]:
+    parts = ((gemm, frozenset(switch for switch in atom.switches if switch[1] == gemm)) for gemm in GEMMS)
+    return [Group(f"{atom.name} {gemm}", switches) for gemm, switches in parts]

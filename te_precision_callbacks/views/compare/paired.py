@@ -1,0 +1,178 @@
+"""Paired seeds: the difference of final losses over several pairs of runs, and whether it is within a tolerance.
+
+Runs i of both sides have the same seed, hence the same data, so the spread of their differences is small. The interval
+is Student's t; a tolerance is held if two one-sided tests at 5 % reject a difference beyond it on both sides, that is,
+if the 90 % confidence interval is inside of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.views.compare.departures import side_of_run
+from te_precision_callbacks.views.compare.loss import compare_losses
+from te_precision_callbacks.views.compare.result import ComparisonError
+
+TOLERANCE = 0.0025
+"""Share of A's loss: the bound for FP8 against BF16 of DeepSeek-V3, arXiv 2412.19437, 3.3."""
+
+_MOST_PAIRS = 1000
+
+Decision = Literal["within", "beyond", "undecided"]
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The difference of paired losses, b - a.
+
+    Attributes:
+        a, b: mean losses.
+        difference: mean difference, as a share of ``a``, like all other shares below.
+        interval: its 95 % confidence interval; (nan, nan) with one pair.
+        test_interval: its 90 % confidence interval, of the two one-sided tests.
+        decision: whether the difference is shown to be within or beyond the tolerance.
+        pairs_needed: how many pairs would decide, if mean and spread stay as they are; None if decided, for one pair,
+            and beyond 1,000.
+    """
+
+    pairs: int
+    a: float
+    b: float
+    difference: float
+    interval: tuple[float, float]
+    test_interval: tuple[float, float]
+    tolerance: float
+    decision: Decision
+    pairs_needed: int | None
+
+
+def paired_difference(a: Sequence[float], b: Sequence[float], tolerance: float = TOLERANCE) -> PairedDifference:
+    """Compare the final losses of pairs of runs; a[i] and b[i] have the same seed.
+
+    Raises:
+        OptionError: the sides differ in length, or the tolerance is not a positive share.
+    """
+    if not 0 < tolerance < 1:
+        raise OptionError(f"tolerance={tolerance} must be a share of the loss between 0 and 1, such as 0.0025.")
+    if not a or len(a) != len(b):
+        raise OptionError(f"Pairs need the same number of runs on both sides, not {len(a)} and {len(b)}.")
+    count = len(a)
+    mean_a = sum(a) / count
+    scale = abs(mean_a) or 1.0
+    differences = [(theirs - ours) / scale for ours, theirs in zip(a, b, strict=True)]
+    mean = sum(differences) / count
+    spread = math.nan
+    if count > 1:
+        spread = math.sqrt(sum((value - mean) ** 2 for value in differences) / (count - 1))
+    wide, narrow = (_interval(mean, spread, count, confidence) for confidence in (0.95, 0.9))
+    decision = _decide(narrow, tolerance)
+    needed = None
+    if decision == "undecided" and count > 1:
+        counts = range(count, _MOST_PAIRS + 1)
+        # Intervals shrink with the number of pairs.
+        place = bisect_left(counts, True, key=lambda n: _decide(_interval(mean, spread, n, 0.9), tolerance) != decision)
+        if place < len(counts):
+            needed = counts[place]
+    return PairedDifference(count, mean_a, sum(b) / count, mean, wide, narrow, tolerance, decision, needed)
+
+
+def _interval(mean: float, spread: float, count: int, confidence: float) -> tuple[float, float]:
+    if count < 2:
+        return math.nan, math.nan
+    width = t_quantile(0.5 + confidence / 2, count - 1) * spread / math.sqrt(count)
+    return mean - width, mean + width
+
+
+def _decide(interval: tuple[float, float], tolerance: float) -> Decision:
+    low, high = interval
+    if -tolerance < low and high < tolerance:
+        return "within"
+    if low > tolerance or high < -tolerance:
+        return "beyond"
+    return "undecided"
+
+
+@functools.cache
+def t_quantile(probability: float, freedom: int) -> float:
+    """Return a quantile above the median of Student's t, by bisection of its distribution."""
+    low = 0.0
+    high = 1.0
+    while _t_distribution(high, freedom) < probability:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _t_distribution(middle, freedom) < probability:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _t_distribution(t: float, freedom: int) -> float:
+    """Abramowitz and Stegun, 26.7.3 and 26.7.4, which are exact."""
+    angle = math.atan(t / math.sqrt(freedom))
+    square = math.cos(angle) ** 2
+    odd = freedom % 2
+    term = math.sin(angle) * (math.cos(angle) if odd else 1.0)
+    inside = 0.0
+    for number in range(2 + odd, freedom + 1, 2):
+        inside += term
+        term *= square * (number - 1) / number
+    if odd:
+        inside = 2 / math.pi * (angle + inside)
+    return 0.5 + inside / 2
+
+
+@dataclass(frozen=True)
+class SeedComparison:
+    """The final losses of paired runs: means over the last quarter of their common steps, after a running median.
+
+    Attributes:
+        loss: the name of the metric.
+        since: the first of these steps, by pair.
+    """
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    loss: str
+    since: tuple[int, ...]
+    losses_a: tuple[float, ...]
+    losses_b: tuple[float, ...]
+    paired: PairedDifference
+
+
+def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance: float = TOLERANCE) -> SeedComparison:
+    """Compare runs with several seeds; a[i] and b[i] have the same seed.
+
+    Raises:
+        ComparisonError: a pair has no common loss, or it ends as inf or nan.
+        OptionError: see :func:`paired_difference`.
+    """
+    losses = []
+    for ours, theirs in zip(a, b, strict=False):
+        pair = f"{ours.path} and {theirs.path}"
+        loss = compare_losses(side_of_run(ours, str(ours.path)), side_of_run(theirs, str(theirs.path)), (), ({}, {}))
+        if loss is None:
+            raise ComparisonError(f"{pair} have no loss at common steps. Record it: docs/records.md.")
+        for run, lost in ((ours, loss.lost_a), (theirs, loss.lost_b)):
+            if lost is not None:
+                raise ComparisonError(
+                    f"The {loss.name} of {run.path} is {lost.what} from step {lost.since} on, so it has no final loss."
+                    f" Compare the pair alone: te-precision compare {ours.path} {theirs.path}"
+                )
+        losses.append(loss)
+    losses_a = tuple(loss.a for loss in losses)
+    losses_b = tuple(loss.b for loss in losses)
+    if len(a) != len(b):
+        raise OptionError(f"Pairs need the same number of runs on both sides, not {len(a)} and {len(b)}.")
+    paired = paired_difference(losses_a, losses_b, tolerance)
+    names = [tuple(f"{run.path} ({run.run_id})" for run in runs) for runs in (a, b)]
+    since = tuple(loss.stable_since for loss in losses)
+    return SeedComparison(names[0], names[1], losses[0].name, since, losses_a, losses_b, paired)
