@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.flight.rows import Slot, StepRow
+from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 
 HISTORY = 32
 LEAST_HISTORY = 16
@@ -48,7 +48,7 @@ class Change:
     """
 
     kind: Kind
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
     since: int
     until: int | None = None
     before: float = 0.0
@@ -86,7 +86,7 @@ class Changes:
         slots: the tensors, by slot; more may be added.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[TensorSlot]) -> None:
         self._slots = slots
         self._steps = 0
         self._bits = np.full((HISTORY, 0), np.nan, np.float32)  # of the magnitudes of the last steps, in any order
@@ -95,9 +95,9 @@ class Changes:
         self._are_wgrads = np.empty(0, bool)
         self._last: tuple[Sequence[int], Set[str], Set[int]] = (), frozenset(), frozenset()
         self._low_from: dict[str, int] = {}  # layer -> the step, as counted here
-        self._called_from: dict[Slot, int] = {}
+        self._called_from: dict[TensorSlot, int] = {}
         self._high_since: dict[str, int] = {}  # layer -> iteration
-        self._uncalled_since: dict[Slot, int] = {}
+        self._uncalled_since: dict[TensorSlot, int] = {}
 
     def add(self, row: StepRow) -> Iterator[Change]:
         """Add the next step, and yield its changes."""
@@ -145,21 +145,21 @@ class Changes:
         self._bits[self._steps % HISTORY] = now
 
     def _precision(self, row: StepRow, layers: Iterable[str]) -> Iterator[Change]:
-        gaps: dict[int, list[Slot]] = {}
+        gaps: dict[int, list[TensorSlot]] = {}
         for layer in layers:
             if layer not in row.high:
                 self._low_from.setdefault(layer, self._steps)
                 since = self._high_since.pop(layer, None)
                 if since is not None and row.iteration - since <= GAP:
-                    gaps.setdefault(since, []).append(Slot(layer, "activation"))
+                    gaps.setdefault(since, []).append(TensorSlot(layer, "activation"))
             elif self._steps - self._low_from.pop(layer, self._steps) >= LEAST_HISTORY:
                 self._high_since[layer] = row.iteration
         for since, slots in gaps.items():
             yield Change("precision", tuple(slots), since, row.iteration - 1)
 
-    def _calls(self, row: StepRow, places: Mapping[Slot, int]) -> Iterator[Change]:
+    def _calls(self, row: StepRow, places: Mapping[TensorSlot, int]) -> Iterator[Change]:
         """Yield layers without a GEMM any more, and layers that only have no wgrad; experts without tokens have one."""
-        missing: dict[tuple[Kind, int], list[Slot]] = {}
+        missing: dict[tuple[Kind, int], list[TensorSlot]] = {}
         called = [slot for slot in places if slot.tensor in ("activation", "wgrad")]
         for slot in called:
             self._called_from.setdefault(slot, self._steps)
@@ -173,7 +173,7 @@ class Changes:
             since = self._uncalled_since[slot]
             if row.iteration - since + 1 >= GAP:
                 del self._called_from[slot], self._uncalled_since[slot]
-                forward = places.get(Slot(slot.layer, "activation"))
+                forward = places.get(TensorSlot(slot.layer, "activation"))
                 if slot.tensor == "activation":
                     missing.setdefault(("uncalled", since), []).append(slot)
                 elif forward is not None and row.magnitudes[forward] >= 0:

@@ -15,7 +15,7 @@ import torch
 from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
 from te_precision_callbacks.engine.kernels import largest
 from te_precision_callbacks.engine.kernels.columns import Largest
-from te_precision_callbacks.flight.rows import Slot, StepRow
+from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 
 _STEPS_PER_COPY = 8
 _FIRST_SLOTS = 256
@@ -31,7 +31,7 @@ class Ring:
     """
 
     def __init__(self) -> None:
-        self.slots: list[Slot] = []
+        self.slots: list[TensorSlot] = []
         self.places: dict[tuple[str, str], int] = {}
         self._devices: dict[torch.device, _OnDevice] = {}
         self.order: list[int] = []
@@ -44,7 +44,7 @@ class Ring:
         if place is None:
             place = len(self.slots)
             self.places[layer, tensor] = place
-            self.slots.append(Slot(layer, tensor))
+            self.slots.append(TensorSlot(layer, tensor))
         return place
 
     def add(self, tensors: Sequence[Largest], device: torch.device) -> None:

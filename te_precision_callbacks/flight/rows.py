@@ -12,7 +12,7 @@ import numpy.typing as npt
 _NEVER = np.iinfo(np.int32).max
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """A tensor of a layer."""
 
     layer: str

@@ -10,7 +10,7 @@ from typing import Any
 
 from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.base.ranks import world_size
-from te_precision_callbacks.flight.rows import Slot, StepRow
+from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 
 KEPT_STEPS = 64
 
@@ -93,7 +93,7 @@ class LastSteps:
         rows: the last :data:`KEPT_STEPS` steps.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[TensorSlot]) -> None:
         self.slots = slots
         self.rows: deque[StepRow] = deque(maxlen=KEPT_STEPS)
         self._since: int | None = None

@@ -16,7 +16,7 @@ import torch
 
 from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
 from te_precision_callbacks.layers.forwards import running_forward
-from te_precision_callbacks.te.modules import MODULES, Row
+from te_precision_callbacks.te.modules import MODULES, ModuleRow
 
 ArgumentNamer = Callable[[Sequence[Any]], dict[str, Any]]
 
@@ -109,7 +109,7 @@ def autograd_functions() -> tuple[tuple[Any, Sources], ...]:
     return tuple((row.function(), _sources_of(row)) for row in MODULES.values())
 
 
-def _sources_of(row: Row) -> Sources:
+def _sources_of(row: ModuleRow) -> Sources:
     if row.groups:
         return Sources(("inp", "m_splits", "weights_and_biases"), _sources_of_experts)
     tensors = row.arguments()

@@ -16,18 +16,18 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.search.errors import BudgetError, SearchError
-    from te_precision_callbacks.search.measuring import Effect
+    from te_precision_callbacks.search.measuring import GradientEffect
     from te_precision_callbacks.search.searching import Confirmation, SearchResult, search
-    from te_precision_callbacks.search.solving import Budget, Point
-    from te_precision_callbacks.search.sweep import Measured
+    from te_precision_callbacks.search.solving import Point, SearchBudget
+    from te_precision_callbacks.search.sweep import MeasuredGroup
 
 __all__ = [
-    "Budget",
     "BudgetError",
     "Confirmation",
-    "Effect",
-    "Measured",
+    "GradientEffect",
+    "MeasuredGroup",
     "Point",
+    "SearchBudget",
     "SearchError",
     "SearchResult",
     "search",

@@ -24,7 +24,7 @@ LOST = 1e9
 """The error of a gradient with inf or nan."""
 
 
-class Effect(NamedTuple):
+class GradientEffect(NamedTuple):
     """A measurement against high precision, over the batches of the sweep.
 
     Gradients are compared parameter by parameter, whatever their scale, as an optimizer such as Adam sees them. Means
@@ -107,7 +107,7 @@ def _require_recipe(recipe: Any) -> Any:
     return recipe
 
 
-class Measurement:
+class EffectMeasurement:
     """Runs the closure on the batches of the sweep, each time from the same state.
 
     Attributes:
@@ -118,7 +118,7 @@ class Measurement:
 
     def __init__(self, state: TrainingState, regions: Regions, closure: Closure, batches: Sequence[Any]) -> None:
         self.passes = 0
-        self.high = Effect(math.nan, 0.0, 1.0, 1.0)
+        self.high = GradientEffect(math.nan, 0.0, 1.0, 1.0)
         self.high_norm = 0.0
         self._state = state
         self.regions = regions
@@ -134,7 +134,7 @@ class Measurement:
             raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")
         self.high = self._compare(loss, self._high)
 
-    def measure(self, choice: Choice | None, make: Make = custom_recipe) -> Effect:
+    def measure(self, choice: Choice | None, make: Make = custom_recipe) -> GradientEffect:
         return self._compare(*self._run(choice, make))
 
     def final_loss(
@@ -170,7 +170,7 @@ class Measurement:
             parameter.grad = None
         return total / len(self._batches), gradients
 
-    def _compare(self, loss: float, gradients: Sequence[torch.Tensor | None]) -> Effect:
+    def _compare(self, loss: float, gradients: Sequence[torch.Tensor | None]) -> GradientEffect:
         rows = []
         for ours, high in zip(gradients, self._high, strict=True):
             if high is None:
@@ -185,13 +185,13 @@ class Measurement:
         difference, product, ours_square, high_square, weight = shared[:-1].T
         self.high_norm = float(high_square.sum().sqrt())
         if not bool(shared.isfinite().all()):
-            return Effect(loss, LOST, 0.0, LOST)
+            return GradientEffect(loss, LOST, 0.0, LOST)
         has_gradient = high_square > 0
         weight = weight * has_gradient / weight[has_gradient].sum()
         size = high_square.where(has_gradient, torch.ones(()))
         cosine = (product / (ours_square * size).sqrt()).nan_to_num(0.0)
         means = [float((weight * values).sum()) for values in (difference / size, cosine, (ours_square / size).sqrt())]
-        return Effect(loss, *means)
+        return GradientEffect(loss, *means)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import fold_names
-from te_precision_callbacks.search.measuring import Effect
+from te_precision_callbacks.search.measuring import GradientEffect
 from te_precision_callbacks.search.searching import SearchResult
 from te_precision_callbacks.search.solving import Point
 from te_precision_callbacks.views.compare.wording import describe_pairs
@@ -51,7 +51,7 @@ def show(result: SearchResult, folder: Path) -> None:
     terminal.show_text(f"Written: {', '.join(sorted(str(path) for path in folder.glob('*')))}.")
 
 
-def _effect(effect: Effect) -> str:
+def _effect(effect: GradientEffect) -> str:
     return f"gradient error {effect.error:.3g}, cosine {effect.cosine:.6f}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from te_precision_callbacks.runs.run_files import read_json
 from te_precision_callbacks.search.errors import SearchError
-from te_precision_callbacks.search.measuring import Effect
+from te_precision_callbacks.search.measuring import GradientEffect
 
 _SCHEMA = 1
 
@@ -23,7 +23,7 @@ class Results:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.effects: dict[str, Effect] = {}
+        self.effects: dict[str, GradientEffect] = {}
         self.losses: dict[str, float] = {}
         self.summary: dict[str, Any] = {}
         self._path = path
@@ -37,7 +37,7 @@ class Results:
         try:
             data = read_json(self._path)
             before = data["state"]
-            effects = {key: Effect(*values) for key, values in data["effects"].items()}
+            effects = {key: GradientEffect(*values) for key, values in data["effects"].items()}
             losses = dict(data["losses"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SearchError(f"{self._path} cannot be read: {error!r}. Delete it to start again.") from error

@@ -22,15 +22,15 @@ from te_precision_callbacks.base.vocabulary import name_of_recipe
 from te_precision_callbacks.search.errors import SearchError
 from te_precision_callbacks.search.measuring import (
     Closure,
-    Effect,
-    Measurement,
+    EffectMeasurement,
+    GradientEffect,
     Regions,
     mean_over_ranks,
 )
 from te_precision_callbacks.search.results import Results, is_first_rank
-from te_precision_callbacks.search.solving import Budget, Costs, Point, choose, frontier
+from te_precision_callbacks.search.solving import Costs, Point, SearchBudget, choose, frontier
 from te_precision_callbacks.search.state import TrainingState
-from te_precision_callbacks.search.sweep import Measured, Progress, Sweep
+from te_precision_callbacks.search.sweep import MeasuredGroup, Progress, Sweep
 from te_precision_callbacks.search.units import Choice, Units
 from te_precision_callbacks.search.writing import CONFIG, MEGATRON, RECIPE, write_config, write_megatron, write_recipe
 from te_precision_callbacks.speed.devices import Device, device_named
@@ -75,10 +75,10 @@ class SearchResult:
     high: dict[str, tuple[str, ...]]
     low_share: float
     extra_ms: float | None
-    effect: Effect
-    all_low: Effect
+    effect: GradientEffect
+    all_low: GradientEffect
     noise: float
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredGroup, ...]
     frontier: tuple[Point, ...]
     confirmation: Confirmation | None
     passes: int
@@ -123,7 +123,7 @@ def search(
         closure: returns the loss of a batch. It runs no backward and no optimizer.
         batches: the first ``sweep_batches`` are for the sweep; to confirm, each seed takes ``steps`` more.
         optimizer: steps the short trainings that confirm the choice; without, nothing is confirmed.
-        low_share, extra_ms, cosine: the budget; see :class:`Budget`. A step has the batches of the sweep.
+        low_share, extra_ms, cosine: the budget; see :class:`SearchBudget`. A step has the batches of the sweep.
         device: a GPU's name, for planned milliseconds, such as ``h200``.
         together: regular expressions of whole layer names. Layers that match one, with equal captures, are chosen
             together: ``layers\\\\.(\\\\d+)\\\\.(?:q|k|v)``.
@@ -142,7 +142,7 @@ def search(
             raise OptionError(f"{name}={value} must be {least} or more.")
     if optimizer is None:
         seeds = 0
-    budget = Budget(low_share, extra_ms, cosine)
+    budget = SearchBudget(low_share, extra_ms, cosine)
     target = None if device is None else device_named(device)
     if extra_ms is not None and target is None:
         raise OptionError("extra_ms= needs a device, such as device='h200'.")
@@ -163,7 +163,7 @@ def search(
         state = TrainingState(model, optimizer if seeds else None)
         stack.callback(state.restore)
         fresh = [drawn[start : start + steps] for start in range(sweep_batches, needed, steps)]
-        measurement = Measurement(state, Regions(units), closure, drawn[:sweep_batches])
+        measurement = EffectMeasurement(state, Regions(units), closure, drawn[:sweep_batches])
         running = _Search(model, units, measurement, fresh, path, _is_late(max_time), _progress(is_shown=progress))
         return running.run(budget, optimizer, target, together, tolerance)
 
@@ -211,7 +211,7 @@ class _Search:
         self,
         model: torch.nn.Module,
         units: Units,
-        measurement: Measurement,
+        measurement: EffectMeasurement,
         fresh: Sequence[Sequence[Any]],
         folder: Path | None,
         is_late: Callable[[], bool],
@@ -229,7 +229,7 @@ class _Search:
 
     def run(
         self,
-        budget: Budget,
+        budget: SearchBudget,
         optimizer: torch.optim.Optimizer | None,
         device: Device | None,
         together: Sequence[str],
@@ -274,7 +274,7 @@ class _Search:
         self._results.save()
         return result
 
-    def _require_quiet(self, noise: Effect, high: Effect, low: Effect) -> None:
+    def _require_quiet(self, noise: GradientEffect, high: GradientEffect, low: GradientEffect) -> None:
         change = noise.loss - high.loss
         if noise.error > _MOST_NOISE * low.error:
             raise SearchError(
@@ -305,7 +305,7 @@ class _Search:
             len(self._fresh[0]), paired_difference(high, of_choice, tolerance), paired_difference(high, low, tolerance)
         )
 
-    def _write(self, choice: Choice, effect: Effect, low: Any) -> None:
+    def _write(self, choice: Choice, effect: GradientEffect, low: Any) -> None:
         if self._folder is None:
             return
         folder = self._folder if is_first_rank() else Path(tempfile.mkdtemp())

@@ -10,8 +10,8 @@ from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.search.errors import BudgetError
-from te_precision_callbacks.search.measuring import Effect
-from te_precision_callbacks.search.sweep import Measured
+from te_precision_callbacks.search.measuring import GradientEffect
+from te_precision_callbacks.search.sweep import MeasuredGroup
 from te_precision_callbacks.search.units import Choice, merged
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.expected import time_products
@@ -65,7 +65,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Budget:
+class SearchBudget:
     """Limits of a choice.
 
     Attributes:
@@ -111,11 +111,11 @@ class Point:
     expected_error: float
 
 
-def frontier(measured: Sequence[Measured], all_low: Effect, costs: Costs) -> list[Point]:
+def frontier(measured: Sequence[MeasuredGroup], all_low: GradientEffect, costs: Costs) -> list[Point]:
     """Return the points of the greedy order, which has the largest effect for the least cost first."""
     leaves = [entry for entry in measured if not entry.is_split]
 
-    def value(entry: Measured) -> tuple[bool, float]:
+    def value(entry: MeasuredGroup) -> tuple[bool, float]:
         cost = costs.of(entry.group.switches)
         return cost <= 0, entry.effect.error / max(cost, 1e-12)
 
@@ -130,7 +130,9 @@ def frontier(measured: Sequence[Measured], all_low: Effect, costs: Costs) -> lis
     return points
 
 
-def choose(points: Sequence[Point], budget: Budget, costs: Costs, effect: Callable[[Choice], Effect]) -> Choice:
+def choose(
+    points: Sequence[Point], budget: SearchBudget, costs: Costs, effect: Callable[[Choice], GradientEffect]
+) -> Choice:
     """Return the cheapest choice for a cosine, or the best choice within the other limits.
 
     Args:
@@ -159,7 +161,7 @@ def choose(points: Sequence[Point], budget: Budget, costs: Costs, effect: Callab
     )
 
 
-def _fill(points: Sequence[Point], budget: Budget, costs: Costs) -> Choice:
+def _fill(points: Sequence[Point], budget: SearchBudget, costs: Costs) -> Choice:
     """Add groups in the greedy order as long as the budget allows them and effects are left; skip what does not fit."""
     choice: Choice = frozenset()
     enough = _ENOUGH * points[0].expected_error

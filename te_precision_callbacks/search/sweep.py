@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from te_precision_callbacks.search.measuring import Effect, Measurement
+from te_precision_callbacks.search.measuring import EffectMeasurement, GradientEffect
 from te_precision_callbacks.search.results import Results
-from te_precision_callbacks.search.units import Choice, Group, Units, merged, split_by_block, split_by_gemm
+from te_precision_callbacks.search.units import Choice, LayerGroup, Units, merged, split_by_block, split_by_gemm
 
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 """Shows the progress over a sequence, with its name."""
@@ -24,7 +24,7 @@ _LARGE = 0.1
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredGroup:
     """A group and its effect in low precision alone.
 
     Attributes:
@@ -32,9 +32,9 @@ class Measured:
         is_split: whether its parts were measured too.
     """
 
-    group: Group
+    group: LayerGroup
     level: str
-    effect: Effect
+    effect: GradientEffect
     is_split: bool = False
 
 
@@ -48,7 +48,7 @@ class Sweep:
     def __init__(
         self,
         units: Units,
-        measurement: Measurement,
+        measurement: EffectMeasurement,
         results: Results,
         progress: Progress,
         is_late: Callable[[], bool],
@@ -59,7 +59,7 @@ class Sweep:
         self._progress = progress
         self._is_late = is_late
 
-    def effect(self, choice: Choice) -> Effect:
+    def effect(self, choice: Choice) -> GradientEffect:
         """Measure a choice of GEMMs in high precision, unless the file has it."""
         text = ",".join(sorted(f"{name} {gemm}" for name, gemm in choice))
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -68,12 +68,12 @@ class Sweep:
             self._results.save()
         return self._results.effects[key]
 
-    def run(self, atoms: Sequence[Group], *, by_gemm: bool) -> list[Measured]:
+    def run(self, atoms: Sequence[LayerGroup], *, by_gemm: bool) -> list[MeasuredGroup]:
         """Measure groups, level by level; a level that cannot be completed in time is left out."""
         blocks = split_by_block(atoms)
-        parts: dict[str, list[Group]] = {}
+        parts: dict[str, list[LayerGroup]] = {}
         level = [merged(name, members) for name, members in blocks.items()]
-        measured: list[Measured] = []
+        measured: list[MeasuredGroup] = []
         for kind in ("block", "layer", "gemm"):
             effects = self._level(kind, level)
             if effects is None:
@@ -83,7 +83,7 @@ class Sweep:
             total = sum(effect.error for effect in effects) or 1.0
             large = [effect.error > _LARGE * total for effect in effects]
             for group, effect, is_large in zip(level, effects, large, strict=True):
-                measured.append(Measured(group, kind, effect))
+                measured.append(MeasuredGroup(group, kind, effect))
                 parts[group.name] = []
                 if is_large and kind == "block":
                     parts[group.name] = blocks[group.name]
@@ -94,11 +94,11 @@ class Sweep:
                 break
         seen = {entry.group.name for entry in measured if entry.level != "block"}
         return [
-            Measured(entry.group, entry.level, entry.effect, _is_split(parts[entry.group.name], seen))
+            MeasuredGroup(entry.group, entry.level, entry.effect, _is_split(parts[entry.group.name], seen))
             for entry in measured
         ]
 
-    def _level(self, kind: str, groups: Sequence[Group]) -> list[Effect] | None:
+    def _level(self, kind: str, groups: Sequence[LayerGroup]) -> list[GradientEffect] | None:
         effects = []
         for group in self._progress(groups, f"{kind}s"):
             if self._is_late():
@@ -107,5 +107,5 @@ class Sweep:
         return effects
 
 
-def _is_split(parts: Sequence[Group], seen: set[str]) -> bool:
+def _is_split(parts: Sequence[LayerGroup], seen: set[str]) -> bool:
     return bool(parts) and all(part.name in seen for part in parts)

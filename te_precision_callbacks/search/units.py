@@ -42,7 +42,7 @@ class Unit(NamedTuple):
     module: str
 
 
-class Group(NamedTuple):
+class LayerGroup(NamedTuple):
     """GEMMs that are switched together."""
 
     name: str
@@ -92,7 +92,7 @@ class Units:
         """Return unit -> its GEMMs in high precision, for :class:`~.factory.QuantizerFactory`."""
         return {name: tuple(gemm for gemm in GEMMS if (name, gemm) in choice) for name in self.all}
 
-    def atoms(self, together: Sequence[str], *, whole_modules: bool) -> list[Group]:
+    def atoms(self, together: Sequence[str], *, whole_modules: bool) -> list[LayerGroup]:
         """Return the smallest groups of whole layers.
 
         Args:
@@ -117,7 +117,7 @@ class Units:
                 f"together={sorted(unmatched)[0]!r} matches no layer. Layers: {', '.join(list(self.all)[:4])}, ..."
             )
         return [
-            Group(
+            LayerGroup(
                 key if isinstance(key, str) else " + ".join(names),
                 frozenset((name, gemm) for name in names for gemm in GEMMS),
             )
@@ -170,7 +170,7 @@ def _require_plain(module: Any, name: str) -> None:
         raise SearchError(f"A search cannot switch {name!r}: it has {problem}.")
 
 
-def block_of(group: Group) -> str:
+def block_of(group: LayerGroup) -> str:
     """Return the part of its layers' names up to the first number, such as ``layers.3``; else the group's name."""
     matches = [re.match(r"(.*?\.)?\d+(?=\.|$)", name) for name, _ in group.switches]
     blocks = {match[0] if match else "" for match in matches}
@@ -179,14 +179,14 @@ def block_of(group: Group) -> str:
     return group.name
 
 
-def split_by_block(atoms: Iterable[Group]) -> dict[str, list[Group]]:
+def split_by_block(atoms: Iterable[LayerGroup]) -> dict[str, list[LayerGroup]]:
     return group_by_key((block_of(atom), atom) for atom in atoms)
 
 
-def merged(name: str, groups: Iterable[Group]) -> Group:
-    return Group(name, frozenset(switch for group in groups for switch in group.switches))
+def merged(name: str, groups: Iterable[LayerGroup]) -> LayerGroup:
+    return LayerGroup(name, frozenset(switch for group in groups for switch in group.switches))
 
 
-def split_by_gemm(atom: Group) -> list[Group]:
+def split_by_gemm(atom: LayerGroup) -> list[LayerGroup]:
     parts = ((gemm, frozenset(switch for switch in atom.switches if switch[1] == gemm)) for gemm in GEMMS)
-    return [Group(f"{atom.name} {gemm}", switches) for gemm, switches in parts]
+    return [LayerGroup(f"{atom.name} {gemm}", switches) for gemm, switches in parts]

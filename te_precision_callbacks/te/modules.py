@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT")
 _ALL = frozenset(TENSORS)
 
 
-class Row(NamedTuple):
+class ModuleRow(NamedTuple):
     """A class of modules.
 
     Attributes:
@@ -126,15 +126,15 @@ class Row(NamedTuple):
         ]
 
 
-def _by_name(*rows: Row) -> Mapping[str, Row]:
+def _by_name(*rows: ModuleRow) -> Mapping[str, ModuleRow]:
     return {row.name: row for row in rows}
 
 
 MODULES = _by_name(
-    Row("Linear", "module.linear", checks_operands=True),
-    Row("GroupedLinear", "module.grouped_linear", groups="num_gemms"),
-    Row("LayerNormLinear", "module.layernorm_linear", has_norm=True, checks_operands=True),
-    Row(
+    ModuleRow("Linear", "module.linear", checks_operands=True),
+    ModuleRow("GroupedLinear", "module.grouped_linear", groups="num_gemms"),
+    ModuleRow("LayerNormLinear", "module.layernorm_linear", has_norm=True, checks_operands=True),
+    ModuleRow(
         "LayerNormMLP",
         "module.layernorm_mlp",
         parts=(".fc1", ".fc2"),
@@ -149,8 +149,8 @@ MODULES = _by_name(
 """Class -> row, of the modules that Transformer Engine's debug path observes."""
 
 OPERATIONS = _by_name(
-    Row("BasicLinear", "ops.basic.basic_linear", is_operation=True, quantizers=(2, 1)),
-    Row("GroupedLinear", "ops.basic.grouped_linear", groups="num_groups", is_operation=True, quantizers=(2, 1)),
+    ModuleRow("BasicLinear", "ops.basic.basic_linear", is_operation=True, quantizers=(2, 1)),
+    ModuleRow("GroupedLinear", "ops.basic.grouped_linear", groups="num_groups", is_operation=True, quantizers=(2, 1)),
 )
 """The same of the operations of ``te.ops``."""
 
@@ -163,12 +163,12 @@ def _cached(function: Callable[[type], ResultT]) -> Callable[[type], ResultT]:
 
 
 @_cached
-def find(kind: type) -> Row | None:
+def find(kind: type) -> ModuleRow | None:
     """Return the row of a class; None for a class without known GEMMs."""
     return next((row for base in kind.__mro__ if (row := _ROWS.get(f"{base.__module__}.{base.__name__}"))), None)
 
 
-def of(module: torch.nn.Module) -> Row:
+def of(module: torch.nn.Module) -> ModuleRow:
     """Return the row of a module; raises LookupError if its GEMMs are unknown."""
     row = find(type(module))
     if row is None:

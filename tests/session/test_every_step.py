@@ -16,7 +16,7 @@ from te_precision_callbacks import cli
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.flight.changes import Change
-from te_precision_callbacks.flight.rows import Slot, StepRow
+from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.runs import open_run
@@ -213,7 +213,7 @@ def test_delayed_scaling_is_read_before_the_cast(number: float, tmp_path: Path) 
 
 
 def test_a_spike_names_the_layers_with_its_first_tensor() -> None:
-    change = Change("spike", (Slot("b", "activation"), Slot("a", "gradient")), 5, None, 1.0, 100.0)
+    change = Change("spike", (TensorSlot("b", "activation"), TensorSlot("a", "gradient")), 5, None, 1.0, 100.0)
     rule = next(rule for rule in RULES if rule.id == "spike")
     (sighting,) = rule.check().event(Event("changed", str(change), 5, data=change.as_json()))
     assert (sighting.layers, sighting.tensor) == (("b",), "activation")
@@ -385,7 +385,7 @@ def test_blocks_of_zeros_do_not_count(tmp_path: Path) -> None:
         row = run._every_step.steps.rows[-1]
         magnitudes = dict(zip(ring.slots, row.magnitudes.tolist(), strict=True))
         largest = float(x.abs().max())
-        assert largest <= magnitudes[Slot("linear", "activation")] <= 2 * largest
+        assert largest <= magnitudes[TensorSlot("linear", "activation")] <= 2 * largest
 
 
 def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
@@ -396,7 +396,9 @@ def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
             session.step()
         layers = ("mlp.fc1", "mlp.fc2", "linear", "head")
         tensors = ("weight", "activation", "gradient", "wgrad")
-        assert set(run.hooks.every_step.ring.slots) == {Slot(layer, tensor) for layer in layers for tensor in tensors}
+        assert set(run.hooks.every_step.ring.slots) == {
+            TensorSlot(layer, tensor) for layer in layers for tensor in tensors
+        }
         for row in run._every_step.steps.rows:
             assert len(row.magnitudes) == 16
             assert (row.magnitudes > 0).all()
@@ -465,9 +467,9 @@ def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path)
         watched = run.hooks.every_step
     layers = {slot.layer for slot in watched.ring.slots}
     assert watched.ring.slots == list(dict.fromkeys(watched.ring.slots))
-    assert {Slot(layer, tensor) for layer in layers for tensor in ("weight", "activation", "gradient", "wgrad")} == set(
-        watched.ring.slots
-    )
+    assert {
+        TensorSlot(layer, tensor) for layer in layers for tensor in ("weight", "activation", "gradient", "wgrad")
+    } == set(watched.ring.slots)
     assert not any(row.unwatched for row in run._every_step.steps.rows)
     finding = only(session, "nonfinite")
     assert (finding.layers, finding.tensor, finding.since) == ((OTHER_MODELS[kind],), "activation", steps - 2)
@@ -492,7 +494,7 @@ def test_layers_on_the_debug_path(tmp_path: Path) -> None:
 
 
 def test_what_is_not_watched_is_said() -> None:
-    steps = LastSteps([Slot("a", "activation"), Slot("b", "activation")])
+    steps = LastSteps([TensorSlot("a", "activation"), TensorSlot("b", "activation")])
     row = StepRow(3, [0, 1], unwatched={"GEMMs of grouped tensors": 2})
     bits = np.array([1.0, math.nan], np.float32).view(np.int32)
     row.add(np.stack([bits, np.full(2, -1, np.int32), np.array([2**31 - 1, 1], np.int32)], axis=1))

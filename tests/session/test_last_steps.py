@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.flight.rows import Slot, StepRow
+from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import KEPT_STEPS, LastSteps
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.runs.summary import last_steps
@@ -144,7 +144,7 @@ def test_a_full_disk_at_that_moment(
 
 
 def test_the_size_for_500_layers(tmp_path: Path) -> None:
-    slots = [Slot(f"decoder.layers.{layer // 4}.mlp.{layer}", tensor)
+    slots = [TensorSlot(f"decoder.layers.{layer // 4}.mlp.{layer}", tensor)
              for layer in range(500) for tensor in ("weight", "activation", "gradient", "dgrad", "wgrad")]  # fmt: skip
     steps = LastSteps(slots)
     draw = np.random.default_rng(0)
