@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import group_by_key, many
+from te_precision_callbacks.base.counts import first_of, group_by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import ConversionResult
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
@@ -103,10 +103,7 @@ def show(
     if planned[_MOST_ROWS:]:
         layers = sum(len(row.layers) for row in planned[_MOST_ROWS:])
         terminal.show_text(f"and {len(planned) - _MOST_ROWS} more rows with {layers} layers; --json lists all.")
-    left = ["attention"] if checked.attention else []
-    left += [f"{many(len(checked.not_counted), 'module')} that need a batch"] if checked.not_counted else []
-    without = f"Without {' and '.join(left)}: " if left else ""
-    terminal.show_text(f"{without}{checked.coverage}" if checked.coverage.macs() else "No matrix product is planned.")
+    terminal.show_text(_coverage(checked))
     for steps, coverage in checked.spans.items():
         terminal.show_text(f"In {steps}: {coverage}")
     if checked.not_reached:
@@ -123,6 +120,19 @@ def show(
         terminal.show_text(finding.text, _INDENT, hanging=_INDENT)
 
 
+def _coverage(checked: CheckedModel) -> str:
+    if not checked.coverage.macs():
+        return "No matrix product is planned."
+    left = []
+    if checked.attention:
+        left.append("attention")
+    if checked.not_counted:
+        left.append(f"{many(len(checked.not_counted), 'module')} that need a batch")
+    if left:
+        return f"Without {' and '.join(left)}: {checked.coverage}"
+    return str(checked.coverage)
+
+
 def _conditions(checked: CheckedModel, batch: str | None) -> str:
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
@@ -134,16 +144,17 @@ def _conditions(checked: CheckedModel, batch: str | None) -> str:
 
 
 def _cells(row: PlannedLayers, whole: int) -> list[Text]:
-    names = fold_names(row.layers)
-    more = len(names) - _MOST_NAMES
-    share = f" ({percent(row.macs / whole)} %)" if whole else ""
-    beside = [row.family] if row.family == "lookup" else []
-    texts = [*beside, *([row.why] if row.why else []), *map(str, row.features)]
+    macs = ""
+    if row.macs:
+        macs = f"{row.macs:.3g} ({percent(row.macs / whole)} %)"
+    beside = [row.why, *map(str, row.features)]
+    if row.family == "lookup":
+        beside = [row.family, *beside]
     return [
-        terminal.cell_lines([*names[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]),
+        terminal.cell_lines(first_of(fold_names(row.layers), _MOST_NAMES)),
         *(terminal.cell(_formats(row, gemm)) for gemm in GEMMS),
-        terminal.cell(f"{row.macs:.3g}{share}" if row.macs else ""),
-        terminal.cell_lines(texts),
+        terminal.cell(macs),
+        terminal.cell_lines(filter(None, beside)),
     ]
 
 

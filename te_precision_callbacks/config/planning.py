@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from te_precision_callbacks.base.counts import group_by_key, some_of
+from te_precision_callbacks.base.counts import first_of, group_by_key, some_of
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, Effect, conflicts
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, raise_problems, shown, suggestion
@@ -272,9 +272,8 @@ def _no_layer_message(section: Section, index: LayerIndex, upstream: LayerIndex 
     names = [layer.name for layer in index.layers]
     hint = section.selector.instead(index)
     if not hint:
-        more = f", and {len(names) - 8} more" if len(names) > 8 else ""
-        hint = f" The layers are: {', '.join(repr(name) for name in names[:8])}{more}."
-    theirs = section.selector.select(upstream) if upstream is not None else ()
+        hint = f" The layers are: {', '.join(first_of(map(repr, names), 8))}."
+    theirs = upstream and section.selector.select(upstream)
     if theirs:
-        hint = f" {_BY_UPSTREAM}: here {some_of([index.layers[at].upstream[0] for at in theirs])}."
+        hint = f" {_BY_UPSTREAM}: here {some_of(index.layers[at].upstream[0] for at in theirs)}."
     return f"{section.selector.place()}: the selector matches none of the {len(names)} layers.{hint}{_AS_WARNING}"

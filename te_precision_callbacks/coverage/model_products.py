@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.matrix_products import Role, attention_mask_share
@@ -74,10 +75,12 @@ class ModelProducts(ModelWatch):
                 self._kinds.put_failed(kind, [seen for seen in self.operators.seen if seen.family in ("te", "te_ops")])
             else:
                 parts = self._keep_products(step_calls)
-            state = self.state.rows() if is_first and parts else None
-            if parts:
-                return CountedStep(parts, self._kinds, state)
-            return None
+            if not parts:
+                return None
+            state = None
+            if is_first:
+                state = self.state.rows()
+            return CountedStep(parts, self._kinds, state)
         finally:
             self.end_step()
             if not self.counting:
@@ -85,9 +88,7 @@ class ModelProducts(ModelWatch):
 
     def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
         calls = self.calls
-        by_call: dict[ModelCall | None, list[SeenProduct]] = {}
-        for seen in self.operators.seen:
-            by_call.setdefault(seen.call, []).append(seen)
+        by_call = group_by_key((seen.call, seen) for seen in self.operators.seen)
         parts: dict[Kind, tuple[int, int]] = {}
         counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
         for call in step_calls:
@@ -161,8 +162,12 @@ class ModelProducts(ModelWatch):
         formats: tuple[str, str] = ("", ""),
         call: ModelCall | None = None,
     ) -> None:
-        family: Family = "te_ops" if layer in self._operations else "te"
-        self.operators.seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1), call=call))
+        self.operators.seen.append(SeenProduct(layer, self._family(layer), gemm, formats, (*sizes, 1), call=call))
+
+    def _family(self, layer: str) -> Family:
+        if layer in self._operations:
+            return "te_ops"
+        return "te"
 
     @contextmanager
     def masked(self, share: float | None) -> Iterator[None]:
@@ -240,7 +245,7 @@ class ModelProducts(ModelWatch):
             ("pv", pv, (rows, size_v, columns, batch)),
         )
         for role, formats, forward_sizes in products:
-            for _ in range(2 if backward else 1):  # a gradient for each operand, with equal multiply-adds
+            for _ in range(1 + backward):  # in a backward, a gradient for each operand, with equal multiply-adds
                 self.operators.seen.append(
                     SeenProduct(
                         layer,
@@ -260,8 +265,8 @@ class ModelProducts(ModelWatch):
         call = self.operators.current_call()
         if self.counting and (call is None or call.is_counted):
             for layer in layers:
-                family: Family = "te_ops" if layer in self._operations else "te"
-                self.operators.seen.append(SeenProduct(layer, family, backward=backward, call=call, not_counted=what))
+                seen = SeenProduct(layer, self._family(layer), backward=backward, call=call, not_counted=what)
+                self.operators.seen.append(seen)
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:

@@ -122,8 +122,11 @@ class _ProductPlanner:
         self._tokens = tokens
         self._unconverted = unconverted
         self._ran = ran
-        self._recipes = {} if ran is None else ran.recipes
-        self._reached = set() if ran is None else {product.layer for product in ran.products}
+        self._recipes: Mapping[str, Any] = {}
+        self._reached: set[str] = set()
+        if ran is not None:
+            self._recipes = ran.recipes
+            self._reached = {product.layer for product in ran.products}
         self._quantizers = MadeQuantizers()
         self._formats: dict[tuple[object, ...], Mapping[LayerOperand, Format]] = {}
         self._products: list[Product] = []
@@ -169,10 +172,14 @@ class _ProductPlanner:
         seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
         products = list(apply_precision(seen, self._facts, self._precision, self._unconverted))
         have = {(product.layer, product.gemm) for product in products}
-        for layer, family, gemm in ((planned.layer, planned.family, planned.gemm) for planned in self._products):
+        for planned in self._products:
+            layer = planned.layer
+            gemm = planned.gemm
             if (layer, gemm) not in have:
-                why = ran.left_out.get(LayerGemm(layer, cast(GemmName, gemm)), NO_BACKWARD)
-                products.append(Product.left_out(layer, family, gemm, why if layer in self._reached else NOT_REACHED))
+                why = NOT_REACHED
+                if layer in self._reached:
+                    why = ran.left_out.get(LayerGemm(layer, cast(GemmName, gemm)), NO_BACKWARD)
+                products.append(Product.left_out(layer, planned.family, gemm, why))
         return products
 
     # ------------------------------------------------------------------ Transformer Engine
@@ -201,7 +208,7 @@ class _ProductPlanner:
         left_out: Mapping[LayerGemm, str],
     ) -> None:
         in_force = self._recipe_of([layer])
-        override = None if in_force is None else in_force.backward_override
+        override = getattr(in_force, "backward_override", None)
         recipe = recipe_text(in_force)
         key = (*map(id, quantizers.values()), *quantizers, dtype, recipe, override)  # many layers have the same
         if key not in self._formats:
@@ -221,11 +228,14 @@ class _ProductPlanner:
                 self._products.append(Product.left_out(layer, family, gemm, not_run))
                 continue
             self._products.append(Product(layer, family, gemm, gemm != "fprop", n, m, k, 1, 1, macs, {}, "planned"))
-            operands: dict[str, str] = {
-                tensor: (dtype_name(dtype) if gemm in kept else formats[LayerOperand("", gemm, tensor)].text)
-                + (MODIFIED if (gemm, tensor) in modified else "")
-                for tensor in OPERANDS[gemm]
-            }
+            operands: dict[str, str] = {}
+            for tensor in OPERANDS[gemm]:
+                text = formats[LayerOperand("", gemm, tensor)].text
+                if gemm in kept:
+                    text = dtype_name(dtype)
+                if (gemm, tensor) in modified:
+                    text += MODIFIED
+                operands[tensor] = text
             self._precision.append(
                 GemmPrecision(layer, gemm, operands, seen=False, recipe=recipe or NO_RECIPE, excluded=excluded)
             )

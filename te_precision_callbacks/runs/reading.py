@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from te_precision_callbacks.base.counts import some_of
 from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
 from te_precision_callbacks.runs.index import (
     NO_VALUES,
@@ -166,10 +167,9 @@ def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]
     others = [name for name in reversed(names) if name != recorded.run_id]
     if not others:
         return recorded, ""
-    more = len(others) - _MOST_BELOW
-    listed = ", ".join(others[:_MOST_BELOW]) + (f" and {more} more" if more > 0 else "")
     return recorded, (
-        f"{path} has {len(names)} runs. The latest is read: {recorded.run_id}. The others, for --run: {listed}."
+        f"{path} has {len(names)} runs. The latest is read: {recorded.run_id}. The others, for --run:"
+        f" {some_of(others, _MOST_BELOW)}."
     )
 
 

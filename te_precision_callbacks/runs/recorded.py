@@ -56,12 +56,12 @@ def format_known_names(name: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     names = list(known)
-    near = names if len(names) <= _MOST_NAMES else get_close_matches(name, names, 3, 0.4) or names[:3]
-    more = len(names) - len(near)
-    listed = ", ".join(map(repr, near)) + (f" and {more} more" if more > 0 else "")
-    if names:
-        return f" It has {listed}."
-    return ""
+    if not names:
+        return ""
+    if len(names) <= _MOST_NAMES:
+        return f" It has {', '.join(map(repr, names))}."
+    near = get_close_matches(name, names, 3, 0.4) or names[:3]
+    return f" It has {', '.join(map(repr, near))} and {len(names) - len(near)} more."
 
 
 _SELECTED = ("layer", "tensor", "statistic", "gemm", "scope", "rank")

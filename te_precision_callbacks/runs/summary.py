@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import pyarrow.compute as pc
 
+from te_precision_callbacks.base.counts import first_of
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.tables import facts_at_end
@@ -74,9 +75,9 @@ def not_measured_notes(run: RecordedRun) -> list[str]:
     reasons = run.segments[-1].facts.get("not_measured") if run.segments else None
     lines = []
     for why, names in reasons.items() if isinstance(reasons, dict) else ():
-        names = list(map(str, names)) if isinstance(names, list) else []
-        more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-        lines.append(f"LogGemmError does not measure {', '.join([*names[:_MOST_NAMED], *more])}: {why}.")
+        if isinstance(names, list):
+            names = ", ".join(first_of(map(str, names), _MOST_NAMED, "{} more"))
+            lines.append(f"LogGemmError does not measure {names}: {why}.")
     return lines
 
 
