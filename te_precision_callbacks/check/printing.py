@@ -90,10 +90,11 @@ def _order(product: Product) -> int:
 def show(
     checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
 ) -> None:
-    by = "" if converted is None else ", converted by Accelerate"
+    subject = model
+    if converted is not None:
+        subject += ", converted by Accelerate"
     terminal.show_text(
-        f"{model}{by}: {checked.layers} Transformer Engine layers, on the {device} device."
-        f" {_conditions(checked, batch)}"
+        f"{subject}: {checked.layers} Transformer Engine layers, on the {device} device. {_conditions(checked, batch)}"
     )
     planned = rows(checked)
     table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "reason, features")
@@ -137,9 +138,11 @@ def _conditions(checked: CheckedModel, batch: str | None) -> str:
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
     capability = "{}.{}".format(*get_device_compute_capability())
-    of = f"{checked.tokens} tokens a step"
-    if checked.tokens is None:
-        of = "multiply-adds per token" if batch is None else f"the batch of {batch}"
+    of = "multiply-adds per token"
+    if checked.tokens is not None:
+        of = f"{checked.tokens} tokens a step"
+    elif batch is not None:
+        of = f"the batch of {batch}"
     return f"Recipe: {checked.recipe or 'none'}, compute capability {capability}, {of}."
 
 
@@ -160,12 +163,14 @@ def _cells(row: PlannedLayers, whole: int) -> list[Text]:
 
 def _formats(row: PlannedLayers, gemm: GemmName) -> str:
     """The formats of a GEMM. Products without a weight are in the column ``fprop``, their backward in ``dgrad``."""
-    if gemm in row.gemms or gemm == "wgrad":
-        if gemm in row.gemms:
-            return _text(row.gemms[gemm])
-        return ""
-    behind = " backward" if gemm == "dgrad" else ""
-    texts = {name: _text(row.gemms[f"{name}{behind}"]) for name in _WITHOUT_WEIGHT if f"{name}{behind}" in row.gemms}
+    if gemm in row.gemms:
+        return _text(row.gemms[gemm])
+    suffix = {"fprop": "", "dgrad": " backward"}.get(gemm)
+    texts = {}
+    for name in _WITHOUT_WEIGHT:
+        product = row.gemms.get(f"{name}{suffix}")
+        if product is not None:
+            texts[name] = _text(product)
     if len(set(texts.values())) == 1:
         return f"{', '.join(texts)}: {next(iter(texts.values()))}"
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
@@ -179,18 +184,20 @@ def _text(product: Product) -> str:
 
 def _shares(coverage: Coverage) -> dict[str, float]:
     """Return precision -> share; empty if products are not counted."""
-    names = () if coverage.has_unknown else PRECISIONS
-    return {name: coverage.share(name) for name in names if coverage.macs(name)}
+    if coverage.has_unknown:
+        return {}
+    return {name: coverage.share(name) for name in PRECISIONS if coverage.macs(name)}
 
 
 def as_json(
     checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
 ) -> dict[str, Any]:
     coverage = checked.coverage
+    unconverted = converted and converted.left_out
     return {
         "model": model,
-        "convert": None if converted is None else "accelerate",
-        "unconverted": {} if converted is None else converted.left_out,
+        "convert": converted and "accelerate",
+        "unconverted": unconverted or {},
         "device": device,
         "recipe": checked.recipe or "none",
         "tokens": checked.tokens,

@@ -189,8 +189,12 @@ class _ProductPlanner:
         left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
         made = self._quantizers.of(module, self._recipe_of(layers))
         dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
-        groups = len(layers) if row.groups else 1
-        family: Family = "te_ops" if row.is_operation else "te"
+        groups = 1
+        if row.groups:
+            groups = len(layers)
+        family: Family = "te"
+        if row.is_operation:
+            family = "te_ops"
         for layer, quantizers, sizes in zip(layers, made, row.features(module), strict=True):
             self._plan_layer(layer, family, quantizers, dtype, sizes, groups, left_out)
 
