@@ -45,8 +45,8 @@ from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
     Model,
+    modules_of,
     named_operations,
-    named_roots,
     named_te_modules,
 )
 from te_precision_callbacks.options import check_value
@@ -378,8 +378,8 @@ class _Check:
         if layers:
             return ""
         text = no_layers_warning("without precision debugging")
-        modules = (module for _, root in named_roots(self._model) or () for module in root.modules())
-        if self._unconverted is None and any("PreTrainedModel" in class_names(module) for module in modules):
+        is_pretrained = any("PreTrainedModel" in class_names(module) for module in modules_of(self._model))
+        if self._unconverted is None and is_pretrained:
             text += (
                 " Accelerate converts Linear layers to Transformer Engine for FP8 training: plan this with"
                 " te-precision check --convert accelerate."

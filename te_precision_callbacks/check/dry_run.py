@@ -33,7 +33,15 @@ from te_precision_callbacks.coverage.products import ANY_KERNEL, FUSED
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
-from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
+from te_precision_callbacks.layers.naming import (
+    Model,
+    NamedModule,
+    module_names,
+    modules_of,
+    named_operations,
+    parameters_of,
+    roots_of,
+)
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import current_recipe
 
@@ -125,8 +133,8 @@ def _watched(regions: AutocastRegions) -> Iterator[None]:
 def modules_with_regions(model: Model) -> list[str]:
     """Return the paths of modules with a ``forward`` that names Transformer Engine and ``autocast``."""
     names = module_names(model)
-    modules = (module for _, root in named_roots(model) or () for module in root.modules())
-    return [names[id(module)] for module in modules if id(module) in names and _enters_autocast(type(module).forward)]
+    entering = (module for module in modules_of(model) if _enters_autocast(type(module).forward))
+    return [names[id(module)] for module in entering if id(module) in names]
 
 
 @functools.cache
@@ -205,9 +213,10 @@ def _describe(value: Any) -> str:
 
 @contextlib.contextmanager
 def _preserve_state(model: Model) -> Iterator[None]:
-    roots = [root for _, root in named_roots(model) or ()]
-    gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
-    buffers = [(buffer, buffer.clone()) for root in roots for buffer in root.buffers() if not buffer.is_meta]
+    gradients = [(parameter, parameter.grad) for parameter in parameters_of(model)]
+    buffers = []
+    for root in roots_of(model):
+        buffers += [(buffer, buffer.clone()) for buffer in root.buffers() if not buffer.is_meta]
     devices = sorted({p.device for p, _ in gradients if p.device.type == "cuda"}, key=str)
     try:
         with torch.random.fork_rng([device.index for device in devices]):

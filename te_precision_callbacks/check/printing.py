@@ -64,15 +64,12 @@ def rows(checked: CheckedModel) -> list[PlannedLayers]:
             (p.family, _name(p), tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref) for p in products
         )
         alike.setdefault((planned, checked.features.get(layer, ())), []).append(layer)
-    return [
-        PlannedLayers(
-            tuple(layers),
-            {_name(product): product for product in sorted(by_layer[layers[0]], key=_order)},
-            checked.features.get(layers[0], ()),
-            sum(product.macs for layer in layers for product in by_layer[layer]),
-        )
-        for layers in alike.values()
-    ]
+    planned_layers = []
+    for layers in alike.values():
+        gemms = {_name(product): product for product in sorted(by_layer[layers[0]], key=_order)}
+        macs = sum(Coverage(by_layer[layer]).macs() for layer in layers)
+        planned_layers.append(PlannedLayers(tuple(layers), gemms, checked.features.get(layers[0], ()), macs))
+    return planned_layers
 
 
 def _name(product: Product) -> str:
@@ -189,6 +186,16 @@ def _shares(coverage: Coverage) -> dict[str, float]:
     return {name: coverage.share(name) for name in PRECISIONS if coverage.macs(name)}
 
 
+def _gemm_as_json(product: Product) -> dict[str, object]:
+    return {
+        "operands": product.operands,
+        "precision": product.precision,
+        "not_run": product.not_run,
+        "reason": getattr(product.reason, "value", ""),
+        "reason_ref": product.reason_ref,
+    }
+
+
 def as_json(
     checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
 ) -> dict[str, Any]:
@@ -210,16 +217,7 @@ def as_json(
                 "layers": row.layers,
                 "family": row.family,
                 "macs": row.macs,
-                "gemms": {
-                    name: {
-                        "operands": product.operands,
-                        "precision": product.precision,
-                        "not_run": product.not_run,
-                        "reason": "" if product.reason is None else product.reason.value,
-                        "reason_ref": product.reason_ref,
-                    }
-                    for name, product in row.gemms.items()
-                },
+                "gemms": {name: _gemm_as_json(product) for name, product in row.gemms.items()},
                 "features": [feature._asdict() for feature in row.features],
             }
             for row in rows(checked)

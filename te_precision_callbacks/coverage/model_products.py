@@ -19,7 +19,7 @@ from te_precision_callbacks.coverage.precision_audit import format_of, quantizer
 from te_precision_callbacks.coverage.products import FUSED, OTHER_KERNEL, CountedKinds, CountedStep, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
-from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
+from te_precision_callbacks.layers.naming import Model, modules_of, named_attention, roots_of
 
 
 class ModelProducts(ModelWatch):
@@ -50,15 +50,14 @@ class ModelProducts(ModelWatch):
         ``names`` maps ids of modules to paths; ``operations`` are the layers of ``te.ops``.
         """
         self.close()
-        roots = [root for _, root in named_roots(model) or ()]
-        modules = {id(module): module for root in roots for module in root.modules()}
+        modules = {id(module): module for module in modules_of(model)}
         paths = {key: names[key] for key in modules if key in names}
         attentions = named_attention(model, names)
         for key, path in attentions.items():
             paths |= {id(part): path for part in modules[key].modules()}
         self._operations = frozenset(operations)
         self.attentions = attentions
-        self._kinds = CountedKinds(next((paths[id(root)] for root in roots if id(root) in paths), ""))
+        self._kinds = CountedKinds(next((paths[id(root)] for root in roots_of(model) if id(root) in paths), ""))
         self.watch(model, {key: (path, modules[key]) for key, path in paths.items()})
 
     def take_step(self) -> CountedStep | None:

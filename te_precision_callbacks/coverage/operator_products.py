@@ -6,6 +6,7 @@ of its autograd node; if a node has several, as in a compiled model, the operand
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
 from te_precision_callbacks.coverage.precision_audit import dtype_name, format_of
 from te_precision_callbacks.coverage.products import UNFUSED, SeenProduct, kind_of
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, is_recomputing
-from te_precision_callbacks.layers.naming import Model, named_roots
+from te_precision_callbacks.layers.naming import Model, parameters_of
 from te_precision_callbacks.te import modules as te_modules
 
 _SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
@@ -347,9 +348,7 @@ class KeptState:
 
     def watch(self, model: Model) -> None:
         self.close()
-        self._parameters = tuple(
-            dict.fromkeys(parameter for _, root in named_roots(model) or () for parameter in root.parameters())
-        )
+        self._parameters = tuple(parameters_of(model))
 
     def note_reduced(self, operator: str, arguments: Sequence[Any]) -> None:
         """Count the input of a reducing operator (:data:`REDUCING`) in a backward if it holds gradients of parameters.
@@ -378,9 +377,9 @@ class KeptState:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         try:
-            own = set(map(id, self._parameters))
-            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._add("master_weight", (parameter for parameter in stepped if id(parameter) not in own))
+            of_model = set(map(id, self._parameters))
+            stepped = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+            self._add("master_weight", (parameter for parameter in stepped if id(parameter) not in of_model))
             for parameter in stepped:
                 for name, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor) and value.numel() >= parameter.numel() > 0 and value.dim():

@@ -35,8 +35,9 @@ from te_precision_callbacks.layers.naming import (
     NamedModule,
     NamedOperation,
     module_names,
+    modules_of,
     modules_with_gemms,
-    named_roots,
+    parameters_of,
 )
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import MadeQuantizers
@@ -135,9 +136,8 @@ class _ProductPlanner:
         self._trains = False
 
     def plan(self) -> PlannedProducts:
-        roots = [root for _, root in named_roots(self._model) or ()]
-        below = {id(module): module for root in roots for module in root.modules()}
-        self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+        below = {id(module): module for module in modules_of(self._model)}
+        self._trains = any(parameter.requires_grad for parameter in parameters_of(self._model))
         others: dict[str, torch.nn.Module | None] = {}
         counted: set[int] = set()
         names = module_names(self._model)
@@ -157,16 +157,14 @@ class _ProductPlanner:
                 others |= dict.fromkeys(layer for layer in layers if layer not in self._reached)
             counted.update(map(id, module.parameters(recurse=False)))
         # A te.ops.Linear also holds the weight of the operation inside it.
-        left = tuple(
-            name
-            for name, module_or_none in others.items()
-            if module_or_none is None
-            or any(p.ndim > 1 and id(p) not in counted for p in module_or_none.parameters(recurse=False))
-        )
+        left = []
+        for name, other in others.items():
+            if other is None or any(p.ndim > 1 and id(p) not in counted for p in other.parameters(recurse=False)):
+                left.append(name)
         if self._ran is not None:
-            return PlannedProducts(Coverage(self._products_of(self._ran)), not_reached=left)
+            return PlannedProducts(Coverage(self._products_of(self._ran)), not_reached=tuple(left))
         products = apply_precision(self._products, self._facts, self._precision, self._unconverted)
-        return PlannedProducts(Coverage(products), not_counted=left, attention=_attention(names, below))
+        return PlannedProducts(Coverage(products), not_counted=tuple(left), attention=_attention(names, below))
 
     def _products_of(self, ran: Ran) -> list[Product]:
         seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
@@ -220,7 +218,9 @@ class _ProductPlanner:
         formats = self._formats[key]
         sections = self._acting.get(layer, ())
         kept = kept_by_sections(sections)
-        modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
+        modified: set[object] = set()
+        for section in sections:
+            modified.update(*(effect.modifies for effect in section.effects.values()))
         has_region = self._recipe is not None and not (self._ran is not None and self._ran.enters_region)
         excluded = has_region and self._recipes.get(layer, in_force) is None
         self._facts[layer] = HighPrecisionFacts(kept, override or "")

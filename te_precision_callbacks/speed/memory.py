@@ -40,7 +40,14 @@ from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import ONE_SCALE, recipe_of
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.layers.folding import fold_names
-from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
+from te_precision_callbacks.layers.naming import (
+    Model,
+    NamedModule,
+    module_names,
+    modules_of,
+    named_operations,
+    parameters_of,
+)
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import MadeQuantizers
 
@@ -162,17 +169,16 @@ def plan_memory(
     """
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of one forward on one rank.")
-    roots = [root for _, root in named_roots(model) or ()]
-    trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+    trains = any(parameter.requires_grad for parameter in parameters_of(model))
     planner = _MemoryPlanner(recipe, tokens, recipes or {}, calls, trains)
     for named in modules:
         planner.plan(named.module, named.names)
     paths = module_names(model)
-    for key, module in {id(module): module for root in roots for module in root.modules()}.items():
+    for module in modules_of(model):
         if isinstance(module, torch.nn.Linear):
-            planner.plan_torch_linear(paths[key], module)
-    operations = [layer for operation in named_operations(model) for layer in operation.names]
-    planner.not_planned |= dict.fromkeys(operations, "operations of te.ops are not planned.")
+            planner.plan_torch_linear(paths[id(module)], module)
+    for operation in named_operations(model):
+        planner.not_planned |= dict.fromkeys(operation.names, "operations of te.ops are not planned.")
     texts = {recipe_text(chosen) for chosen in (recipe, *planner.recipes.values())} - {""}
     notes = []
     if tokens is None and calls is None:
