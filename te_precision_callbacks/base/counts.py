@@ -26,11 +26,21 @@ def size(count: int) -> str:
     return f"{number:.{max(0, 2 - len(str(abs(int(number)))) + 1)}f} {units[unit]}"
 
 
+def first_of(texts: Iterable[str], most: int, others: str = "and {} more") -> list[str]:
+    """Return the first texts, and then one with the number of others."""
+    listed = list(texts)
+    if len(listed) <= most:
+        return listed
+    return [*listed[:most], others.format(len(listed) - most)]
+
+
 def some_of(names: Iterable[str], most: int = 3) -> str:
     """Return the first names and the number of others: ``a, b, c and 4 more``."""
     listed = list(names)
-    more = len(listed) - most
-    return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")
+    text = ", ".join(listed[:most])
+    if len(listed) <= most:
+        return text
+    return f"{text} and {len(listed) - most} more"
 
 
 def without_exponents(text: str) -> str:

@@ -32,6 +32,13 @@ ROWWISE: Mapping[str, GemmName] = {"activation": "fprop", "weight": "fprop", "gr
 
 COLUMNWISE: Mapping[str, GemmName] = {"activation": "wgrad", "weight": "dgrad", "gradient": "wgrad"}
 
+
+def direction_name(columnwise: bool) -> str:
+    if columnwise:
+        return "columnwise"
+    return "rowwise"
+
+
 TENSORS: tuple[TensorName, ...] = get_args(TensorName)
 
 ELEMENT_FORMATS = ("e4m3", "e5m2")

@@ -103,9 +103,11 @@ def convert_by_accelerate(model: torch.nn.Module) -> ConversionResult:
         names.setdefault(id(parameter), []).append(name)
         if not parameter.requires_grad:
             frozen[name] = weakref.ref(parameter)
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if any(parameter.is_meta for parameter in model.parameters()):
+        context = meta_device()
     try:
-        with meta_device() if on_meta else contextlib.nullcontext():
+        with context:
             convert_to_te(model)
     except Exception as error:
         raise ConversionError(
@@ -113,6 +115,6 @@ def convert_by_accelerate(model: torch.nn.Module) -> ConversionResult:
             + " accelerator.prepare() fails in the same way: change the layer, or train without Accelerate's FP8."
         ) from error
     left_out, text = describe_unconverted(model)
-    notes += [text] if text else []
+    notes += filter(None, [text])
     notes += _describe_lost_effects(model, frozen, names.values())
     return ConversionResult(left_out, tuple(notes))

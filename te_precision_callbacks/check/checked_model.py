@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -23,11 +24,9 @@ from te_precision_callbacks.check.findings import (
     unsized_shares,
 )
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
-from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.contract import ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.effects import NAMESPACE, spans_of
-from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.loading import notes_of
 from te_precision_callbacks.config.planning import draft
@@ -46,13 +45,14 @@ from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
     Model,
+    modules_of,
     named_operations,
-    named_roots,
     named_te_modules,
 )
 from te_precision_callbacks.options import check_value
 from te_precision_callbacks.session.model import no_layers_warning
 from te_precision_callbacks.speed.memory import Memory, plan_memory
+from te_precision_callbacks.statistics.schedule import EVERY_STEP
 
 
 class ActingFeature(NamedTuple):
@@ -67,7 +67,10 @@ class ActingFeature(NamedTuple):
     steps: str
 
     def __str__(self) -> str:
-        return f"{self.section}: {self.feature}{f' of {self.on}' if self.on else ''}, {self.steps}"
+        text = f"{self.section}: {self.feature}"
+        if self.on:
+            text += f" of {self.on}"
+        return f"{text}, {self.steps}"
 
 
 @dataclass(frozen=True)
@@ -149,33 +152,35 @@ def check_model(
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     check_value("observe", observe)
-    made = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
+    is_wanted = recipe != NONE
+    if isinstance(recipe, str):
+        recipe = recipe_by_name(recipe)
     contract = read_contract(require)
     checked = _Check(
         model,
         with_early_steps(config, read_early_steps(None, config)),
-        made,
+        recipe,
         tokens,
         batch,
         observe,
         unconverted,
-        is_wanted=recipe != NONE,
+        is_wanted=is_wanted,
         allow_unmatched=allow_unmatched,
         memory=memory,
     ).check()
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
+    with_regions: Sequence[str] = ()
+    if batch is None and recipe is not None:
+        with_regions = modules_with_regions(model)
     findings, checkable = unsized_shares(
-        contract,
-        checked.coverage,
-        checked.not_counted,
-        checked.attention,
-        modules_with_regions(model) if batch is None and made is not None else (),
+        contract, checked.coverage, checked.not_counted, checked.attention, with_regions
     )
-    for steps, coverage in {"": checked.coverage, **checked.spans}.items():
-        texts = broken_clauses(checkable, coverage)
-        findings += [PlanFinding("contract", f"In {steps}: {text}" if steps else text) for text in texts]
+    texts = broken_clauses(checkable, checked.coverage)
+    for steps, coverage in checked.spans.items():
+        texts += [f"In {steps}: {text}" for text in broken_clauses(checkable, coverage)]
+    findings += [PlanFinding("contract", text) for text in texts]
     return replace(checked, findings=(*checked.findings, *findings))
 
 
@@ -217,37 +222,37 @@ class _Check:
         self._notes: list[str] = []
 
     def check(self) -> CheckedModel:
-        plan = self._plan()
-        acting = {
-            entry.layer.name: [self._sections[name] for name in entry.sections]
-            for entry in plan.layers
-            if any(entry.features.values())
-        }
-        features = {
-            names: tuple(_features(self._sections[name] for name in names))
-            for names in {entry.sections for entry in plan.layers}
-        }
-        with_batch = self._batch is not None
-        ran = dry_run(self._model, self._modules, self._batch, self._recipe) if with_batch else None
+        acting: dict[str, list[Section]] = {}
+        features: dict[str, tuple[ActingFeature, ...]] = {}
+        of_sections = functools.cache(lambda names: tuple(_features(map(self._sections.__getitem__, names))))
+        for entry in self._plan().layers:
+            if any(entry.features.values()):
+                acting[entry.layer.name] = [self._sections[name] for name in entry.sections]
+                features[entry.layer.name] = of_sections(entry.sections)
+        ran = None
+        tokens_of = None
+        recipes = dict.fromkeys((layer for named in self._modules for layer in named.names), self._recipe)
+        if self._batch is not None:
+            ran = dry_run(self._model, self._modules, self._batch, self._recipe)
+            tokens_of = ran.tokens
+            recipes |= ran.recipes
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
         products, *other_spans = (self._products(acting, first, ran) for first in spans.values())
         self._findings += find_recipe_problems(self._recipe, acting)
-        recipes = dict.fromkeys((layer for named in self._modules for layer in named.names), self._recipe)
-        self._findings += find_refused_options({**recipes, **({} if ran is None else ran.recipes)}, self._modules)
-        with_regions = modules_with_regions(self._model) if ran is None and self._is_wanted else []
-        if with_regions:
+        self._findings += find_refused_options(recipes, self._modules)
+        if ran is not None and ran.enters_region:
+            self._notes.append("The model enters te.autocast itself, so the plan assumes no region around it.")
+        elif ran is None and self._is_wanted and (with_regions := modules_with_regions(self._model)):
             self._notes.append(
                 f"The plan assumes one region of te.autocast around the model: {region_note(with_regions)}."
             )
-        elif ran is not None and ran.enters_region:
-            self._notes.append("The model enters te.autocast itself, so the plan assumes no region around it.")
         self._findings += find_shape_problems(
             self._recipe,
             self._modules,
             self._operations,
             products.coverage,
             tokens=self._tokens,
-            tokens_of=None if ran is None else ran.tokens,
+            tokens_of=tokens_of,
         )
         if self._is_wanted:
             self._apply_rules(products.coverage)
@@ -260,15 +265,16 @@ class _Check:
         if products.not_counted:
             self._findings.append(unsized_finding(products.not_counted))
         if self._is_wanted and not any(product.is_low for product in products.coverage):
-            is_there = any(product.family in ("te", "te_ops") for product in products.coverage)
-            why = "see the reasons in the plan" if is_there else "the model has no Transformer Engine layer"
+            why = "the model has no Transformer Engine layer"
+            if any(product.family in ("te", "te_ops") for product in products.coverage):
+                why = "see the reasons in the plan"
             self._findings.append(PlanFinding("high_precision", f"Nothing runs in low precision: {why}."))
         return CheckedModel(
             products.coverage,
             recipe_text(self._recipe),
             self._tokens,
             sum(len(named.layers) for named in self._modules),
-            {layer: features[tuple(section.name for section in sections)] for layer, sections in acting.items()},
+            features,
             tuple(self._findings),
             tuple(self._notes),
             products.not_counted,
@@ -279,12 +285,10 @@ class _Check:
         )
 
     def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
-        sections = {
-            name: replace(
-                section, effects={feature: effect.at(iteration) for feature, effect in section.effects.items()}
-            )
-            for name, section in self._sections.items()
-        }
+        sections = {}
+        for name, section in self._sections.items():
+            effects = {feature: effect.at(iteration) for feature, effect in section.effects.items()}
+            sections[name] = replace(section, effects=effects)
         return plan_products(
             self._model,
             self._modules,
@@ -299,18 +303,16 @@ class _Check:
     def _planned_memory(self, coverage: Coverage, ran: Ran | None) -> Memory | None:
         if not self._memory:
             return None
-        low: dict[str, bool] = {}
-        partly: dict[str, None] = {}
+        high = dict.fromkeys(product.layer for product in coverage)
         for product in coverage:
-            low[product.layer] = low.get(product.layer, False) or product.is_low
-            if product.reason is Reason.SECTION:
-                partly[product.layer] = None
-        recipes = {} if ran is None else dict(ran.recipes)
-        recipes |= {layer: None for layer, is_low in low.items() if not is_low}
+            if product.is_low:
+                high.pop(product.layer, None)
+        recipes: dict[str, Any] = {}
         calls = None
         if ran is not None:
-            own = {p.layer: [p.n] * p.calls for p in ran.products if p.gemm == "fprop"}
-            calls = {**own, **ran.tokens}
+            recipes |= ran.recipes
+            calls = {p.layer: [p.n] * p.calls for p in ran.products if p.gemm == "fprop"} | ran.tokens
+        recipes |= high
         planned = plan_memory(
             self._model,
             self._modules,
@@ -319,7 +321,8 @@ class _Check:
             recipes=recipes,
             calls=calls,
         )
-        mixed = [layer for layer in partly if low[layer]]
+        in_sections = dict.fromkeys(product.layer for product in coverage if product.reason is Reason.SECTION)
+        mixed = [layer for layer in in_sections if layer not in high]
         if not mixed:
             return planned
         note = (
@@ -375,8 +378,8 @@ class _Check:
         if layers:
             return ""
         text = no_layers_warning("without precision debugging")
-        modules = (module for _, root in named_roots(self._model) or () for module in root.modules())
-        if self._unconverted is None and any("PreTrainedModel" in class_names(module) for module in modules):
+        is_pretrained = any("PreTrainedModel" in class_names(module) for module in modules_of(self._model))
+        if self._unconverted is None and is_pretrained:
             text += (
                 " Accelerate converts Linear layers to Transformer Engine for FP8 training: plan this with"
                 " te-precision check --convert accelerate."
@@ -400,24 +403,22 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
         for name, options in section.features.get(NAMESPACE, {}).items():
             if not options.get("enabled"):
                 continue
-            schema = options.schema if isinstance(options, ReadOptions) else None
-            if isinstance(schema, ObservingFeatureSchema):
-                due = (
-                    (target.options.schedule if isinstance(target.options, Scheduled) else "every step", target.tensor)
-                    for target in schema.targets
-                )
-                for steps, tensors in group_by_key((str(schedule), str(tensor)) for schedule, tensor in due).items():
-                    yield ActingFeature(name, section.name, ", ".join(tensors), steps)
-            elif isinstance(schema, LogGemmError):
-                by_steps = ((str(target.options.schedule), str(target.gemm)) for target in schema.targets)
-                for steps, gemms in group_by_key(by_steps).items():
-                    yield ActingFeature(name, section.name, ", ".join(gemms), steps)
-            elif schema is not None:
-                effect = section.effects[name]
-                replaced = group_by_key(effect.modifies)
-                gemms_by_steps = ((effect.format_steps(gemm), gemm) for gemm in effect.gemms)
-                for steps, gemms in group_by_key(gemms_by_steps).items():
-                    texts = [f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms]
-                    yield ActingFeature(name, section.name, ", ".join(texts), steps)
-            else:
+            schema = getattr(options, "schema", None)
+            if schema is None:
                 yield ActingFeature(name, section.name, "", "your own feature, which the plan cannot analyze")
+                continue
+            pairs: list[tuple[str, object]] = []
+            if isinstance(schema, ObservingFeatureSchema):
+                pairs = [(str(getattr(t.options, "schedule", EVERY_STEP)), t.tensor) for t in schema.targets]
+            elif isinstance(schema, LogGemmError):
+                pairs = [(str(target.options.schedule), target.gemm) for target in schema.targets]
+            else:
+                effect = section.effects[name]
+                modified = group_by_key(effect.modifies)
+                for gemm in effect.gemms:
+                    text: str = gemm
+                    if gemm in modified:
+                        text += f" ({', '.join(modified[gemm])})"
+                    pairs.append((effect.format_steps(gemm), text))
+            for steps, parts in group_by_key(pairs).items():
+                yield ActingFeature(name, section.name, ", ".join(map(str, parts)), steps)

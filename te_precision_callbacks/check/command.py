@@ -196,16 +196,20 @@ def check_command(
     from te_precision_callbacks.speed.devices import device_named
     from te_precision_callbacks.speed.printing import show_step
 
-    target = None if device is None else device_named(device)
-    if target is not None and recipe is not None and recipe in RECIPES:
-        target.check_recipe(recipe)  # its error names a recipe for this device
+    target = None
+    capability = None
+    if device is not None:
+        target = device_named(device)
+        capability = target.capability
+        if recipe and recipe in RECIPES:
+            target.check_recipe(recipe)  # its error names a recipe for this device
     with collect_warnings() as more, without_collections():
         checked, made_on, converted = plan_function(
             model,
             recipe or _AUTO,
             convert,
             batch,
-            None if target is None else target.capability,
+            capability,
             observe=observe or _AUTO,
             require=require,
             config=loaded,
@@ -216,11 +220,14 @@ def check_command(
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
     if same_as is not None:
         checked = _with_differences(checked, same_as, alignment)
-    expected = None if target is None else _speed(checked, target, calibrate=calibrate, table=table)
+    expected = None
+    if target is not None:
+        expected = _speed(checked, target, calibrate=calibrate, table=table)
     if as_json:
-        planned = plan_as_json(checked, model, made_on, batch, converted)
-        also = {} if expected is None else {"speed": expected.as_json()}
-        terminal.show_json({"config": config, "errors": [], **planned, **also})
+        content = {"config": config, "errors": [], **plan_as_json(checked, model, made_on, batch, converted)}
+        if expected is not None:
+            content["speed"] = expected.as_json()
+        terminal.show_json(content)
     else:
         terminal.show_text(_first_line(config, loaded, len(checked.findings)))
         show(checked, model, made_on, batch, converted)
@@ -288,20 +295,22 @@ def plan_function(
     if convert is not None:
         recipe, notes = recipe_of_accelerate(recipe)
     recipe_by_name(recipe)  # reports an unknown name before building a model
+    built_batch = batch and build_batch(batch)
     with rename_keywords({"observe": "--observe", "require": "--require"}):
         check_value("observe", observe)
         contract = read_contract(require)
     check = functools.partial(
         check_model,
         recipe=recipe,
-        batch=None if batch is None else build_batch(batch),
+        batch=built_batch,
         observe=cast(Observe, observe),
         require=contract,
         **keywords,
     )
     checked, device, converted = _plan_model(spec, convert, check)
-    conversion_notes = () if converted is None else converted.notes
-    return replace(checked, notes=(*conversion_notes, *notes, *checked.notes)), device, converted
+    if converted is not None:
+        notes = (*converted.notes, *notes)
+    return replace(checked, notes=(*notes, *checked.notes)), device, converted
 
 
 def _plan_model(
@@ -311,10 +320,14 @@ def _plan_model(
     from te_precision_callbacks.check.dry_run import NotOnMetaError
     from te_precision_callbacks.check.factory import build_model
 
-    made, device = build_model(spec, on_meta=on_meta)
+    model, device = build_model(spec, on_meta=on_meta)
+    converted = None
+    unconverted = None
     try:
-        converted = None if convert is None else convert_by_accelerate(made)
-        checked = check(made, unconverted=None if converted is None else converted.left_out)
+        if convert is not None:
+            converted = convert_by_accelerate(model)
+            unconverted = converted.left_out
+        checked = check(model, unconverted=unconverted)
     except (ConversionError, NotOnMetaError):
         if device != "meta":
             raise
@@ -358,5 +371,7 @@ def _first_line(path: str, config: Config, findings: int = 0) -> str:
         return f"{path}: {many(findings, 'finding')} for this model, listed at the end."
     number = len(config.sections)
     enabled = len(config.enabled_sections)
-    rest = "" if enabled == number else f" ({number - enabled} not enabled)"
-    return f"{path}: {many(number, 'section')}{rest}, no errors."
+    text = f"{path}: {many(number, 'section')}"
+    if enabled < number:
+        text += f" ({number - enabled} not enabled)"
+    return f"{text}, no errors."

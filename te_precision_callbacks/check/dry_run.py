@@ -33,7 +33,15 @@ from te_precision_callbacks.coverage.products import ANY_KERNEL, FUSED
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
-from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
+from te_precision_callbacks.layers.naming import (
+    Model,
+    NamedModule,
+    module_names,
+    modules_of,
+    named_operations,
+    parameters_of,
+    roots_of,
+)
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import current_recipe
 
@@ -72,18 +80,22 @@ def _dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: A
             " Give --tokens (tokens= in Python) instead."
         )
     place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    on_meta = place.type == "meta"
+    context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    failed: type[BatchError] = BatchError
+    if place.type == "meta":
+        context = meta_device()
+        failed = NotOnMetaError
     failures: list[Exception] = []
     products = ModelProducts(lambda doing, what, error: failures.append(error), lambda: False)
     arguments, keywords = _arguments(_move_to(batch, place))
-    in_backward = False
+    running = "forward"
     try:
-        with _preserve_state(model), meta_device() if on_meta else contextlib.nullcontext():
+        with _preserve_state(model), context:
             products.watch_model(model, module_names(model), ())
             with stand_ins(modules, products) as ran, _Masks(products):
                 with te.autocast(enabled=recipe is not None, recipe=recipe), _watched(regions):
                     result = model(*arguments, **keywords)
-                in_backward = True
+                running = "backward"
                 outputs = _outputs(result)
                 if outputs:
                     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
@@ -93,11 +105,10 @@ def _dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: A
     except PrecisionDebugError:
         raise
     except Exception as error:
-        of = "backward" if in_backward else "forward"
-        kind = NotOnMetaError if on_meta and not isinstance(error, TypeError) else BatchError
-        given = _describe(batch)
-        raise kind(
-            format_failure(f"The model's {of} failed with the batch ({given})", error)
+        if isinstance(error, TypeError):
+            failed = BatchError
+        raise failed(
+            format_failure(f"The model's {running} failed with the batch ({_describe(batch)})", error)
             + " Return the arguments of a training step, or give --tokens (tokens= in Python) instead of a batch."
         ) from error
     finally:
@@ -122,8 +133,8 @@ def _watched(regions: AutocastRegions) -> Iterator[None]:
 def modules_with_regions(model: Model) -> list[str]:
     """Return the paths of modules with a ``forward`` that names Transformer Engine and ``autocast``."""
     names = module_names(model)
-    modules = (module for _, root in named_roots(model) or () for module in root.modules())
-    return [names[id(module)] for module in modules if id(module) in names and _enters_autocast(type(module).forward)]
+    entering = (module for module in modules_of(model) if _enters_autocast(type(module).forward))
+    return [names[id(module)] for module in entering if id(module) in names]
 
 
 @functools.cache
@@ -147,10 +158,12 @@ class _Masks(TorchFunctionMode):
         keywords = kwargs or {}
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **keywords)
-        given = {**dict(zip(_OF_ATTENTION, args, strict=False)), **keywords}
-        share = 1.0 if given.get("attn_mask") is None else None
-        if given.get("is_causal"):
-            share = causal_share(given["query"].shape[-2], given["key"].shape[-2])
+        arguments = {**dict(zip(_OF_ATTENTION, args, strict=False)), **keywords}
+        share = None
+        if arguments.get("is_causal"):
+            share = causal_share(arguments["query"].shape[-2], arguments["key"].shape[-2])
+        elif arguments.get("attn_mask") is None:
+            share = 1.0
         with self._products.masked(share):
             return func(*args, **keywords)
 
@@ -161,7 +174,9 @@ _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     if isinstance(batch, Mapping):
         return (), {str(name): value for name, value in batch.items()}
-    return (batch if isinstance(batch, tuple) else (batch,)), {}
+    if isinstance(batch, tuple):
+        return batch, {}
+    return (batch,), {}
 
 
 def _move_to(value: Any, place: torch.device) -> Any:
@@ -178,7 +193,9 @@ def _move_to(value: Any, place: torch.device) -> Any:
 
 
 def _outputs(result: Any) -> list[torch.Tensor]:
-    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    loss = getattr(result, "loss", None)
+    if isinstance(result, Mapping):
+        loss = result.get("loss")
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return [loss]
     return [tensor for tensor in leaves(result) if tensor.requires_grad]
@@ -196,9 +213,10 @@ def _describe(value: Any) -> str:
 
 @contextlib.contextmanager
 def _preserve_state(model: Model) -> Iterator[None]:
-    roots = [root for _, root in named_roots(model) or ()]
-    gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
-    buffers = [(buffer, buffer.clone()) for root in roots for buffer in root.buffers() if not buffer.is_meta]
+    gradients = [(parameter, parameter.grad) for parameter in parameters_of(model)]
+    buffers = []
+    for root in roots_of(model):
+        buffers += [(buffer, buffer.clone()) for buffer in root.buffers() if not buffer.is_meta]
     devices = sorted({p.device for p, _ in gradients if p.device.type == "cuda"}, key=str)
     try:
         with torch.random.fork_rng([device.index for device in devices]):
@@ -276,21 +294,20 @@ class _StandIns:
             )
         columns = features[0][0]
         if not inp.dim() or inp.shape[-1] != columns:  # the meta device would accept it
-            name = layers[0] if layers else type(module).__name__
+            name = next(iter(layers), type(module).__name__)
             raise TypeError(
                 f"{name!r} takes an input with last dimension {columns}, not an input of shape {list(inp.shape)}"
             )
-        own = self._own(inp, call_own, lambda: _results(module, inp))
+        result = self._own(inp, call_own, lambda: _results(module, inp))
         tokens = row.tokens(module, inp.numel() // max(1, inp.shape[-1]), given.get("m_splits"))
         left_out = gemms_left_out(module, layers, input_needs_gradient=inp.requires_grad)
         sizes = dict(zip(layers, features, strict=bool(layers)))
         of_layer = dict(zip(layers, tokens, strict=bool(layers)))
         back = self._report(of_layer, sizes, left_out, backwards=row.is_mlp)
-        results = own if isinstance(own, tuple) else (own,)
-        result = _with_backward(results[0], back, inp, *module.parameters(recurse=False))
-        if isinstance(own, tuple):
-            return (result, *results[1:])
-        return result
+        parameters = module.parameters(recurse=False)
+        if isinstance(result, tuple):
+            return (_with_backward(result[0], back, inp, *parameters), *result[1:])
+        return _with_backward(result, back, inp, *parameters)
 
     def norm(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
         inp = given["input"]
@@ -314,6 +331,9 @@ class _StandIns:
             backwards: whether the backward starts with the last layer.
         """
         of_layer = {layer: gemm_sizes(rows, *sizes[layer]) for layer, rows in tokens.items()}
+        backward_order = list(of_layer)
+        if backwards:
+            backward_order.reverse()
         if _counts():
             self.ran.left_out.update(left_out)
             for layer, gemms in of_layer.items():
@@ -322,7 +342,7 @@ class _StandIns:
                 self._products.see_gemm(layer, "fprop", gemms["fprop"])
 
         def back() -> None:
-            for layer in reversed(of_layer) if backwards else of_layer:
+            for layer in backward_order:
                 for gemm in ("dgrad", "wgrad"):
                     if LayerGemm(layer, gemm) not in left_out:
                         self._products.see_gemm(layer, gemm, of_layer[layer][gemm])
@@ -349,11 +369,12 @@ class _StandIns:
         size = value.shape[-1]
         result = self._own(query, call_own, lambda: query.new_empty(*query.shape[:-2], heads * size))
         sizes = AttentionSizes.of(query, key, value, form)
-        masked = {
-            name: getattr(module, name) if given[name] is None else given[name]
-            for name in ("attn_mask_type", "window_size")
-        }
-        share = attention_mask_share({**masked, "qkv_format": form}, sizes.rows, sizes.columns)
+        masks = {"qkv_format": form}
+        for name in ("attn_mask_type", "window_size"):
+            masks[name] = given[name]
+            if given[name] is None:
+                masks[name] = getattr(module, name)
+        share = attention_mask_share(masks, sizes.rows, sizes.columns)
         if _counts():
             self._products.see_attention(layer, sizes, *forward, kernel, mask_share=share)
 
@@ -378,8 +399,8 @@ def _results(module: Any, inp: torch.Tensor) -> Any:
     out = inp.new_empty(*inp.shape[:-1], features, dtype=dtype)
     results = [out]
     if module.return_bias:
-        biases = [p for name, p in module.named_parameters(recurse=False) if name.endswith("bias")]
-        results.append(inp.new_empty(features, dtype=dtype) if not biases else biases[-1].detach())
+        biases = [p.detach() for name, p in module.named_parameters(recurse=False) if name.endswith("bias")]
+        results.append([inp.new_empty(features, dtype=dtype), *biases][-1])
     if getattr(module, "return_layernorm_output", False):
         results.append(torch.empty_like(inp, dtype=dtype))
     if len(results) == 1:
@@ -388,8 +409,8 @@ def _results(module: Any, inp: torch.Tensor) -> Any:
 
 
 def _with_backward(result: torch.Tensor, back: Callable[[], None], *sources: Any) -> torch.Tensor:
-    made: torch.Tensor = _WithBackward.apply(result, back, *sources)  # type: ignore[no-untyped-call]
-    return made
+    tensor: torch.Tensor = _WithBackward.apply(result, back, *sources)  # type: ignore[no-untyped-call]
+    return tensor
 
 
 class _WithBackward(torch.autograd.Function):
@@ -402,11 +423,12 @@ class _WithBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.back()
-        made = [
-            torch.zeros(shape, dtype=dtype, device=device) if needs else None
-            for (shape, dtype, device), needs in zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
-        ]
-        return None, None, *made
+        results: list[torch.Tensor | None] = [None, None]
+        for (shape, dtype, device), is_needed in zip(ctx.like, ctx.needs_input_grad[2:], strict=True):
+            results.append(None)
+            if is_needed:
+                results[-1] = torch.zeros(shape, dtype=dtype, device=device)
+        return tuple(results)
 
 
 # ---------------------------------------------------------------------- recipes and attention
@@ -431,9 +453,16 @@ def _attention_formats(dtype: torch.dtype, *, in_high: bool) -> tuple[str, _Form
     same: _Formats = (high, high), (high, high)
     if recipe is None or not recipe.fp8_dpa:
         return ANY_KERNEL, same, same
-    word = "MXFP8" if recipe.mxfp8() else "FP8"
-    made = recipe.fp8_format.name
-    value, gradient = (f"{word} {kind if made == 'HYBRID' else made}" for kind in ("E4M3", "E5M2"))
+    value = recipe.fp8_format.name
+    gradient = value
+    if value == "HYBRID":
+        value = "E4M3"
+        gradient = "E5M2"
+    scaling = "FP8"
+    if recipe.mxfp8():
+        scaling = "MXFP8"
+    value = f"{scaling} {value}"
+    gradient = f"{scaling} {gradient}"
     forward: _Formats = (value, value), (value, value)
     if in_high or not int(os.environ.get("NVTE_FP8_DPA_BWD", "1")):
         return FUSED, forward, same

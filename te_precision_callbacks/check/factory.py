@@ -186,13 +186,21 @@ def recipe_by_name(name: str) -> Any:
     from transformer_engine.pytorch import quantization
 
     try:
-        made = quantization.get_default_fp8_recipe() if name == AUTO else getattr(recipes, RECIPES[name].recipe_class)()
-    except (AssertionError, ValueError) as error:  # pydantic's ValidationError, if it is installed
-        details = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+        recipe_class = quantization.get_default_fp8_recipe
+        if name != AUTO:
+            recipe_class = getattr(recipes, RECIPES[name].recipe_class)
+        recipe = recipe_class()
+    except (AssertionError, ValueError) as error:
+        details = str(error)
+        if hasattr(error, "errors"):  # pydantic's ValidationError, if it is installed
+            details = error.errors()[0]["msg"]
         raise RecipeError(f"Transformer Engine cannot run the recipe {name!r}: {details}") from error
+    supported = True
+    why = ""
     try:
-        quantization.check_recipe_support(made)
-        supported, why = quantization.check_nvfp4_support() if made.nvfp4() else (True, "")  # not part of that check
+        quantization.check_recipe_support(recipe)
+        if recipe.nvfp4():  # not part of that check
+            supported, why = quantization.check_nvfp4_support()
     except RuntimeError as error:
         supported = False
         why = str(error)
@@ -202,7 +210,7 @@ def recipe_by_name(name: str) -> Any:
             why += f" {target.ENVIRONMENT_VARIABLE}={best} in the environment lets the reference backend emulate"
             why += " another GPU."
         raise RecipeError(f"Transformer Engine cannot run the recipe {name!r}: {why}")
-    return made
+    return recipe
 
 
 def _custom_recipe(spec: str) -> Any:

@@ -115,7 +115,9 @@ def find_shape_problems(
     capability = get_device_compute_capability()
     for layer, facts in _layers(modules, operations):
         gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer, ()))
-        counts = [tokens] if tokens_of is None else tokens_of.get(layer, ())
+        counts: Sequence[int | None] = [tokens]
+        if tokens_of is not None:
+            counts = tokens_of.get(layer, ())
         texts = tuple(
             dict.fromkeys(text for count in counts for text in _list_refusals(name, capability, facts, count, gemms))
         )
@@ -158,14 +160,15 @@ def unsized_shares(
     findings: list[PlanFinding] = []
     checkable: list[Share] = []
     for share in contract.share.values():
-        left = [*not_counted, *(attention if share.part not in GEMMS else ())]
-        texts = (
-            [f"the products of {join_names(left)} have unknown sizes without --batch (batch= in Python)"]
-            if left
-            else []
-        )
+        left = [*not_counted]
+        if share.part not in GEMMS:
+            left += attention
+        texts = []
+        if left:
+            texts.append(f"the products of {join_names(left)} have unknown sizes without --batch (batch= in Python)")
         texts += [f"not counted: {text}" for text in list_uncounted(coverage)]
-        texts += [region_note(with_regions)] if with_regions else []
+        if with_regions:
+            texts.append(region_note(with_regions))
         if texts:
             findings.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
         else:
@@ -207,8 +210,10 @@ def _layers(modules: Sequence[NamedModule], operations: Sequence[NamedOperation]
 def _list_refusals(
     recipe: str, capability: tuple[int, int], layer: _LayerFacts, tokens: int | None, gemms: tuple[GemmName, ...]
 ) -> tuple[str, ...]:
+    if tokens is None or layer.shares_tokens:
+        tokens = _ANY_MULTIPLE
     sizes = {
-        "tokens": _ANY_MULTIPLE if tokens is None or layer.shares_tokens else tokens,
+        "tokens": tokens,
         "in_features": layer.in_features,
         "out_features": layer.out_features,
     }

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import group_by_key, many
+from te_precision_callbacks.base.counts import first_of, group_by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import ConversionResult
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
@@ -64,15 +64,12 @@ def rows(checked: CheckedModel) -> list[PlannedLayers]:
             (p.family, _name(p), tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref) for p in products
         )
         alike.setdefault((planned, checked.features.get(layer, ())), []).append(layer)
-    return [
-        PlannedLayers(
-            tuple(layers),
-            {_name(product): product for product in sorted(by_layer[layers[0]], key=_order)},
-            checked.features.get(layers[0], ()),
-            sum(product.macs for layer in layers for product in by_layer[layer]),
-        )
-        for layers in alike.values()
-    ]
+    planned_layers = []
+    for layers in alike.values():
+        gemms = {_name(product): product for product in sorted(by_layer[layers[0]], key=_order)}
+        macs = sum(Coverage(by_layer[layer]).macs() for layer in layers)
+        planned_layers.append(PlannedLayers(tuple(layers), gemms, checked.features.get(layers[0], ()), macs))
+    return planned_layers
 
 
 def _name(product: Product) -> str:
@@ -90,10 +87,11 @@ def _order(product: Product) -> int:
 def show(
     checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
 ) -> None:
-    by = "" if converted is None else ", converted by Accelerate"
+    subject = model
+    if converted is not None:
+        subject += ", converted by Accelerate"
     terminal.show_text(
-        f"{model}{by}: {checked.layers} Transformer Engine layers, on the {device} device."
-        f" {_conditions(checked, batch)}"
+        f"{subject}: {checked.layers} Transformer Engine layers, on the {device} device. {_conditions(checked, batch)}"
     )
     planned = rows(checked)
     table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "reason, features")
@@ -103,10 +101,7 @@ def show(
     if planned[_MOST_ROWS:]:
         layers = sum(len(row.layers) for row in planned[_MOST_ROWS:])
         terminal.show_text(f"and {len(planned) - _MOST_ROWS} more rows with {layers} layers; --json lists all.")
-    left = ["attention"] if checked.attention else []
-    left += [f"{many(len(checked.not_counted), 'module')} that need a batch"] if checked.not_counted else []
-    without = f"Without {' and '.join(left)}: " if left else ""
-    terminal.show_text(f"{without}{checked.coverage}" if checked.coverage.macs() else "No matrix product is planned.")
+    terminal.show_text(_coverage(checked))
     for steps, coverage in checked.spans.items():
         terminal.show_text(f"In {steps}: {coverage}")
     if checked.not_reached:
@@ -123,38 +118,56 @@ def show(
         terminal.show_text(finding.text, _INDENT, hanging=_INDENT)
 
 
+def _coverage(checked: CheckedModel) -> str:
+    if not checked.coverage.macs():
+        return "No matrix product is planned."
+    left = []
+    if checked.attention:
+        left.append("attention")
+    if checked.not_counted:
+        left.append(f"{many(len(checked.not_counted), 'module')} that need a batch")
+    if left:
+        return f"Without {' and '.join(left)}: {checked.coverage}"
+    return str(checked.coverage)
+
+
 def _conditions(checked: CheckedModel, batch: str | None) -> str:
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
     capability = "{}.{}".format(*get_device_compute_capability())
-    of = f"{checked.tokens} tokens a step"
-    if checked.tokens is None:
-        of = "multiply-adds per token" if batch is None else f"the batch of {batch}"
+    of = "multiply-adds per token"
+    if checked.tokens is not None:
+        of = f"{checked.tokens} tokens a step"
+    elif batch is not None:
+        of = f"the batch of {batch}"
     return f"Recipe: {checked.recipe or 'none'}, compute capability {capability}, {of}."
 
 
 def _cells(row: PlannedLayers, whole: int) -> list[Text]:
-    names = fold_names(row.layers)
-    more = len(names) - _MOST_NAMES
-    share = f" ({percent(row.macs / whole)} %)" if whole else ""
-    beside = [row.family] if row.family == "lookup" else []
-    texts = [*beside, *([row.why] if row.why else []), *map(str, row.features)]
+    macs = ""
+    if row.macs:
+        macs = f"{row.macs:.3g} ({percent(row.macs / whole)} %)"
+    beside = [row.why, *map(str, row.features)]
+    if row.family == "lookup":
+        beside = [row.family, *beside]
     return [
-        terminal.cell_lines([*names[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]),
+        terminal.cell_lines(first_of(fold_names(row.layers), _MOST_NAMES)),
         *(terminal.cell(_formats(row, gemm)) for gemm in GEMMS),
-        terminal.cell(f"{row.macs:.3g}{share}" if row.macs else ""),
-        terminal.cell_lines(texts),
+        terminal.cell(macs),
+        terminal.cell_lines(filter(None, beside)),
     ]
 
 
 def _formats(row: PlannedLayers, gemm: GemmName) -> str:
     """The formats of a GEMM. Products without a weight are in the column ``fprop``, their backward in ``dgrad``."""
-    if gemm in row.gemms or gemm == "wgrad":
-        if gemm in row.gemms:
-            return _text(row.gemms[gemm])
-        return ""
-    behind = " backward" if gemm == "dgrad" else ""
-    texts = {name: _text(row.gemms[f"{name}{behind}"]) for name in _WITHOUT_WEIGHT if f"{name}{behind}" in row.gemms}
+    if gemm in row.gemms:
+        return _text(row.gemms[gemm])
+    suffix = {"fprop": "", "dgrad": " backward"}.get(gemm)
+    texts = {}
+    for name in _WITHOUT_WEIGHT:
+        product = row.gemms.get(f"{name}{suffix}")
+        if product is not None:
+            texts[name] = _text(product)
     if len(set(texts.values())) == 1:
         return f"{', '.join(texts)}: {next(iter(texts.values()))}"
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
@@ -168,18 +181,30 @@ def _text(product: Product) -> str:
 
 def _shares(coverage: Coverage) -> dict[str, float]:
     """Return precision -> share; empty if products are not counted."""
-    names = () if coverage.has_unknown else PRECISIONS
-    return {name: coverage.share(name) for name in names if coverage.macs(name)}
+    if coverage.has_unknown:
+        return {}
+    return {name: coverage.share(name) for name in PRECISIONS if coverage.macs(name)}
+
+
+def _gemm_as_json(product: Product) -> dict[str, object]:
+    return {
+        "operands": product.operands,
+        "precision": product.precision,
+        "not_run": product.not_run,
+        "reason": getattr(product.reason, "value", ""),
+        "reason_ref": product.reason_ref,
+    }
 
 
 def as_json(
     checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
 ) -> dict[str, Any]:
     coverage = checked.coverage
+    unconverted = converted and converted.left_out
     return {
         "model": model,
-        "convert": None if converted is None else "accelerate",
-        "unconverted": {} if converted is None else converted.left_out,
+        "convert": converted and "accelerate",
+        "unconverted": unconverted or {},
         "device": device,
         "recipe": checked.recipe or "none",
         "tokens": checked.tokens,
@@ -192,16 +217,7 @@ def as_json(
                 "layers": row.layers,
                 "family": row.family,
                 "macs": row.macs,
-                "gemms": {
-                    name: {
-                        "operands": product.operands,
-                        "precision": product.precision,
-                        "not_run": product.not_run,
-                        "reason": "" if product.reason is None else product.reason.value,
-                        "reason_ref": product.reason_ref,
-                    }
-                    for name, product in row.gemms.items()
-                },
+                "gemms": {name: _gemm_as_json(product) for name, product in row.gemms.items()},
                 "features": [feature._asdict() for feature in row.features],
             }
             for row in rows(checked)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from te_precision_callbacks.base.vocabulary import GEMMS, RESULT
 from te_precision_callbacks.config.fields import item_of, names, words
-from te_precision_callbacks.config.levels import FeatureSchema, Misfit, ObservingFeatureSchema, levels
+from te_precision_callbacks.config.levels import FeatureSchema, ObservingFeatureSchema, levels
 from te_precision_callbacks.config.problems import (
     ConfigError,
     KeyPath,
@@ -58,7 +58,9 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
         if not isinstance(written, Mapping) or written.get("enabled") is False:
             continue
         if written.get("enabled") is not True:
-            misspelt = () if "enabled" in written else nearest("enabled", map(str, written), most=1)
+            misspelt: list[str] = []
+            if "enabled" not in written:
+                misspelt = nearest("enabled", map(str, written), most=1)
             written = {**{key: value for key, value in written.items() if key not in misspelt}, "enabled": True}
         written = _without_gemms(schema, name, written, place)
         with problems.collecting():
@@ -107,15 +109,15 @@ def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: A
     kind = details["type"]
     value = details["input"]
     cause = details.get("ctx", {}).get("error")
-    keys: KeyPath = (*details["loc"], *(cause.keys if isinstance(cause, Misfit) else ()))
+    keys: KeyPath = (*details["loc"], *getattr(cause, "keys", ()))
     if kind == "invalid_key":  # a key that is not a str; in `loc` it looks like a list index
         keys = (*keys[:-1], str(value))
     where = place(feature, *keys)
     if kind in ("extra_forbidden", "invalid_key"):
-        given = f" (given: {shown(value)})" if kind == "extra_forbidden" else ""
-        return f"{where}: {_subject(feature, keys[:-1])} has no key {shown(keys[-1])}{given}." + _elsewhere(
-            schema, feature, keys
-        )
+        text = f"{where}: {_subject(feature, keys[:-1])} has no key {shown(keys[-1])}"
+        if kind == "extra_forbidden":
+            text += f" (given: {shown(value)})"
+        return f"{text}.{_elsewhere(schema, feature, keys)}"
     if kind == "value_error" and not keys:
         return f"{where}: {_subject(feature, keys)} {cause}"
     *around, last = _level(keys)
@@ -125,13 +127,17 @@ def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: A
         return f"{where}: {subject} has no {keys[-1]!r}, {words(field)}.{meant_for(str(keys[-1]), value)}"
     in_list = isinstance(keys[-1], int)
     is_item = in_list and kind == "value_error" and item_of(field) is not None
-    subject = _subject(feature, keys[:-1] if in_list and not is_item else keys)
+    if in_list and not is_item:
+        keys = keys[:-1]
+    subject = _subject(feature, keys)
     if kind == "value_error":
         return f"{where}: {subject} {cause}"
-    near = nearest(value, names(field)) if isinstance(value, str) else []
-    hint = f" Did you mean {' or '.join(map(shown, near))}?" if near else ""
-    wrong = f"; {shown(value)} is not in this list" if in_list else f", not {shown(value)}"
-    return f"{where}: {subject} must be {words(field)}{wrong}.{hint}"
+    text = f"{where}: {subject} must be {words(field)}, not {shown(value)}."
+    if in_list:
+        text = f"{where}: {subject} must be {words(field)}; {shown(value)} is not in this list."
+    if isinstance(value, str) and (near := nearest(value, names(field))):
+        text += f" Did you mean {' or '.join(map(shown, near))}?"
+    return text
 
 
 def _elsewhere(schema: type[FeatureSchema], feature: str, keys: KeyPath) -> str:
@@ -145,8 +151,9 @@ def _elsewhere(schema: type[FeatureSchema], feature: str, keys: KeyPath) -> str:
     near = suggestion(str(key), own, known_as="Its keys are")
     if not others:
         return near
-    where = f"in the items of {others[0][-1]!r}" if others[0] else f"to {feature!r} itself"
-    return f" It belongs {where}.{near}"
+    if not others[0]:
+        return f" It belongs to {feature!r} itself.{near}"
+    return f" It belongs in the items of {others[0][-1]!r}.{near}"
 
 
 def _level(keys: KeyPath) -> tuple[str, ...]:
@@ -158,6 +165,8 @@ def _subject(feature: str, keys: KeyPath) -> str:
     for key in keys:
         if isinstance(key, int):
             subject = f"item {key + 1} of {subject}"
+        elif subject.startswith("item"):
+            subject = f"{shown(key)} in {subject}"
         else:
-            subject = f"{shown(key)} {'in' if subject.startswith('item') else 'of'} {subject}"
+            subject = f"{shown(key)} of {subject}"
     return subject

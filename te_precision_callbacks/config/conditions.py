@@ -6,6 +6,7 @@ A condition names a statistic as in the log, without layer and tensor. A conditi
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
@@ -15,7 +16,7 @@ from enum import Enum
 
 from te_precision_callbacks.base import debug_values
 from te_precision_callbacks.base.vocabulary import PRECISIONS
-from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.config.problems import nearest, suggestion
 from te_precision_callbacks.statistics.names import (
     PREFIXES,
     Request,
@@ -110,8 +111,8 @@ _SHARE_FORM = "Write a condition such as 'fp8 >= 95%', or 'fp8 wgrad >= 90%' for
 
 def parse_share(entry: object) -> Share:
     """Parse a condition of a contract; the message of a ValueError continues a sentence that starts with the key."""
-    match = _SHARE.fullmatch(entry.strip()) if isinstance(entry, str) else None
-    if match is None:
+    match = isinstance(entry, str) and _SHARE.fullmatch(entry.strip())
+    if not match:
         raise ValueError(f"has {entry!r}. {_SHARE_FORM}")
     precision, part, comparison, number = match.groups(default="")
     if precision not in PRECISIONS:
@@ -131,10 +132,14 @@ def parse_condition(entry: object) -> Condition:
     """Parse a condition of a config; the message of a ValueError continues a sentence that starts with the key."""
     if entry in (NONFINITE, ACTIVATION_OVERFLOW):
         return EventCondition(entry)
-    match = _COMPARISON.fullmatch(entry.strip()) if isinstance(entry, str) else None
+    if not isinstance(entry, str):
+        raise ValueError(f"has {entry!r}. {_FORMS}")
+    match = _COMPARISON.fullmatch(entry.strip())
     if match is None:
-        hint = suggestion(entry, (NONFINITE, ACTIVATION_OVERFLOW)) if isinstance(entry, str) else ""
-        raise ValueError(f"has {entry!r}. {_FORMS}{hint if 'Did you mean' in hint else ''}")
+        hint = ""
+        if nearest(entry, (NONFINITE, ACTIVATION_OVERFLOW)):
+            hint = suggestion(entry, (NONFINITE, ACTIVATION_OVERFLOW))
+        raise ValueError(f"has {entry!r}. {_FORMS}{hint}")
     try:
         number = float(match[3])
     except ValueError:
@@ -151,9 +156,11 @@ def _statistic(entry: str, name: str) -> Request:
         request = named_request(name)
     except UnknownStatisticError:
         known = [*TENSOR_STATISTICS, BLOCKWISE, *QUANTIZED_STATISTICS, *GEMM_STATISTICS]
-        prefixes = (f"{recipe}_" for recipes in PREFIXES.values() for recipe in recipes)
+        prefixes = (f"{prefix}_" for prefix in itertools.chain(*PREFIXES.values()))
         prefix = max(filter(name.startswith, prefixes), key=len, default="")
-        hint = suggestion(name, [prefix + statistic for statistic in QUANTIZED_STATISTICS] if prefix else known)
+        if prefix:
+            known = [prefix + statistic for statistic in QUANTIZED_STATISTICS]
+        hint = suggestion(name, known)
         raise ValueError(f"has {entry!r}: there is no statistic {name!r}.{hint}") from None
     if request.statistic.value is None:
         raise ValueError(f"has {entry!r}: {name} is a histogram, not a number.")

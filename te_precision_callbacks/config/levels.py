@@ -64,16 +64,18 @@ class Nested:
         return self.levels[-1][0]
 
     def path(self, key: str) -> KeyPath:
-        given = (path for path, level in reversed(self.levels) if key in level)
-        return next(((*path, key) for path in given), self.here)
+        for path, level in reversed(self.levels):
+            if key in level:
+                return (*path, key)
+        return self.here
 
     def merge(self) -> dict[str, Any]:
         effective: dict[str, Any] = {}
         for _, level in self.levels:
-            outer = (
-                effective if _TENSORS.isdisjoint(level) else {k: v for k, v in effective.items() if k not in _TENSORS}
-            )
-            effective = {**outer, **level}
+            if not _TENSORS.isdisjoint(level):
+                for key in _TENSORS:
+                    effective.pop(key, None)
+            effective |= level
         return effective
 
     def choose(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
@@ -87,8 +89,10 @@ class Nested:
                 yield item.get(what), Nested((*self.levels, ((*path, f"{what}s_struct", index), item)))
             if items:
                 return
+            if isinstance(names, str):
+                names = [names]
             if names is not None:
-                yield from ((name, self) for name in ([names] if isinstance(names, str) else names))
+                yield from ((name, self) for name in names)
                 return
         yield None, self
 
@@ -115,9 +119,14 @@ class Level(BaseModel):
     @classmethod
     def of(cls, nested: Nested, feature: Level, **named: str) -> Self:
         """Build the item for a tensor or GEMM from validated keys of all levels, and defaults of the feature."""
-        own = {key: getattr(feature, key) for key in cls.model_fields if key in type(feature).model_fields}
-        given = {key: value for key, value in nested.merge().items() if key in cls.model_fields}
-        return cls.model_construct(**{**own, **given, **named})
+        written = nested.merge()
+        options: dict[str, Any] = {}
+        for key in cls.model_fields:
+            if key in written:
+                options[key] = written[key]
+            elif key in type(feature).model_fields:
+                options[key] = getattr(feature, key)
+        return cls.model_construct(**options | named)
 
     @classmethod
     def listed(cls, written: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,8 +135,11 @@ class Level(BaseModel):
         for key, field in cls.model_fields.items():
             if is_list(field) and options.get(key) is not None:
                 item: Any = item_of(field)
-                entries = [options[key]] if isinstance(options[key], str) else list(options[key])
-                options[key] = entries if item is None else [item.listed(entry) for entry in entries]
+                if isinstance(options[key], str):
+                    options[key] = [options[key]]
+                options[key] = list(options[key])
+                if item is not None:
+                    options[key] = list(map(item.listed, options[key]))
         return options
 
 
@@ -190,11 +202,10 @@ class FeatureSchema(Level):
     @cached_property
     def targets(self) -> tuple[Target[Any], ...]:
         """A target for each chosen tensor of each chosen GEMM; a single target if the feature chooses neither."""
-        return tuple(
-            self.target(gemm, tensor, nested)
-            for gemm, outer in self.choices("gemm", self.nested)
-            for tensor, nested in self.choices("tensor", outer)
-        )
+        targets = []
+        for gemm, outer in self.choices("gemm", self.nested):
+            targets += [self.target(gemm, tensor, nested) for tensor, nested in self.choices("tensor", outer)]
+        return tuple(targets)
 
     def choices(self, what: Literal["tensor", "gemm"], nested: Nested) -> Iterable[tuple[str | None, Nested]]:
         """Return each chosen tensor or GEMM with its options; a single None for a feature without this choice."""
@@ -202,16 +213,19 @@ class FeatureSchema(Level):
             return [(None, nested)]
         choices = [(name, inner) for name, inner in nested.choose(what) if name is not None]
         if not choices:
-            example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
+            example = {"gemm": "gemms: [fprop]", "tensor": "tensors: [activation, weight]"}[what]
             raise Misfit(nested.here, f"has neither '{what}s' nor '{what}s_struct'. Write for example {example}.")
         return choices
 
     def target(self, gemm: str | None, tensor: str | None, nested: Nested) -> Target[Any]:
-        named = {"gemm": gemm} if tensor is None else {"tensor": tensor}
-        if gemm is None and tensor is None:
-            return Target(None, None, self, nested)
-        item: Any = item_of(type(self).model_fields["gemms_struct" if tensor is None else "tensors_struct"])
-        return Target(tensor, gemm, item.of(nested, self, **named), nested)
+        fields = type(self).model_fields
+        if tensor is not None:
+            item: Any = item_of(fields["tensors_struct"])
+            return Target(tensor, gemm, item.of(nested, self, tensor=tensor), nested)
+        if gemm is not None:
+            item = item_of(fields["gemms_struct"])
+            return Target(None, gemm, item.of(nested, self, gemm=gemm), nested)
+        return Target(None, None, self, nested)
 
     def effect(self) -> Effect:
         return Effect()
@@ -275,12 +289,11 @@ class ModifyingFeatureSchema(
             return
         listed = dict.fromkeys(repr(target.tensor) for target in self.targets)
         possible = names(type(self).model_fields["tensors"])
-        has = {
-            target.gemm: ", ".join(repr(tensor) for tensor in TAKES_PART[str(target.gemm)] if tensor in possible)
-            for target in self.targets
-        }
-        gemms = "; ".join(f"{gemm!r} has {tensors}" for gemm, tensors in has.items())
-        text = f"can never act: none of its tensors ({', '.join(listed)}) takes part in its GEMMs. {gemms}."
+        gemms = []
+        for gemm in dict.fromkeys(target.gemm for target in self.targets):
+            tensors = filter(possible.__contains__, TAKES_PART[str(gemm)])
+            gemms.append(f"{gemm!r} has {', '.join(map(repr, tensors))}")
+        text = f"can never act: none of its tensors ({', '.join(listed)}) takes part in its GEMMs. {'; '.join(gemms)}."
         raise Misfit((), text)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from te_precision_callbacks.base.counts import group_by_key, some_of
+from te_precision_callbacks.base.counts import first_of, group_by_key, some_of
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, Effect, conflicts
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, raise_problems, shown, suggestion
@@ -124,24 +124,34 @@ def draft(
         with problems.collecting():
             resolved.append(resolve_features(section, registered))
     problems.raise_any()
-    indexes = index_by_upstream_names(layers) if layer_names == "upstream" else [LayerIndex(layers)]
-    upstreams = index_by_upstream_names(layers) if layer_names is None else []
+    indexes = [LayerIndex(layers)]
+    upstreams: list[LayerIndex] = []
+    if layer_names == "upstream":
+        indexes = index_by_upstream_names(layers)
+    elif layer_names is None:
+        upstreams = index_by_upstream_names(layers)
     hit: list[list[int]] = [[] for _ in layers]
     unmatched: list[Section] = []
     missing = Problems()
     idle = Problems()
-    for number, section in enumerate(sections if layers else ()):
-        selected: Sequence[int] = ()
+    if not layers:
+        sections = ()
+    for number, section in enumerate(sections):
         with problems.collecting():
             index = section.selector.choose(indexes)
             selected = section.selector.select(index)
-            upstream = section.selector.choose(upstreams) if upstreams else None
+            upstream = None
+            if upstreams:
+                upstream = section.selector.choose(upstreams)
             if not selected:
                 unmatched.append(section)
                 missing.add(_no_layer_message(section, index, upstream))
-            elif upstream is not None and section.selector.differs(index, upstream):
+                continue
+            for position in selected:
+                hit[position].append(number)
+            if upstream is not None and section.selector.differs(index, upstream):
                 idle.add(_other_layers_message(section, layers, selected, section.selector.select(upstream)))
-            for key, entry, problem in section.selector.idle_entries(index) if selected else ():
+            for key, entry, problem in section.selector.idle_entries(index):
                 text = f"{section.selector.place(key, entry)}: {problem}"
                 names = section.selector.exact_names or ()
                 if key == EXACT and upstream is not None and upstream.by_name(names[entry]):
@@ -150,8 +160,6 @@ def draft(
                     missing.add(text + _AS_WARNING)
                 else:
                     idle.add(text)
-        for position in selected:
-            hit[position].append(number)
     merged: dict[tuple[int, ...], NamespacedFeatures] = {}
     planned: list[LayerPlan] = []
     for layer, numbers in zip(layers, map(tuple, hit), strict=True):
@@ -182,10 +190,13 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
     resolved: dict[str, dict[str, FeatureOptions]] = {}
     problems = Problems()
     for key, body in section.features.items():
-        named = {key: body} if key not in registered else body
-        namespace = BASE if key not in registered else key
-        for name, options in named.items():
-            path = (key,) if key not in registered else (key, name)
+        namespace = BASE
+        by_path: dict[tuple[str, ...], Any] = {(key,): body}
+        if key in registered:
+            namespace = key
+            by_path = {(key, name): options for name, options in body.items()}
+        for path, options in by_path.items():
+            name = path[-1]
             feature = _registered_name(name, registered.get(namespace, ()))
             if feature is None:
                 if not others:
@@ -196,10 +207,11 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
                 with problems.collecting():
                     resolved[namespace][feature] = _feature_options(section, path, options)
     problems.raise_any()
-    return {
-        namespace: {feature: options for feature, options in features.items() if options["enabled"]}
-        for namespace, features in resolved.items()
-    }
+    for features in resolved.values():
+        for feature, options in list(features.items()):
+            if not options["enabled"]:
+                del features[feature]
+    return resolved
 
 
 def _registered_name(name: str, known: Iterable[str]) -> str | None:
@@ -272,9 +284,8 @@ def _no_layer_message(section: Section, index: LayerIndex, upstream: LayerIndex 
     names = [layer.name for layer in index.layers]
     hint = section.selector.instead(index)
     if not hint:
-        more = f", and {len(names) - 8} more" if len(names) > 8 else ""
-        hint = f" The layers are: {', '.join(repr(name) for name in names[:8])}{more}."
-    theirs = section.selector.select(upstream) if upstream is not None else ()
+        hint = f" The layers are: {', '.join(first_of(map(repr, names), 8))}."
+    theirs = upstream and section.selector.select(upstream)
     if theirs:
-        hint = f" {_BY_UPSTREAM}: here {some_of([index.layers[at].upstream[0] for at in theirs])}."
+        hint = f" {_BY_UPSTREAM}: here {some_of(index.layers[at].upstream[0] for at in theirs)}."
     return f"{section.selector.place()}: the selector matches none of the {len(names)} layers.{hint}{_AS_WARNING}"

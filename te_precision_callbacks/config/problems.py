@@ -9,6 +9,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+from te_precision_callbacks.base.counts import first_of
 from te_precision_callbacks.base.errors import PrecisionDebugError
 
 KeyPath = tuple[str | int, ...]
@@ -39,10 +40,8 @@ class ConfigError(PrecisionDebugError, ValueError):
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return self.problems[0]
-        lines = [f"The config has {len(self.problems)} problems:"]
-        lines += [f"- {problem}" for problem in self.problems[:MOST_SHOWN]]
-        more = len(self.problems) - MOST_SHOWN
-        return "\n".join([*lines, f"- ... and {more} more"] if more > 0 else lines)
+        problems = first_of(self.problems, MOST_SHOWN, "... and {} more")
+        return "\n- ".join([f"The config has {len(self.problems)} problems:", *problems])
 
 
 def shorten(text: str, most: int = 500) -> str:
@@ -66,10 +65,8 @@ class Problems:
             self.texts += error.problems
 
     def warn(self, logger: logging.Logger) -> None:
-        for problem in self.texts[:MOST_SHOWN]:
+        for problem in first_of(self.texts, MOST_SHOWN, "... and {} more of this kind."):
             logger.warning("%s", problem)
-        if len(self.texts) > MOST_SHOWN:
-            logger.warning("... and %d more of this kind.", len(self.texts) - MOST_SHOWN)
 
     def raise_any(self) -> None:
         raise_problems(self.texts)
@@ -153,7 +150,6 @@ def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
     close = nearest(word, known)
     if close:
         return f" Did you mean {' or '.join(map(shown, close))}?"
-    more = f", and {len(known) - 60} more" if len(known) > 60 else ""
     if known:
-        return f" {known_as}: {', '.join(sorted(known)[:60])}{more}."
+        return f" {known_as}: {', '.join(first_of(sorted(known), 60))}."
     return ""

@@ -8,6 +8,7 @@ model's layers before the run, so it cannot raise in a forward.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +87,7 @@ class LayerIndex:
             self._numbers = [_upstream_number_of(name) for (name,) in names_of]
         in_use = {names[0] for names in names_of}
         self._names = [(first, *(name for name in more if name not in in_use)) for first, *more in names_of]
-        self.numbers = sorted({number for number in self._numbers if number is not None})
+        self.numbers = sorted(number for number in set(self._numbers) if number is not None)
 
     @functools.cached_property
     def _by_name(self) -> Mapping[str, Sequence[int]]:
@@ -98,13 +99,16 @@ class LayerIndex:
 
     def near(self, word: str, key: str) -> list[str]:
         names = [layer.name for layer in self.layers]
-        whole = nearest(word, names) if key == EXACT or "." in word else []
         if key == EXACT:
-            return whole
-        parts = dict.fromkeys(part for name in names for part in name.split("."))
+            return nearest(word, names)
+        parts = dict.fromkeys(".".join(names).split("."))
         if key == TYPES:
-            parts |= dict.fromkeys(kind for layer in self.layers for kind in layer.types)
-        return list(dict.fromkeys((*whole, *nearest(word, parts), *with_common_part(word, parts))))
+            for types in self._types:
+                parts |= dict.fromkeys(types)
+        near = [*nearest(word, parts), *with_common_part(word, parts)]
+        if "." in word:
+            near = [*nearest(word, names), *near]
+        return list(dict.fromkeys(near))
 
     def is_class(self, word: str) -> bool:
         return any(word in types for types in self._types)
@@ -128,7 +132,9 @@ class LayerIndex:
         """Return the layers whose name or alias matches. For patterns with a negative look-around aliases are ignored,
         since they may lack the excluded text.
         """
-        end = 1 if _NEGATIVE.search(pattern.pattern) else None
+        end = None
+        if _NEGATIVE.search(pattern.pattern):
+            end = 1
         return [at for at, names in enumerate(self._names) if any(map(pattern.search, names[:end]))]
 
 
@@ -136,9 +142,10 @@ def index_by_upstream_names(layers: Sequence[Layer]) -> list[LayerIndex]:
     """Index the layers by nvidia-dlfw-inspect's names; and by its names in the unwrapped model, if they differ, since
     scripts may name the layers before or after wrapping a model.
     """
-    return [
-        LayerIndex(layers, upstream=which) for which in ((0, -1) if any(len(x.upstream) > 1 for x in layers) else (0,))
-    ]
+    indexes = [LayerIndex(layers, upstream=0)]
+    if any(len(layer.upstream) > 1 for layer in layers):
+        indexes.append(LayerIndex(layers, upstream=-1))
+    return indexes
 
 
 @dataclass(frozen=True)
@@ -180,14 +187,16 @@ class LayerSelector:
 
     def select(self, index: LayerIndex) -> Sequence[int]:
         if self.exact_names is not None:
-            return sorted({position for name in self.exact_names for position in index.by_name(name)})
+            return sorted(set().union(*map(index.by_name, self.exact_names)))
         if self.pattern is not None:
             return index.matching(self.pattern)
-        numbered = None if self.numbers is None else {p for span in self.numbers for p in index.by_number(*span)}
+        selected = set().union(*map(index.by_type, self.types or ()))
+        if self.numbers is None:
+            return sorted(selected)
+        numbered = set().union(*itertools.starmap(index.by_number, self.numbers))
         if self.types is None:
-            return sorted(numbered or ())
-        typed = {position for word in self.types for position in index.by_type(word)}
-        return sorted(typed if numbered is None else typed & numbered)
+            return sorted(numbered)
+        return sorted(selected & numbered)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
         return next((index for index in indexes if self.select(index)), indexes[0])
@@ -210,9 +219,10 @@ class LayerSelector:
         elif self.pattern is None:
             for number, word in enumerate(self.types or ()):
                 if not index.by_type(word):
-                    close = ", ".join(map(shown, index.near(word, TYPES)[:5]))
-                    hint = f" Similar: {close}." if close else ""
-                    yield TYPES, number, f"no layer's name or class contains {shown(word)}.{hint}"
+                    text = f"no layer's name or class contains {shown(word)}."
+                    if close := index.near(word, TYPES)[:5]:
+                        text += f" Similar: {', '.join(map(shown, close))}."
+                    yield TYPES, number, text
             for number, (first, last) in enumerate(self.numbers or ()):
                 beyond = last < _WITHOUT_END and index.numbers and last > index.numbers[-1]
                 if beyond or not index.by_number(first, last):
@@ -230,8 +240,10 @@ class LayerSelector:
             words = _WORD.findall(self.pattern.pattern)
         words = words[:MOST_SHOWN]
         hint = "".join(_as_type(word, key, index) for word in words)
-        near = dict.fromkeys(match for word in words for match in index.near(word, key))
-        return hint or (f" Similar names: {', '.join(map(repr, list(near)[:5]))}." if near else "")
+        near = dict.fromkeys(itertools.chain.from_iterable(index.near(word, key) for word in words))
+        if near and not hint:
+            return f" Similar names: {', '.join(map(repr, list(near)[:5]))}."
+        return hint
 
 
 def _number_of(name: str) -> int | None:
@@ -252,7 +264,9 @@ def _upstream_number_of(name: str) -> int | None:
 def _as_type(word: str, key: str, index: LayerIndex) -> str:
     if key == TYPES or not (index.is_class(word) or (key == EXACT and index.is_part(word))):
         return ""
-    what = "a class" if index.is_class(word) else "a part of the name"
+    what = "a part of the name"
+    if index.is_class(word):
+        what = "a class"
     layers = many(len(index.by_type(word)), "layer")
     return f" {shown(word)} is {what} of {layers}. To select them, write {TYPES}: [{word}]."
 
@@ -267,8 +281,10 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
 
 
 def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:
-    rules, *others = (key for key in SELECTOR_KEYS if key in block)
-    for key in others if rules in (EXACT, PATTERN) else ():
+    rules, *others = filter(block.__contains__, SELECTOR_KEYS)
+    if rules not in (EXACT, PATTERN):
+        return
+    for key in others:
         logger.warning(
             "%s: %r has no effect beside %r, which takes precedence, as in nvidia-dlfw-inspect. Remove one of the two.",
             place(key),
@@ -286,7 +302,9 @@ def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:
 
 
 def _strings(key: str, value: Any, place: Where) -> tuple[str, ...]:
-    entries = [value] if isinstance(value, str) else value
+    entries = value
+    if isinstance(value, str):
+        entries = [value]
     example = f"Write for example {key}: [fc1, fc2]."
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(f"{place(key)}: {key!r} must be a list of names, not {shown(value)}. {example}")
@@ -308,7 +326,9 @@ def _pattern(key: str, value: Any, place: Where) -> re.Pattern[str]:
 
 
 def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
-    entries = value if isinstance(value, (list, tuple)) else [value]
+    entries = value
+    if not isinstance(value, (list, tuple)):
+        entries = [value]
     if not entries:
         raise ConfigError(f"{place(key)}: {key!r} is empty. Write for example {key}: [0, '4-7'].")
     spans: list[tuple[int, int]] = []
@@ -317,8 +337,9 @@ def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
         if entry == "all":
             spans.append((0, _WITHOUT_END))
             continue
-        plain = type(entry) is int and 0 <= entry <= LARGEST_NUMBER
-        span = SPAN.fullmatch(str(entry)) if plain or isinstance(entry, str) else None
+        span = None
+        if isinstance(entry, str) or (type(entry) is int and 0 <= entry <= LARGEST_NUMBER):
+            span = SPAN.fullmatch(str(entry))
         if span is None:
             problems.add(
                 f"{place(key, number)}: {key!r} takes numbers up to {LARGEST_NUMBER}, ranges such as '0-3', and 'all',"

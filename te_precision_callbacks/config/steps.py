@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from te_precision_callbacks.base.counts import first_of
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
@@ -79,19 +80,18 @@ def _with_early_steps(section: Section, steps: Sequence[int]) -> Section:
 
 def describe_never_due(config: Config, last: int) -> str:
     """Return a warning about features that begin after the ``last`` step of a run; empty without such features."""
-    never_due: dict[str, None] = {}
+    never_due = []
     for section, feature, target in _all_targets(config):
         schedule = getattr(target.options, "schedule", EVERY_STEP)
         first = schedule.at(-1)[1]
         if first is None or first > last:
-            never_due[f"{section.place(NAMESPACE, feature)}: {feature}, {schedule}"] = None
+            never_due.append(f"{section.place(NAMESPACE, feature)}: {feature}, {schedule}")
     if not never_due:
         return ""
-    more = [f"and {len(never_due) - _MOST_NAMED} more"] if len(never_due) > _MOST_NAMED else []
     return (
         f"The run ended after step {last}, before these features became active:"
-        f" {'; '.join([*list(never_due)[:_MOST_NAMED], *more])}. Choose steps up to {last}, or run longer; steps"
-        " start at 0."
+        f" {'; '.join(first_of(dict.fromkeys(never_due), _MOST_NAMED))}. Choose steps up to {last}, or run longer;"
+        " steps start at 0."
     )
 
 

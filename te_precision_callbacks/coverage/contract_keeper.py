@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from te_precision_callbacks.base.counts import first_of, group_by_key
 from te_precision_callbacks.base.errors import RaisedInTraining
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
@@ -90,24 +91,29 @@ class ContractKeeper:
         Returns the message of a broken contract, or an empty string; None if the check was not due or not possible.
         Raises PrecisionContractError on all ranks.
         """
-        first = iteration if self._first is None else self._first
+        first = self._first
+        if first is None:
+            first = iteration
         send = iteration == first or (iteration > first and iteration % CHECK_INTERVAL == 0)
         if not ranks.several:
             ranks.request_check(note=iteration >= first and self._checked != changes)
         noted = ranks.check_requested(send=send)
         # A change detected after the step's statistics were sent is announced in the next step, for this step's check.
         changed_at = self._changed_at
-        self._changed_at = iteration if changes != self._changes else self._changed_at
+        if changes != self._changes:
+            self._changed_at = iteration
         if not noted:
             return None
+        if not ranks.several:
+            changed_at = iteration
         if iteration == first or not ranks.several:
             self._checked = changes
-            own = coverage_at(iteration)
+            local = coverage_at(iteration)
         else:
             self._checked = self._changes
-            own = coverage_at(changed_at)
-        products = shared_products(own, ranks, "products to check")
-        coverage = Coverage(products, state=shared_state(own.state, ranks, "types to check"))
+            local = coverage_at(changed_at)
+        products = shared_products(local, ranks, "products to check")
+        coverage = Coverage(products, state=shared_state(local.state, ranks, "types to check"))
         if ranks.several and not ranks.are_connected:
             return None
         if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
@@ -116,15 +122,16 @@ class ContractKeeper:
         if coverage.is_incomplete and not _is_broken_for_certain(self._contract, coverage):
             self._checked = -1  # the next steps may count what this step could not
             if len(self._incomplete) < _MOST_INCOMPLETE:
-                self._incomplete[changed_at if ranks.several else iteration] = None
+                self._incomplete[changed_at] = None
             return None
         self._checked_until = self._checked
         broken = [*self._broken_clauses(coverage), *_broken_state(self._contract, coverage.state)]
         when = f" at step {iteration}"
         raises = self._on_broken == "raise" and bool(broken) and ranks.check_connected()
-        self.unchecked = "" if broken else left_out(self._contract, coverage)
+        self.unchecked = ""
         if broken:
             return self._report_broken(broken, coverage, when, raises=raises)
+        self.unchecked = left_out(self._contract, coverage)
         if self.unchecked:
             return self._report(self.unchecked, coverage, raises=False)
         return ""
@@ -227,9 +234,7 @@ def _is_broken_for_certain(contract: Contract, coverage: Coverage) -> bool:
     whole = {
         key: share for key, share in contract.share.items() if share.number >= 1 and share.comparison in (">", ">=")
     }
-    return any(_broken_shares(contract.model_copy(update={"share": whole}), coverage)) or any(
-        _broken_layers(contract, coverage)
-    )
+    return bool(broken_clauses(contract.model_copy(update={"share": whole}), coverage))
 
 
 def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
@@ -237,10 +242,14 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
         return
     for share in contract.share.values():
         backward = {"forward": False, "backward": True}.get(share.part)
-        gemm = share.part if share.part and backward is None else None
+        gemm = None
+        if backward is None:
+            gemm = share.part or None
         measured = coverage.share(share.precision, gemm=gemm, backward=backward)
         if not share.holds(measured):
-            has = ": no such products ran" if math.isnan(measured) else f" is {percent(measured)} %"
+            has = f" is {percent(measured)} %"
+            if math.isnan(measured):
+                has = ": no such products ran"
             yield (
                 f"{share.precision}{share.part and f' {share.part}'}{has},"
                 f" required: {share.comparison} {100 * share.number:g} %."
@@ -249,32 +258,39 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
 
 def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
     for pattern, precision in contract.layers.items():
-        matching = [product for product in coverage if product.macs and re.search(pattern, product.layer)]
-        others = [product for product in matching if product.precision not in PRECISIONS[precision]]
+        others = [
+            product
+            for product in coverage
+            if product.macs and product.precision not in PRECISIONS[precision] and re.search(pattern, product.layer)
+        ]
         if others:
             first = max(others, key=lambda product: product.macs)
-            more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
-            yield (
+            text = (
                 f"{pattern!r} must run in {precision}: {fold_for_sentence(first.layer)} {first.gemm} runs in"
-                f" {first.precision}{f' ({first.why})' if first.why else ''}{more}."
+                f" {first.precision}"
             )
+            if first.why:
+                text += f" ({first.why})"
+            if len(others) > 1:
+                text += f", and {len(others) - 1} more GEMMs"
+            yield f"{text}."
 
 
 def _broken_state(contract: Contract, state: Iterable[StateRow], *, all_seen: bool = True) -> Iterator[str]:
-    kept: dict[str, dict[str, None]] = {}
-    for row in state:
-        kept.setdefault(row.subject, {})[row.dtype] = None
+    dtypes = group_by_key((row.subject, row.dtype) for row in state)
     for subject, dtype in contract.state.items():
-        others = [other for other in kept.get(subject, ()) if other != dtype]
-        if others or (all_seen and subject not in kept):
-            what = f"some are {', '.join(others)}" if others else "no such tensor was found"
-            yield f"{subject} must be {dtype}: {what}."
+        others = dict.fromkeys(dtypes.get(subject, ()))
+        others.pop(dtype, None)
+        if others:
+            yield f"{subject} must be {dtype}: some are {', '.join(others)}."
+        elif all_seen and subject not in dtypes:
+            yield f"{subject} must be {dtype}: no such tensor was found."
 
 
 def require_layers(contract: Contract, names: Iterable[str]) -> None:
     known = list(names)
     for pattern in contract.layers:
-        if not any(re.search(pattern, name) for name in known):
+        if not any(map(re.compile(pattern).search, known)):
             raise ConfigError(
                 f"require=: no layer matches {pattern!r}, which the contract requires to run in"
                 f" {contract.layers[pattern]!r}.{suggestion(pattern, known)}"
@@ -283,22 +299,23 @@ def require_layers(contract: Contract, names: Iterable[str]) -> None:
 
 def _offenders(coverage: Coverage) -> list[str]:
     whole = coverage.macs()
-    by_cause: dict[tuple[str, Reason | None, str], list[Product]] = {}
-    for product in coverage:
-        if product.macs and not product.is_low:
-            by_cause.setdefault((product.precision, product.reason, product.why), []).append(product)
-    rows = sorted(by_cause.items(), key=lambda row: -sum(product.macs for product in row[1]))
+    by_cause = group_by_key(
+        ((product.precision, product.reason, product.why), product) for product in coverage.in_high_precision
+    )
+    rows = [(Coverage(products), cause) for cause, products in by_cause.items()]
+    rows.sort(key=lambda row: -row[0].macs())
     texts = []
-    for (precision, reason, why), products in rows[:_MOST_OFFENDERS]:
-        share = percent(sum(product.macs for product in products) / whole)
+    for products, (precision, reason, why) in rows:
+        share = percent(products.macs() / whole)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         layers = fold_for_sentence(*dict.fromkeys(product.layer for product in products), most=3)
-        remedy = f". Remedy: {REMEDIES[reason]}." if reason and reason in REMEDIES else ""
-        texts.append(f"- {layers} {gemms}: {share} % in {precision.upper()}{f' ({why}){remedy}' if reason else ''}")
-    more = len(rows) - _MOST_OFFENDERS
-    if more > 0:
-        return [*texts, f"- and {more} more"]
-    return texts
+        text = f"- {layers} {gemms}: {share} % in {precision.upper()}"
+        if reason:
+            text += f" ({why})"
+            if reason in REMEDIES:
+                text += f". Remedy: {REMEDIES[reason]}."
+        texts.append(text)
+    return first_of(texts, _MOST_OFFENDERS, "- and {} more")
 
 
 EntryT = TypeVar("EntryT", bound=Hashable)

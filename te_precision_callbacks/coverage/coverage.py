@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from te_precision_callbacks.base.counts import first_of, group_by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS, LOW_PRECISION, PRECISIONS
 from te_precision_callbacks.layers.folding import fold_for_sentence
 
@@ -27,7 +28,7 @@ Runs = Literal["seen", "planned", "never", "uncounted"]
 
 _LOW_NAMES = ("NVFP4", "MXFP8", "FP8 block", "FP8")
 
-_ORDER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32", "fp64")
+_WIDTHS = {"nvfp4": 0, "mxfp8": 1, "fp8": 2, "bf16": 3, "fp16": 4, "fp32": 5, "fp64": 6}
 
 
 class Reason(enum.Enum):
@@ -133,9 +134,9 @@ class Product:
         """The reason for high precision, or for not running; empty in low precision."""
         if self.not_run:
             return self.not_run
-        if self.reason is None or self.reason_ref in ("", self.reason.value):
-            if self.reason is None:
-                return ""
+        if self.reason is None:
+            return ""
+        if self.reason_ref in ("", self.reason.value):
             return self.reason.value
         if self.reason in _WITH_VALUE:
             return f"{self.reason.value}: {self.reason_ref}"
@@ -166,7 +167,7 @@ def precision_of(text: str) -> str:
     several formats it is the widest.
     """
     names = [part.strip().partition(" ")[0].lower() for part in text.split("->")]
-    return max(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+    return max(names, key=lambda name: _WIDTHS.get(name, len(_WIDTHS)))
 
 
 @dataclass(frozen=True)
@@ -218,14 +219,13 @@ class Coverage(tuple[Product, ...]):
         Raises:
             KeyError: there is no such precision.
         """
-        meant = None if precision is None else PRECISIONS[precision]
-        return sum(
-            macs
-            for (its_precision, its_gemm, its_backward), macs in self._sums.items()
-            if (meant is None or its_precision in meant)
-            and gemm in (None, its_gemm)
-            and backward in (None, its_backward)
-        )
+        counts: Counter[str] = Counter()
+        for (its_precision, its_gemm, its_backward), count in self._sums.items():
+            if gemm in (None, its_gemm) and backward in (None, its_backward):
+                counts[its_precision] += count
+        if precision is None:
+            return counts.total()
+        return sum(counts[name] for name in PRECISIONS[precision])
 
     @functools.cached_property
     def _sums(self) -> Mapping[tuple[str, str, bool], int]:
@@ -272,22 +272,26 @@ class Coverage(tuple[Product, ...]):
     @property
     def not_counted(self) -> dict[str, list[str]]:
         """Reason -> layers with uncounted operators or kernels."""
-        layers: dict[str, dict[str, None]] = {}
-        for product in self:
-            if product.runs == "uncounted":
-                layers.setdefault(product.not_run, {})[product.layer] = None
-        return {reason: list(names) for reason, names in layers.items()}
+        return group_by_key(
+            dict.fromkeys((product.not_run, product.layer) for product in self if product.runs == "uncounted")
+        )
 
     def __str__(self) -> str:
         whole = self.macs()
-        prefixes = ESTIMATED, NOT_OBSERVED
-        left = [text if text.startswith(prefixes) else f"not counted: {text}" for text in list_uncounted(self)]
+        left = list_uncounted(self)
+        for place, text in enumerate(left):
+            if not text.startswith((ESTIMATED, NOT_OBSERVED)):
+                left[place] = f"not counted: {text}"
         first = "; ".join(left)
         if not whole:
             return f"{first[:1].upper()}{first[1:]}" or "No matrix product has run"
-        held = f" in {self.steps}" if self.steps else ""
-        held += ", an estimate" if self.is_incomplete else ""
-        whole_name = "counted multiply-adds" if self.has_unknown else "multiply-adds"
+        whole_name = "multiply-adds"
+        if self.has_unknown:
+            whole_name = "counted multiply-adds"
+        if self.steps:
+            whole_name += f" in {self.steps}"
+        if self.is_incomplete:
+            whole_name += ", an estimate"
         low: defaultdict[str, Counter[str]] = defaultdict(Counter)
         wholes = Counter(dict.fromkeys((*GEMMS, *_PARTS.values()), 0))
         for product in self:
@@ -298,26 +302,25 @@ class Coverage(tuple[Product, ...]):
         texts = []
         for name in sorted(low, key=_LOW_NAMES.index) or ["FP8"]:
             share = percent(sum(low[name].values()) / whole)
-            apart = [f"{part} {percent(low[name][part] / macs)}" for part, macs in wholes.items() if macs]
-            listed = f" ({', '.join(apart)})" if apart else ""
-            texts.append(f"{name} in {share} % of the {whole_name}{held}{listed}")
-        high = self.in_high_precision
-        for precision in dict.fromkeys(product.precision for product in high):
-            products = [product for product in high if product.precision == precision]
-            share = percent(sum(product.macs for product in products) / whole)
+            parts = ", ".join(f"{part} {percent(low[name][part] / macs)}" for part, macs in wholes.items() if macs)
+            texts.append(f"{name} in {share} % of the {whole_name} ({parts})")
+        high = group_by_key((product.precision, product) for product in self.in_high_precision)
+        for precision, products in high.items():
+            share = percent(Coverage(products).macs() / whole)
             texts.append(f"{share} % in {precision.upper()}: {', '.join(_causes(products))}")
-        texts += [] if self.has_backward or self.has_unknown else [_NO_BACKWARD]
-        if not self.has_unknown:
-            return "; ".join([*texts, *left])
-        return f"{first[:1].upper()}{first[1:]}; {'; '.join(texts)}"
+        if self.has_unknown:
+            return f"{first[:1].upper()}{first[1:]}; {'; '.join(texts)}"
+        if not self.has_backward:
+            texts.append(_NO_BACKWARD)
+        return "; ".join([*texts, *left])
 
 
 _PARTS = {"qk": "attention", "pv": "attention", "other": "other products"}
 
 
 def list_uncounted(coverage: Coverage) -> list[str]:
-    texts = [f"{what} ({fold_for_sentence(*layers, most=2)})" for what, layers in coverage.not_counted.items()]
-    return texts[:_MOST_CAUSES] + ([f"and {len(texts) - _MOST_CAUSES} more"] if len(texts) > _MOST_CAUSES else [])
+    texts = (f"{what} ({fold_for_sentence(*layers, most=2)})" for what, layers in coverage.not_counted.items())
+    return first_of(texts, _MOST_CAUSES)
 
 
 NOTHING = Coverage()
@@ -349,10 +352,12 @@ def percent(share: float) -> str:
 
 
 def _causes(products: Iterable[Product]) -> list[str]:
-    layers: dict[str, dict[str, None]] = {}
+    pairs: dict[tuple[str, str], None] = {}
     for product in products:
-        why = product.reason.value if product.reason is Reason.NOT_TE else product.why
-        layers.setdefault(why, {})[product.layer] = None
-    texts = [f"{fold_for_sentence(*names, most=2)}{f' ({why})' if why else ''}" for why, names in layers.items()]
-    more = len(texts) - _MOST_CAUSES
-    return texts[:_MOST_CAUSES] + ([f"and {more} more reason{'s' if more > 1 else ''}"] if more > 0 else [])
+        why = product.why
+        if product.reason is Reason.NOT_TE:
+            why = Reason.NOT_TE.value
+        pairs[why, product.layer] = None
+    layers = group_by_key(pairs)
+    texts = [f"{fold_for_sentence(*names, most=2)} ({why})".removesuffix(" ()") for why, names in layers.items()]
+    return first_of(texts, _MOST_CAUSES, f"and {many(len(texts) - _MOST_CAUSES, 'more reason')}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -163,19 +164,18 @@ class PrecisionHistory:
 
         ``seen`` are the GEMMs with seen operands; ``excluded``: the forward ran inside ``te.autocast(enabled=False)``.
         """
-        flags = sum(1 << GEMMS.index(gemm) for gemm in seen) | (_EXCLUDED if excluded else 0)
+        flags = sum(1 << GEMMS.index(gemm) for gemm in seen) | _EXCLUDED * excluded
         before = self.last_facts(layer)
         after = tuple(facts.get(gemm, fact) for gemm, fact in zip(GEMMS, before, strict=True))
         after = self._facts.setdefault(after, after)
         self.changes += after != before
         changes = self._layers.setdefault(layer, [])
-        last = changes[-1] if changes else None
-        if last is not None and last.facts == after:
-            changes[-1] = last._replace(flags=last.flags | flags)
-        elif last is not None and last.since == iteration:
-            changes[-1] = _Change(iteration, after, flags)
-        else:
-            changes.append(_Change(iteration, after, flags))
+        if changes and changes[-1].facts == after:
+            iteration, _, flags_before = changes.pop()
+            flags |= flags_before
+        elif changes and changes[-1].since == iteration:
+            changes.pop()
+        changes.append(_Change(iteration, after, flags))
 
     def last_facts(self, layer: str) -> LayerFacts:
         changes = self._layers.get(layer)
@@ -225,7 +225,9 @@ def _spans(changes: Sequence[_Change]) -> Iterator[_Span]:
         for fact, alike in itertools.groupby(change.facts[column] for change in changes):
             end = begin + len(list(alike))
             flags = functools.reduce(operator.or_, (change.flags for change in changes[begin:end]))
-            until = changes[end].since - 1 if end < len(changes) else None
+            until = None
+            if end < len(changes):
+                until = changes[end].since - 1
             if fact is not None:
                 seen = bool(flags >> column & 1)
                 excluded = bool(flags & _EXCLUDED)
@@ -243,22 +245,26 @@ def _merge_spans(spans: Sequence[_Span]) -> _Fields:
         seen[span.fact] = seen.get(span.fact, False) or span.seen
     ran = [fact for fact in seen if fact.operands]
     operands, recipe = _join_facts(ran)
-    reasons = [span.fact.not_run for span in spans if span.fact.is_left_out] or [NO_BACKWARD]
     is_seen = bool(ran) and all(seen[fact] for fact in ran)
-    not_run = "" if ran else reasons[-1]
+    not_run = ""
+    if not ran:
+        reasons = [span.fact.not_run for span in spans if span.fact.is_left_out] or [NO_BACKWARD]
+        not_run = reasons[-1]
     excluded = recipe == HIGH_PRECISION and any(span.excluded for span in spans)
     return spans[0].gemm, operands, is_seen, not_run, spans[0].since, spans[-1].until, recipe, excluded
 
 
 def _join_facts(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:
     """The formats of each operand, and the recipes, joined by arrows in the order of their first iteration."""
-    formats: dict[str, dict[Format, None]] = {}
-    for tensor, made_formats in (operand for fact in facts for operand in fact.operands):
-        formats.setdefault(tensor, {}).update(dict.fromkeys(made_formats))
-    texts = {tensor: _join_with_arrows(made.text for made in made_formats) for tensor, made_formats in formats.items()}
-    return texts, _join_with_arrows(
-        made.recipe or HIGH_PRECISION for made_formats in formats.values() for made in made_formats
-    )
+    texts: dict[str, list[str]] = defaultdict(list)
+    recipes: dict[str, list[str]] = defaultdict(list)
+    for fact in facts:
+        for tensor, formats in fact.operands:
+            for text, recipe in formats:
+                texts[tensor].append(text)
+                recipes[tensor].append(recipe or HIGH_PRECISION)
+    joined = {tensor: _join_with_arrows(alike) for tensor, alike in texts.items()}
+    return joined, _join_with_arrows(itertools.chain.from_iterable(recipes.values()))
 
 
 def _join_with_arrows(texts: Iterable[str]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import (
     EXCLUDED,
@@ -85,8 +85,11 @@ class CountedSteps:
         return any(backwards for _, backwards in self.parts.values())
 
     def add(self, parts: Parts) -> None:
-        pairs = {key: (self.parts.get(key, (0, 0)), parts.get(key, (0, 0))) for key in {*self.parts, *parts}}
-        self.parts = {key: (own[0] + other[0], own[1] + other[1]) for key, (own, other) in pairs.items()}
+        added = dict(self.parts)
+        for key, (calls, backwards) in parts.items():
+            before = self.parts.get(key, (0, 0))
+            added[key] = before[0] + calls, before[1] + backwards
+        self.parts = added
         self.steps += 1
 
 
@@ -118,7 +121,7 @@ class CoverageHistory:
         backward, like the step after it.
         """
         self._counted = [counted for counted in self._counted if counted.since < iteration]
-        last = self._counted[-1] if self._counted else None
+        last = next(reversed(self._counted), None)
         now = CountedSteps(iteration, step.kinds, step.parts, {}, step.state or (), 1)
         if step.kinds.changes != self._kinds_changes and last is not None and last.kinds is step.kinds:
             self._kinds_changes = step.kinds.changes
@@ -169,18 +172,20 @@ class CoverageHistory:
         ``precision`` is ``PrecisionAudit.spans``; ``unconverted``: layer -> why the trainer's conversion to Transformer
         Engine skipped it.
         """
-        spans: dict[tuple[str, str], list[GemmPrecision]] = defaultdict(list)
-        for entry in precision:
-            spans[entry.layer, entry.gemm].append(entry)
+        spans: dict[tuple[str, ProductName], list[GemmPrecision]]
+        spans = group_by_key(((entry.layer, entry.gemm), entry) for entry in precision)
         for counted in self.spans():
-            known = {(product.layer, product.gemm) for product in counted.products}
+            left = dict(spans)
             for order, product in enumerate(counted.products):
-                entries = spans.get((product.layer, product.gemm), []) if product.family in _OF_TE else []
+                left.pop((product.layer, product.gemm), None)
+                entries: Sequence[GemmPrecision] = ()
+                if product.family in _OF_TE:
+                    entries = spans.get((product.layer, product.gemm), ())
                 yield from _split_by_precision(product, order, counted, entries, unconverted)
-            for (layer, gemm), entries in spans.items():
-                last = entries[-1]
-                if (layer, gemm) not in known and last.not_run:
-                    left_out = Product.left_out(layer, "te", last.gemm, last.not_run)
+            for layer_entries in left.values():
+                last = layer_entries[-1]
+                if last.not_run:
+                    left_out = Product.left_out(last.layer, "te", last.gemm, last.not_run)
                     yield ProductSpan(left_out, len(counted.products), last, last.since, last.until)
         for order, product in enumerate((*self.other_ranks_products, *self._unobserved)):
             yield ProductSpan(product, order, None, 0, None)
@@ -200,9 +205,12 @@ class CoverageHistory:
         if len(self._counted) < 2:
             return ""
         since = self._counted[number].since
-        after = self._counted[number + 1 : number + 2]
-        until = after[0].since - 1 if after else max(since, last)
-        steps = f"step {since}" if since == until else f"steps {since} to {until}"
+        until = max(since, last)
+        if number + 1 < len(self._counted):
+            until = self._counted[number + 1].since - 1
+        steps = f"steps {since} to {until}"
+        if since == until:
+            steps = f"step {since}"
         if self._counted[number].steps > 1:
             return f"the mean of {steps}"
         return steps
@@ -226,7 +234,9 @@ def _split_by_precision(
         if not place and since <= counted.since + 1:
             since = counted.since  # in the first step, the precision may become known one step late
         elif not place:  # older changes were dropped, so the precision before this one is unknown
-            before = since - 1 if counted.until is None else min(since - 1, counted.until)
+            before = since - 1
+            if counted.until is not None:
+                before = min(before, counted.until)
             yield ProductSpan(replace(product, operands={}), order, None, counted.since, before)
         ends = [end for end in (until, counted.until) if end is not None]
         since = max(since, counted.since)
@@ -243,7 +253,9 @@ def apply_precision(
 ) -> Iterator[Product]:
     entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
     for product in products:
-        entry = entries.pop((product.layer, product.gemm), None) if product.family in _OF_TE else None
+        entry = None
+        if product.family in _OF_TE:
+            entry = entries.pop((product.layer, product.gemm), None)
         yield _apply_precision(product, entry, layers.get(product.layer), unconverted)
     for entry in entries.values():
         if entry.not_run:
@@ -266,23 +278,26 @@ def _apply_precision(
         return product
     if entry.not_run:
         return replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
-    made = replace(product, operands=entry.operands)
-    reason, ref = (product.reason, product.reason_ref) if made.is_low else _reason(entry, facts)
-    return replace(made, reason=reason, reason_ref=ref)
+    result = replace(product, operands=entry.operands)
+    if result.is_low:
+        return result
+    reason, ref = _reason(entry, facts)
+    return replace(result, reason=reason, reason_ref=ref)
 
 
 def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Reason, str]:
-    if facts is not None and facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
+    if facts is None:
+        facts = HighPrecisionFacts({})
+    if facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
         return Reason.RECOMPUTED, Reason.RECOMPUTED.value
     if entry.recipe == HIGH_PRECISION:
-        return Reason.NO_AUTOCAST, EXCLUDED if entry.excluded else Reason.NO_AUTOCAST.value
-    kept = () if facts is None else facts.kept.get(entry.gemm, ())
-    keeping = next(
-        (feature for feature in kept if any(schedule.at(entry.since)[0] for schedule in feature.schedules)), None
-    )
-    if keeping is not None:
-        return Reason.SECTION, keeping.feature
-    if facts is not None and facts.backward_override and entry.gemm != "fprop":
+        if entry.excluded:
+            return Reason.NO_AUTOCAST, EXCLUDED
+        return Reason.NO_AUTOCAST, Reason.NO_AUTOCAST.value
+    for feature in facts.kept.get(entry.gemm, ()):
+        if any(schedule.at(entry.since)[0] for schedule in feature.schedules):
+            return Reason.SECTION, feature.feature
+    if facts.backward_override and entry.gemm != "fprop":
         if os.environ.get(_OVERRIDE) == facts.backward_override:  # the default of all recipes
             return Reason.ENVIRONMENT, f"{_OVERRIDE}={facts.backward_override}"
         return Reason.BACKWARD_OVERRIDE, f"backward_override={facts.backward_override!r}"
@@ -295,9 +310,12 @@ def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[KeepingFeatu
     kept: dict[str, tuple[KeepingFeature, ...]] = {}
     for section in sections:
         for feature, effect in section.effects.items():
-            replaced = () if effect.quantizes else tuple(gemm for gemm, _ in effect.modifies)
-            for gemm in dict.fromkeys((*effect.high_precision, *replaced)):
-                steps = f", {effect.format_steps(gemm)}" if effect.schedules else ""
-                keeping = KeepingFeature(f"{feature} in {section.place()}{steps}", effect.steps(gemm))
-                kept[gemm] = (*kept.get(gemm, ()), keeping)
+            gemms = dict.fromkeys(effect.high_precision)
+            if not effect.quantizes:
+                gemms |= dict.fromkeys(gemm for gemm, _ in effect.modifies)
+            for gemm in gemms:
+                text = f"{feature} in {section.place()}"
+                if effect.schedules:
+                    text += f", {effect.format_steps(gemm)}"
+                kept[gemm] = (*kept.get(gemm, ()), KeepingFeature(text, effect.steps(gemm)))
     return kept

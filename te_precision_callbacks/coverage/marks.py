@@ -44,7 +44,9 @@ class NodesOfProducts:
 
     def enter_outer(self, arguments: Iterable[Any]) -> None:
         """Note the start of an operator on DTensors, which runs operators on the local shards."""
-        self._here.outer = made_in_thread() - 1 if _has_node(arguments) else -1
+        self._here.outer = -1
+        if _has_node(arguments):
+            self._here.outer += made_in_thread()
 
     def note(self, seen: object, arguments: Iterable[Any], result: Any) -> None:
         self.note_running(seen)
@@ -81,7 +83,9 @@ class NodesOfProducts:
 
 
 def products_of_node(node: Any) -> list[Any]:
-    products: list[Any] = [] if node is None else node.metadata.get(_PRODUCTS, [])
+    products: list[Any] = []
+    if node is not None:
+        products = node.metadata.get(_PRODUCTS, products)
     return products
 
 
@@ -138,10 +142,9 @@ class Marks(Generic[MarkT]):
 
     def get(self, tensor: torch.Tensor) -> MarkT | None:
         storage = _storage(tensor)
-        marked = None if storage is None else self._marks.get(storage._cdata)
-        if marked is None:
+        if storage is None or storage._cdata not in self._marks:
             return None
-        return marked[1]
+        return self._marks[storage._cdata][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +167,9 @@ class WeightMarks:
         by_place: dict[tuple[int, int], list[Weight]] = {}
         by_storage: dict[int, list[Weight]] = {}
         for path, module in modules:
-            for name, parameter in module._parameters.items():
-                place = None if parameter is None else _place(parameter)
-                if parameter is not None and place is not None:
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                place = _place(parameter)
+                if place is not None:
                     by_place.setdefault(place, []).append(Weight(path, name, parameter.requires_grad, module))
         for place, weights in by_place.items():
             weights.sort(key=lambda weight: isinstance(weight.owner, torch.nn.Embedding))
@@ -183,13 +186,14 @@ class WeightMarks:
         place = _place(tensor)
         if place is None:
             return None
-        path, module = inside or ("", None)
-        for name, parameter in () if module is None else module._parameters.items():
-            if parameter is not None and _place(parameter) == place:
-                return Weight(path, name, parameter.requires_grad, module)
+        if inside is not None:
+            path, module = inside
+            for name, parameter in module._parameters.items():
+                if parameter is not None and _place(parameter) == place:
+                    return Weight(path, name, parameter.requires_grad, module)
         owners = self._by_place.get(place) or self._by_storage.get(place[0], [])
         if place in self._by_place or len(owners) == 1:
-            return owners[-1 if embedding else 0]
+            return owners[-embedding]
         return self._copies.get(tensor)
 
     def follow(self, source: torch.Tensor, copy: torch.Tensor) -> None:

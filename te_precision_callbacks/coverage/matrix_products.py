@@ -141,7 +141,9 @@ def _matrices(a: int, b: int) -> _Find:
 def _grouped(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     """Grouped GEMM: a 3-D operand has a matrix for each group; a 2-D operand is split into groups."""
     left, right = arguments[:2]
-    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    groups = 1
+    if left.dim() == right.dim() == 3:
+        groups = left.shape[0]
     yield MatrixProduct(left, right, left.shape[-2], right.shape[-1], left.shape[-1], groups)
 
 
@@ -245,16 +247,18 @@ def _attention(
         rows = query.shape[length]
         columns = key.shape[length]
         batch = query.numel() // (query.shape[length] * size)
-        q_bounds, k_bounds = arguments[bounds : bounds + 2] if bounds and len(arguments) > bounds + 1 else (None, None)
+        q_bounds, k_bounds = _two(arguments, bounds)
+        if k_bounds is None:
+            k_bounds = q_bounds
         lengths: _Lengths = None
         if q_bounds is not None:
             batch = query.shape[heads]
-            lengths = _lengths(q_bounds, q_bounds if k_bounds is None else k_bounds)
+            lengths = _lengths(q_bounds, k_bounds)
         if backward:
             tensors = arguments[0], query, key, value
             yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, lengths)
         else:
-            share = None if causal is None else _mask_share(arguments, rows, columns, causal, mask, window)
+            share = _mask_share(arguments, rows, columns, causal, mask, window)
             yield _with_sequences(
                 MatrixProduct(query, key, rows, columns, size, batch, "qk", None, share), lengths, _N, _M
             )
@@ -265,10 +269,19 @@ def _attention(
     return find
 
 
+def _two(arguments: Sequence[Any], number: int | None) -> tuple[Any, Any]:
+    """Two optional arguments, the first by its number."""
+    if number is None or len(arguments) <= number + 1:
+        return None, None
+    return arguments[number], arguments[number + 1]
+
+
 def _mask_share(
-    arguments: Sequence[Any], rows: int, columns: int, causal: int, mask: int | None, window: int | None
+    arguments: Sequence[Any], rows: int, columns: int, causal: int | None, mask: int | None, window: int | None
 ) -> float | None:
-    left, right = arguments[window : window + 2] if window and len(arguments) > window + 1 else (None, None)
+    if causal is None:
+        return None
+    left, right = _two(arguments, window)
     if (left is not None and left >= 0) or (right is not None and right > 0):
         return None
     if right == 0 or (len(arguments) > causal and arguments[causal]):
@@ -419,7 +432,9 @@ def causal_share(rows: int, columns: int, *, at_the_end: bool = False) -> float:
     """
     inside = min(rows, columns)
     triangle = inside * (inside + 1) // 2
-    others = (columns - inside) * rows if at_the_end else (rows - inside) * columns
+    others = (rows - inside) * columns
+    if at_the_end:
+        others = (columns - inside) * rows
     return (triangle + others) / max(1, rows * columns)
 
 

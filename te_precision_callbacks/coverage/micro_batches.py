@@ -242,12 +242,13 @@ class ModelCalls:
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
         current = self.current  # a backward inside a call, as with manual optimization in a training step
-        waiting = list(_calls_in(roots)) if current is None else [current]
+        waiting = [current] if current else list(_calls_in(roots))
         known = set(map(id, waiting))
         counted: ModelCall | None = None
         while waiting:
             call = waiting.pop()
-            counted = call if counted is None or call.is_counted else counted
+            if counted is None or call.is_counted:
+                counted = call
             call.has_backward = True
             if not call.is_counted and call.has_ended and call.kind in self._lack_backward:
                 self._forms[call.form].seek(call.kind)
@@ -303,12 +304,16 @@ class ModelCalls:
 
     def note_equal(self, kind: Kind, *, equal: bool) -> None:
         base = self._base[kind.form]
-        self._equal_counts[base] = self._equal_counts.get(base, 0) + (1 if equal else -MOST_COUNTED)
+        self._equal_counts.setdefault(base, 0)
+        if equal:
+            self._equal_counts[base] += 1
+        else:
+            self._equal_counts[base] -= MOST_COUNTED
 
 
 def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
     for mark, products in marks_in_graph(roots):
-        call = mark.call if isinstance(mark, _Mark) else products[0].call
+        call = (isinstance(mark, _Mark) and mark.call) or products[0].call
         if call is not None:
             yield call
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.matrix_products import Role, attention_mask_share
@@ -18,7 +19,7 @@ from te_precision_callbacks.coverage.precision_audit import format_of, quantizer
 from te_precision_callbacks.coverage.products import FUSED, OTHER_KERNEL, CountedKinds, CountedStep, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
-from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
+from te_precision_callbacks.layers.naming import Model, modules_of, named_attention, roots_of
 
 
 class ModelProducts(ModelWatch):
@@ -49,15 +50,14 @@ class ModelProducts(ModelWatch):
         ``names`` maps ids of modules to paths; ``operations`` are the layers of ``te.ops``.
         """
         self.close()
-        roots = [root for _, root in named_roots(model) or ()]
-        modules = {id(module): module for root in roots for module in root.modules()}
+        modules = {id(module): module for module in modules_of(model)}
         paths = {key: names[key] for key in modules if key in names}
         attentions = named_attention(model, names)
         for key, path in attentions.items():
             paths |= {id(part): path for part in modules[key].modules()}
         self._operations = frozenset(operations)
         self.attentions = attentions
-        self._kinds = CountedKinds(next((paths[id(root)] for root in roots if id(root) in paths), ""))
+        self._kinds = CountedKinds(next((paths[id(root)] for root in roots_of(model) if id(root) in paths), ""))
         self.watch(model, {key: (path, modules[key]) for key, path in paths.items()})
 
     def take_step(self) -> CountedStep | None:
@@ -74,10 +74,12 @@ class ModelProducts(ModelWatch):
                 self._kinds.put_failed(kind, [seen for seen in self.operators.seen if seen.family in ("te", "te_ops")])
             else:
                 parts = self._keep_products(step_calls)
-            state = self.state.rows() if is_first and parts else None
-            if parts:
-                return CountedStep(parts, self._kinds, state)
-            return None
+            if not parts:
+                return None
+            state = None
+            if is_first:
+                state = self.state.rows()
+            return CountedStep(parts, self._kinds, state)
         finally:
             self.end_step()
             if not self.counting:
@@ -85,9 +87,7 @@ class ModelProducts(ModelWatch):
 
     def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
         calls = self.calls
-        by_call: dict[ModelCall | None, list[SeenProduct]] = {}
-        for seen in self.operators.seen:
-            by_call.setdefault(seen.call, []).append(seen)
+        by_call = group_by_key((seen.call, seen) for seen in self.operators.seen)
         parts: dict[Kind, tuple[int, int]] = {}
         counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
         for call in step_calls:
@@ -161,8 +161,12 @@ class ModelProducts(ModelWatch):
         formats: tuple[str, str] = ("", ""),
         call: ModelCall | None = None,
     ) -> None:
-        family: Family = "te_ops" if layer in self._operations else "te"
-        self.operators.seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1), call=call))
+        self.operators.seen.append(SeenProduct(layer, self._family(layer), gemm, formats, (*sizes, 1), call=call))
+
+    def _family(self, layer: str) -> Family:
+        if layer in self._operations:
+            return "te_ops"
+        return "te"
 
     @contextmanager
     def masked(self, share: float | None) -> Iterator[None]:
@@ -240,7 +244,7 @@ class ModelProducts(ModelWatch):
             ("pv", pv, (rows, size_v, columns, batch)),
         )
         for role, formats, forward_sizes in products:
-            for _ in range(2 if backward else 1):  # a gradient for each operand, with equal multiply-adds
+            for _ in range(1 + backward):  # in a backward, a gradient for each operand, with equal multiply-adds
                 self.operators.seen.append(
                     SeenProduct(
                         layer,
@@ -260,8 +264,8 @@ class ModelProducts(ModelWatch):
         call = self.operators.current_call()
         if self.counting and (call is None or call.is_counted):
             for layer in layers:
-                family: Family = "te_ops" if layer in self._operations else "te"
-                self.operators.seen.append(SeenProduct(layer, family, backward=backward, call=call, not_counted=what))
+                seen = SeenProduct(layer, self._family(layer), backward=backward, call=call, not_counted=what)
+                self.operators.seen.append(seen)
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:

@@ -36,7 +36,7 @@ from te_precision_callbacks.layers.forwards import (
     is_in_backward,
     outside_of_dynamo,
 )
-from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
+from te_precision_callbacks.layers.naming import SURROUNDS, Model, roots_of
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import has_state
 
@@ -124,7 +124,7 @@ class ModelWatch:
         self.state.watch(model)
         self.active = True
         self.counting = True
-        roots = [root for _, root in named_roots(model) or ()]
+        roots = roots_of(model)
         whole = set(map(id, roots))
         for root in roots:
             for number, module in enumerate(root.modules()):

@@ -6,6 +6,7 @@ of its autograd node; if a node has several, as in a compiled model, the operand
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
 from te_precision_callbacks.coverage.precision_audit import dtype_name, format_of
 from te_precision_callbacks.coverage.products import UNFUSED, SeenProduct, kind_of
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, is_recomputing
-from te_precision_callbacks.layers.naming import Model, named_roots
+from te_precision_callbacks.layers.naming import Model, parameters_of
 from te_precision_callbacks.te import modules as te_modules
 
 _SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
@@ -165,17 +166,17 @@ class OperatorProducts:
             recomputed: whether an activation checkpoint recomputes it: not counted, but its nodes may get a backward.
         """
         call = self.forward_call()
-        if call is None if recomputed else call is not None and not call.is_counted:
+        if (call is None and recomputed) or (call is not None and not call.is_counted and not recomputed):
             return  # its call is not counted, though its backward may run along with a counted call's
         inside = self._innermost_module()
         if inside is not None and te_modules.is_unknown(type(inside[1])):
             return
         placed = [(product, self._seen_in(operator, product, inside)) for product in products]
         if uncounted and inside is not None:
-            family: Family = "functional"
-            seen = SeenProduct(inside[0], family, call=call, not_counted=f"{operator} {uncounted}")
+            seen = SeenProduct(inside[0], "functional", call=call, not_counted=f"{operator} {uncounted}")
             self.nodes.note(seen, arguments, result)
-            self.seen += [] if recomputed else [seen]
+            if not recomputed:
+                self.seen.append(seen)
         for product, seen_product in placed:
             if seen_product is None:
                 continue
@@ -200,30 +201,38 @@ class OperatorProducts:
         formats = dtype_name(product.a.dtype), dtype_name(product.b.dtype)
         sizes = product.n, product.m, product.k, product.batch
         if weight is not None:
-            layer = weight.module if weight.name == "weight" else f"{weight.module}.{weight.name}"
-            role: Role = "lookup" if looks_up else "fprop"
-            own = inside is not None and inside[0] == weight.module and isinstance(inside[1], _WITH_WEIGHT)
-            family: Family = "lookup" if role == "lookup" else "torch" if own else "functional"
-            return SeenProduct(layer, family, role, formats, sizes, self._kind(inside, weight), weight)
+            layer = f"{weight.module}.{weight.name}".removesuffix(".weight")
+            kind = self._kind(inside, weight)
+            if looks_up:
+                return SeenProduct(layer, "lookup", "lookup", formats, sizes, kind, weight)
+            family: Family = "functional"
+            if inside is not None and inside[0] == weight.module and isinstance(inside[1], _WITH_WEIGHT):
+                family = "torch"
+            return SeenProduct(layer, family, "fprop", formats, sizes, kind, weight)
         if inside is None:
             return None
         role = product.role
         if not role and self._probabilities.get(product.a):
             role = "pv"
         if not role and UNFUSED in class_names(inside[1]):  # its softmax may be a kernel of Transformer Engine
-            role = "qk" if operator == "aten::baddbmm" else "pv"
-        family = "attention" if role in ("qk", "pv") else "functional"
+            role = "pv"
+            if operator == "aten::baddbmm":
+                role = "qk"
+        family = "functional"
+        if role in ("qk", "pv"):
+            family = "attention"
         kind = kind_of(inside[1])
         return SeenProduct(
             inside[0], family, role, formats, sizes, kind, sequences=product.sequences, mask_share=product.mask_share
         )
 
     def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
-        weight_modules = (module for path, module in self._modules.values() if path == weight.module)
-        module = next(weight_modules, None) if inside is None else inside[1]
-        if module is None:
-            return "torch"
-        return kind_of(module)
+        if inside is not None:
+            return kind_of(inside[1])
+        for path, module in self._modules.values():
+            if path == weight.module:
+                return kind_of(module)
+        return "torch"
 
     def _note_backward(
         self,
@@ -237,16 +246,8 @@ class OperatorProducts:
             return  # the forward product was outside the model
         if uncounted:
             of = at_node[0]
-            self.seen.append(
-                SeenProduct(
-                    of.layer,
-                    of.family,
-                    of=of,
-                    backward=True,
-                    call=of.call,
-                    not_counted=f"{operator} {uncounted}",
-                )
-            )
+            what = f"{operator} {uncounted}"
+            self.seen.append(SeenProduct(of.layer, of.family, of=of, backward=True, call=of.call, not_counted=what))
         for product in products:
             of = self._find_forward_product(product, at_node)
             role: Role = product.role
@@ -284,23 +285,22 @@ class OperatorProducts:
         """The forward product of a backward product. If the node has several: by role in attention, weight or
         activation, else the first product with matching sizes that still lacks gradients.
         """
-        alike = [seen for seen in at_node if product.role in ("qk", "pv") and seen.role == product.role] or at_node
+        alike = at_node
+        if product.role in ("qk", "pv"):
+            alike = [seen for seen in at_node if seen.role == product.role] or at_node
+        first: SeenProduct = alike[0]
         if len(alike) == 1:
-            return alike[0]
-        operands = product.a, product.b
-        weights = list(filter(None, map(self.weights.find, operands)))
-        if weights:
-            by_weight = next((seen for seen in reversed(alike) if seen.weight == weights[0]), None)
-            if by_weight is None:
-                return alike[0]
-            return by_weight
-        by_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
-        for seen in (*(seen for seen in by_activation if seen in alike), *alike):
-            wanted = 1 if seen.weight is not None else 2
+            return first
+        weight = self.weights.find(product.a) or self.weights.find(product.b)
+        if weight:
+            return next((seen for seen in reversed(alike) if seen.weight == weight), first)
+        by_activation = [*(self._activations.get(product.a) or ()), *(self._activations.get(product.b) or ())]
+        seen: SeenProduct
+        for seen in [*by_activation, *alike]:
             fits = sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
-            if fits and seen.gradients < wanted:
+            if fits and seen in alike and seen.gradients < 1 + (seen.weight is None):
                 return seen
-        return alike[0]
+        return first
 
     def _innermost_module(self) -> tuple[str, torch.nn.Module] | None:
         """The innermost running module of the model with its path; None while a constant is created."""
@@ -348,9 +348,7 @@ class KeptState:
 
     def watch(self, model: Model) -> None:
         self.close()
-        self._parameters = tuple(
-            dict.fromkeys(parameter for _, root in named_roots(model) or () for parameter in root.parameters())
-        )
+        self._parameters = tuple(parameters_of(model))
 
     def note_reduced(self, operator: str, arguments: Sequence[Any]) -> None:
         """Count the input of a reducing operator (:data:`REDUCING`) in a backward if it holds gradients of parameters.
@@ -366,22 +364,26 @@ class KeptState:
         self._add("parameter", self._parameters)
         tensors: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
-        entries = [(subject, dtype, 1, size) for (subject, dtype, _), size in self._rows.items()]
-        entries += [("reduce", dtype, 1 if call is None else call.forwards, size) for call, dtype, size in self.reduced]
-        for subject, dtype, times, size in entries:
-            tensors[subject, dtype] += times
-            sizes[subject, dtype] += times * size
+        for (subject, dtype, _), size in self._rows.items():
+            tensors[subject, dtype] += 1
+            sizes[subject, dtype] += size
+        for call, dtype, size in self.reduced:
+            times = 1
+            if call is not None:
+                times = call.forwards
+            tensors["reduce", dtype] += times
+            sizes["reduce", dtype] += times * size
         return tuple(StateRow(*key, count, sizes[key]) for key, count in tensors.items())
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         try:
-            own = set(map(id, self._parameters))
-            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._add("master_weight", (parameter for parameter in stepped if id(parameter) not in own))
+            of_model = set(map(id, self._parameters))
+            stepped = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+            self._add("master_weight", (parameter for parameter in stepped if id(parameter) not in of_model))
             for parameter in stepped:
                 for name, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor) and value.numel() >= parameter.numel() > 0 and value.dim():
-                        self._add("master_weight" if name == _MASTER else "optimizer_state", (value,))
+                        self._add({_MASTER: "master_weight"}.get(name, "optimizer_state"), (value,))
             for subject, attribute in (("gradient", "grad"), ("main_grad", "main_grad")):
                 gradients = (getattr(parameter, attribute, None) for parameter in self._parameters)
                 self._add(subject, (tensor for tensor in gradients if tensor is not None))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from te_precision_callbacks.base.counts import first_of
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.runs.recorded import RecordedRun
@@ -53,9 +54,11 @@ class OtherSteps:
 
     @property
     def steps(self) -> str:
-        shown = tuple(self.intervals[:_MOST_INTERVALS])
+        text = str(Schedule(intervals=tuple(self.intervals[:_MOST_INTERVALS])))
         left = len(self.intervals) - _MOST_INTERVALS
-        return f"{Schedule(intervals=shown)}{f' and {left} more spans' if left > 0 else ''}"
+        if left > 0:
+            text += f" and {left} more spans"
+        return text
 
     def __str__(self) -> str:
         # A reason that names the same steps need not repeat them.
@@ -74,23 +77,28 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
             key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
             spans.setdefault(key, (product, []))[1].append((span.since, span.until))
     alike: dict[tuple[_Span, ...], int] = {}  # few, even with thousands of layers
-    held = [(product, alike.setdefault(tuple(held_in), len(alike))) for product, held_in in spans.values()]
-    unknown = {number for product, number in held if product.macs and not product.precision}
-    changed = {since for intervals in alike for since, _ in intervals}
-    changed |= {until + 1 for intervals in alike for _, until in intervals if until is not None}
+    numbered = [(product, alike.setdefault(tuple(its_spans), len(alike))) for product, its_spans in spans.values()]
+    unknown = {number for product, number in numbered if product.macs and not product.precision}
+    changed = set()
+    for since, until in itertools.chain.from_iterable(alike):
+        changed.add(since)
+        if until is not None:
+            changed.add(until + 1)
     firsts = sorted(changed)[-_MOST_CHANGES:]
 
     def state_in(step: int) -> frozenset[int]:
         return frozenset(
             number
-            for held_in, number in alike.items()
-            if any(since <= step and (until is None or step <= until) for since, until in held_in)
+            for its_spans, number in alike.items()
+            if any(since <= step and (until is None or step <= until) for since, until in its_spans)
         )
 
     states: dict[frozenset[int], list[tuple[int, int]]] = {}
     for first, following in itertools.pairwise(firsts):
         intervals = states.setdefault(state_in(first), [])
-        begin = intervals.pop()[0] if intervals and intervals[-1][1] == first - 1 else first
+        begin = first
+        if intervals and intervals[-1][1] == first - 1:
+            begin = intervals.pop()[0]
         intervals.append((begin, following - 1))
     if not states:
         return []
@@ -98,17 +106,20 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     states.pop(last, None)
 
     def coverage_of(state: frozenset[int]) -> Coverage:
-        return Coverage(product for product, number in held if number in state)
+        return Coverage(product for product, number in numbered if number in state)
 
-    known = [(state, intervals) for state, intervals in states.items() if state and state.isdisjoint(unknown)]
-    others = [OtherSteps(intervals, coverage_of(state)) for state, intervals in known]
-    in_last = str(coverage_of(last)) if others else ""
-    return [steps for steps in others if str(steps.coverage) != in_last]
+    in_last = str(coverage_of(last))
+    others = []
+    for state, intervals in states.items():
+        if state and state.isdisjoint(unknown):
+            coverage = coverage_of(state)
+            if str(coverage) != in_last:
+                others.append(OtherSteps(intervals, coverage))
+    return others
 
 
 def format_other_steps(others: Sequence[OtherSteps]) -> list[str]:
-    more = len(others) - _MOST_LINES
-    return [*map(str, others[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]
+    return first_of(map(str, others), _MOST_LINES, "and {} more: session.coverage(at=...)")
 
 
 def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Mapping[str, Any], Product]]:
@@ -119,7 +130,9 @@ def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Map
     rows = gemms.to_pylist()
     has_scopes = len({row["scope"] or "" for row in rows if row["macs"]}) > 1
     for row in rows:
-        name = f"{row['scope']}: {row['layer']}" if has_scopes and row["scope"] else row["layer"]
+        name = row["layer"]
+        if has_scopes and row["scope"]:
+            name = f"{row['scope']}: {name}"
         yield row, _product(row, name, formats.get(row["gemm_id"], {}))
 
 
@@ -135,7 +148,9 @@ def other_steps_of_run(run: RecordedRun) -> list[str]:
 
 
 def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> Product:
-    reason = row["reason"]
+    reason = None
+    if row["reason"]:
+        reason = Reason.__members__.get(row["reason"], Reason.UNKNOWN)
     return Product(
         name,
         row["family"] or "functional",
@@ -150,7 +165,7 @@ def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> 
         operands,
         row["runs"] or "seen",
         row["not_run"] or "",
-        Reason[reason] if reason in Reason.__members__ else Reason.UNKNOWN if reason else None,
+        reason,
         row["reason_ref"] or "",
         row["mask_share"],
     )

@@ -35,8 +35,9 @@ from te_precision_callbacks.layers.naming import (
     NamedModule,
     NamedOperation,
     module_names,
+    modules_of,
     modules_with_gemms,
-    named_roots,
+    parameters_of,
 )
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import MadeQuantizers
@@ -122,8 +123,11 @@ class _ProductPlanner:
         self._tokens = tokens
         self._unconverted = unconverted
         self._ran = ran
-        self._recipes = {} if ran is None else ran.recipes
-        self._reached = set() if ran is None else {product.layer for product in ran.products}
+        self._recipes: Mapping[str, Any] = {}
+        self._reached: set[str] = set()
+        if ran is not None:
+            self._recipes = ran.recipes
+            self._reached = {product.layer for product in ran.products}
         self._quantizers = MadeQuantizers()
         self._formats: dict[tuple[object, ...], Mapping[LayerOperand, Format]] = {}
         self._products: list[Product] = []
@@ -132,9 +136,8 @@ class _ProductPlanner:
         self._trains = False
 
     def plan(self) -> PlannedProducts:
-        roots = [root for _, root in named_roots(self._model) or ()]
-        below = {id(module): module for root in roots for module in root.modules()}
-        self._trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+        below = {id(module): module for module in modules_of(self._model)}
+        self._trains = any(parameter.requires_grad for parameter in parameters_of(self._model))
         others: dict[str, torch.nn.Module | None] = {}
         counted: set[int] = set()
         names = module_names(self._model)
@@ -154,25 +157,27 @@ class _ProductPlanner:
                 others |= dict.fromkeys(layer for layer in layers if layer not in self._reached)
             counted.update(map(id, module.parameters(recurse=False)))
         # A te.ops.Linear also holds the weight of the operation inside it.
-        left = tuple(
-            name
-            for name, module_or_none in others.items()
-            if module_or_none is None
-            or any(p.ndim > 1 and id(p) not in counted for p in module_or_none.parameters(recurse=False))
-        )
+        left = []
+        for name, other in others.items():
+            if other is None or any(p.ndim > 1 and id(p) not in counted for p in other.parameters(recurse=False)):
+                left.append(name)
         if self._ran is not None:
-            return PlannedProducts(Coverage(self._products_of(self._ran)), not_reached=left)
+            return PlannedProducts(Coverage(self._products_of(self._ran)), not_reached=tuple(left))
         products = apply_precision(self._products, self._facts, self._precision, self._unconverted)
-        return PlannedProducts(Coverage(products), not_counted=left, attention=_attention(names, below))
+        return PlannedProducts(Coverage(products), not_counted=tuple(left), attention=_attention(names, below))
 
     def _products_of(self, ran: Ran) -> list[Product]:
         seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
         products = list(apply_precision(seen, self._facts, self._precision, self._unconverted))
         have = {(product.layer, product.gemm) for product in products}
-        for layer, family, gemm in ((planned.layer, planned.family, planned.gemm) for planned in self._products):
+        for planned in self._products:
+            layer = planned.layer
+            gemm = planned.gemm
             if (layer, gemm) not in have:
-                why = ran.left_out.get(LayerGemm(layer, cast(GemmName, gemm)), NO_BACKWARD)
-                products.append(Product.left_out(layer, family, gemm, why if layer in self._reached else NOT_REACHED))
+                why = NOT_REACHED
+                if layer in self._reached:
+                    why = ran.left_out.get(LayerGemm(layer, cast(GemmName, gemm)), NO_BACKWARD)
+                products.append(Product.left_out(layer, planned.family, gemm, why))
         return products
 
     # ------------------------------------------------------------------ Transformer Engine
@@ -182,8 +187,12 @@ class _ProductPlanner:
         left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
         made = self._quantizers.of(module, self._recipe_of(layers))
         dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
-        groups = len(layers) if row.groups else 1
-        family: Family = "te_ops" if row.is_operation else "te"
+        groups = 1
+        if row.groups:
+            groups = len(layers)
+        family: Family = "te"
+        if row.is_operation:
+            family = "te_ops"
         for layer, quantizers, sizes in zip(layers, made, row.features(module), strict=True):
             self._plan_layer(layer, family, quantizers, dtype, sizes, groups, left_out)
 
@@ -201,7 +210,7 @@ class _ProductPlanner:
         left_out: Mapping[LayerGemm, str],
     ) -> None:
         in_force = self._recipe_of([layer])
-        override = None if in_force is None else in_force.backward_override
+        override = getattr(in_force, "backward_override", None)
         recipe = recipe_text(in_force)
         key = (*map(id, quantizers.values()), *quantizers, dtype, recipe, override)  # many layers have the same
         if key not in self._formats:
@@ -209,7 +218,9 @@ class _ProductPlanner:
         formats = self._formats[key]
         sections = self._acting.get(layer, ())
         kept = kept_by_sections(sections)
-        modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
+        modified: set[object] = set()
+        for section in sections:
+            modified.update(*(effect.modifies for effect in section.effects.values()))
         has_region = self._recipe is not None and not (self._ran is not None and self._ran.enters_region)
         excluded = has_region and self._recipes.get(layer, in_force) is None
         self._facts[layer] = HighPrecisionFacts(kept, override or "")
@@ -221,11 +232,14 @@ class _ProductPlanner:
                 self._products.append(Product.left_out(layer, family, gemm, not_run))
                 continue
             self._products.append(Product(layer, family, gemm, gemm != "fprop", n, m, k, 1, 1, macs, {}, "planned"))
-            operands: dict[str, str] = {
-                tensor: (dtype_name(dtype) if gemm in kept else formats[LayerOperand("", gemm, tensor)].text)
-                + (MODIFIED if (gemm, tensor) in modified else "")
-                for tensor in OPERANDS[gemm]
-            }
+            operands: dict[str, str] = {}
+            for tensor in OPERANDS[gemm]:
+                text = formats[LayerOperand("", gemm, tensor)].text
+                if gemm in kept:
+                    text = dtype_name(dtype)
+                if (gemm, tensor) in modified:
+                    text += MODIFIED
+                operands[tensor] = text
             self._precision.append(
                 GemmPrecision(layer, gemm, operands, seen=False, recipe=recipe or NO_RECIPE, excluded=excluded)
             )

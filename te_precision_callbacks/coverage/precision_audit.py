@@ -94,8 +94,10 @@ class _Notes:
     had_backward: bool = False
 
     def facts(self) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
-        facts = {gemm: GemmFact((), NO_BACKWARD) for gemm in (self.expected if self.had_backward else ())}
-        facts |= {gemm: GemmFact((), reason) for gemm, reason in self.left_out.items()}
+        reasons: dict[GemmName, str] = {}
+        if self.had_backward:
+            reasons = dict.fromkeys(self.expected, NO_BACKWARD)
+        facts = {gemm: GemmFact((), reason) for gemm, reason in (reasons | self.left_out).items()}
         by_gemm: dict[GemmName, dict[str, dict[Format, bool]]] = {}
         for operand, formats in self.formats.items():
             by_gemm.setdefault(operand.gemm, {})[operand.tensor] = formats
@@ -190,14 +192,17 @@ class PrecisionAudit:
     def trained_in_fp8(self, layer: str) -> bool | None:
         """Return whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
         fact = self.history.last_facts(layer)[0]
-        formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
-        if formats:
-            return any(made.recipe for made in formats)
-        return None
+        if fact is None or not fact.operands:
+            return None
+        return any(form.recipe for _, formats in fact.operands for form in formats)
 
     def select_running(self, formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
-        facts = {operand: self._last_fact(operand) for operand in formats}
-        return {operand: formats[operand] for operand, fact in facts.items() if fact is None or not fact.is_left_out}
+        running = {}
+        for operand, form in formats.items():
+            fact = self._last_fact(operand)
+            if fact is None or not fact.is_left_out:
+                running[operand] = form
+        return running
 
     def plan(self, formats: Mapping[LayerOperand, Format], *, excluded: bool = False) -> None:
         for operand, made in formats.items():
@@ -235,7 +240,7 @@ def seen_operands(event: GemmEvent) -> tuple[SeenOperand, ...]:
     return tuple(
         (
             LayerOperand(event.layer, event.gemm, operand.tensor),
-            Format(format_of_data(operand.data) + (MODIFIED if _is_modified(operand) else ""), event.recipe),
+            Format(format_of_data(operand.data) + MODIFIED * _is_modified(operand), event.recipe),
         )
         for operand in event.operands
     )
@@ -254,8 +259,9 @@ def _is_modified(operand: GemmOperand) -> bool:
     from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
 
     quantizer = operand.given.quantizer
-    plan = quantizer.columnwise_tensor_plan if operand.columnwise else quantizer.rowwise_tensor_plan
-    return bool(plan == API_CALL_MODIFY)
+    if operand.columnwise:
+        return bool(quantizer.columnwise_tensor_plan == API_CALL_MODIFY)
+    return bool(quantizer.rowwise_tensor_plan == API_CALL_MODIFY)
 
 
 def format_of(tensor: Any, *, columnwise: bool) -> str:
@@ -273,8 +279,10 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise:
     """The format that a quantizer produces; ``high_precision`` is the dtype of a tensor that is not quantized."""
     names = class_names(quantizer)
     if HYBRID_QUANTIZER in names:
-        own = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
-        return quantizer_format(own, high_precision, columnwise=columnwise)
+        part = quantizer.rowwise_quantizer
+        if columnwise:
+            part = quantizer.columnwise_quantizer
+        return quantizer_format(part, high_precision, columnwise=columnwise)
     if quantizer is None or IDENTITY_QUANTIZER in names:
         return dtype_name(high_precision)
     return _known_format(quantizer) or type(quantizer).__name__
@@ -284,14 +292,16 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
     """The formats of a module's GEMMs without features, by its state after the last forward; ``fp8``: whether that
     forward quantized.
     """
-    override = backward_override(module) if fp8 else None
+    override = None
+    by_layer: Sequence[Mapping[str, Any]] = ()
+    if fp8:
+        override = backward_override(module)
+        by_layer = quantizers_of_layers(module, *quantizers_of_module(module))
     recipe = recipe_in_force(module, fp8=fp8)
-    made = quantizers_of_layers(module, *quantizers_of_module(module)) if fp8 else []
+    dtype = module.activation_dtype
     formats: dict[LayerOperand, Format] = {}
-    for layer, quantizers in zip(layers, made or [{}] * len(layers), strict=True):
-        formats |= formats_of_layer(
-            layer, quantizers, module.activation_dtype, recipe=recipe, backward_override=override
-        )
+    for layer, quantizers in zip(layers, by_layer or [{}] * len(layers), strict=True):
+        formats |= formats_of_layer(layer, quantizers, dtype, recipe=recipe, backward_override=override)
     return formats
 
 
@@ -309,9 +319,10 @@ def formats_of_layer(
     """
     formats: dict[LayerOperand, Format] = {}
     for gemm, tensors in OPERANDS.items():
+        if backward_override is not None and gemm != "fprop":
+            quantizers = {}
         for tensor in tensors:
-            quantizer = quantizers.get(tensor) if backward_override is None or gemm == "fprop" else None
-            text = quantizer_format(quantizer, high_precision, columnwise=ROWWISE[tensor] != gemm)
+            text = quantizer_format(quantizers.get(tensor), high_precision, columnwise=ROWWISE[tensor] != gemm)
             formats[LayerOperand(layer, gemm, tensor)] = Format(text, recipe)
     return formats
 
@@ -336,7 +347,9 @@ def gemms_left_out(
 
 
 def recipe_in_force(module: Any, *, fp8: bool) -> str:
-    return recipe_text(recipe_of_module(module) if fp8 else None)
+    if fp8:
+        return recipe_text(recipe_of_module(module))
+    return ""
 
 
 def recipe_of_operator(module: Any, arguments: Any) -> str:

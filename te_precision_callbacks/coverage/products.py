@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.coverage.coverage import ESTIMATED, Family, Product, ProductName, Reason, StateRow
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_INPUT_GRADIENT
@@ -76,17 +77,22 @@ class SeenProduct:
 
     def detached(self) -> list[SeenProduct]:
         """The product without references to its step; packed sequences become a product each."""
-        weight = None if self.weight is None else replace(self.weight, owner=None)
-        made = replace(self, of=None, call=None, weight=weight, backward=self.is_of_backward, sequences=None)
-        made.role = self.role if self.gemm == "other" else self.gemm
-        share = self.origin.mask_share if self.mask_share is None else self.mask_share
-        made.mask_share = share
+        alone = replace(self, of=None, call=None, backward=self.is_of_backward, sequences=None)
+        if self.weight is not None:
+            alone.weight = replace(self.weight, owner=None)
+        if self.gemm != "other":
+            alone.role = self.gemm
+        if self.mask_share is None:
+            alone.mask_share = self.origin.mask_share
         if self.sequences is None:
-            return [made]
-        return [
-            replace(made, sizes=sequence.sizes, mask_share=share if share in (None, 1.0) else sequence.causal)
-            for sequence in self.sequences
-        ]
+            return [alone]
+        parts = []
+        for sequence in self.sequences:
+            part = replace(alone, sizes=sequence.sizes)
+            if part.mask_share not in (None, 1.0):
+                part.mask_share = sequence.causal
+            parts.append(part)
+        return parts
 
     @property
     def reason(self) -> Reason | None:
@@ -102,7 +108,9 @@ class SeenProduct:
 
     @property
     def gemm(self) -> ProductName:
-        return self.role or ("other" if self.of is None else self.of.gemm)
+        if self.role or self.of is None:
+            return self.role or "other"
+        return self.of.gemm
 
 
 def kind_of(module: torch.nn.Module) -> str:
@@ -116,15 +124,15 @@ def kind_of(module: torch.nn.Module) -> str:
 
 def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
     """Sum the calls of a step by product, given each call's product and how often it ran."""
-    by_name: dict[tuple[str, ProductName, bool], list[tuple[SeenProduct, float]]] = {}
-    for call, times in seen:
-        by_name.setdefault((call.layer, call.gemm, call.is_of_backward), []).append((call, times))
+    by_name = group_by_key(((call.layer, call.gemm, call.is_of_backward), (call, times)) for call, times in seen)
     has_backward = any(backward for _, _, backward in by_name)
     for (layer, gemm, backward), calls in by_name.items():
         # Sizes come from the largest call: others may have no rows, as for an expert without tokens.
         first = max((call for call, _ in calls), key=lambda call: math.prod(call.sizes))
         n, m, k, batch = first.sizes
-        names = _OF_BACKWARD if backward and gemm not in OPERANDS else OPERAND_NAMES[gemm]
+        names = OPERAND_NAMES[gemm]
+        if backward and gemm not in OPERANDS:
+            names = _OF_BACKWARD
         formats = [" -> ".join(dict.fromkeys(call.formats[side] for call, _ in calls)) for side in (0, 1)]
         yield Product(
             layer,
@@ -180,8 +188,10 @@ class _CountedCalls(NamedTuple):
 
     def step_runs(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
         for seen in self.seen:
-            counted = self.backwards if seen.is_of_backward else self.calls
-            yield seen, (backwards if seen.is_of_backward else forwards) / max(counted, 1)
+            if seen.is_of_backward:
+                yield seen, backwards / max(self.backwards, 1)
+            else:
+                yield seen, forwards / max(self.calls, 1)
 
 
 class CountedKinds:

@@ -41,7 +41,7 @@ def explain_failure(
         return
     try:
         place = _place(inner.__traceback__, modules)
-        text = (None if place is None else _explanation(place)) or _layer_of(inner, place, others)
+        text = _explanation(place) or _layer_of(inner, place, others)
     except Exception as failure:
         logger.error("The layer of the exception above could not be found.", exc_info=failure)
         return
@@ -76,20 +76,20 @@ def _add_note(error: BaseException, text: str, *, was_shown: bool) -> None:
 
 
 def _layer_of(error: Exception, place: _FailedLayer | None, others: Mapping[int, str]) -> str:
+    where = "forward"
     if place is not None:
-        where = "backward" if place.in_backward else "forward"
         name = place.named.name
-        kind = place.named.module
+        module: Any = place.named.module
+        if place.in_backward:
+            where = "backward"
     else:
         calls = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name in _FORWARDS)
         owners = (frame.f_locals.get("self") for frame in calls)
-        other = next((owner for owner in owners if id(owner) in others), None)
-        if other is None:
+        module = next((owner for owner in owners if id(owner) in others), None)
+        if module is None:
             return ""
-        where = "forward"
-        name = others[id(other)]
-        kind = other
-    return f"te-precision-callbacks: raised in the {where} of the layer {name!r} ({type(kind).__name__})."
+        name = others[id(module)]
+    return f"te-precision-callbacks: raised in the {where} of the layer {name!r} ({type(module).__name__})."
 
 
 _FORWARDS = ("forward", "_call_impl")
@@ -105,19 +105,24 @@ class _FailedLayer:
     gemm: GemmName | None = None
 
 
-def _explanation(place: _FailedLayer) -> str | None:
-    module: Any = place.named.module
-    if not module.fp8:
+def _explanation(place: _FailedLayer | None) -> str | None:
+    if place is None or not place.named.module.fp8:
         return None
+    module: Any = place.named.module
     recipe = recipe_of_module(module)
     name = name_of_recipe(recipe)
     if name is None:
         return None
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
-    own: tuple[GemmName, ...] = ("dgrad", "wgrad") if place.in_backward else ("fprop",)
-    gemms = own if place.gemm is None else (place.gemm,)
-    trained = GEMMS if module.training and recipe.backward_override is None else ("fprop",)
+    gemms: tuple[GemmName, ...] = ("fprop",)
+    if place.gemm is not None:
+        gemms = (place.gemm,)
+    elif place.in_backward:
+        gemms = ("dgrad", "wgrad")
+    checked = {*gemms, "fprop"}
+    if module.training and recipe.backward_override is None:
+        checked.update(GEMMS)
     row = te_modules.of(module)
     sizes = row.tokens(module, place.rows or 0, place.splits, in_backward=place.in_backward)
     layers = list(zip(place.named.layers, sizes, row.features(module), strict=True))
@@ -130,21 +135,23 @@ def _explanation(place: _FailedLayer) -> str | None:
             tokens=tokens,
             in_features=in_features,
             out_features=out_features,
-            gemms={*gemms, *trained},
+            gemms=checked,
             result_bytes=module.activation_dtype.itemsize,
             asserted=row.checks_operands,
         )
-        first = next((refusal for refusal in refused if refusal.gemm in gemms), None)
-        if first is not None:
-            return _describe_refusal(layer.name, first, refused)
+        for refusal in refused:
+            if refusal.gemm in gemms:
+                return _describe_refusal(layer.name, refusal, refused)
     return None
 
 
 def _describe_refusal(layer: str, first: Refusal, refused: Sequence[Refusal]) -> str:
     works = max(refusal.next_size for refusal in refused if refusal.dimension == first.dimension)
-    what = " (product of all input dimensions but the last)" if first.dimension == "tokens" else ""
+    dimension: str = first.dimension
+    if dimension == "tokens":
+        dimension += " (product of all input dimensions but the last)"
     return (
-        f"te-precision-callbacks: the layer {layer!r} cannot run the GEMM {first.gemm}: {first.dimension}{what} is"
+        f"te-precision-callbacks: the layer {layer!r} cannot run the GEMM {first.gemm}: {dimension} is"
         f" {first.size}, but must be a multiple of {first.multiple} for {first.asked_by}. Next size that all GEMMs of"
         f" the layer support: {works}."
     )
@@ -169,18 +176,23 @@ def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Fail
             place = _FailedLayer(layer, in_backward=False)
         elif "ctx" in local or "bwd_args" in local:
             owner = next((by_part[key] for key in map(id, _local_objects(local)) if key in by_part), None)
-            if frame.f_code.co_name in ("backward", "_linear_backward_impl") and owner is not None:
-                same = place is not None and place.named is owner and place.in_backward
-                place = place if same else _FailedLayer(owner, in_backward=True)
+            is_backward = frame.f_code.co_name in ("backward", "_linear_backward_impl")
+            is_known = place is not None and place.named is owner and place.in_backward
+            if owner is not None and is_backward and not is_known:
+                place = _FailedLayer(owner, in_backward=True)
         if place is not None:
             _read_sizes(place, local)
     return place
 
 
 def _read_sizes(place: _FailedLayer, local: Mapping[str, Any]) -> None:
-    for name in ("grad_output", "grad_outputs") if place.in_backward else ("inp",):
-        value: Any = local.get(name)
-        tensor = value[0] if isinstance(value, tuple) and value else value
+    names: tuple[str, ...] = ("inp",)
+    if place.in_backward:
+        names = ("grad_output", "grad_outputs")
+    for name in names:
+        tensor: Any = local.get(name)
+        if isinstance(tensor, tuple) and tensor:
+            tensor = tensor[0]
         if place.rows is None and hasattr(tensor, "size"):  # also the storage of a quantized tensor
             place.rows = math.prod(tensor.size()[:-1])
     splits = local.get("m_splits", getattr(local.get("ctx"), "m_splits", None))
@@ -194,6 +206,8 @@ def _local_objects(local: Mapping[str, Any]) -> Iterator[Any]:
     contexts = (vars(local[name]) for name in ("ctx", "bwd_args") if hasattr(local.get(name), "__dict__"))
     for values in (local, *contexts):
         for value in list(values.values()):
-            for part in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(value, (list, tuple)):
+                value = (value,)
+            for part in value:
                 yield part
                 yield getattr(part, "parent_quantizer", None)  # of a quantizer of the debug path

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import first_of
 from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
 from te_precision_callbacks.base.terminal import Json
 
@@ -45,29 +46,35 @@ def list_command(
             {"path": str(entry.path), "size": entry.size, "header": dataclasses.asdict(entry.header)}
             for entry in listing
         ]
-        foreign = [{"path": str(file.path), "why": file.why} for file in listing.foreign]
-        terminal.show_json({"dumps": rows, "foreign": foreign})
+        others = [{"path": str(file.path), "why": file.why} for file in listing.foreign]
+        terminal.show_json({"dumps": rows, "foreign": others})
         return
     table = terminal.table("iteration", "layer", "tensor", "micro-batch", "rank", "holds", "bytes", "file")
     for entry in listing:
         header = entry.header
-        place = str(entry.path.relative_to(folder)) if folder.is_dir() else str(entry.path)
-        what = [] if header.high_precision is None else [header.high_precision.dtype]
-        what += [] if header.quantized is None else [header.quantized.class_name]
+        place = entry.path
+        if folder.is_dir():
+            place = place.relative_to(folder)
+        contents = []
+        if header.high_precision is not None:
+            contents.append(header.high_precision.dtype)
+        if header.quantized is not None:
+            contents.append(header.quantized.class_name)
         if (gemm := header.gemm) is not None:
-            sizes = " x ".join(map(str, layer_sizes(gemm.gemm, gemm.n, gemm.m, gemm.k)))
-            what.append(f"a GEMM, {sizes} (tokens x in x out)")
-        iteration = "" if header.iteration is None else header.iteration
-        cells = (iteration, header.layer, header.tensor, header.micro_batch, header.rank, ", ".join(what))
+            sizes = _by(layer_sizes(gemm.gemm, gemm.n, gemm.m, gemm.k))
+            contents.append(f"a GEMM, {sizes} (tokens x in x out)")
+        iteration: int | str = ""
+        if header.iteration is not None:
+            iteration = header.iteration
+        cells = (iteration, header.layer, header.tensor, header.micro_batch, header.rank, ", ".join(contents))
         table.add_row(*map(terminal.cell, (*cells, f"{entry.size:,}", place)))
     if listing:
         terminal.show(table)
     else:
         terminal.show_text(f"{folder}: no dumps. DumpTensors writes them below <log_dir>/tensor_dumps.")
-    for file in listing.foreign[:_MOST_FOREIGN]:
-        terminal.show_text(f"not a dump: {file.path}: {file.why}", hanging=2)
-    if len(listing.foreign) > _MOST_FOREIGN:
-        terminal.show_text(f"and {len(listing.foreign) - _MOST_FOREIGN} more; --json lists them.")
+    foreign = (f"not a dump: {file.path}: {file.why}" for file in listing.foreign)
+    for text in first_of(foreign, _MOST_FOREIGN, "and {} more; --json lists them."):
+        terminal.show_text(text, hanging=2)
 
 
 @app.command("show")
@@ -133,8 +140,11 @@ def diff_command(
     else:
         terminal.show(_difference_table(result.differences))
         _print_not_compared(result.not_compared)
-        terminal.show("The dumps are equal." if result.equal else "The dumps differ.")
-    raise typer.Exit(0 if result.equal else 1)
+        if result.equal:
+            terminal.show("The dumps are equal.")
+        else:
+            terminal.show("The dumps differ.")
+    raise typer.Exit(int(not result.equal))
 
 
 def _print_not_compared(what: tuple[str, ...]) -> None:
@@ -147,19 +157,24 @@ def _difference_table(differences: Any) -> Table:
         "A / B", "elements", "differ", "max error", "at", "mean error", "SQNR dB", "nan", "inf", "codes", "scales"
     )
     for difference in differences:
+        codes = ""
+        scales = ""
         inside = difference.internals
+        if inside is not None:
+            codes = f"{inside.codes_differing:,}"
+            scales = f"{inside.scales_differing:,} of {inside.blocks:,}"
         table.add_row(
             difference.what,
             f"{difference.elements:,}",
             f"{difference.differing:,} ({100 * difference.share:.3g}%)",
             f"{difference.max_abs_error:.6g}",
-            "" if difference.max_at is None else _by(difference.max_at, ", "),
+            _by(difference.max_at or (), ", "),
             f"{difference.mean_abs_error:.6g}",
             f"{difference.sqnr_db:.2f}",
             _by(difference.nan, " / "),
             _by(difference.inf, " / "),
-            "" if inside is None else f"{inside.codes_differing:,}",
-            "" if inside is None else f"{inside.scales_differing:,} of {inside.blocks:,}",
+            codes,
+            scales,
         )
     return table
 
@@ -169,10 +184,12 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, dict):
             rows += _flat(value, f"{prefix}{name}.")
-        elif value is not None and value != "":
-            rows.append((prefix + name, _by(value) if isinstance(value, (tuple, list)) else str(value)))
+        elif isinstance(value, (tuple, list)):
+            rows.append((prefix + name, _by(value)))
+        elif value not in (None, ""):
+            rows.append((prefix + name, str(value)))
     return rows
 
 
 def _by(values: Any, between: str = " x ") -> str:
-    return between.join(str(value) for value in values)
+    return between.join(map(str, values))

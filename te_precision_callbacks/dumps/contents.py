@@ -26,6 +26,7 @@ from te_precision_callbacks.base.numerics.layouts import (
     read_stored,
     unpack_fp4,
 )
+from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import (
     DTYPES,
@@ -90,7 +91,9 @@ class Dump:
     def part(self, *, columnwise: bool) -> Stored | None:
         """Return one direction of the quantized tensor, if the dump has it."""
         quantized = self.header.quantized
-        direction = None if quantized is None else quantized.direction(columnwise)
+        if quantized is None:
+            return None
+        direction = quantized.direction(columnwise)
         if direction is None:
             return None
         return _part(direction, columnwise, self.tensors)
@@ -103,11 +106,13 @@ class Dump:
         """
         tensors = dict(self.tensors)
         quantized = self.header.quantized
-        directions = () if quantized is None else (quantized.rowwise, quantized.columnwise)
-        for columnwise, direction in enumerate(directions if self.internals else ()):
-            if direction is not None:
-                decoded = _decoded_tensors(direction, _part(direction, bool(columnwise), self.tensors))
-                tensors = {**dict(decoded), **tensors}
+        if quantized is None or not self.internals:
+            return tensors
+        for columnwise in (False, True):
+            direction = quantized.direction(columnwise)
+            part = self.part(columnwise=columnwise)
+            if direction is not None and part is not None:
+                tensors = {**dict(_decoded_tensors(direction, part)), **tensors}
         return tensors
 
 
@@ -140,26 +145,31 @@ def create_dump(
         LayoutError: the quantized tensor's buffers do not match each other.
     """
     if high_precision is not None and kind_is_known(high_precision):
-        quantized = high_precision if quantized is None else quantized
+        if quantized is None:
+            quantized = high_precision
         high_precision = None
     if high_precision is None and quantized is None:
         raise DumpError(f"There is nothing to dump for {tensor or 'a tensor'!r}: give high_precision or quantized.")
     tensors: dict[str, torch.Tensor] = {}
     plain = None
+    shape = None
     if high_precision is not None:
         tensors[HIGH_PRECISION] = _plain(high_precision)
-        plain = Plain(tuple(high_precision.shape), dtype_name(high_precision.dtype))
+        plain = _describe_plain(high_precision)
+        shape = plain.shape
     what = None
     if quantized is not None:
-        what, of_quantized = _describe_quantized(quantized, columnwise_from, None if plain is None else plain.shape)
+        what, of_quantized = _describe_quantized(quantized, columnwise_from, shape)
         tensors.update(of_quantized)
+    if recipe is not None:
+        recipe = str(recipe)
     header = Header(
         layer=layer,
         tensor=tensor,
         iteration=iteration,
         micro_batch=micro_batch,
         rank=rank,
-        recipe=None if recipe is None else str(recipe),
+        recipe=recipe,
         high_precision=plain,
         quantized=what,
         versions=dict(_versions()),
@@ -192,7 +202,7 @@ def create_record(
         DumpError: an operand or the result is of a kind that cannot be dumped.
     """
     tensors: dict[str, torch.Tensor] = {}
-    described: dict[str, DumpedOperand] = {}
+    described: dict[str, Any] = {}
     for side, (data, high) in operands.items():
         operand = gemm.operands()[side]
         memory: Stored | torch.Tensor = data
@@ -205,14 +215,8 @@ def create_record(
     for name, tensor in (("out", out), ("before", before), ("bias", bias)):
         if tensor is not None:
             tensors[name] = _plain(tensor)
-    gemm = dataclasses.replace(
-        gemm,
-        a=described["a"],
-        b=described["b"],
-        out=_describe_plain(out),
-        before=None if before is None else _describe_plain(before),
-        bias=None if bias is None else _describe_plain(bias),
-    )
+            described[name] = _describe_plain(tensor)
+    gemm = dataclasses.replace(gemm, **described)
     header = Header(
         layer=layer,
         tensor=f"{gemm.gemm}_gemm",
@@ -239,11 +243,17 @@ def _operand(
         tensors[f"{name}.values"] = _plain(memory)
         return dataclasses.replace(operand, values=_describe_plain(memory), rounding=None)
     direction, of_direction = _internals(memory, one_object=False)
-    names = {key: f"{name}.{key}" for key in of_direction}
-    amax = None if direction.amax is None else names[direction.amax]
-    direction = dataclasses.replace(direction, data=names[direction.data], scale=names[direction.scale], amax=amax)
-    tensors |= {names[key]: tensor for key, tensor in of_direction.items()}
-    rounding = operand.rounding if quantizer is None else rules_of(quantizer, columnwise=operand.columnwise)
+    for key, tensor in of_direction.items():
+        tensors[f"{name}.{key}"] = tensor
+    direction = dataclasses.replace(
+        direction,
+        data=f"{name}.{direction.data}",
+        scale=f"{name}.{direction.scale}",
+        amax=direction.amax and f"{name}.{direction.amax}",
+    )
+    rounding = operand.rounding
+    if quantizer is not None:
+        rounding = rules_of(quantizer, columnwise=operand.columnwise)
     operand = dataclasses.replace(operand, direction=direction, rounding=rounding)
     if high is None:
         return operand
@@ -279,17 +289,16 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
     what = require_dump(dump).header.quantized
     if what is None:
         raise DumpError(f"The dump of {dump.header.tensor or 'a tensor'!r} has no quantized tensor.")
-    dtype = DTYPES[what.dtype] if dtype is None else dtype
+    dtype = dtype or DTYPES[what.dtype]
     if QUANTIZED in dump.tensors and what.rowwise is None and what.columnwise is None:
         return dump.tensors[QUANTIZED].to(dtype).contiguous()
     part = dump.part(columnwise=columnwise)
     if part is None:
         other = dump.part(columnwise=not columnwise)
         if other is None or other.mode != PER_TENSOR:
-            has, lacks = ("rowwise", "columnwise") if columnwise else ("columnwise", "rowwise")
             raise DumpError(
-                f"The dump of {dump.header.tensor or 'a tensor'!r} has no {lacks} data, only {has}: read them with"
-                f" dequantize(dump, columnwise={not columnwise})."
+                f"The dump of {dump.header.tensor or 'a tensor'!r} has no {direction_name(columnwise)} data, only"
+                f" {direction_name(not columnwise)}: read them with dequantize(dump, columnwise={not columnwise})."
             )
         part = other
     return part.dequantized().to(dtype).reshape(what.shape).contiguous()
@@ -324,13 +333,16 @@ def _describe_quantized(
     if not kind_is_known(quantized):
         tensor = _plain(quantized)
         return Quantized(class_name, tuple(tensor.shape), dtype_name(tensor.dtype)), {QUANTIZED: tensor}
-    other = quantized if columnwise_from is None else columnwise_from
-    of_columns = getattr(other, "_columnwise_storage", other)
+    if columnwise_from is None:
+        columnwise_from = quantized
+    of_columns = getattr(columnwise_from, "_columnwise_storage", columnwise_from)
     of_rows = getattr(quantized, "_rowwise_storage", quantized)
     tensors: dict[str, torch.Tensor] = {}
     directions: dict[bool, Direction] = {}
     for columnwise, source in ((False, of_rows), (True, of_columns)):
-        part = None if source is None else read_stored(source, columnwise=columnwise)
+        if source is None:
+            continue
+        part = read_stored(source, columnwise=columnwise)
         # Per-tensor FP8 data in one layout serve both directions; write them once.
         if part is None or (part.mode == PER_TENSOR and of_rows is of_columns and part.transposed is not columnwise):
             continue
@@ -355,20 +367,25 @@ def _describe_quantized(
 
 
 def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, torch.Tensor]]:
-    side = "columnwise" if part.columnwise else "rowwise"
+    side = direction_name(part.columnwise)
     data = f"{side}_data"
     scale = f"{side}_block_scale_inv"
     amax = None
+    scale_format = FLOAT32
+    if part.scale_format is not None:
+        scale_format = part.scale_format.name
     if part.mode == PER_TENSOR:
         scale = f"{side}_scale_inv"
         if one_object:
-            data = "transpose" if part.columnwise else "data"
+            data = "data"
+            if part.columnwise:
+                data = "transpose"
             scale = "scale_inv"
     tensors = {data: _elements_in_memory(part), scale: part.scales}
     if part.mode == PER_TENSOR:
         tensors[scale] = part.scales.reshape(1)
     elif part.scale_format is not None:
-        tensors[scale] = part.scales.view(SCALE_DTYPES[part.scale_format.name])
+        tensors[scale] = part.scales.view(SCALE_DTYPES[scale_format])
     if part.amax is not None:
         amax = f"amax_{side}"
         tensors[amax] = part.amax
@@ -381,7 +398,7 @@ def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, 
         shape=tuple(part.shape),
         transposed=part.transposed,
         block=part.block,
-        scale_format=FLOAT32 if part.scale_format is None else part.scale_format.name,
+        scale_format=scale_format,
         largest_scale=part.largest_scale,
         stored_scale_shape=part.stored_scale_shape,
         swizzled=part.swizzled,
@@ -392,12 +409,16 @@ def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, 
 
 def _elements_in_memory(part: Stored) -> torch.Tensor:
     """Return the codes with all dimensions: FP8 codes in their dtype, FP4 codes two per byte."""
-    shape = part.shape
-    if part.transposed:
-        shape = (*shape[-1:], *shape[:-1])
+    shape = _shape_in_memory(part)
     if part.element_format.dtype is None:
         return part.codes.reshape(*shape[:-1], shape[-1] // 2)
     return part.codes.reshape(shape).view(part.element_format.dtype)
+
+
+def _shape_in_memory(part: Stored) -> tuple[int, ...]:
+    if part.transposed:
+        return (*part.shape[-1:], *part.shape[:-1])
+    return part.shape
 
 
 def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Tensor]) -> Stored:
@@ -405,18 +426,23 @@ def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Te
     scale_format = FORMATS.get(direction.scale_format)
     rows, columns = direction.matrix_shape
     scales = tensors[direction.scale].reshape(direction.blocks)
+    if scale_format is not None:
+        scales = scales.view(torch.uint8)
+    amax = None
+    if direction.amax is not None:
+        amax = tensors[direction.amax]
     return Stored(
         mode=direction.scaling_mode,
         columnwise=columnwise,
         codes=tensors[direction.data].reshape(rows, columns * element_format.bits // 8).view(torch.uint8),
         transposed=direction.transposed,
         element_format=element_format,
-        scale_memory=ScaleMemory(scales if scale_format is None else scales.view(torch.uint8)),
+        scale_memory=ScaleMemory(scales),
         scale_format=scale_format,
         block=direction.block,
         shape=direction.shape,
         stored_scale_shape=direction.stored_scale_shape,
-        amax=None if direction.amax is None else tensors[direction.amax],
+        amax=amax,
         largest_scale=direction.largest_scale,
         swizzled=direction.swizzled,
         hadamard=direction.hadamard,
@@ -426,9 +452,7 @@ def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Te
 def _decoded_tensors(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Tensor]]:
     if part.element_format.dtype is None:
         data = part.element_format.decode(unpack_fp4(part.codes))
-        shape = direction.shape
-        in_memory = (*shape[-1:], *shape[:-1]) if part.transposed else shape
-        yield f"{direction.data}_unpacked_values", data.reshape(in_memory)
+        yield f"{direction.data}_unpacked_values", data.reshape(_shape_in_memory(part))
     if part.scale_format is not None:
         yield f"{direction.scale}_values", part.block_scales()
     if part.mode == NVFP4:
@@ -445,11 +469,10 @@ def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
 def _format_quantizer(quantizer: Any) -> str | None:
     if quantizer is None:
         return None
-    settings = [
-        f"{name}={value.name if isinstance(value, Enum) else value}"
-        for name, value in sorted(vars(quantizer).items())
-        if not name.startswith("_") and isinstance(value, (bool, int, float, str, Enum))
-    ]
+    settings = []
+    for name, value in sorted(vars(quantizer).items()):
+        if not name.startswith("_") and isinstance(value, (bool, int, float, str, Enum)):
+            settings.append(f"{name}={getattr(value, 'name', value)}")
     return f"{type(quantizer).__name__}({', '.join(settings)})"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import Stored, unpack_fp4
+from te_precision_callbacks.base.numerics.layouts import Stored, unpack
 from te_precision_callbacks.dumps.contents import Dump, dequantize, require_dump
 from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, dtype_name, is_merged_shape
@@ -112,15 +112,18 @@ def compare(a: Dump, b: Dump | None = None) -> DumpComparison:
     else:
         result = _compare_parts(a, require_dump(b))
         if not result.differences:
-            across = [_compare_with_quantized(a, b), _compare_with_quantized(b, a)]
-            differences = tuple(difference for result in across for difference in result.differences)
-            not_compared = tuple(text for result in across for text in result.not_compared)
-            alone = () if differences else result.not_compared
-            result = DumpComparison(a.header, b.header, differences, (*alone, *not_compared))
+            across = _compare_with_quantized(a, b)
+            back = _compare_with_quantized(b, a)
+            differences = across.differences + back.differences
+            not_compared = across.not_compared + back.not_compared
+            if not differences:
+                not_compared = (*result.not_compared, *not_compared)
+            result = DumpComparison(a.header, b.header, differences, not_compared)
         missing = "comparable tensor in both dumps"
+    if result.not_compared:
+        missing += f" ({'; '.join(result.not_compared)})"
     if not result.differences:
-        because = f" ({'; '.join(result.not_compared)})" if result.not_compared else ""
-        raise NothingToCompareError(f"There is no {missing}{because}.")
+        raise NothingToCompareError(f"There is no {missing}.")
     return result
 
 
@@ -132,25 +135,31 @@ def _compare_parts(a: Dump, b: Dump) -> DumpComparison:
         theirs = b.tensors.get(name)
         if ours is not None and theirs is not None:
             differences.append(_difference(name, ours, theirs))
-        elif ours is not None or theirs is not None:
-            not_compared.append(f"{name}: only in {'a' if theirs is None else 'b'}")
+        else:
+            not_compared += _in_one_dump(name, ours, theirs)
     for columnwise, name in ((False, "rowwise"), (True, "columnwise")):
         part = a.part(columnwise=columnwise)
         other = b.part(columnwise=columnwise)
         if part is None or other is None:
-            if part is not other:
-                not_compared.append(f"{name}: only in {'a' if other is None else 'b'}")
+            not_compared += _in_one_dump(name, part, other)
         elif part.hadamard is not other.hadamard:
-            not_compared.append(f"{name}: only {'a' if part.hadamard else 'b'} has a Hadamard transform of the tensor")
+            transformed = {part.hadamard: "a", other.hadamard: "b"}[True]
+            not_compared.append(f"{name}: only {transformed} has a Hadamard transform of the tensor")
         else:
             numbers = [dequantize(dump, columnwise, dtype=torch.float32) for dump in (a, b)]
-            internals = _internals(part, other) if _grid(part) == _grid(other) else None
-            if internals is None:
+            internals = None
+            if _grid(part) == _grid(other):
+                internals = _internals(part, other)
+            else:
                 not_compared.append(
                     f"{name}: codes and scales, which are {_layout_text(part)} in a and {_layout_text(other)} in b"
                 )
             differences.append(_difference(name, *_reshape_to_match(*numbers), internals=internals))
     return DumpComparison(a.header, b.header, tuple(differences), tuple(not_compared))
+
+
+def _in_one_dump(name: str, a: object, b: object) -> list[str]:
+    return [f"{name}: only in {dump}" for dump, part in (("a", a), ("b", b)) if part is not None]
 
 
 def _compare_with_quantized(high: Dump, quantized: Dump) -> DumpComparison:
@@ -211,14 +220,20 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
         if float(error[place]) > largest:
             largest = float(error[place])
             largest_at = start + place
+    max_at = None
+    if largest_at >= 0:
+        max_at = tuple(map(int, np.unravel_index(largest_at, a.shape)))
+    sqnr_db = math.nan
+    if finite:
+        sqnr_db = _decibels(signal, noise)
     return Difference(
         what=what,
         shape=tuple(a.shape),
         differing=differing,
         max_abs_error=largest,
-        max_at=None if largest_at < 0 else tuple(map(int, np.unravel_index(largest_at, a.shape))),
-        mean_abs_error=total / finite if finite else 0.0,
-        sqnr_db=_decibels(signal, noise) if finite else math.nan,
+        max_at=max_at,
+        mean_abs_error=total / max(finite, 1),
+        sqnr_db=sqnr_db,
         nan=(nan[0], nan[1]),
         inf=(inf[0], inf[1]),
         internals=internals,
@@ -234,8 +249,7 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def _grid(part: Stored) -> tuple[object, ...]:
-    scale_format = None if part.scale_format is None else part.scale_format.name
-    return (part.element_format.name, scale_format, part.transposed, part.block, part.matrix_shape)
+    return (part.element_format, part.scale_format, part.transposed, part.block, part.matrix_shape)
 
 
 def _layout_text(part: Stored) -> str:
@@ -243,10 +257,10 @@ def _layout_text(part: Stored) -> str:
 
 
 def _internals(a: Stored, b: Stored) -> Internals:
-    ours, theirs = (unpack_fp4(part.codes) if part.element_format.bits == 4 else part.codes for part in (a, b))
+    codes_differ = unpack(a.codes, a.element_format) != unpack(b.codes, b.element_format)
     # Compared as bits, so that NaN equals NaN.
-    factors = [part.factors().contiguous().view(torch.int32) for part in (a, b)]
-    return Internals(factors[0].numel(), int((ours != theirs).sum()), int((factors[0] != factors[1]).sum()))
+    factors_differ = a.factors().contiguous().view(torch.int32) != b.factors().contiguous().view(torch.int32)
+    return Internals(factors_differ.numel(), int(codes_differ.sum()), int(factors_differ.sum()))
 
 
 def tensor_numbers(dump: Dump) -> list[dict[str, Any]]:
@@ -276,14 +290,16 @@ def _tensor(name: str, tensor: torch.Tensor) -> dict[str, Any]:
             total += float(values.sum())
             low = min(low, float(values.min()))
             high = max(high, float(values.max()))
+    if not finite:
+        low = high = total = math.nan
     return {
         "name": name,
         "dtype": dtype_name(tensor.dtype),
         "shape": tuple(tensor.shape),
         "nbytes": tensor.nbytes,
-        "minimum": low if finite else math.nan,
-        "maximum": high if finite else math.nan,
-        "mean": total / finite if finite else math.nan,
+        "minimum": low,
+        "maximum": high,
+        "mean": total / max(finite, 1),
         "nan": nan,
         "inf": inf,
         "zeros": zeros,
@@ -291,5 +307,6 @@ def _tensor(name: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    # On some devices float8 can be converted to float64 only through float32.
-    return (values if values.element_size() > 1 else values.float()).double()
+    if values.element_size() == 1:  # on some devices float8 can be converted to float64 only through float32
+        values = values.float()
+    return values.double()

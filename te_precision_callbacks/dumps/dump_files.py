@@ -80,13 +80,18 @@ def save(
     for name, text in {"layer": layer, "tensor_name": tensor_name}.items():
         if not isinstance(text, str):
             raise DumpError(f"{name}= must be a name, as text, not {text!r}.")
+    if iteration is not None:
+        iteration = _require_int("iteration", iteration)
+    if high_precision is None:
+        high_precision = tensor
+        tensor = None
     dump = create_dump(
-        tensor if high_precision is None else high_precision,
-        None if high_precision is None else tensor,
+        high_precision,
+        tensor,
         internals=internals,
         layer=layer,
         tensor=tensor_name,
-        iteration=None if iteration is None else _require_int("iteration", iteration),
+        iteration=iteration,
         micro_batch=_require_int("micro_batch", micro_batch),
         rank=_require_int("rank", rank),
         recipe=recipe,
@@ -131,7 +136,9 @@ def write_new(dump: Dump, folder: Path) -> int:
     """
     header = dump.header
     parts = [_UNSAFE.sub("_", name).lstrip(".")[:_LONGEST_LAYER] for name in (header.layer, header.tensor)]
-    stem = ".".join(parts if header.micro_batch == 0 else [*parts, f"mb{header.micro_batch}"])
+    if header.micro_batch:
+        parts.append(f"mb{header.micro_batch}")
+    stem = ".".join(parts)
     return _write(dump, folder / f"{stem}{SUFFIX}", lambda hidden: _rename_to_first_free(hidden, folder, stem))
 
 
@@ -159,7 +166,9 @@ def _write(dump: Dump, path: Path, appear: Callable[[Path], None]) -> int:
 
 def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
     for count in itertools.count():
-        path = folder / f"{stem}{f'.{count}' if count else ''}{SUFFIX}"
+        path = folder / f"{stem}.{count}{SUFFIX}"
+        if not count:
+            path = folder / f"{stem}{SUFFIX}"
         with contextlib.suppress(FileExistsError):
             try:
                 os.link(source, path)  # unlike a rename, it does not replace an existing file
@@ -191,8 +200,9 @@ def load(path: str | os.PathLike[str]) -> Dump:
         dump = Dump(_header_of(file), {name: file.get_tensor(name) for name in sorted(file.keys())})
         for columnwise in (False, True):
             dump.part(columnwise=columnwise)
-        for side in ("a", "b") if dump.header.gemm is not None else ():
-            operand_of(dump, side)
+        if dump.header.gemm is not None:
+            operand_of(dump, "a")
+            operand_of(dump, "b")
         return dump
 
 
@@ -261,5 +271,7 @@ def _files(folder: Path, unreadable: Callable[[OSError], None]) -> Iterator[Path
 
 def _order(entry: Entry) -> tuple[int, str, str, int, int, str]:
     header = entry.header
-    iteration = -1 if header.iteration is None else header.iteration
+    iteration = header.iteration
+    if iteration is None:
+        iteration = -1
     return (iteration, header.layer, header.tensor, header.micro_batch, header.rank, str(entry.path))

@@ -8,8 +8,10 @@ A run has one recorder, in its :class:`te_precision_callbacks.observation.Observ
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
@@ -131,7 +133,7 @@ class Recorder:
 
     def __init__(self, folder: Path, *, report: Report | None = None, detects_overflow: bool = False) -> None:
         self._folder = folder.absolute()
-        self._report: Report = _log if report is None else report
+        self._report: Report = report or _log
         self._detects_overflow = detects_overflow
         self._begin()
 
@@ -231,13 +233,14 @@ class Recorder:
         if watched.tensor == _WEIGHT and micro_batch:
             return  # every micro-batch of a step has the same weight
         with torch.inference_mode(False), torch.no_grad():
-            held = self._pending_conditions(watched, options, collected)
-            if held is not None and held[0] is None and not held[1] and not held[2]:
+            conditions = self._pending_conditions(watched, options, collected)
+            if conditions == (None, (), False):
                 return
-            dump = self._dump(watched, options, micro_batch) if record is None else record(micro_batch)
+            make: Callable[[int], Dump | None] = record or functools.partial(self._dump, watched, options)
+            dump = make(micro_batch)
             if dump is None:
                 return
-            if held is None:
+            if conditions is None:
                 if options.conditions:  # on the CPU, NONFINITE is evaluated immediately
                     self._nonfinite.append(watched.iteration)
                 self._writer.wait_for_room(dump.nbytes, options.limits)
@@ -255,7 +258,7 @@ class Recorder:
                 )
             else:
                 self._held_bytes += dump.nbytes
-                self._held.append(_WaitingDump(Job(dump.copied(), options.limits), *held))
+                self._held.append(_WaitingDump(Job(dump.copied(), options.limits), *conditions))
 
     def _pending_conditions(
         self, watched: Watched, options: DumpOptions, collected: Callable[[], Mapping[str, Collected]]
@@ -299,8 +302,13 @@ class Recorder:
             self._report("dumping", f"{watched.layer} {watched.tensor}", error)
 
     def _dump(self, watched: Watched, options: DumpOptions, micro_batch: int) -> Dump | None:
-        quantized, columnwise_from = _quantized_form(watched) if options.quantized else (None, None)
-        values = watched.values if options.high_precision else None
+        quantized = None
+        columnwise_from = None
+        values = None
+        if options.quantized:
+            quantized, columnwise_from = _quantized_form(watched)
+        if options.high_precision:
+            values = watched.values
         if values is None and quantized is None:
             asked = {"high_precision_tensor": options.high_precision, "quantized_tensor": options.quantized}
             lacking = " and no ".join(key for key, is_wanted in asked.items() if is_wanted)
@@ -342,25 +350,26 @@ class Recorder:
         flags = _read([entry.nonfinite for entry in held])
         at_once = self._nonfinite
         self._nonfinite = []
-        reasons: dict[str, int] = {NONFINITE: len(at_once)} if at_once else {}
+        reasons = Counter([NONFINITE] * len(at_once))
         for entry, nonfinite in zip(held, flags, strict=True):
-            reason = NONFINITE if nonfinite else ACTIVATION_OVERFLOW if overflowed and entry.overflow else None
-            reason = reason or self._fulfilled_statistic(entry, learned)
+            reason: str | None = NONFINITE
+            if not nonfinite and overflowed and entry.overflow:
+                reason = ACTIVATION_OVERFLOW
+            elif not nonfinite:
+                reason = self._fulfilled_statistic(entry, learned)
             if reason is not None:
-                reasons[reason] = reasons.get(reason, 0) + 1
+                reasons[reason] += 1
                 self._writer.put(entry.job)
         if reasons:
-            logger.info(
-                "Iteration %s: %d tensors are dumped: %s.",
-                at_once[0] if at_once else held[0].job.dump.header.iteration,
-                sum(reasons.values()),
-                ", ".join(reasons),
-            )
+            iterations = (*at_once, *(entry.job.dump.header.iteration for entry in held))
+            logger.info("Iteration %s: %d tensors are dumped: %s.", iterations[0], reasons.total(), ", ".join(reasons))
 
     def _fulfilled_statistic(self, entry: _WaitingDump, learned: Sequence[Measured]) -> str | None:
         header = entry.job.dump.header
         for condition, collected in entry.statistics:
-            tensor = header.tensor if header.gemm is None else header.gemm.result
+            tensor = header.tensor
+            if header.gemm is not None:
+                tensor = header.gemm.result
             values = (measured.value(header.layer, tensor, label) for label in collected.labels for measured in learned)
             value = next((value for value in values if value is not None), None)
             if value is None:
@@ -392,9 +401,11 @@ def _log(doing: str, of: str, error: Exception) -> None:
 
 
 def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
-    there = [flag for flag in flags if flag is not None]
-    read = iter(torch.stack([flag.to(there[0].device) for flag in there]).tolist() if there else ())
-    return [flag is not None and next(read) for flag in flags]
+    present = [flag for flag in flags if flag is not None]
+    if not present:
+        return [False] * len(flags)
+    values = iter(torch.stack([flag.to(present[0].device) for flag in present]).tolist())
+    return [flag is not None and next(values) for flag in flags]
 
 
 def _quantized_form(watched: Watched) -> tuple[Any, Any]:
@@ -404,11 +415,9 @@ def _quantized_form(watched: Watched) -> tuple[Any, Any]:
     operands = (watched.rowwise, watched.columnwise)
     became = [operand for operand in operands if operand is not None and not _is_values(watched.values, operand)]
     quantized = [operand for operand in became if kind_is_known(operand)]
-    chosen = quantized or became
-    if not chosen:
-        return None, None
-    other = chosen[-1]
-    return chosen[0], other if other is not chosen[0] and len(quantized) == 2 else None
+    if len(quantized) == 2 and quantized[0] is not quantized[1]:
+        return quantized[0], quantized[1]
+    return next(iter(quantized or became), None), None
 
 
 def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
@@ -421,8 +430,9 @@ def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
 def _has_nonfinite(watched: Watched) -> torch.Tensor | None:
     values = watched.values
     if values is None:
-        became, _ = _quantized_form(watched)
-        values = became.dequantize() if became is not None and kind_is_known(became) else became
+        values, _ = _quantized_form(watched)
+        if values is not None and kind_is_known(values):
+            values = values.dequantize()
     if values is None or not values.is_floating_point() or not values.numel():
         return None
     # One pass without a copy: a nan makes both extremes nan.

@@ -74,9 +74,11 @@ class Writer:
     def take_failure(self) -> Exception | None:
         noted = self._failure
         self._failure = None
-        failure = self._thread.take_failure() if noted is None else None
+        if noted is not None:
+            return noted
+        failure = self._thread.take_failure()
         if failure is None or isinstance(failure, DumpError):
-            return noted or failure
+            return failure
         ended = DumpError(
             f"The thread that writes dumps has ended: {type(failure).__name__}: {failure}. No more tensors are"
             " dumped, and waiting tensors are lost."

@@ -33,6 +33,7 @@ from te_precision_callbacks.base.numerics.layouts import (
 )
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
+from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import BlockScaledTensor
 from te_precision_callbacks.engine.kernels.eager_blocks import (
@@ -76,7 +77,7 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
         if codes is None:
             raise QuantizationError("the quantized tensor has neither its data nor their transpose")
         return PerTensor(codes, quantized._scale_inv, fp8_format(quantized) is E5M2)
-    direction = "columnwise" if columnwise else "rowwise"
+    direction = direction_name(columnwise)
     try:
         part = read_stored(quantized, columnwise=columnwise)
     except LayoutError as error:
@@ -85,8 +86,10 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
         raise QuantizationError(f"the quantized tensor has no {direction} data")
     if part.hadamard:
         raise QuantizationError(f"the {direction} data are of a random Hadamard transform of the tensor")
-    square = part.mode in (MXFP8, NVFP4) and getattr(quantized._quantizer, "with_2d_quantization", False)
-    return BlockScaledTensor(part, (max(part.block),) * 2 if square else part.block)
+    block = part.block
+    if part.mode in (MXFP8, NVFP4) and getattr(quantized._quantizer, "with_2d_quantization", False):
+        block = (max(block), max(block))
+    return BlockScaledTensor(part, block)
 
 
 def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:

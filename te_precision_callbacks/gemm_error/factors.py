@@ -15,6 +15,7 @@ import torch
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, read_stored
+from te_precision_callbacks.base.vocabulary import direction_name
 
 PIECE_BYTES = 64 << 20
 """The default memory of a decoded piece."""
@@ -176,7 +177,7 @@ def factor_of(tensor: Any, *, columnwise: bool, piece_bytes: int = PIECE_BYTES) 
     else:
         raise FactorError(f"{type(tensor).__name__} is not a known kind of operand.")
     if part is None:
-        raise FactorError(f"The {type(tensor).__name__} has no {'column' if columnwise else 'row'}wise data.")
+        raise FactorError(f"The {type(tensor).__name__} has no {direction_name(columnwise)} data.")
     return Factor(part, columnwise != part.transposed, piece_bytes)
 
 

@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from te_precision_callbacks.base.counts import first_of
+
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?:0|[1-9]\d*)(?!\d)")
 """A number in a name, except with a leading zero, and except in fc1 and fc2, where it identifies the layer."""
 
@@ -40,10 +42,9 @@ def fold_names(names: Iterable[str], *, most: int | None = None, most_ranges: in
         for form, numbers in alike.items()
         for ranges in _boxes(list(numbers), form.count("\0"))
     ]
-    more = len(texts) - (len(texts) if most is None else most)
-    if more > 0:
-        return [*texts[:most], f"{more} more"]
-    return texts
+    if most is None:
+        return texts
+    return first_of(texts, most, "{} more")
 
 
 def fold_for_sentence(*names: str, most: int | None = None) -> str:

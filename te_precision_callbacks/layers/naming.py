@@ -12,6 +12,7 @@ to any integration.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -252,10 +253,8 @@ def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") ->
 
 def named_attention(model: Model, names: Mapping[int, str]) -> dict[int, str]:
     """Return id -> name of Transformer Engine's attention modules and subclasses, for modules in ``names``."""
-    modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
-    return {
-        id(module): names[id(module)] for module in modules if id(module) in names and te_modules.is_attention(module)
-    }
+    attention = filter(te_modules.is_attention, modules_of(model))
+    return {id(module): names[id(module)] for module in attention if id(module) in names}
 
 
 class NamedOperation(NamedTuple):
@@ -315,7 +314,7 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
     after they wrap the model, a module has a second name without wrappers such as DDP. If the script has already called
     the function, a module has only the name from that call.
     """
-    roots = [root for _, root in named_roots(model) or ()]
+    roots = roots_of(model)
     # The script has called the function for the model, or for the model inside its wrappers.
     was_called = any(vars(module).get("name") == "model" for root in roots for _, module in _wrapped(root))
     names: dict[int, tuple[str, ...]] = {}
@@ -337,8 +336,10 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
             if numbered:
                 number = getattr(child, "layer_number", child_name)
                 plain_number = getattr(_inside(child), "layer_number", child_name)
-            wrapped = _is_process_wrapper_part(module, child_name)
-            stack.append((child, f"{name}.{number}", plain if wrapped else f"{plain}.{plain_number}"))
+            plain_name = plain
+            if not _is_process_wrapper_part(module, child_name):
+                plain_name += f".{plain_number}"
+            stack.append((child, f"{name}.{number}", plain_name))
     return names
 
 
@@ -389,19 +390,21 @@ class ModuleTree:
     """
 
     def __init__(self, model: Model, *, parameters: bool = False) -> None:
-        modules = list(dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules()))
+        modules = modules_of(model)
         self._children = [(module, dict(module._modules)) for module in modules]
-        # Compare parameters by id, since tensors are compared element by element.
-        self._parameters = [
-            (module, tuple(map(id, module._parameters.values())), compiled_call(module))
-            for module in (modules if parameters else ())
-        ]
+        self._parameters = []
+        if parameters:
+            self._parameters = [(module, _state_of(module)) for module in modules]
 
     def has_changed(self) -> bool:
         return any(module._modules != before for module, before in self._children) or any(
-            tuple(map(id, module._parameters.values())) != parameters or compiled_call(module) is not compiled
-            for module, parameters, compiled in self._parameters
+            _state_of(module) != before for module, before in self._parameters
         )
+
+
+def _state_of(module: torch.nn.Module) -> list[int]:
+    """The ids of a module's parameters, since tensors are compared element by element, and of its compiled call."""
+    return [id(compiled_call(module)), *map(id, module._parameters.values())]
 
 
 SURROUNDS = "te_precision_surrounds"
@@ -431,6 +434,20 @@ def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
     if fits:
         return roots
     return None
+
+
+def roots_of(model: Model) -> list[torch.nn.Module]:
+    return [root for _, root in named_roots(model) or ()]
+
+
+def modules_of(model: Model) -> list[torch.nn.Module]:
+    """Return all modules of a model, each once."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(root.modules() for root in roots_of(model))))
+
+
+def parameters_of(model: Model) -> list[torch.nn.Parameter]:
+    """Return all parameters of a model, each once."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(root.parameters() for root in roots_of(model))))
 
 
 def _unique(path: str, scope: str, taken: set[str]) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from te_precision_callbacks.base.counts import some_of
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
@@ -210,9 +211,8 @@ def advice_on_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str
     ]
     if not names:
         return ""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return (
-        f"The weights already have inf or nan: {', '.join(names[:_LISTED])}{more}. Check the initialization, the"
+        f"The weights already have inf or nan: {some_of(names, _LISTED)}. Check the initialization, the"
         " loaded checkpoint, code that writes weights, and the optimizer's learning rate, state and eps. Resume from"
         " an earlier checkpoint."
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import first_of, many
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.dumps.errors import DumpError
 
@@ -133,8 +133,10 @@ def _written(replayed: ReplayedFolder, repro: Path) -> str:
 def _show(replayed: ReplayedFolder) -> None:
     bad = {path: record for path, record in replayed.records.items() if record.faults}
     if len(replayed.records) + len(replayed.unread) != 1:
-        unread = f"; {many(len(replayed.unread), 'file')} could not be read" if replayed.unread else ""
-        terminal.show_text(f"{many(len(replayed.records), 'recorded GEMM')}, {len(bad)} with a fault{unread}.")
+        text = f"{many(len(replayed.records), 'recorded GEMM')}, {len(bad)} with a fault"
+        if replayed.unread:
+            text += f"; {many(len(replayed.unread), 'file')} could not be read"
+        terminal.show_text(f"{text}.")
     for path, why in list(replayed.unread.items())[:_MOST_FILES]:
         terminal.show_text(f"Not read: {path}: {why}")
     chosen = replayed.first_bad or next(iter(replayed.records.items()), None)
@@ -146,18 +148,21 @@ def _show(replayed: ReplayedFolder) -> None:
     terminal.show_text(first.verdict)
     for fault in first.faults[1:]:
         terminal.show_text(f"{fault.cause}: {fault.text}", _INDENT)
-    for text in first.not_checked if first.faults else ():
-        terminal.show_text(f"Not checked: {text}", _INDENT)
+    if first.faults:
+        for text in first.not_checked:
+            terminal.show_text(f"Not checked: {text}", _INDENT)
     lanes = terminal.table("lane", "differs from the next by", "of the norm")
     for lane in first.lanes:
-        error = "" if not lane.difference else "unknown" if lane.error is None else f"{100 * lane.error:.3g} %"
+        error = ""
+        if lane.error is not None:
+            error = f"{100 * lane.error:.3g} %"
+        elif lane.difference:
+            error = "unknown"
         lanes.add_row(lane.name, lane.difference, error)
     terminal.show(lanes)
-    others = [path for path in bad if path != chosen[0]]
-    for path in others[:_MOST_FILES]:
-        terminal.show_text(bad[path].verdict)
-    if others[_MOST_FILES:]:
-        terminal.show_text(f"and {len(others) - _MOST_FILES} more; --json lists all.")
+    others = [record.verdict for record_path, record in bad.items() if record_path != path]
+    for text in first_of(others, _MOST_FILES, "and {} more; --json lists all."):
+        terminal.show_text(text)
 
 
 def _largest(ratios: torch.Tensor) -> list[tuple[int, float]]:
@@ -166,9 +171,9 @@ def _largest(ratios: torch.Tensor) -> list[tuple[int, float]]:
 
 
 def _as_json(replayed: ReplayedFolder) -> dict[str, Any]:
-    first = replayed.first_bad
+    first_bad, _ = replayed.first_bad or (None, None)
     return {
-        "first_bad": None if first is None else str(first[0]),
+        "first_bad": first_bad and str(first_bad),
         "records": [
             {
                 "path": str(path),

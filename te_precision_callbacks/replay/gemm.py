@@ -118,18 +118,24 @@ class Replayed:
     def name(self) -> str:
         """Such as ``fc1 fprop, step 3``."""
         header = self.header
-        rank = f", rank {header.rank}" if header.rank else ""
-        micro_batch = f", micro-batch {header.micro_batch}" if header.micro_batch else ""
-        return f"{header.layer} {self.gemm.name}, step {header.iteration}{micro_batch}{rank}"
+        text = f"{header.layer} {self.gemm.name}, step {header.iteration}"
+        if header.micro_batch:
+            text += f", micro-batch {header.micro_batch}"
+        if header.rank:
+            text += f", rank {header.rank}"
+        return text
 
     @property
     def verdict(self) -> str:
         if self.faults:
             return f"{self.name}: {self.faults[0].cause}: {self.faults[0].text}"
-        lane = next((lane for lane in self.lanes if lane.name == "original" and lane.error is not None), None)
-        cost = "" if lane is None else f"; error of the format: {100 * (lane.error or 0):.2f} %"
-        left = f" Not checked: {'; '.join(self.not_checked)}." if self.not_checked else ""
-        return f"{self.name}: no faults in the kernel and the quantizers{cost}.{left}"
+        text = f"{self.name}: no faults in the kernel and the quantizers"
+        for lane in self.lanes:
+            if lane.name == "original" and lane.error is not None:
+                text += f"; error of the format: {100 * lane.error:.2f} %"
+        if self.not_checked:
+            return f"{text}. Not checked: {'; '.join(self.not_checked)}."
+        return f"{text}."
 
 
 @dataclass(frozen=True)
@@ -163,15 +169,19 @@ def replay(dump: Dump) -> Replayed:
     right = Recorded.of(dump, "a", gemm.a)
     kernel = _Kernel(dump, gemm, left, right)
     faults = kernel.faults()
-    not_checked = [] if kernel.counts else [f"the kernel, since {kernel.why_not}"]
+    not_checked = []
+    if not kernel.counts:
+        not_checked.append(f"the kernel, since {kernel.why_not}")
     for operand in (left, right):
         checked = operand.checked()
         if checked is not None:
             faults += _faults_of_codes(operand.described.tensor, checked)
-            not_checked += [operand.left_out] if operand.left_out else []
+            not_checked += filter(None, [operand.left_out])
         elif isinstance(operand.data, Stored):
-            lacks = "the tensor before quantization is" if operand.high is None else "its quantizer is"
-            not_checked.append(f"the quantizer of {operand.described.tensor}, because {lacks} not in the record")
+            missing = "its quantizer"
+            if operand.high is None:
+                missing = "the tensor before quantization"
+            not_checked.append(f"the quantizer of {operand.described.tensor}, because {missing} is not in the record")
     return Replayed(
         dump.header,
         gemm,
@@ -193,8 +203,8 @@ def replay_file(path: str | os.PathLike[str]) -> Replayed:
     try:
         return replay(load(path))
     except DumpError as error:
-        text = str(error)
-        raise type(error)(text if text.startswith(str(path)) else f"{path}: {text}") from error
+        text = str(error).removeprefix(f"{path}: ")
+        raise type(error)(f"{path}: {text}") from error
 
 
 def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
@@ -256,17 +266,20 @@ class _Kernel:
         self.counts = bool(self.check.counts)
         self.alone = self.result - added
         self.ratios = self._ratios(out.dtype, added)
-        self.gain = float(self.check.gain_dot / self.check.expected_square) if self.check.expected_square else None
+        self.gain: float | None = None
+        if self.check.expected_square:
+            self.gain = float(self.check.gain_dot / self.check.expected_square)
 
     def _check(self, out: torch.Tensor, before: torch.Tensor | None, bias: torch.Tensor | None) -> KernelCheck:
-        x, y = (
-            probes(extent, PROBES, seed_of("replay", name), out.device, torch.float64)
-            for name, extent in (("x", self.gemm.m), ("y", self.gemm.n))
-        )
-        left, right = (factor_of(matrix, columnwise=False) for matrix in (self.left, self.right))
+        x = probes(self.gemm.m, PROBES, seed_of("replay", "x"), out.device, torch.float64)
+        y = probes(self.gemm.n, PROBES, seed_of("replay", "y"), out.device, torch.float64)
+        left = factor_of(self.left, columnwise=False)
+        right = factor_of(self.right, columnwise=False)
         expected = product(left, right, x, y, self.gemm.alpha)
         run = thin(factor_of(out, columnwise=False), x, y)
-        sum_of = None if before is None else thin(factor_of(before.reshape(out.shape), columnwise=False), x, y)
+        sum_of = None
+        if before is not None:
+            sum_of = thin(factor_of(before.reshape(out.shape), columnwise=False), x, y)
         call = GemmCall(self.gemm.k, out.dtype, x, y, self.accumulator, bias, sum_of, self.gemm.beta)
         return check_kernel(run, expected, call)
 
@@ -285,13 +298,14 @@ class _Kernel:
         return torch.where(expected.isfinite() & ~(saturates & ~self.result.isfinite()), ratios, 0.0)
 
     def faults(self) -> list[Fault]:
-        ratio = max(float(self.check.ratio), float(self.ratios.max()) if self.ratios.numel() else 0.0)
-        if not self.counts or ratio <= 1:
+        is_right = self.check.ratio <= 1 and (self.ratios <= 1).all()
+        if is_right or not self.counts:
             return []
         text = describe_damage(self.ratios > 1, self.check.rows > 1, self.check.columns > 1)
         gain = ""
         if self.gain is not None:
-            off, left = (float((self.alone - factor * self.codes).norm()) for factor in (1.0, self.gain))
+            off = (self.alone - self.codes).norm()
+            left = (self.alone - self.gain * self.codes).norm()
             if left < _LEFT * off:
                 gain = f"; the result is {self.gain:.3g} of the product"
         return [Fault("kernel", f"{text}{gain}")]
@@ -306,7 +320,9 @@ class _Kernel:
 def _lanes(kernel: _Kernel, left: Recorded, right: Recorded) -> tuple[Lane, ...]:
     b = left.original()
     a = right.original()
-    original = None if a is None or b is None else kernel.gemm.alpha * (b @ a.t())
+    original = None
+    if a is not None and b is not None:
+        original = kernel.gemm.alpha * (b @ a.t())
     return (
         Lane("original", "format and quantizer", _distance(original, kernel.codes)),
         Lane("codes", "accumulation and kernel", _distance(kernel.codes, kernel.alone)),
@@ -324,8 +340,10 @@ def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
     if rounded and not wrong:
         deviation = bias / math.sqrt(rounded / 4)
         if abs(deviation) > _MOST_BIAS:
-            way = "towards 0" if deviation < 0 else "away from 0"
-            faults.append(f"stochastic rounding has a bias {way}: {bias / rounded:+.3f} of a step on average")
+            direction = "away from 0"
+            if deviation < 0:
+                direction = "towards 0"
+            faults.append(f"stochastic rounding has a bias {direction}: {bias / rounded:+.3f} of a step on average")
         excess = zeros - expected_zeros
         if excess > _MOST_BIAS * math.sqrt(max(1.0, expected_zeros)):
             faults.append(f"{zeros:.0f} codes are 0, expected: {expected_zeros:.0f}")
@@ -378,10 +396,10 @@ class Recorded:
 
     @property
     def left_out(self) -> str:
-        lost = 0 if self.high is None else int((~self.high.isfinite()).sum())
-        if lost:
-            return f"{many(lost, 'element')} of {self.described.tensor} with inf or nan, and their scales"
-        return ""
+        if self.high is None or self.high.isfinite().all():
+            return ""
+        lost = int((~self.high.isfinite()).sum())
+        return f"{many(lost, 'element')} of {self.described.tensor} with inf or nan, and their scales"
 
     def checked(self) -> CodeCheck | None:
         """Check all codes and scales; None without an original, or for a plain tensor."""
@@ -404,25 +422,32 @@ def describe_damage(bad: torch.Tensor, bad_rows: torch.Tensor, bad_columns: torc
     rows = (bad.any(1) | bad_rows).nonzero().flatten().tolist()
     columns = (bad.any(0) | bad_columns).nonzero().flatten().tolist()
     number = int(bad.sum())
+    in_rows = _place("row", rows)
+    in_columns = _place("column", columns)
     if not number:
-        places = [_place("row", rows), _place("column", columns)] if rows or columns else ["the whole result"]
-        return f"{', '.join(filter(None, places))}: off by more than rounding"
+        place = ", ".join(filter(None, (in_rows, in_columns))) or "the whole result"
+        return f"{place}: off by more than rounding"
     if len(rows) == bad.shape[0] and len(columns) == bad.shape[1]:
         place = "the whole result"
-    elif min(len(rows), len(columns)) <= _MOST_NAMED:
-        place = _place("row", rows) if len(rows) <= len(columns) else _place("column", columns)
+    elif min(len(rows), len(columns)) > _MOST_NAMED:
+        place = f"{in_rows}, {in_columns}"
+    elif len(rows) <= len(columns):
+        place = in_rows
     else:
-        place = f"{_place('row', rows)}, {_place('column', columns)}"
-    verb = "element is" if number == 1 else "elements are"
-    return f"{place}: {number:,} {verb} wrong ({100 * number / bad.numel():.2g} % of the result)"
+        place = in_columns
+    wrong = "1 element is"
+    if number > 1:
+        wrong = f"{number:,} elements are"
+    return f"{place}: {wrong} wrong ({100 * number / bad.numel():.2g} % of the result)"
 
 
 def _place(name: str, indices: list[int]) -> str:
     if not indices:
         return ""
-    plural = "" if len(indices) == 1 else "s"
+    if len(indices) == 1:
+        return f"{name} {indices[0]}"
     if len(indices) <= _MOST_NAMED:
-        return f"{name}{plural} {', '.join(map(str, indices))}"
+        return f"{name}s {', '.join(map(str, indices))}"
     is_span = indices[-1] - indices[0] + 1 == len(indices)
     if is_span:
         return f"{name}s {indices[0]} to {indices[-1]}"

@@ -15,6 +15,7 @@ import torch
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.environment import installed_version
+from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.dumps import Dump, load
 from te_precision_callbacks.dumps.header import Direction, DumpedGemm
 from te_precision_callbacks.replay import replay
@@ -32,8 +33,9 @@ def quantized(direction: Direction, tensors: dict[str, torch.Tensor], device: to
     dtypes = {"E4M3": tex.DType.kFloat8E4M3, "E5M2": tex.DType.kFloat8E5M2, "E2M1": tex.DType.kFloat4E2M1}
     dtype = dtypes[direction.format]
     if direction.scaling_mode == "per_tensor":
-        whole: dict[str, Any] = {"data": None, "data_transpose": None}
-        whole["data_transpose" if direction.transposed else "data"] = data
+        whole: dict[str, Any] = {"data": data, "data_transpose": None}
+        if direction.transposed:
+            whole = {"data": None, "data_transpose": data}
         return Float8TensorStorage(**whole, fp8_scale_inv=scales.to(device), fp8_dtype=dtype)
     if direction.scaling_mode == "fp8_block_1d":
         scales = scales.t()
@@ -41,20 +43,20 @@ def quantized(direction: Direction, tensors: dict[str, torch.Tensor], device: to
         scales = scales.view(torch.uint8)
     padded = scales.new_zeros(direction.stored_scale_shape)
     padded[: scales.shape[0], : scales.shape[1]] = scales
-    given: dict[str, Any] = dict.fromkeys(
+    buffers: dict[str, Any] = dict.fromkeys(
         ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "quantizer")
     )
-    way = "columnwise" if ".columnwise" in direction.data else "rowwise"
-    given |= {f"{way}_data": data, f"{way}_scale_inv": padded.to(device)}
+    side = direction_name(".columnwise" in direction.data)
+    buffers |= {f"{side}_data": data, f"{side}_scale_inv": padded.to(device)}
     if direction.scaling_mode == "mxfp8":
-        return MXFP8TensorStorage(**given, fp8_dtype=dtype, with_gemm_swizzled_scales=False)
+        return MXFP8TensorStorage(**buffers, fp8_dtype=dtype, with_gemm_swizzled_scales=False)
     if direction.amax is None or direction.largest_scale is None:
         is_2d = direction.scaling_mode == "fp8_block_2d"
-        return Float8BlockwiseQTensorStorage(**given, fp8_dtype=dtype, is_2D_scaled=is_2d)
+        return Float8BlockwiseQTensorStorage(**buffers, fp8_dtype=dtype, is_2D_scaled=is_2d)
     amax = tensors[direction.amax].to(device)
-    given |= {"amax_rowwise": None, "amax_columnwise": None, f"amax_{way}": amax}
+    buffers |= {"amax_rowwise": None, "amax_columnwise": None, f"amax_{side}": amax}
     return NVFP4TensorStorage(
-        **given,
+        **buffers,
         fp4_dtype=dtype,
         with_gemm_swizzled_scales=False,
         row_scaled_nvfp4=amax.numel() > 1,
@@ -68,26 +70,29 @@ def run_now(recorded: Dump, gemm: DumpedGemm, device: torch.device) -> Dump:
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     tensors = recorded.tensors
-    a, b = (
-        tensors[f"{side}.values"].to(device)
-        if operand.direction is None
-        else quantized(operand.direction, tensors, device)
-        for side, operand in (("a", gemm.a), ("b", gemm.b))
-    )
-    bias, before = (tensors[name].to(device) if name in tensors else None for name in ("bias", "before"))
+    operands = []
+    for side, operand in gemm.operands().items():
+        if operand.direction is None:
+            operands.append(tensors[f"{side}.values"].to(device))
+        else:
+            operands.append(quantized(operand.direction, tensors, device))
+    optional: dict[str, Any] = {}
+    if "bias" in tensors:
+        optional["bias"] = tensors["bias"].to(device)
+    if "before" in tensors:
+        before = tensors["before"].to(device, copy=True)
+        optional |= {"out": before, "beta": gemm.beta, "accumulate": True}
     result, *_ = general_gemm(
-        a,
-        b,
+        *operands,
         out_dtype=tensors["out"].dtype,
         alpha=gemm.alpha,
-        beta=None if before is None else gemm.beta,
-        accumulate=before is not None,
         layout=gemm.layout,
-        out=None if before is None else before.clone(),
-        bias=bias,
         use_split_accumulator=gemm.split_accumulator,
+        **optional,
     )
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    capability = None
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
     header = replace(recorded.header, gemm=replace(gemm, capability=capability))
     return replace(recorded, header=header, tensors={**tensors, "out": result.cpu()})
 
@@ -101,8 +106,11 @@ def main() -> int:
     recorded = load(record)
     replayed = replay(recorded)
     print(f"recorded on {replayed.gemm.device}: {replayed.verdict}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    device = torch.device("cpu")
+    where = "cpu"
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        where = torch.cuda.get_device_name()
     try:
         if reference.install_where_needed() is not None:  # Transformer Engine without its extension, as on a CPU
             where += ", reference backend"

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.base.numerics.layouts import (
@@ -174,7 +175,9 @@ class Fingerprint:
             data = json.loads(text)
         except (TypeError, ValueError) as error:
             raise FingerprintError(f"The fingerprint is not JSON: {error}.") from error
-        schema = data.get("schema") if isinstance(data, dict) else None
+        schema = None
+        if isinstance(data, dict):
+            schema = data.get("schema")
         if schema != SCHEMA:
             raise FingerprintError(
                 f"The fingerprint has schema {schema!r}, but this version of te-precision-callbacks reads {SCHEMA}."
@@ -245,19 +248,26 @@ def with_recipes(
     recipes: dict[str, tuple[int, RecipeFingerprint]] = {}
     layers = []
     for layer in fingerprint.layers:
-        given = recipe_of_module(module_of[layer.name]) if layer.name in module_of else None
-        recipe = None if given is None else recipe_fingerprint(given)
+        in_force = None
+        if layer.name in module_of:
+            in_force = recipe_of_module(module_of[layer.name])
         if trained_in_fp8(layer.name) is False:
             recipe = RecipeFingerprint(HIGH_PRECISION, {})
-        number = None if recipe is None else recipes.setdefault(str(recipe), (len(recipes), recipe))[0]
+        elif in_force is not None:
+            recipe = recipe_fingerprint(in_force)
+        else:
+            layers.append(replace(layer, recipe=None))
+            continue
+        number, _ = recipes.setdefault(str(recipe), (len(recipes), recipe))
         layers.append(replace(layer, recipe=number))
     return replace(fingerprint, recipes=tuple(recipe for _, recipe in recipes.values()), layers=tuple(layers))
 
 
 def recipe_fingerprint(recipe: Any) -> RecipeFingerprint:
     """Return a recipe's dataclass fields and public attributes, of the class and the object."""
-    names = {entry.name for entry in dataclasses.fields(recipe)} if dataclasses.is_dataclass(recipe) else set()
-    names |= vars(recipe).keys()
+    names = set(vars(recipe))
+    if dataclasses.is_dataclass(recipe):
+        names |= {entry.name for entry in dataclasses.fields(recipe)}
     for base in type(recipe).__mro__:
         names |= {name for name, value in vars(base).items() if not callable(value) and not hasattr(value, "__get__")}
     public = sorted(name for name in names if not name.startswith("_"))
@@ -302,7 +312,10 @@ def _weights(module: Any, number: int) -> Weights:
         parts = [part for weight in quantized for part in _data(weight, columnwise=columnwise)]
         if parts:
             hashes[direction] = content_hash(*parts)
-    return Weights("quantized" if quantized else "high", ", ".join(dict.fromkeys(names)), hashes, sharded)
+    kind: Literal["high", "quantized"] = "high"
+    if quantized:
+        kind = "quantized"
+    return Weights(kind, ", ".join(dict.fromkeys(names)), hashes, sharded)
 
 
 def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
@@ -389,7 +402,9 @@ class ResumeReport:
         return tuple(dict.fromkeys(layer for finding in lost for layer in finding.layers))
 
     def __str__(self) -> str:
-        on = f" on rank {self.rank}" if self.rank else ""
+        on = ""
+        if self.rank:
+            on = f" on rank {self.rank}"
         rest = f"Not compared: {', '.join(self.not_compared)}."
         if not self.findings:
             return (
@@ -402,8 +417,9 @@ class ResumeReport:
 
 def for_log(report: ResumeReport) -> ResumeReport:
     """Return the part of a report that its rank logs; findings about all ranks are logged by rank 0 only."""
-    findings = report.findings if report.rank == 0 else tuple(finding for finding in report.findings if finding.of_rank)
-    return replace(report, findings=findings)
+    if report.rank == 0:
+        return report
+    return replace(report, findings=tuple(finding for finding in report.findings if finding.of_rank))
 
 
 def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
@@ -450,20 +466,22 @@ def _differences(
     if old is not None and new is not None and old != new:
         changed = f"Other values of {new.name}: {_changes(old.fields, new.fields)}"
         if old.name != new.name:
-            names = [("no recipe" if recipe.name == HIGH_PRECISION else recipe.name) for recipe in (old, new)]
-            changed = f"Another recipe: {names[0]} -> {names[1]}"
+            names = {HIGH_PRECISION: "no recipe"}
+            changed = f"Another recipe: {names.get(old.name, old.name)} -> {names.get(new.name, new.name)}"
         yield changed, False
     same_rank = saved.rank == now.rank
     if new is None or not _FIELDS_WITH_STATE.isdisjoint(new.fields):
         # Contents are compared on the rank that saved them, or if they are equal on all ranks by reduced amaxes.
         same_scales = same_rank or all(recipe is not None and recipe.fields.get("reduce_amax") for recipe in recipes)
-        directions_with: dict[str, list[str]] = {}
+        pairs = []
         for direction in ("forward", "backward"):
             states = getattr(before, direction), getattr(layer, direction)
-            for what in _scaling_differences(*states, before.unsaved, same_scales, "amax_history_len" in changed):
-                directions_with.setdefault(what, []).append(direction)
-        for what, directions in directions_with.items():
-            yield (what if what in (_MISSING, _UNSAVED) else f"{what} ({' and '.join(directions)})"), True
+            differences = _scaling_differences(*states, before.unsaved, same_scales, "amax_history_len" in changed)
+            pairs += [(what, direction) for what in differences]
+        for what, directions in group_by_key(pairs).items():
+            if what not in (_MISSING, _UNSAVED):
+                what += f" ({' and '.join(directions)})"
+            yield what, True
     weights = before.weights
     restored = layer.weights
     if (weights.kind, weights.name) != (restored.kind, restored.name):
@@ -482,7 +500,10 @@ def _scaling_differences(
     if old is None or old.is_new:
         return
     if new is None:
-        yield _UNSAVED if unsaved else _MISSING
+        if unsaved:
+            yield _UNSAVED
+        else:
+            yield _MISSING
         return
     if new.has_unit_scales and not old.has_unit_scales:
         yield _ONES

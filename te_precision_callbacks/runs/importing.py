@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,12 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, sort_by_series
 from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, RunError, Segment
-from te_precision_callbacks.runs.run_files import gaps
+from te_precision_callbacks.runs.run_files import gaps_of_numbers
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of, parse_log_name
@@ -74,7 +74,9 @@ def find_logs(path: Path) -> Logs | None:
     logs_of_run = Logs({}, {})
     for folder in (path, *sorted(path.glob("rank_*"))):  # BioNeMo's recipes have a folder for each rank
         for logs, name in ((logs_of_run.statistics, STATISTICS_FOLDER), (logs_of_run.events, EVENTS_FOLDER)):
-            logs_folder = folder if folder.name == name else folder / name
+            logs_folder = folder / name
+            if folder.name == name:
+                logs_folder = folder
             for file in sorted(logs_folder.glob("*.log*")):
                 match = _NAME.fullmatch(file.name)
                 if match is not None:
@@ -109,10 +111,9 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
                 raise RunError(f"{file} cannot be read: {error}.") from error
     if not names:
         raise NotARunError(f"{path}: the statistics logs of nvidia-dlfw-inspect in it hold no statistic.")
-    ranks = sorted(logs.statistics)
-    missing = gaps(((rank, rank) for rank in ranks), 0) if len(ranks) > 1 else ""
-    if missing:
-        unread.append(f"The logs of {ranks[-1] + 1 - len(ranks)} ranks are missing: {missing}.")
+    world = max(logs.statistics) + 1
+    if missing := gaps_of_numbers(logs.statistics):
+        unread.append(f"The logs of {world - len(logs.statistics)} ranks are missing: {missing}.")
     index, table = _assemble(rows, [name.decode(errors="replace") for name in names], layers)
     iterations = np.unique(table["iteration"].to_numpy()).tolist()
     segments = np.unique(np.concatenate([part["segment"] for parts in rows.values() for part in parts])).tolist()
@@ -130,7 +131,7 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
         path=path,
         source="nvidia-dlfw-inspect",
         run_id=path.resolve().name,
-        segments=tuple(Segment(number, "unknown", "", "", iterations[0], ranks[-1] + 1, {}) for number in segments),
+        segments=tuple(Segment(number, "unknown", "", "", iterations[0], world, {}) for number in segments),
         **{name: schema.empty_table() for name, schema in FACTS.items() if name != "layers"},
         layers=pa.Table.from_pylist(layer_rows, LAYERS),
         series=index.table(),
@@ -177,7 +178,7 @@ def _read_events(logs: Logs) -> tuple[list[str], pa.Table]:
                             "iteration": 0,
                             "rank": rank,
                             "kind": "logged",
-                            "severity": "warning" if level == "WARNING" else "error",
+                            "severity": {"WARNING": "warning"}.get(level, "error"),
                             "wall_time": _time(time),
                             "text": text,
                         }
@@ -208,8 +209,10 @@ def _read_statistics(
         bad += len(_TEXT_LINE.findall(lines)) - len(matches)
         yield np.array(rows, _ROW)
     if bad:
-        is_, was = ("is", "was") if bad == 1 else ("are", "were")
-        unread.append(f"{file}: {many(bad, 'line')} {is_} no statistics, and {was} left out.")
+        text = f"{bad:,} lines are no statistics, and were left out."
+        if bad == 1:
+            text = "1 line is no statistics, and was left out."
+        unread.append(f"{file}: {text}")
 
 
 def _time(text: str) -> datetime | None:
@@ -227,10 +230,14 @@ def parse_names(names: Iterable[str], layers: Iterable[str]) -> dict[str, tuple[
     known = set(layers)
     parsed: dict[str, tuple[str, str, str]] = {}
     for name in names:
-        parts = parse_log_name(name, known)
-        parsed[name] = parts if parts[0] else _by_statistic(name)
+        parsed[name] = parse_log_name(name, known)
+        if not parsed[name][0]:
+            parsed[name] = _by_statistic(name)
     known |= {layer for layer, _, _ in parsed.values() if layer}
-    return {name: parts if parts[0] else parse_log_name(name, known) for name, parts in parsed.items()}
+    for name, (layer, _, _) in parsed.items():
+        if not layer:
+            parsed[name] = parse_log_name(name, known)
+    return parsed
 
 
 def _by_statistic(name: str) -> tuple[str, str, str]:
@@ -242,33 +249,31 @@ def _by_statistic(name: str) -> tuple[str, str, str]:
 
 
 def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[str]) -> tuple[SeriesIndex, pa.Table]:
-    by_name: dict[int, list[tuple[int, _Rows]]] = {}  # name -> rank and rows
+    by_name: dict[int, list[tuple[int, _Rows]]] = defaultdict(list)  # name -> rank and rows
     for rank, parts in rows.items():
-        rank_rows = np.concatenate(parts) if parts else np.empty(0, _ROW)
+        rank_rows = np.concatenate([np.empty(0, _ROW), *parts])
         rank_rows = rank_rows[np.lexsort((rank_rows["iteration"], rank_rows["name"]))]
         same = (rank_rows["name"][1:] == rank_rows["name"][:-1]) & (
             rank_rows["iteration"][1:] == rank_rows["iteration"][:-1]
         )
         rank_rows = rank_rows[np.r_[~same, True][: len(rank_rows)]]  # the last value of an iteration that ran again
         starts = np.flatnonzero(np.r_[True, rank_rows["name"][1:] != rank_rows["name"][:-1]][: len(rank_rows)])
-        for part in np.split(rank_rows, starts[1:]) if len(starts) else ():
-            by_name.setdefault(int(part["name"][0]), []).append((rank, part))
+        for part in np.split(rank_rows, starts[1:]):
+            if len(part):
+                by_name[int(part["name"][0])].append((rank, part))
     index = SeriesIndex()
     kept = list[_Rows]()
     series = list[npt.NDArray[np.int32]]()
     for number, subject in enumerate(parse_names(names, layers).values()):
-        rank_parts = by_name[number]
+        rank_parts: list[tuple[int | None, _Rows]] = [*by_name[number]]
         first = rank_parts[0][1]
-        agree = all(
-            np.array_equal(first[column], part[column], equal_nan=True)
-            for _, part in rank_parts[1:]
-            for column in ("iteration", "value")
-        )
-        for rank, part in rank_parts[:1] if agree else rank_parts:
+        if all(_have_equal_values(first, part) for _, part in rank_parts[1:]):
+            rank_parts = [(None, first)]
+        layer, tensor, statistic = subject
+        for part_rank, part in rank_parts:
             kept.append(part)
-            layer, tensor, statistic = subject
-            own = index.number(Subject("", layer, tensor, "", statistic, None if agree else rank))
-            series.append(np.full(len(part), own, np.int32))
+            series_number = index.number(Subject("", layer, tensor, "", statistic, part_rank))
+            series.append(np.full(len(part), series_number, np.int32))
     values = np.concatenate(kept)
     columns = [values["segment"], values["iteration"], np.concatenate(series), values["value"], values["local"]]
     schema = pa.schema([VALUES.field(name) for name in ("segment", "iteration", "series", "value", "flags")])
@@ -278,6 +283,10 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
     table = _with_first_steps(table, index)
     index.note(*(table[name].to_numpy() for name in ("series", "iteration", "value", "flags")))
     return index, table
+
+
+def _have_equal_values(a: _Rows, b: _Rows) -> bool:
+    return np.array_equal(a["iteration"], b["iteration"]) and np.array_equal(a["value"], b["value"], equal_nan=True)
 
 
 def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:

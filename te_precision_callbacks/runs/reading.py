@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from te_precision_callbacks.base.counts import some_of
 from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
 from te_precision_callbacks.runs.index import (
     NO_VALUES,
@@ -51,8 +52,10 @@ from te_precision_callbacks.runs.run_files import (
     DataFile,
     data_files,
     gaps,
+    gaps_of_numbers,
     is_gone,
     is_silent,
+    list_numbers,
     rank_name,
     ranks_of,
     read_json,
@@ -162,14 +165,15 @@ def _launch_of(run: Path) -> tuple[object, ...]:
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
     """Read a run for a command, by default the latest one. Also return a note on other runs in the folder."""
     recorded = open_run(path, run=run or "latest")
-    names = list_runs(path) if run is None else ()
+    if run is not None:
+        return recorded, ""
+    names = list_runs(path)
     others = [name for name in reversed(names) if name != recorded.run_id]
     if not others:
         return recorded, ""
-    more = len(others) - _MOST_BELOW
-    listed = ", ".join(others[:_MOST_BELOW]) + (f" and {more} more" if more > 0 else "")
     return recorded, (
-        f"{path} has {len(names)} runs. The latest is read: {recorded.run_id}. The others, for --run: {listed}."
+        f"{path} has {len(names)} runs. The latest is read: {recorded.run_id}. The others, for --run:"
+        f" {some_of(others, _MOST_BELOW)}."
     )
 
 
@@ -195,7 +199,7 @@ def _replaced(folder: Path, error: FileNotFoundError) -> RunError:
 def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
     if wanted == "latest":
         return max(runs, key=lambda name: _last_start(_records_of(folder) / name))
-    names = runs if wanted is None else tuple(name for name in runs if name.startswith(wanted))
+    names = tuple(name for name in runs if name.startswith(wanted or ""))
     if wanted in names:
         return str(wanted)
     if len(names) == 1:
@@ -258,9 +262,13 @@ class _Reader:
         ranks = {number: ranks_of(folder) for number, folder in self.folders.items()}
         self._note_missing(segments, ranks)
         folders = [(number, rank) for number, segment_ranks in ranks.items() for rank in segment_ranks.values()]
-        steps = [(number, table) for number, rank in folders for table in self._tables(rank, "steps", STEPS)]
-        scalars = [(number, table) for number, rank in folders for table in self._tables(rank, "scalars", SCALARS)]
-        events = [table for _, rank in folders for table in self._tables(rank, "events", EVENTS)]
+        steps = []
+        scalars = []
+        events = []
+        for number, rank in folders:
+            steps += [(number, table) for table in self._tables(rank, "steps", STEPS)]
+            scalars += [(number, table) for table in self._tables(rank, "scalars", SCALARS)]
+            events += self._tables(rank, "events", EVENTS)
         for number, table in (*steps, *scalars):
             self._note_span(number, table["iteration"].to_numpy())
         for number in self.folders:
@@ -307,9 +315,11 @@ class _Reader:
         schema = facts.get("schema", SCHEMA_VERSION)
         versions = facts.get("versions")
         if schema != SCHEMA_VERSION:
-            version = versions.get("te-precision-callbacks") if isinstance(versions, dict) else None
+            version = "of an unknown version"
+            if isinstance(versions, dict):
+                version = versions.get("te-precision-callbacks") or version
             raise RunError(
-                f"{path}: the run was recorded by te-precision-callbacks {version or 'of an unknown version'}, with"
+                f"{path}: the run was recorded by te-precision-callbacks {version}, with"
                 f" schema {schema!r}; this version reads only schema {SCHEMA_VERSION}. Read the run with the version"
                 " that recorded it."
             )
@@ -320,10 +330,15 @@ class _Reader:
         status = facts.get("status")
         without_end: tuple[int, ...] = ()
         if status in ("ended", "failed") and is_gone(path, facts):  # until then, other ranks may still write
-            others = (item for item in ranks_of(folder).items() if item[0])
-            without_end = tuple(rank for rank, own in others if any(file.is_open for file in data_files(own)[0]))
-        if status not in ("ended", "failed") or (without_end and status == "ended"):
-            status = "stopped without an end" if without_end or is_gone(path, facts) else "running"
+            others = ranks_of(folder)
+            others.pop(0, None)
+            without_end = tuple(rank for rank, place in others.items() if any(f.is_open for f in data_files(place)[0]))
+        if without_end and status == "ended":
+            status = "stopped without an end"
+        elif status not in ("ended", "failed"):
+            status = "running"
+            if is_gone(path, facts):
+                status = "stopped without an end"
         return Segment(
             number=number,
             status=cast("Status", status),
@@ -336,18 +351,17 @@ class _Reader:
         )
 
     def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
-        missing = gaps(((number, number) for number in sorted(self.folders)), 0) if len(self.folders) > 1 else ""
-        if missing:
+        if missing := gaps_of_numbers(self.folders):
             self._note(f"Segments are missing: {missing}.", "unread")
         for segment in segments:
-            present = ranks[segment.number]
             expected = segment.facts.get("writing_ranks")
-            expected = expected if isinstance(expected, list) else [0] if segment.facts else []
-            gone = [rank for rank in expected if isinstance(rank, int) and rank not in present]
+            if not isinstance(expected, list):
+                expected = [0] * bool(segment.facts)
+            gone = [str(rank) for rank in expected if isinstance(rank, int) and rank not in ranks[segment.number]]
             if gone:
                 self._note(
                     f"Segment {segment.number} lacks the files of {len(gone)} of {segment.world} ranks:"
-                    f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}.",
+                    f" {list_numbers(gone)}.",
                     "unread",
                 )
 
@@ -360,8 +374,10 @@ class _Reader:
     def _files(self, folder: Path, name: str) -> list[DataFile]:
         files = [file for file in data_files(folder)[0] if file.table == name]
         count = self.counts.get(folder, {}).get(name)
-        end = [(count + 1, count)] if isinstance(count, int) else []
-        missing = gaps([*((file.first, file.last) for file in files), *end], 1)
+        spans = [(file.first, file.last) for file in files]
+        if isinstance(count, int):
+            spans.append((count + 1, count))
+        missing = gaps(spans, 1)
         if missing:
             self._note(f"{folder}: files of {name} are missing: {missing}.", "damaged")
         return files
@@ -404,8 +420,11 @@ class _Reader:
                 firsts.append((int(iterations.min()), file.interval))
                 self._note_span(segment, iterations)
                 series = _translated(table["series"], numbers).to_numpy()
-                own = [table["value"].to_numpy(), table["flags"].fill_null(0).to_numpy()] if "value" in columns else []
-                self.index.note(series, iterations, *own)
+                if "value" in columns:
+                    flags = table["flags"].fill_null(0).to_numpy()
+                    self.index.note(series, iterations, table["value"].to_numpy(), flags)
+                else:
+                    self.index.note(series, iterations)
             # The first and the last steps of a file may have been dropped.
             begin, last = self.spans.get(segment, (0, 0))
             begins = [begin, *(first for first, _ in firsts[1:]), min(last + 1, self.ends[segment])]
@@ -433,22 +452,25 @@ class _Reader:
             rank_numbers[number] = self.index.number(Subject._make([*(name or "" for name in names), rank]))
 
     def _read(self, rows: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
-        chosen = None if wanted is None else set(wanted)
         try:
-            tables = [self._read_rows(file_rows, columns, nothing, chosen) for file_rows in rows]
+            tables = [self._read_rows(file_rows, columns, nothing, wanted) for file_rows in rows]
         except FileNotFoundError as error:
             raise _replaced(self.folder, error) from error
         return sort_by_series(pa.concat_tables([nothing, *filter(None, tables)]).combine_chunks())
 
     def _read_rows(
-        self, rows: _Rows, columns: list[str], nothing: pa.Table, chosen: set[int] | None
+        self, rows: _Rows, columns: list[str], nothing: pa.Table, wanted: list[int] | None
     ) -> pa.Table | None:
-        numbers = {own: run for own, run in rows.numbers.items() if chosen is None or run in chosen}
+        numbers = rows.numbers
+        numbers_in_file = None
+        if wanted is not None:
+            chosen = set(wanted)
+            numbers = {number: in_run for number, in_run in numbers.items() if in_run in chosen}
+            numbers_in_file = list(numbers)
         if not numbers:
             return None
-        own_numbers = None if chosen is None else list(numbers)
         try:
-            table = read_table(rows.file.path, columns, nothing.schema, own_numbers)
+            table = read_table(rows.file.path, columns, nothing.schema, numbers_in_file)
         except FileNotFoundError:
             raise
         except UNREADABLE as error:
@@ -480,10 +502,12 @@ class _Reader:
         """Read a table of facts; its spans end before ``following``, the start of a later segment."""
         path = folder / f"{name}{CLOSED}"
         schema = FACTS[name]
-        table = self._load(path, schema.names, schema) if path.exists() else None
-        if table is None:
-            if self.counts.get(folder / rank_name(0), {}).get(name) and not path.exists():
+        if not path.exists():
+            if self.counts.get(folder / rank_name(0), {}).get(name):
                 self._note(f"{path} is missing.", "damaged")
+            return schema.empty_table()
+        table = self._load(path, schema.names, schema)
+        if table is None:
             return schema.empty_table()
         if following is None or "until" not in schema.names:
             return table

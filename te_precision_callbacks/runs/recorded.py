@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.runs.index import Subject
 
@@ -56,12 +57,12 @@ def format_known_names(name: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     names = list(known)
-    near = names if len(names) <= _MOST_NAMES else get_close_matches(name, names, 3, 0.4) or names[:3]
-    more = len(names) - len(near)
-    listed = ", ".join(map(repr, near)) + (f" and {more} more" if more > 0 else "")
-    if names:
-        return f" It has {listed}."
-    return ""
+    if not names:
+        return ""
+    if len(names) <= _MOST_NAMES:
+        return f" It has {', '.join(map(repr, names))}."
+    near = get_close_matches(name, names, 3, 0.4) or names[:3]
+    return f" It has {', '.join(map(repr, near))} and {len(names) - len(near)} more."
 
 
 _SELECTED = ("layer", "tensor", "statistic", "gemm", "scope", "rank")
@@ -133,8 +134,10 @@ def thinning_notes(thinned: Sequence[Thinned]) -> list[str]:
         if own:
             span = f"{min(part.first for part in own):,} to {max(part.last for part in own):,}"
             intervals = sorted({part.every for part in own})
-            every = f"{intervals[0]:,}" + (f" to {intervals[-1]:,}" if intervals[1:] else "")
-            extremes = ", and the lowest and highest value of each series" if table == "values" else ""
+            every = " to ".join(f"{interval:,}" for interval in sorted({intervals[0], intervals[-1]}))
+            extremes = ""
+            if table == "values":
+                extremes = ", and the lowest and highest value of each series"
             notes.append(
                 f"The limit of records= was reached: of the {kind} in iterations {span}, only one step in {every} is"
                 f" kept{extremes}."
@@ -163,8 +166,16 @@ class Grid(NamedTuple):
 def sort_by_position(rows: Iterable[tuple[str, float | None]]) -> list[str]:
     places: dict[str, float] = {}
     for layer, place in rows:
-        places[layer] = min(places.get(layer, math.inf), math.inf if place is None else place)
+        places.setdefault(layer, math.inf)
+        if place is not None:
+            places[layer] = min(places[layer], place)
     return sorted(filter(None, places), key=lambda layer: places[layer])
+
+
+def _sorted_or_none(series: Iterable[int] | None) -> list[int] | None:
+    if series is None:
+        return None
+    return sorted(set(series))
 
 
 class Curve(NamedTuple):
@@ -227,8 +238,10 @@ class RecordedRun:
         """Raise a RunError, after the rest of the run was used, if a file is damaged."""
         damaged = [text for text, kind in self.said.items() if kind == "damaged"]
         if damaged:
-            more = f" {len(damaged) - 1} more of its files are damaged." if len(damaged) > 1 else ""
-            raise RunError(f"{self.path} is damaged, and only the rest was read. {damaged[0]}{more}")
+            text = f"{self.path} is damaged, and only the rest was read. {damaged[0]}"
+            if len(damaged) > 1:
+                text += f" {len(damaged) - 1} more of its files are damaged."
+            raise RunError(text)
 
     @property
     def missing_contents(self) -> str:
@@ -246,17 +259,17 @@ class RecordedRun:
                 continue
             inside = (span.first <= iterations) & (iterations <= span.last)
             distances = np.diff(steps[(span.first <= steps) & (steps <= span.last)])
-            step = max(1, int(np.gcd.reduce(distances))) if len(distances) else 1
+            step = max(1, int(np.gcd.reduce(distances)))
             complete[inside] = iterations[inside] // step % span.every == 0
         return complete
 
     def values(self, series: Iterable[int] | None = None) -> pa.Table:
         """Read values of some or all series, sorted by series and iteration."""
-        return self.read_values(None if series is None else sorted(set(series)))
+        return self.read_values(_sorted_or_none(series))
 
     def vectors(self, series: Iterable[int] | None = None) -> pa.Table:
         """Read histograms of some or all series, sorted by series and iteration."""
-        return self.read_vectors(None if series is None else sorted(set(series)))
+        return self.read_vectors(_sorted_or_none(series))
 
     @cached_property
     def subjects(self) -> list[Subject]:
@@ -287,16 +300,15 @@ class RecordedRun:
             OptionError: there is no such column.
             UnknownSubjectError: no series has a given value.
         """
-        mask = None
+        table = self.series
         for column, value in wanted.items():
             if column not in _SELECTED:
                 raise OptionError(f"select() takes no {column}=. It takes {', '.join(_SELECTED)}.")
-            values = self.series[column]
-            if value is not None:
+            if value is None:
+                table = table.filter(pc.is_null(table[column]))
+            else:
                 self._check_known(column, value)
-            is_it = pc.is_null(values) if value is None else pc.fill_null(pc.equal(values, pa.scalar(value)), False)
-            mask = is_it if mask is None else pc.and_(mask, is_it)
-        table = self.series if mask is None else self.series.filter(mask)
+                table = table.filter(pc.equal(table[column], pa.scalar(value)))
         numbers: list[int] = table["series"].to_pylist()
         return numbers
 
@@ -314,30 +326,27 @@ class RecordedRun:
         return list(merged.values())
 
     def _why_no_grid(self, statistic: str, tensor: str, rank: int | None) -> str:
-        ranks = {
-            subject.rank for subject in self.subjects if (subject.statistic, subject.tensor) == (statistic, tensor)
-        }
-        if not ranks:
-            tensors = sorted(
-                {subject.tensor or "no tensor" for subject in self.subjects if subject.statistic == statistic}
-            )
-            return f"the run has no {statistic!r} of {tensor!r}, only of {', '.join(tensors)}."
+        ranks = group_by_key((s.tensor, s.rank) for s in self.subjects if s.statistic == statistic)
+        if tensor not in ranks:
+            tensors = ", ".join(sorted(name or "no tensor" for name in ranks))
+            return f"the run has no {statistic!r} of {tensor!r}, only of {tensors}."
         if rank is None:
+            local = sorted(number for number in set(ranks[tensor]) if number is not None)
             return (
                 f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with local values:"
-                f" {', '.join(map(str, sorted(rank for rank in ranks if rank is not None)))}. Choose one with rank=."
+                f" {', '.join(map(str, local))}. Choose one with rank=."
             )
         return f"rank {rank} has no local {statistic!r} of {tensor!r}. Leave rank= out, or choose another rank."
 
     def _check_known(self, column: str, value: str | int) -> None:
-        known = sorted({name for name in pc.unique(self.series[column]).to_pylist() if name not in (None, "")})
+        known = sorted(set(pc.unique(self.series[column]).to_pylist()) - {None, ""})
         if len(self.series) and value != "" and value not in known:
-            names = [str(name) for name in known]
-            nothing = " All its values are reduced over ranks." if column == "rank" else f" It names no {column}."
-            raise UnknownSubjectError(
-                f"{self.path}: the run has no {column} {value!r}.{format_known_names(str(value), names) or nothing}"
-                f"{self.notes_sentence}"
-            )
+            names = format_known_names(str(value), map(str, known))
+            if not names:
+                names = f" It names no {column}."
+                if column == "rank":
+                    names = " All its values are reduced over ranks."
+            raise UnknownSubjectError(f"{self.path}: the run has no {column} {value!r}.{names}{self.notes_sentence}")
 
     @property
     def notes_sentence(self) -> str:

@@ -148,22 +148,27 @@ class Recording:
     def _take_numbers(self, records: StepRecords) -> None:
         writer = self.writer
         table = records.table
-        rank = self._run.rank if self._run.world_size > 1 else None
-        own = local_mask(records)
-        kept = np.ones(len(records), bool) if self._writes_reduced else own
+        rank = None
+        if self._run.world_size > 1:
+            rank = self._run.rank
+        local = local_mask(records)
+        kept = local | self._writes_reduced
         series = records.series[kept]
-        own = own[kept]
+        local = local[kept]
         numbers = np.empty(len(series), np.int32)
-        for whose, those in ((None, ~own), (rank, own)):
-            numbers[those] = self._numbers.assign(table, series[those], whose)
-        flags = np.full(len(series), LOCAL if records.local else 0, np.uint8)
+        numbers[~local] = self._numbers.assign(table, series[~local], None)
+        numbers[local] = self._numbers.assign(table, series[local], rank)
+        flags = np.full(len(series), LOCAL * records.local, np.uint8)
         if records.unscaled:
             unscaled = [table[number].layer in records.unscaled for number in series.tolist()]
             flags[np.array(unscaled, bool)] |= STEP0
         writer.add_values(records.iteration, numbers, np.frombuffer(records.values)[kept], flags)
-        for number, counts in records.histograms.items() if self._writes_reduced or records.local else ():
-            (own_series,) = self._numbers.assign(table, np.array([number]), rank if records.local else None)
-            writer.add_vector(records.iteration, int(own_series), counts)
+        if not records.local:
+            rank = None
+        if self._writes_reduced or records.local:
+            for number, counts in records.histograms.items():
+                (its_number,) = self._numbers.assign(table, np.array([number]), rank)
+                writer.add_vector(records.iteration, int(its_number), counts)
         if writer.waiting > min(_MOST_PENDING, self._close_bytes):
             writer.flush()
             self._size_limit.keep()
@@ -179,7 +184,10 @@ class Recording:
     def end(self, error: BaseException | None, last: int = -1) -> None:
         """Write everything, with the end of the segment; ``last`` is the last iteration, -1 if unknown."""
         self._take_event(end_of(error, max(self._latest, last)))
-        self.writer.close("ended" if error is None else "failed")
+        if error is None:
+            self.writer.close()
+        else:
+            self.writer.close("failed")
 
     def _warn(self, kind: str, text: str) -> None:
         logger.warning("%s Training continues. The records are in %s.", text, self._folder)
@@ -203,8 +211,8 @@ class _SeriesNumbers:
         if len(known) < len(table):
             known = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
             self._by_rank[rank] = known
-        new = series[known[series] < 0]
-        for number in np.unique(new).tolist() if len(new) else ():  # np.unique is slow even for an empty array
+        new = series[known[series] < 0].tolist()
+        for number in sorted(set(new)):
             layer, family = table[number]
             known[number] = self.writer.series(
                 layer,

@@ -22,7 +22,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -52,7 +52,7 @@ _TRACES = "traces"
 _WITHOUT_RECORDS = "precision_traces"
 _TRACE_SUFFIX = ".json.gz"
 
-_MOST_GAPS = 8
+_MOST_LISTED = 8
 
 
 def new_run_id() -> str:
@@ -130,8 +130,10 @@ def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
     files: list[DataFile] = []
     replaced: list[DataFile] = []
     for file in sorted(all_files, key=lambda file: (file.table, file.first, -file.last, -file.interval, file.is_open)):
-        before = files[-1] if files and files[-1].table == file.table else None
-        (files if before is None or file.last > before.last else replaced).append(file)
+        if files and files[-1].table == file.table and files[-1].last >= file.last:
+            replaced.append(file)
+        else:
+            files.append(file)
     return files, replaced
 
 
@@ -158,9 +160,24 @@ def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:
     expected = first
     for begin, end in spans:
         if begin > expected:
-            missing.append(str(expected) if begin == expected + 1 else f"{expected} to {begin - 1}")
+            missing.append(f"{expected} to {begin - 1}".removesuffix(f" to {expected}"))
         expected = max(expected, end + 1)
-    return ", ".join(missing[:_MOST_GAPS]) + (" ..." if len(missing) > _MOST_GAPS else "")
+    return list_numbers(missing)
+
+
+def gaps_of_numbers(numbers: Iterable[int]) -> str:
+    """Format the numbers that are missing from 0 on; empty for a single number."""
+    spans = [(number, number) for number in sorted(numbers)]
+    if len(spans) == 1:
+        return ""
+    return gaps(spans, 0)
+
+
+def list_numbers(numbers: Sequence[str]) -> str:
+    text = ", ".join(numbers[:_MOST_LISTED])
+    if len(numbers) > _MOST_LISTED:
+        return f"{text} ..."
+    return text
 
 
 # ---------------------------------------------------------------------- writing
@@ -254,14 +271,15 @@ def own_traces(given: Path, run_id: str) -> list[Path]:
 def process_now() -> dict[str, str | int]:
     """Identify this process by host, process ID with namespace, and start time in ticks since boot; and its launch."""
     pid = os.getpid()
-    launch = os.environ.get(LAUNCH_VARIABLE)
-    return {
-        **({"launch": launch} if launch else {}),
+    facts: dict[str, str | int] = {
         "host": socket.gethostname(),
         "pid": pid,
         "pid_namespace": _pid_namespace(),
         "pid_started": _started(pid) or 0,
     }
+    if launch := os.environ.get(LAUNCH_VARIABLE):
+        facts["launch"] = launch
+    return facts
 
 
 def _pid_namespace() -> str:
@@ -292,7 +310,9 @@ def is_gone(run_file: Path, facts: Mapping[str, Any]) -> bool:
     pid = facts.get("pid")
     if namespace and namespace == _pid_namespace() and isinstance(pid, int):
         return _started(pid) != facts.get("pid_started")
-    return is_silent(run_file if run_file.exists() else run_file.parent)
+    if run_file.exists():
+        return is_silent(run_file)
+    return is_silent(run_file.parent)
 
 
 def is_silent(path: Path) -> bool:
@@ -313,7 +333,8 @@ def _started(pid: int) -> int | None:
 
 
 def time_text(seconds: float | None = None) -> str:
-    seconds = time.time() if seconds is None else seconds
+    if seconds is None:
+        seconds = time.time()
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")
 
 

@@ -92,7 +92,10 @@ class RecordSink(EventSink):
     def continue_run(self, run_id: str) -> None:
         """Continue a recorded run, or start a new one if the folder does not have it; call before :meth:`begin`."""
         is_there = Path(run_id).name == run_id != "" and (self._runs / run_id).is_dir()
-        self._run_id, self._is_new = (run_id, False) if is_there else (new_run_id(), True)
+        self._is_new = not is_there
+        self._run_id = run_id
+        if not is_there:
+            self._run_id = new_run_id()
 
     def begin(self) -> Place:
         if self._is_new:
@@ -121,7 +124,9 @@ class RecordSink(EventSink):
         if records is self._last_records:
             return
         now = time.perf_counter()
-        seconds = None if self._last_step is None else now - self._last_step
+        seconds = None
+        if self._last_step is not None:
+            seconds = now - self._last_step
         self._last_records = records
         self._last_step = now
         job = StepJob(records, time.time(), seconds)
@@ -154,8 +159,10 @@ class RecordSink(EventSink):
         failure = self._thread.take_failure()
         if failure is not None:
             self._run = None
-            why = failure if str(failure) else type(failure).__name__
-            now = "no longer recorded; what was recorded remains readable" if self._recording else "not recorded"
+            why = str(failure) or type(failure).__name__
+            now = "not recorded"
+            if self._recording:
+                now = "no longer recorded; what was recorded remains readable"
             raise RecordingError(f"{self._runs} cannot be written: {why}. The run is {now}.") from failure
 
     # ------------------------------------------------------------------ in the sink's thread
@@ -165,9 +172,13 @@ class RecordSink(EventSink):
             if self.place is None:
                 # These alone do not create a run, nor do scalars that a trainer logs without a step.
                 if isinstance(job, Scalars) or not _is_content(job):
-                    self._before += [job] if isinstance(job, Event | Scalars | FactTables) else []
+                    if isinstance(job, Event | Scalars | FactTables):
+                        self._before.append(job)
                     return True
-                self.place = self.begin() if self._info.rank == 0 else self._find_place()
+                if self._info.rank == 0:
+                    self.place = self.begin()
+                else:
+                    self.place = self._find_place()
                 if self.place is None:
                     return False  # retry until rank 0 has a segment
             if self._info.rank == 0 and self.keys is not None:

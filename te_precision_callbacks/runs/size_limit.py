@@ -135,8 +135,10 @@ class SizeLimit:
             groups = []
             for file in candidates:
                 neighbour = place.get((file.table, file.path.parent, file.interval, file.last + 1))
-                if neighbour is not None or file.path not in self._unchanged:
-                    groups.append([file] if neighbour is None else [file, neighbour])
+                if neighbour is not None:
+                    groups.append([file, neighbour])
+                elif file.path not in self._unchanged:
+                    groups.append([file])
             if groups:
                 return min(groups, key=lambda group: group[0].interval)
         return []
@@ -199,7 +201,9 @@ def downsample(table: pa.Table, end: int) -> pa.Table:
     series = table["series"].to_numpy()
     iterations = table["iteration"].to_numpy()
     has_values = "value" in table.column_names
-    flags = table["flags"].fill_null(0).to_numpy() if has_values else np.zeros(len(table), np.uint8)
+    flags = np.zeros(len(table), np.uint8)
+    if has_values:
+        flags = table["flags"].fill_null(0).to_numpy()
     kept = (flags & STEP0) != 0
     kept[_every_second(series, iterations, np.flatnonzero((flags & (EXTREME | STEP0)) == 0))] = True
     if has_values:

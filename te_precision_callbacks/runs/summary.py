@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from te_precision_callbacks.base.counts import first_of, group_by_key
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.tables import facts_at_end
@@ -65,23 +66,26 @@ def precision_shares(run: RecordedRun) -> dict[str, float]:
 
 def not_counted_notes(run: RecordedRun) -> list[str]:
     """Return a note on products that the shares leave out."""
-    layers: dict[str, dict[str, None]] = defaultdict(dict)
-    for row in facts_at_end(run.gemms).select(["layer", "runs", "not_run"]).to_pylist():
-        if row["runs"] == "uncounted":
-            layers[row["not_run"] or ""][row["layer"]] = None
-    texts = [f"{why} ({', '.join(list(names)[:_MOST_NAMED])})" for why, names in layers.items()]
+    gemms = facts_at_end(run.gemms)
+    rows = gemms.filter(pc.equal(gemms["runs"], "uncounted")).to_pylist()
+    layers = group_by_key(dict.fromkeys((row["not_run"] or "", row["layer"]) for row in rows))
+    texts = [f"{why} ({', '.join(names[:_MOST_NAMED])})" for why, names in layers.items()]
     if texts:
         return [f"The shares of the multiply-adds leave out: {'; '.join(texts)}."]
     return []
 
 
 def not_measured_notes(run: RecordedRun) -> list[str]:
-    reasons = run.segments[-1].facts.get("not_measured") if run.segments else None
+    reasons = None
+    if run.segments:
+        reasons = run.segments[-1].facts.get("not_measured")
+    if not isinstance(reasons, dict):
+        return []
     lines = []
-    for why, names in reasons.items() if isinstance(reasons, dict) else ():
-        names = list(map(str, names)) if isinstance(names, list) else []
-        more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-        lines.append(f"LogGemmError does not measure {', '.join([*names[:_MOST_NAMED], *more])}: {why}.")
+    for why, names in reasons.items():
+        if isinstance(names, list):
+            names = ", ".join(first_of(map(str, names), _MOST_NAMED, "{} more"))
+            lines.append(f"LogGemmError does not measure {names}: {why}.")
     return lines
 
 
@@ -134,10 +138,12 @@ def last_steps(run: RecordedRun) -> dict[str, Any] | None:
 
 def format_status(run: RecordedRun) -> str:
     """Return the status of the last segment; ``ended early`` after Ctrl-C, SIGTERM or ``sys.exit()``."""
-    status: str = run.segments[-1].status if run.segments else "unknown"
-    if status == "failed" and ended_by(_error_at_the_end(run, run.segments[-1])[0]):
+    if not run.segments:
+        return "unknown"
+    segment = run.segments[-1]
+    if segment.status == "failed" and ended_by(_error_at_the_end(run, segment)[0]):
         return "ended early"
-    return status
+    return segment.status
 
 
 def action_notes(run: RecordedRun) -> list[str]:
@@ -147,13 +153,15 @@ def action_notes(run: RecordedRun) -> list[str]:
 
 
 def outcome_notes(run: RecordedRun) -> list[str]:
-    status = run.segments[-1].status if run.segments else "unknown"
-    if status == "stopped without an end":
-        who = run.segments[-1].who_stopped
-        return [f"{who[0].upper()}{who[1:]} stopped without an end: its process is gone and did not close the records."]
-    if status != "failed":
+    if not run.segments:
         return []
-    text, step = _error_at_the_end(run, run.segments[-1])
+    segment = run.segments[-1]
+    if segment.status == "stopped without an end":
+        who = segment.who_stopped
+        return [f"{who[0].upper()}{who[1:]} stopped without an end: its process is gone and did not close the records."]
+    if segment.status != "failed":
+        return []
+    text, step = _error_at_the_end(run, segment)
     if not text:
         return ["The run failed."]
     if ended_from_outside := ended_by(text):
@@ -166,11 +174,13 @@ def failed_starts(run: RecordedRun) -> list[tuple[int, str]]:
     failures = []
     for number, segment in enumerate(run.segments[:-1], 1):
         error, step = _error_at_the_end(run, segment)
-        how = f"was ended by {error}" if error and not ended_by(error) else ""
         if segment.status == "stopped without an end":
             how = "stopped without recording an end"
-        if how:
-            failures.append((max(step, 0), f"start {number} of the run {how}, before the run was resumed"))
+        elif error and not ended_by(error):
+            how = f"was ended by {error}"
+        else:
+            continue
+        failures.append((max(step, 0), f"start {number} of the run {how}, before the run was resumed"))
     return failures
 
 

@@ -202,17 +202,12 @@ class RunWriter:
         self._fact_names: set[str] = set()
         self._names = _SeriesNames()
         small = max(close_bytes, small_bytes)
-        kinds: dict[str, tuple[pa.Schema, Callable[[list[Any]], pa.RecordBatch], float]] = {
-            **{
-                name: (schema, functools.partial(pa.RecordBatch.from_pylist, schema=schema), small)
-                for name, schema in (("steps", STEPS), ("scalars", SCALARS), ("events", EVENTS))
-            },
-            "values": (VALUES, self._values_batch, close_bytes),
-            "vectors": (VECTORS, self._vectors_batch, close_bytes),
-        }
-        self._tables = {
-            name: _Table(self.own, name, schema, batch, size) for name, (schema, batch, size) in kinds.items()
-        }
+        self._tables: dict[str, _Table] = {}  # in the order of a flush: a step before its values
+        for name, schema in (("steps", STEPS), ("scalars", SCALARS), ("events", EVENTS)):
+            batch = functools.partial(pa.RecordBatch.from_pylist, schema=schema)
+            self._tables[name] = _Table(self.own, name, schema, batch, small)
+        self._tables["values"] = _Table(self.own, "values", VALUES, self._values_batch, close_bytes)
+        self._tables["vectors"] = _Table(self.own, "vectors", VECTORS, self._vectors_batch, close_bytes)
 
     # ------------------------------------------------------------------ facts
 
@@ -238,7 +233,9 @@ class RunWriter:
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
-        folder = self.own if self.rank else self.folder
+        folder = self.folder
+        if self.rank:
+            folder = self.own
         write_table(pa.Table.from_pylist([*rows], schema=FACTS[name]), folder / f"{name}{CLOSED}")
         self._fact_names.add(name)
 
@@ -246,7 +243,8 @@ class RunWriter:
         """Record in run.json that recording has failed, in place; errors are ignored."""
         if self._facts:
             self._facts |= {"not_written": str(error)[:_LONGEST_REASON], "status": self.status}
-            self._facts |= {} if self.status == "running" else {"ended_at": time_text()}
+            if self.status != "running":
+                self._facts["ended_at"] = time_text()
             with contextlib.suppress(OSError):
                 overwrite(self.folder / RUN_FILE, self._run_text())
 
@@ -307,7 +305,8 @@ class RunWriter:
             flags: [values], uint8; by default 0.
         """
         if len(series):
-            flags = np.zeros(len(series), np.uint8) if flags is None else flags
+            if flags is None:
+                flags = np.zeros(len(series), np.uint8)
             self._tables["values"].add((np.full(len(series), iteration), series, values, flags), _ROW * len(series))
 
     def _values_batch(self, rows: list[Any]) -> pa.RecordBatch:
@@ -372,8 +371,9 @@ class RunWriter:
             "severity": severity,
             "wall_time": round((time.time() if wall_time is None else wall_time) * 1e6),
             "text": text.encode(errors="backslashreplace").decode(),  # a file name may contain invalid UTF-8
-            "data": None if data is None else json.dumps(data, default=str),
         }
+        if data is not None:
+            row["data"] = json.dumps(data, default=str)
         self._tables["events"].add(row)
 
     # ------------------------------------------------------------------ files

@@ -131,9 +131,11 @@ def calibrate(
     import transformer_engine
     import transformer_engine.pytorch
 
-    name = "cpu" if device == "cpu" else torch.cuda.get_device_name()
+    name = "cpu"
+    if device != "cpu":
+        name = torch.cuda.get_device_name()
     versions = {"torch": torch.__version__, "transformer_engine": transformer_engine.__version__}
-    measured = Calibration(name, versions) if table is None else table
+    measured = table or Calibration(name, versions)
     if measured.device != name:
         raise CalibrationError(
             f"The table was measured on {measured.device!r}, but this GPU is {name!r}. Choose another file."
@@ -170,7 +172,9 @@ def _time_of(run: Callable[[], object], device: str) -> Time:
             run()
             samples.append((time.perf_counter() - begun) * 1e3)
     median = statistics.median(samples)
-    return Time(median, statistics.stdev(samples) / median if median else 0.0)
+    if not median:
+        return Time(median, 0.0)
+    return Time(median, statistics.stdev(samples) / median)
 
 
 def _measurements(
@@ -197,7 +201,8 @@ def _measurements(
 def _matmul(shape: Shape, device: str) -> Callable[[], object]:
     import torch
 
-    a, b = (torch.randn(*sizes, dtype=torch.bfloat16, device=device) for sizes in (shape[:2], shape[1:3]))
+    a = torch.randn(*shape[:2], dtype=torch.bfloat16, device=device)
+    b = torch.randn(*shape[1:3], dtype=torch.bfloat16, device=device)
     return lambda: torch.matmul(a, b)
 
 
@@ -206,9 +211,11 @@ def _quantizer(recipe: str, operand: str, directions: tuple[bool, bool]) -> Any:
 
     from te_precision_callbacks.te.state import make_quantizers
 
-    made = getattr(recipes, RECIPES[recipe].recipe_class)()
-    mode, count = ("backward", 1) if operand == "gradient" else ("forward", 2)
-    quantizer = make_quantizers(made, mode, count)[1 if operand == "weight" else 0]
+    chosen = getattr(recipes, RECIPES[recipe].recipe_class)()
+    if operand == "gradient":
+        (quantizer,) = make_quantizers(chosen, "backward", 1)
+    else:
+        quantizer = make_quantizers(chosen, "forward", 2)[operand == "weight"]
     quantizer.set_usage(rowwise=directions[0], columnwise=directions[1])
     return quantizer
 
@@ -227,8 +234,6 @@ def _gemm(shape: Shape, recipe: str, device: str) -> Callable[[], object]:
     import torch
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    weight, activation = (
-        _quantizer(recipe, operand, (True, False))(torch.randn(*sizes, dtype=torch.bfloat16, device=device))
-        for operand, sizes in (("weight", (shape.n, shape.k)), ("activation", (shape.m, shape.k)))
-    )
+    weight = _cast(recipe, "weight", shape.n, shape.k, (True, False), device)()
+    activation = _cast(recipe, "activation", shape.m, shape.k, (True, False), device)()
     return lambda: general_gemm(weight, activation, out_dtype=torch.bfloat16, layout="TN")

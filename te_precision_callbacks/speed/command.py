@@ -115,7 +115,9 @@ def speed_of_step(
     from te_precision_callbacks.speed.estimate import estimate_step
     from te_precision_callbacks.speed.expected import with_recipes
 
-    file = table if table is not None or not calibrate else calibration.DEFAULT_FILE
+    file = table
+    if file is None and calibrate:
+        file = calibration.DEFAULT_FILE
     measured = None
     if file is not None and (file.exists() or not calibrate):
         measured = calibration.Calibration.read(file)

@@ -66,8 +66,10 @@ class Shape(NamedTuple):
         return 2 * self.m * self.k * self.n * self.batch
 
     def __str__(self) -> str:
-        times = f"{self.batch} x " if self.batch > 1 else ""
-        return f"{times}{self.m}x{self.k}x{self.n}"
+        text = f"{self.m}x{self.k}x{self.n}"
+        if self.batch > 1:
+            return f"{self.batch} x {text}"
+        return text
 
 
 def shape_of(product: Product) -> Shape:
@@ -100,12 +102,17 @@ def cast_bytes(
     if recipe == "fp8_block_scaling" and capability >= (10, 0):
         recipe = "mxfp8"  # block scaling is emulated by MXFP8
     if recipe in ONE_SCALE:
-        written: float = 1 if takes_any_layout(capability) else directions
+        written: float = directions
+        if takes_any_layout(capability):
+            written = 1
         if recipe == "fp8_current_scaling":
             reads = 2
             kernels = 4
     elif recipe == "fp8_block_scaling":
-        written = directions * (1 + (4 / 128**2 if operand == "weight" else 4 / 128))
+        block = 128
+        if operand == "weight":
+            block *= 128
+        written = directions * (1 + 4 / block)
     elif recipe == "mxfp8":
         written, kernels = directions * (1 + 1 / 32 + 2 / 32), 1 + directions  # 2 / 32: swizzled scales
     else:

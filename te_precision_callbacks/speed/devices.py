@@ -150,7 +150,9 @@ class Device(BaseModel):
             )
         kernel = KERNEL_OF_RECIPE[recipe]
         if self.peak_tflops(kernel) is None:
-            key = "fp4_tflops" if recipe == "nvfp4" else "fp8_tflops"
+            key = "fp8_tflops"
+            if recipe == "nvfp4":
+                key = "fp4_tflops"
             raise SpeedError(
                 f"The device {self.title!r} has no {key}, which {recipe} needs. Add it to the device file."
             )
@@ -219,7 +221,9 @@ def _from_file(path: Path) -> Device:
         keys = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DeviceError(f"The device file {path} cannot be read: {error}") from None
-    name = keys.get("constants") if isinstance(keys, dict) else None
+    name = None
+    if isinstance(keys, dict):
+        name = keys.get("constants")
     if isinstance(name, str) and name not in constants():
         raise DeviceError(f"{path}: constants: there is no set {name!r}.{suggestion(name, constants())}")
     try:

@@ -152,13 +152,16 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
         return
     whole = total(of_layers, device)
     names = list(dict.fromkeys(time.layer for time in of_layers))
+    them = "them"
+    if len(names) == 1:
+        them = "it"
     yield Advice(
         f"Keep {fold_for_sentence(*names, most=3)} in BF16",
         whole.low_ms - whole.high_ms,
         (whole.low_ms * (1 - whole.interval[1]), whole.low_ms * (1 - whole.interval[0])),
         keep_high(*names, others={time.layer for time in times} - set(names)),
         # docs/high-precision.md
-        f"Low precision makes {'it' if len(names) == 1 else 'them'} slower. Estimated for te.autocast(enabled=False)"
+        f"Low precision makes {them} slower. Estimated for te.autocast(enabled=False)"
         " around the layers in the model. To try it, use the config below; the cost of its debug path is not included",
     )
 
@@ -173,18 +176,23 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
                 after = time_products([(time.product, new) for time in before], device, table=table)
             except SpeedError:  # not supported by the device
                 continue
-            saved = sum(time.low_ms for time in before) - sum(time.low_ms for time in after)
+            old_ms, old_cast_ms = _low_and_cast_ms(before)
+            new_ms, new_cast_ms = _low_and_cast_ms(after)
+            saved = old_ms - new_ms
             # Errors of kernels cancel if both recipes have the same kernels; errors of casts do not.
-            casts = math.hypot(sum(time.cast_ms for time in before), sum(time.cast_ms for time in after))
-            width = scatter.quantile * scatter.cast * casts
+            width = scatter.quantile * scatter.cast * math.hypot(old_cast_ms, new_cast_ms)
             if new == "mxfp8" or old in ("mxfp8", "fp8_block_scaling"):
-                width = math.hypot(width, scatter.quantile * scatter.kernel * sum(time.low_ms for time in before))
+                width = math.hypot(width, scatter.quantile * scatter.kernel * old_ms)
             yield Advice(
                 f"Use {new} instead of {old}",
                 saved,
                 (saved - width, saved + width),
                 note="Changes the numerics: compare the losses",
             )
+
+
+def _low_and_cast_ms(times: Sequence[ProductTime]) -> tuple[float, float]:
+    return sum(time.low_ms for time in times), sum(time.cast_ms for time in times)
 
 
 def _use_low_precision(
@@ -201,10 +209,12 @@ def _use_low_precision(
         whole = total(better, device)
         names = list(dict.fromkeys(time.layer for time in better))
         refs = dict.fromkeys(time.product.reason_ref for time in better if time.product.reason_ref)
-        named = fold_for_sentence(*names, most=3) + (f" ({' and '.join(refs)})" if refs else "")
+        subject = fold_for_sentence(*names, most=3)
+        if refs:
+            subject += f" ({' and '.join(refs)})"
         low, high = whole.interval
         yield Advice(
-            f"{named}: {REMEDIES[reason]}{_padding(better, recipe, device)}",
+            f"{subject}: {REMEDIES[reason]}{_padding(better, recipe, device)}",
             whole.high_ms - whole.low_ms,
             (whole.high_ms * (1 - 1 / low), whole.high_ms * (1 - 1 / high)),
             note=f"Estimated for {recipe}",
@@ -261,17 +271,21 @@ def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
         count = len(names)
         layer = total(times, speed.device)
         sums = {field: getattr(layer, field) * count for field in ("high_ms", "low_ms", "cast_ms", "unknown")}
-        recipes = {time.recipe or "none" for time in times}
-        of_trace = [(measured or {}).get(name) for name in names]
+        recipes = times[0].recipe or "none"
+        if any(time.recipe != times[0].recipe for time in times):
+            recipes = ", ".join(f"{time.gemm} {time.recipe or 'none'}" for time in times)
+        measured_ms = None
+        if measured is not None and measured.keys() >= set(names):
+            measured_ms = sum(map(measured.__getitem__, names))
         rows.append(
             LayerRow(
                 tuple(names),
                 tuple(dict.fromkeys(time.sizes for time in times)),
-                recipes.pop() if len(recipes) == 1 else ", ".join(f"{t.gemm} {t.recipe or 'none'}" for t in times),
+                recipes,
                 replace(layer, **sums),
                 names[0] in without_gain,
                 tuple(dict.fromkeys(why for time in times for why in _reasons(time))),
-                None if None in of_trace else sum(filter(None, of_trace)),
+                measured_ms,
             )
         )
     return sorted(rows, key=lambda row: -max(row.times.high_ms, row.times.low_ms))
@@ -281,8 +295,12 @@ def _reasons(time: ProductTime) -> Iterable[str]:
     if not time.recipe and time.product.why:
         yield time.product.why
     share = time.product.mask_share
-    if time.product.family == "attention" and share != 1:
-        yield "counted in full: mask unknown" if share is None else f"counted at {100 * share:.1f} %: causal mask"
+    if time.product.family != "attention":
+        return
+    if share is None:
+        yield "counted in full: mask unknown"
+    elif share != 1:
+        yield f"counted at {100 * share:.1f} %: causal mask"
 
 
 def _notes(times: Sequence[ProductTime], device: Device) -> Iterable[str]:

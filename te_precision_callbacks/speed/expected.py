@@ -81,12 +81,19 @@ class Times:
 
     def figures(self) -> dict[str, object]:
         low, high = self.interval
-        figures = {"high_ms": self.high_ms, "low_ms": self.low_ms, "cast_ms": self.cast_ms, "speedup": self.speedup}
-        figures |= {"speedup_low": low, "speedup_high": high}
-        return {
-            **{name: None if math.isnan(value) else value for name, value in figures.items()},
+        figures: dict[str, object] = {
+            "high_ms": self.high_ms,
+            "low_ms": self.low_ms,
+            "cast_ms": self.cast_ms,
+            "speedup": self.speedup,
+            "speedup_low": low,
+            "speedup_high": high,
             "source": self.source,
         }
+        for name, value in figures.items():
+            if value != value:  # nan
+                figures[name] = None
+        return figures
 
 
 @dataclass(frozen=True)
@@ -155,9 +162,9 @@ def recipe_of_product(product: Product, given: str = "") -> str:
     """
     if not product.is_low:
         return ""
-    given, *names = (text.rpartition("->")[2].strip() for text in (given, *product.operands.values()))
-    if given in RECIPES:
-        return given
+    recipe_of_layer, *names = (text.rpartition("->")[2].strip() for text in (given, *product.operands.values()))
+    if recipe_of_layer in RECIPES:
+        return recipe_of_layer
     for recipe in ("mxfp8", "nvfp4", "fp8_block_scaling"):
         if all(name.startswith(RECIPES[recipe].format) for name in names):
             return recipe
@@ -169,11 +176,14 @@ def with_recipes(products: Iterable[Product], recipes: Mapping[str, str] | str) 
 
     ``recipes``: layer -> its recipe, or one recipe for all layers; needed for FP8 with one scale.
     """
-    return [
-        (product, recipe_of_product(product, recipes if isinstance(recipes, str) else recipes.get(product.layer, "")))
-        for product in products
-        if product.macs and product.gemm != "lookup"
-    ]
+    timed = []
+    for product in products:
+        if product.macs and product.gemm != "lookup":
+            recipe = recipes
+            if not isinstance(recipe, str):
+                recipe = recipe.get(product.layer, "")
+            timed.append((product, recipe_of_product(product, recipe)))
+    return timed
 
 
 def time_products(
@@ -216,18 +226,24 @@ def _time_of(
 ) -> ProductTime:
     shape = shape_of(product)
     count = _calls_of(product)
-    measured_high, measured_low = (
-        None if table is None else table.times.get(key) for key in (high_key(shape), gemm_key(shape, recipe))
-    )
+    measured = {}
+    if table is not None:
+        measured = table.times
+    measured_high = measured.get(high_key(shape))
+    measured_low = measured.get(gemm_key(shape, recipe))
     if product.family == "attention":
         # Fused kernels keep the scores on the chip, so only operations take time.
-        share = 1 if product.mask_share is None else product.mask_share
-        model_ms = shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH]) * share
+        model_ms = shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH])
+        if product.mask_share is not None:
+            model_ms *= product.mask_share
     else:
         model_ms = gemm_ms(shape, "", device)
-    high = (model_ms if measured_high is None else measured_high.ms) * count
+    high = model_ms * count
+    source: Source = "model"
+    if measured_high is not None:
+        high = measured_high.ms * count
+        source = "calibrated"
     if not recipe:
-        source: Source = "model" if measured_high is None else "calibrated"
         return ProductTime(high, high, 0.0, _UNKNOWN_INTERVAL, source, product, recipe)
     if recipe == UNKNOWN or product.gemm not in GEMMS:
         return ProductTime(high, math.nan, 0.0, _UNKNOWN_INTERVAL, "model", product, UNKNOWN)
@@ -256,12 +272,19 @@ def _casts_of_layer(
         product, recipe = low[first]
         device.check_recipe(recipe)
         rows, columns = operand_sizes(operand, first, shape_of(product))
-        calls = 1.0 if operand == "weight" else _calls_of(product)
+        calls = 1.0
+        if operand != "weight":
+            calls = _calls_of(product)
         elements = rows * columns * product.batch
         expected = cast_ms(recipe, operand, elements, device, rowwise=directions[0], columnwise=directions[1])
-        time = None if table is None else table.times.get(cast_key(recipe, operand, rows, columns, directions))
+        time = None
+        if table is not None:
+            time = table.times.get(cast_key(recipe, operand, rows, columns, directions))
         modeled, measured = casts.get(first, (0.0, 0.0))
-        measured = None if time is None or measured is None else measured + time.ms * calls
+        if time is None or measured is None:
+            measured = None
+        else:
+            measured += time.ms * calls
         casts[first] = modeled + expected * calls, measured
     return casts
 
@@ -286,8 +309,10 @@ def speedup_interval(
         + (scatter.cast * cast / low) ** 2
         for high_part, kernel, cast in parts
     )
-    transfer = 0 if device.is_measured else scatter.transfer**2
-    return _interval_around(high / low, scatter.quantile * math.sqrt(variance + 2 * scatter.run**2 + transfer))
+    variance += 2 * scatter.run**2
+    if not device.is_measured:
+        variance += scatter.transfer**2
+    return _interval_around(high / low, scatter.quantile * math.sqrt(variance))
 
 
 def _interval_around(speedup: float, width: float) -> Interval:
@@ -311,11 +336,14 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
         else:
             part = parts[time.shape, time.recipe]
             part[:] = part[0] + time.high_ms, part[1] + time.low_ms - time.cast_ms, part[2] + time.cast_ms
+    source: Source = "model"
     if parts:
         interval = speedup_interval(high, low, parts.values(), device, measured=measured)
     elif in_low:
         interval = _interval_around(high / low, _NORMAL * math.sqrt(measured) / low)
+        source = "calibrated"
+    elif known:
+        interval = (1.0, 1.0)
     else:
-        interval = (1.0, 1.0) if known else _UNKNOWN_INTERVAL
-    source: Source = "calibrated" if in_low and not parts else "model"
+        interval = _UNKNOWN_INTERVAL
     return Total(high, low, casts, interval, source, len(times) - len(known), len(known), bool(in_low))

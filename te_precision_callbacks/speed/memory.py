@@ -34,13 +34,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import size
+from te_precision_callbacks.base.counts import group_by_key, size
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import ONE_SCALE, recipe_of
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.layers.folding import fold_names
-from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
+from te_precision_callbacks.layers.naming import (
+    Model,
+    NamedModule,
+    module_names,
+    modules_of,
+    named_operations,
+    parameters_of,
+)
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import MadeQuantizers
 
@@ -162,17 +169,16 @@ def plan_memory(
     """
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of one forward on one rank.")
-    roots = [root for _, root in named_roots(model) or ()]
-    trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+    trains = any(parameter.requires_grad for parameter in parameters_of(model))
     planner = _MemoryPlanner(recipe, tokens, recipes or {}, calls, trains)
     for named in modules:
         planner.plan(named.module, named.names)
     paths = module_names(model)
-    for key, module in {id(module): module for root in roots for module in root.modules()}.items():
+    for module in modules_of(model):
         if isinstance(module, torch.nn.Linear):
-            planner.plan_torch_linear(paths[key], module)
-    operations = [layer for operation in named_operations(model) for layer in operation.names]
-    planner.not_planned |= dict.fromkeys(operations, "operations of te.ops are not planned.")
+            planner.plan_torch_linear(paths[id(module)], module)
+    for operation in named_operations(model):
+        planner.not_planned |= dict.fromkeys(operation.names, "operations of te.ops are not planned.")
     texts = {recipe_text(chosen) for chosen in (recipe, *planner.recipes.values())} - {""}
     notes = []
     if tokens is None and calls is None:
@@ -186,7 +192,9 @@ def plan_memory(
         )
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
-    name = texts.pop() if len(texts) == 1 else ""
+    name = ""
+    if len(texts) == 1:
+        (name,) = texts
     capability = get_device_compute_capability()
     return Memory(tuple(planner.rows), name, capability, tokens, planner.not_planned, tuple(notes))
 
@@ -214,7 +222,7 @@ class _Linear:
 
     @property
     def override(self) -> str | None:
-        return None if self.recipe is None else self.recipe.backward_override
+        return getattr(self.recipe, "backward_override", None)
 
 
 @dataclass
@@ -266,7 +274,9 @@ class _MemoryPlanner:
         row = te_modules.of(module)
         recipe = self.recipes.get(layers[0], self.recipe)
         quantizers = self.quantizers.of(module, recipe)
-        groups = len(layers) if row.groups else 1
+        groups = 1
+        if row.groups:
+            groups = len(layers)
         linears = []
         for number, (layer, (inputs, outputs)) in enumerate(zip(layers, row.features(module), strict=True)):
             weights = [weight for weight in row.weights(module, number) if isinstance(weight, torch.nn.Parameter)]
@@ -306,7 +316,7 @@ class _MemoryPlanner:
 
     def _parameter(self, layer: str, parameter: torch.Tensor, codes: int = 0) -> None:
         high = parameter.numel() * parameter.dtype.itemsize
-        self._add(layer, "parameter", 0 if codes else high, high, "always")
+        self._add(layer, "parameter", high * (not codes), high, "always")
         self._add(layer, "weight_codes", codes, 0, "always")
         if parameter.requires_grad:
             self._add_high(layer, "gradient", high, "always")
@@ -329,8 +339,10 @@ class _MemoryPlanner:
         first = linears[0]
         row = te_modules.of(module)
         if row.has_norm:
-            statistics = 0 if recomputed else _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2)
-            self._add_high(first.layer, "saved_high", sum(first.rows) * (first.shape[1] * first.itemsize + statistics))
+            row_bytes = first.shape[1] * first.itemsize
+            if not recomputed:
+                row_bytes += _FLOAT32 * {"RMSNorm": 1, "LayerNorm": 2}[module.normalization]
+            self._add_high(first.layer, "saved_high", sum(first.rows) * row_bytes)
         if recomputed:
             return
         if row.is_mlp:
@@ -390,7 +402,9 @@ def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool = Tru
     if recipe_of(quantizer) in ONE_SCALE:  # Float8Quantizer of delayed scaling does not describe its buffers
         from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
-        copies = 1 if is_non_tn_fp8_gemm_supported() else rowwise + columnwise
+        copies = rowwise + columnwise
+        if is_non_tn_fp8_gemm_supported():
+            copies = 1
         return math.prod(shape) * copies + _FLOAT32
     usage = quantizer.rowwise_usage, quantizer.columnwise_usage
     quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
@@ -407,8 +421,10 @@ def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool = Tru
 
 def show(memory: Memory) -> None:
     """Print the bytes by kind, compared with high precision, and notes."""
-    tokens = "unknown tokens" if memory.tokens is None else f"{memory.tokens:,} tokens a forward"
-    if memory.tokens is None and memory.bytes(lives="to_backward").high:
+    tokens = "unknown tokens"
+    if memory.tokens is not None:
+        tokens = f"{memory.tokens:,} tokens a forward"
+    elif memory.bytes(lives="to_backward").high:
         tokens = "the tokens of a batch"
     terminal.show_text(
         f"Memory of {len(memory.layers)} layers on one rank: {memory.recipe or 'no recipe, or several'}, compute"
@@ -417,15 +433,20 @@ def show(memory: Memory) -> None:
     table = terminal.table("", "planned", "in high precision", "added")
     for column in table.columns[1:]:
         column.justify = "right"
-    kinds = [(KINDS[kind], held) for kind, held in memory.by_kind().items()]
+    kinds = [(KINDS[kind], sums) for kind, sums in memory.by_kind().items()]
     for name, (low, high) in [*kinds, ("all on the device", memory.bytes())]:
-        added = f"{'+' if low > high else ''}{size(low - high)}"
+        added = size(low - high)
+        if low > high:
+            added = f"+{added}"
         table.add_row(*map(terminal.cell, (name, size(low), size(high), added)))
     terminal.show(table)
     for lives, text in _LIVES.items():
-        if change := memory.added(lives=lives):
-            terminal.show_text(f"{text}: low precision {'adds' if change > 0 else 'saves'} {size(abs(change))}.")
-    for why in dict.fromkeys(memory.not_planned.values()):
-        layers = fold_names([layer for layer, reason in memory.not_planned.items() if reason == why], most=_MOST_NAMES)
-        terminal.show_text(f"Not planned: {', '.join(layers)}: {why}", hanging=2)
+        change = memory.added(lives=lives)
+        if change > 0:
+            terminal.show_text(f"{text}: low precision adds {size(change)}.")
+        elif change:
+            terminal.show_text(f"{text}: low precision saves {size(-change)}.")
+    for why, layers in group_by_key((why, layer) for layer, why in memory.not_planned.items()).items():
+        names = ", ".join(fold_names(layers, most=_MOST_NAMES))
+        terminal.show_text(f"Not planned: {names}: {why}", hanging=2)
     terminal.show_notes(memory.notes)

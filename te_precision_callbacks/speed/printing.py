@@ -28,7 +28,9 @@ def milliseconds(value: float) -> str:
 def times_faster(speedup: float, interval: Interval) -> str:
     if math.isnan(speedup):
         return "unknown"
-    return f"{speedup:.2f}" + ("" if math.isnan(interval[0]) else f" ({interval[0]:.2f} to {interval[1]:.2f})")
+    if math.isnan(interval[0]):
+        return f"{speedup:.2f}"
+    return f"{speedup:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
 
 
 def compare_with_bf16(total: Total) -> str:
@@ -43,38 +45,50 @@ def summarize_speed(speed: StepSpeed) -> str:
     total = speed.total
     device = speed.device.title
     if not total.is_low:
-        why = "no product with a known cost" if total.unknown else "no matrix product"
+        why = "no matrix product"
+        if total.unknown:
+            why = "no product with a known cost"
         return f"no speed-up expected on {device}: {why} runs in low precision"
     text = f"expected {compare_with_bf16(total)} on {device}"
     count = len(layers_without_gain(speed.times))
+    if count == 1:
+        return f"{text}; 1 layer gains nothing"
     if count:
-        return f"{text}; {many(count, 'layer')} {'gains' if count == 1 else 'gain'} nothing"
+        return f"{text}; {many(count, 'layer')} gain nothing"
     return text
 
 
 def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:
     terminal.show_text(f"{speed.device.title}. Expected times, in milliseconds per step.")
     columns = ["layer", "tokens x in x out", "recipe", "BF16", "as run", "casts"]
-    columns += ["measured"] if measured else []
+    if measured:
+        columns.append("measured")
     table = terminal.table(*columns, "times as fast", "result, or reason")
     table.columns[columns.index("recipe")].no_wrap = True
     rows = layer_rows(speed, measured)
     for row in rows[:_MOST_ROWS]:
         times = row.times
-        cells = [
-            terminal.cell_lines(fold_names(row.layers, most=_MOST_NAMES)),
-            terminal.cell(", ".join(row.shapes)),
-            terminal.cell(row.recipes),
-            terminal.cell(milliseconds(times.high_ms)),
-            terminal.cell(milliseconds(times.low_ms) if times.known else "unknown"),
-            terminal.cell(milliseconds(times.cast_ms) if times.is_low else ""),
-        ]
+        low_ms = "unknown"
+        cast_ms = ""
+        measured_ms = ""
+        faster = ""
+        why = list(row.why)
+        if times.known:
+            low_ms = milliseconds(times.low_ms)
+        if times.is_low:
+            cast_ms = milliseconds(times.cast_ms)
+            faster = times_faster(times.speedup, times.interval)
+            why.insert(0, times.verdict)
+        if row.measured_ms is not None:
+            measured_ms = milliseconds(row.measured_ms)
+        cells = [", ".join(row.shapes), row.recipes, milliseconds(times.high_ms), low_ms, cast_ms]
         if measured:
-            cells.append(terminal.cell("" if row.measured_ms is None else milliseconds(row.measured_ms)))
-        faster, verdict = (
-            ([times_faster(times.speedup, times.interval)], [times.verdict]) if times.is_low else ([""], [])
+            cells.append(measured_ms)
+        table.add_row(
+            terminal.cell_lines(fold_names(row.layers, most=_MOST_NAMES)),
+            *map(terminal.cell, [*cells, faster]),
+            terminal.cell_lines(why),
         )
-        table.add_row(*cells, *map(terminal.cell, faster), terminal.cell_lines([*verdict, *row.why]))
     terminal.show(table, optional=("casts", "tokens x in x out", "recipe"))
     if rows[_MOST_ROWS:]:
         left = sum(len(row.layers) for row in rows[_MOST_ROWS:])
@@ -82,12 +96,15 @@ def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
             f"and {many(len(rows) - _MOST_ROWS, 'more row')} with {many(left, 'layer')}; --json lists all."
         )
     whole = speed.total
-    terminal.show_text(
+    text = (
         f"All products: {milliseconds(whole.high_ms)} ms in BF16, {milliseconds(whole.low_ms)} ms as run:"
         f" {compare_with_bf16(whole)}"
-        + (", not resolved" if whole.is_low and whole.verdict == "not resolved" else "")
-        + ("." if whole.is_low else ", because none runs in low precision.")
     )
+    if not whole.is_low:
+        text += ", because none runs in low precision"
+    elif whole.verdict == "not resolved":
+        text += ", not resolved"
+    terminal.show_text(f"{text}.")
 
 
 def show_step(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:

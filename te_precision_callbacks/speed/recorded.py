@@ -34,18 +34,18 @@ def step_of_run(run: RecordedRun) -> Step:
     scopes = {row["scope"] or "" for row, _ in rows if row["macs"]}
     recipes = {product.layer: row["recipe"] for row, product in rows if row["recipe"]}
     if not any(product.macs for product in products):
-        why = (
-            "A part of the run cannot be read."
-            if run.unread
-            else "Sessions record them from the first step on; logs of nvidia-dlfw-inspect do not have them."
-        )
+        why = "Sessions record them from the first step on; logs of nvidia-dlfw-inspect do not have them."
+        if run.unread:
+            why = "A part of the run cannot be read."
         raise SpeedError(f"The run {run.run_id} has no matrix products with sizes, so nothing can be estimated. {why}")
     ends = run.events.filter(pc.equal(run.events["kind"], "segment_ended"))["iteration"].to_pylist()
     last = max([*run.steps["iteration"].to_pylist()[-1:], *ends], default=None)
-    which = [f"The times are for the last step of the run{'' if last is None else f', iteration {last}'}."]
+    note = "The times are for the last step of the run."
+    if last is not None:
+        note = f"The times are for the last step of the run, iteration {last}."
     if others := other_steps_of_run(run):
-        which += ["Other steps ran in another precision and take other times.", *(f"{line}." for line in others)]
-    notes = [" ".join(which)]
+        note += f" Other steps ran in another precision and take other times. {'. '.join(others)}."
+    notes = [note]
     if len(scopes) > 1:
         notes.append(
             f"The run has layers of {len(scopes)} scopes, such as pipeline stages, on different ranks. The total is"
@@ -103,7 +103,9 @@ class RunSpeed:
     def measured_layers(self) -> dict[str, float]:
         """Layer -> measured milliseconds of its GEMMs and casts without recomputation; empty if not compared."""
         sums: dict[str, float] = defaultdict(float)
-        for row in () if self.measured is None or self.not_compared else self.measured.products:
+        if self.measured is None or self.not_compared:
+            return sums
+        for row in self.measured.products:
             if row.layer and row.kind in ("gemm", "cast") and row.of_pass != "recompute":
                 sums[row.layer] += row.ms
         return dict(sums)
@@ -134,9 +136,10 @@ def run_speed(
     """
     expected = None
     why_not = None
-    chosen = device_named(device) if isinstance(device, str) else device
+    if isinstance(device, str):
+        device = device_named(device)
     try:
-        expected = expect(step_of_run(run), device_of_run(run) if chosen is None else chosen)
+        expected = expect(step_of_run(run), device or device_of_run(run))
     except CalibrationError:
         raise
     except SpeedError as error:

@@ -14,7 +14,7 @@ import torch
 from te_precision_callbacks.base.compiling import CppFile
 from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, FloatFormat, table
-from te_precision_callbacks.base.numerics.layouts import pack_fp4, unpack_fp4
+from te_precision_callbacks.base.numerics.layouts import pack_fp4, unpack
 
 SMALLEST = 1 << 15
 """Matrices with fewer elements use plain torch."""
@@ -133,7 +133,7 @@ def decode_blocks(
             *(out.data_ptr(), dtype == torch.float32, torch.get_num_threads()),
         )
         return out
-    values = fmt.decode(unpack_fp4(codes) if fmt.bits == 4 else codes)
+    values = fmt.decode(unpack(codes, fmt))
     return (values if factors is None else blocks.multiply_by_blocks(values, factors, block)).to(dtype)
 
 

@@ -46,6 +46,7 @@ from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_2D as BLOCK
 from te_precision_callbacks.base.numerics.scaling_modes import MXFP8 as MXFP8
 from te_precision_callbacks.base.numerics.scaling_modes import NVFP4 as NVFP4
 from te_precision_callbacks.base.numerics.scaling_modes import PER_TENSOR as PER_TENSOR
+from te_precision_callbacks.base.vocabulary import direction_name
 
 SWIZZLE_ROWS = 128
 SWIZZLE_COLUMNS = 4
@@ -121,7 +122,7 @@ class Stored:
         return self.scale_memory.in_rows()[:rows, :columns]
 
     def elements(self, rows: slice = slice(None)) -> torch.Tensor:
-        codes = unpack_fp4(self.codes[rows]) if self.element_format.bits == 4 else self.codes[rows]
+        codes = unpack(self.codes[rows], self.element_format)
         return self.element_format.decode(codes)
 
     def block_scales(self) -> torch.Tensor:
@@ -235,7 +236,7 @@ def read_stored(tensor: Any, *, columnwise: bool) -> Stored | None:
         raise LayoutError(f"{type(tensor).__name__}: not a quantized tensor of a known format.")
     if mode == PER_TENSOR:
         return _per_tensor(tensor, columnwise)
-    direction = "columnwise" if columnwise else "rowwise"
+    direction = direction_name(columnwise)
     data = getattr(tensor, f"_{direction}_data")
     scales = getattr(tensor, f"_{direction}_scale_inv")
     if data is None:
@@ -279,6 +280,13 @@ def unswizzle(scales: torch.Tensor) -> torch.Tensor:
     rows, columns = _tiles(scales)
     tiled = scales.reshape(rows, columns, 32, 4, SWIZZLE_COLUMNS)
     return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
+
+
+def unpack(codes: torch.Tensor, element_format: FloatFormat) -> torch.Tensor:
+    """Return one code a byte."""
+    if element_format.bits == 4:
+        return unpack_fp4(codes)
+    return codes
 
 
 def unpack_fp4(codes: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from te_precision_callbacks.base.counts import first_of
+
 
 def own_rank() -> int:
     """Return the rank of this process; 0 without torch.distributed."""
@@ -44,9 +46,8 @@ def format_by_rank(values: Mapping[int, Any]) -> str:
     for rank, value in sorted(values.items()):
         ranks_with.setdefault(value, []).append(rank)
     most_first = sorted(ranks_with.items(), key=lambda entry: -len(entry[1]))
-    shown = [f"{value} on {format_ranks(ranks)}" for value, ranks in most_first[:_MOST_NAMED]]
-    more = len(most_first) - len(shown)
-    return "; ".join([*shown, f"and {more} others"] if more else shown)
+    texts = (f"{value} on {format_ranks(ranks)}" for value, ranks in most_first)
+    return "; ".join(first_of(texts, _MOST_NAMED, "and {} others"))
 
 
 _MOST_NAMED = 8
@@ -59,6 +60,5 @@ def format_ranks(ranks: Sequence[int]) -> str:
             spans[-1][1:] = [rank]
         else:
             spans.append([rank])
-    shown = ["-".join(map(str, span)) for span in spans[:_MOST_NAMED]]
-    more = [f"and {len(spans) - len(shown)} more spans"] if len(spans) > len(shown) else []
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown + more)}"
+    texts = ("-".join(map(str, span)) for span in spans)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(first_of(texts, _MOST_NAMED, 'and {} more spans'))}"

@@ -302,8 +302,11 @@ def measure(trace: Trace) -> MeasuredStep:
     if not trace.kernels:
         wall = sum(spans[number][1] - spans[number][0] for number in iterations)
     known = {event: _classify(event) for event in work}
+    device = "CPU"
+    if trace.kernels:
+        device = trace.device or "a GPU that the trace does not name"
     return MeasuredStep(
-        device=(trace.device or "a GPU that the trace does not name") if trace.kernels else "CPU",
+        device=device,
         on_device=bool(trace.kernels),
         rank=trace.rank,
         iterations=iterations,
@@ -329,8 +332,7 @@ def _select_iterations(
 def _classify(event: TraceEvent) -> NamedKernel:
     if event.what == "operator":
         return kind_of_operator(event.name)
-    operator = event.context.operator
-    return kind_of_kernel(event.name, "" if operator is None else operator.name)
+    return kind_of_kernel(event.name, getattr(event.context.operator, "name", ""))
 
 
 def _rows(work: Mapping[TraceEvent, NamedKernel], steps: int) -> tuple[MeasuredProduct, ...]:
@@ -365,8 +367,10 @@ def show(step: MeasuredStep) -> None:
     of = f"iteration {iterations[0]}"
     if len(iterations) > 1:
         of = f"mean of {len(iterations)} iterations ({iterations[0]} to {iterations[-1]})"
-    rank = "" if step.rank is None else f", rank {step.rank}"
-    terminal.show_text(f"{step.device}{rank}: {of}. Step {step.wall_ms:.3f} ms.")
+    device = step.device
+    if step.rank is not None:
+        device += f", rank {step.rank}"
+    terminal.show_text(f"{device}: {of}. Step {step.wall_ms:.3f} ms.")
     _show_kinds(step)
     _show_layers(step)
     terminal.show_notes(step.notes)
@@ -376,17 +380,23 @@ def _show_kinds(step: MeasuredStep) -> None:
     passes: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in step.products:
         passes[row.kind, row.format][row.of_pass or "other"] += row.ms
-    columns = [name for name in _PASSES if any(name in of_kind for of_kind in passes.values())]
-    rows = [
-        [
-            f"{kind} {form}".strip(),
-            f"{ms:.3f}",
-            f"{100 * ms / step.work_ms:.1f} %" if step.work_ms else "",
-            *(f"{passes[kind, form][name]:.3f}" if passes[kind, form].get(name) else "" for name in columns),
-        ]
-        for (kind, form), ms in step.by_kind().items()
-    ]
-    _show_table(["kind", "ms", "of kernels" if step.on_device else "of operators", *columns], rows)
+    known = {row.of_pass or "other" for row in step.products}
+    columns = [name for name in _PASSES if name in known]
+    rows = []
+    for (kind, form), ms in step.by_kind().items():
+        share = ""
+        if step.work_ms:
+            share = f"{100 * ms / step.work_ms:.1f} %"
+        cells = [f"{kind} {form}".strip(), f"{ms:.3f}", share]
+        for name in columns:
+            cells.append("")
+            if passes[kind, form].get(name):
+                cells[-1] = f"{passes[kind, form][name]:.3f}"
+        rows.append(cells)
+    whole = "of operators"
+    if step.on_device:
+        whole = "of kernels"
+    _show_table(["kind", "ms", whole, *columns], rows)
 
 
 def _show_layers(step: MeasuredStep) -> None:
@@ -406,7 +416,8 @@ def _show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = terminal.table(*head)
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
-        column.justify = "left" if column.header == "of which" else "right"
+        if column.header != "of which":
+            column.justify = "right"
     for row in rows:
         table.add_row(*map(terminal.cell, row))
     terminal.show(table)

@@ -9,7 +9,10 @@ _RANGE = re.compile(r"te_precision\|(iteration|unended|layer\|forward|layer\|bac
 
 
 def layer_range(layer: str, gemm: str = "", *, backward: bool = False) -> str:
-    return f"te_precision|layer|{'backward' if backward else 'forward'}|{gemm}|{layer}"
+    direction = "forward"
+    if backward:
+        direction = "backward"
+    return f"te_precision|layer|{direction}|{gemm}|{layer}"
 
 
 def iteration_range(iteration: int) -> str:

@@ -124,8 +124,9 @@ def read_trace(path: str | Path) -> Trace:
     reader = _TraceReader(trace)
     try:
         data = regular_file(path).read_bytes()
-        text = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-        facts = json.loads(text, object_hook=reader.read)
+        if data.startswith(b"\x1f\x8b"):
+            data = gzip.decompress(data)
+        facts = json.loads(data, object_hook=reader.read)
         if isinstance(facts, Mapping):
             trace.device = str((facts.get("deviceProperties") or [{}])[0].get("name", ""))
             trace.rank = (facts.get("distributedInfo") or {}).get("rank")
@@ -167,9 +168,13 @@ class _TraceReader:
             arguments = event.get("args") or {}
             begin = float(event["ts"])
             us = float(event.get("dur", 0))
-            link = arguments.get("correlation") if what in ("call", "kernel") else None
+            link = None
+            if what in ("call", "kernel"):
+                link = arguments.get("correlation")
             has_node = "Sequence number" in arguments
-            events = self._trace.kernels if what == "kernel" else self._trace.host
+            events = self._trace.host
+            if what == "kernel":
+                events = self._trace.kernels
             events.append(TraceEvent(sys.intern(event["name"]), what, begin, begin + us, lane, link, has_node, us=us))
         elif phase == "s" and event.get("cat") == "fwdbwd":
             self.forwards[event["id"]] = lane, float(event["ts"])
@@ -191,7 +196,9 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
     for event in sorted(trace.host, key=lambda event: (event.lane, event.begin, -event.end)):
         while stack and (stack[-1].lane != event.lane or stack[-1].end <= event.begin):
             stack.pop()
-        outer = stack[-1].context if stack else Context()
+        outer = Context()
+        if stack:
+            outer = stack[-1].context
         stack.append(event)
         event.context = outer
         event.launched = event.begin
@@ -227,9 +234,15 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
 
 
 def _enter_layer_range(outer: Context, direction: str, gemm: str, layer: str) -> Context:
-    again = outer.of_pass in ("backward", "recompute")
-    now: Pass = "backward" if direction == "backward" else "recompute" if again else "forward"
-    return Context(layer, gemm, now, outer.unit if now == outer.of_pass else None, outer.operator)
+    now: Pass = "forward"
+    if direction == "backward":
+        now = "backward"
+    elif outer.of_pass in ("backward", "recompute"):
+        now = "recompute"
+    unit = None
+    if now == outer.of_pass:
+        unit = outer.unit
+    return Context(layer, gemm, now, unit, outer.operator)
 
 
 def _enter_operator(outer: Context, event: TraceEvent) -> Context:
@@ -249,4 +262,4 @@ def _enter_operator(outer: Context, event: TraceEvent) -> Context:
         unit = None
     elif now == "" and event.has_node:
         now = "forward"
-    return Context(layer, gemm, now, event if unit is None else unit, event)
+    return Context(layer, gemm, now, unit or event, event)
