@@ -209,6 +209,7 @@ from pathlib import Path
 import torch
 from te_precision_callbacks import InspectSession, reference
 from te_precision_callbacks.base.numerics.formats import E3M2
+from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.options import SessionOptions
 reference.install()
 import transformer_engine.pytorch as te
@@ -238,6 +239,8 @@ y.sum().backward()
 debugger.on_step_end(loop)
 debugger.on_end(loop)
 print({{found.gemm: sorted(set(found.operands.values())) for found in debugger.session.precision}})
+check = next(rule for rule in RULES if rule.id == "zero-rate").check()
+print([found.since for step in range(12) for found in check.scalars(step, {{"lr": 0.0 if step else 1.0}})])
 (row,) = Kept.rows
 torch.testing.assert_close(row.value, x.double().square().mean().sqrt().item(), rtol=1e-6, atol=0)
 print(row.statistic, E3M2.max, E3M2.min_subnormal, sys.modules["te_precision_callbacks"].__file__)
@@ -270,6 +273,11 @@ def test_the_steps_of_the_page_work(tmp_path: Path) -> None:
     put(package / "config" / "schemas.py", "        DumpTensors,\n", "        HighPrecisionWgrad,\n")
     (of_format,) = steps("A format")
     put(package / "base" / "numerics" / "formats.py", "E2M1 = FloatFormat", of_format)
+    check, row = steps("A rule of the diagnosis")
+    rules = package / "diagnosis" / "rules" / "settings.py"
+    put(rules, '_COLLECT = "a session', check + "\n\n")
+    put(rules, '    Rule(\n        id="margin"', textwrap.indent(row, "    ") + "\n")
+    put(rules, "from collections.abc import", "from collections.abc import Mapping\n")
     (integration,) = steps("An integration")
 
     script = tmp_path / "script.py"
@@ -277,7 +285,8 @@ def test_the_steps_of_the_page_work(tmp_path: Path) -> None:
     # The copy, not the installed package.
     done = run([executable(), str(script)], cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    operands, last = done.stdout.splitlines()[-2:]
+    operands, of_rule, last = done.stdout.splitlines()[-3:]
+    assert of_rule == "[1]"
     assert operands == "{'fprop': ['FP8 E4M3'], 'dgrad': ['FP8 E4M3', 'FP8 E5M2'], 'wgrad': ['FP32']}"
     # OCP Microscaling Formats (MX) Specification 1.0, table 1: the largest number and the smallest subnormal of E3M2.
     assert last == f"rms 28.0 0.0625 {package / '__init__.py'}"
