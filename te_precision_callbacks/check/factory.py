@@ -77,8 +77,13 @@ def build_setup(spec: str) -> Mapping[str, Any]:
     """Call a user's function that returns the arguments of a search; raises a ModelFactoryError."""
     with _like_a_script():
         made = _call(_call(functools.partial(pkgutil.resolve_name, spec), spec, _SETUP), spec, _SETUP)
-    if not isinstance(made, Mapping) or not {"model", "closure", "batches"} <= set(made):
+    if not isinstance(made, Mapping):
         raise ModelFactoryError(f"{shown(spec)} has returned {shown(made)}. {_SETUP.spelling}")
+    missing = {"model", "closure", "batches"} - set(made)
+    unknown = set(made) - {"model", "closure", "batches", "optimizer"}
+    if missing or unknown:
+        lacks = f"lacks {', '.join(sorted(missing))}" if missing else f"has unknown keys: {', '.join(sorted(unknown))}"
+        raise ModelFactoryError(f"The mapping of {shown(spec)} {lacks}. {_SETUP.spelling}")
     return made
 
 

@@ -149,7 +149,7 @@ def _show_runs(path: str, checked: list[_Checked], *, as_json: bool) -> None:
     terminal.show_text(f"{path}: {len(checked)} runs{others}.")
     for one in checked:
         terminal.show_text(f"{one.run.run_id}: {one.verdict}", hanging=_INDENT)
-    name = next((one.run.run_id for one in checked if not one.verdict.healthy), checked[-1].run.run_id)
+    name = next(one.run.run_id for one in reversed(checked) if one.verdict is worst)
     typer.echo(f"For details: {terminal.shell_command('te-precision', 'diagnose', path, '--run', name)}")
 
 

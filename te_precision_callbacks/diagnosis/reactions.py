@@ -47,6 +47,11 @@ def read_reactions(on_finding: Mapping[str, str]) -> dict[str, dict[str, int]]:
         if rule not in rules:
             more = suggestion(str(rule), rules)
             raise OptionError(f"on_finding={dict(on_finding)!r}: there is no rule {rule!r}.{more}")
+        if not isinstance(text, str):
+            raise OptionError(
+                f"on_finding={dict(on_finding)!r}: the reactions to {rule!r} must be a text with commas, such as"
+                f" 'dump, protect checkpoint', not {text!r}."
+            )
         reactions[rule] = {}
         for part in str(text).split(","):
             match = _REACTION.fullmatch(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,8 @@ from te_precision_callbacks.base.ranks import world_size
 from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 
 KEPT_STEPS = 64
+
+_EXPERT = re.compile(r"\.gemm_\d+$")
 
 BACKWARD = ("gradient", "dgrad", "wgrad")
 
@@ -67,7 +70,7 @@ class Origin:
         of_batch = f"micro-batch {self.micro_batch} of " if self.micro_batches > 1 else ""
         text = f"inf or nan appear in {of_batch}{step}"
         if self.magnitude is not None:
-            text += f", after a largest magnitude of {self.magnitude:.3g} in the step before"
+            text += f", after at most {self.magnitude:.3g} in the step before"
         if self.before:
             layer, tensor = self.before
             which = "the watched" if self.unwatched else "the"
@@ -140,9 +143,10 @@ class LastSteps:
         is_backward = self.slots[slot].tensor in BACKWARD
         last = None
         for other in reversed(row.order[:first]):
-            if not is_backward and self.slots[other].tensor in BACKWARD:
+            slot_before = self.slots[other]
+            if not is_backward and slot_before.tensor in BACKWARD:
                 break  # of the micro-batch before
-            if other != slot and self.slots[other].tensor != "weight":
+            if slot_before.tensor != "weight" and _side_by_side(slot_before) != _side_by_side(self.slots[slot]):
                 last = other
                 break
         broken = [self.slots[place] for place in (~(row.magnitudes < float("inf"))).nonzero()[0].tolist()]
@@ -162,6 +166,11 @@ class LastSteps:
             ranks=world_size(),
             unwatched=tuple(row.unwatched),
         )
+
+
+def _side_by_side(slot: TensorSlot) -> tuple[str, str]:
+    """Return a name that a tensor shares with the same tensors of a module's other experts."""
+    return _EXPERT.sub("", slot.layer), slot.tensor
 
 
 def _shown(row: StepRow, slot: int) -> float | str | None:

@@ -183,8 +183,10 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
         if debug_quantization.STANDARD_QUANTIZE in plans or not isinstance(parent, Float8Quantizer):
             return
         if tensor.numel() and not is_quantized(tensor):
+            usage = {"rowwise": parent.rowwise_usage, "columnwise": parent.columnwise_usage}
             parent.set_usage(rowwise=True, columnwise=False)
             parent(tensor)  # as in a step without features
+            parent.set_usage(**usage)  # GroupedLinear does not set it again for gradients
 
     def _as_operand(self, tensor: Any) -> Any:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)

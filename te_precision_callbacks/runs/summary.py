@@ -122,6 +122,7 @@ def last_steps(run: RecordedRun) -> dict[str, Any] | None:
     ]
     if not recorded:
         return None
+    recorded.reverse()  # of several without a problem, the last one
     chosen = min(recorded, key=lambda row: (row["first"][1] if row["first"] else math.inf, not row["is_problem"]))
     losses: dict[int, float | str] = {}
     name = next(filter(is_loss, loss_first(run.curves)), None)

@@ -5,8 +5,8 @@ Usage::
     te-precision search package.module:setup --cosine 0.999
     te-precision search package.module:setup --low-share 0.85 --device h200 --max-time 600 -o search
 
-The exit code is 0; 1 if the confirmation does not show that the choice is within the tolerance; 2 for wrong use, and if
-no choice meets the budget. ``--json`` prints one JSON object.
+The exit code is 0 only if the confirmation shows that the choice is within the tolerance, and otherwise 1; 2 for wrong
+use, and if no choice meets the budget. ``--json`` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -96,5 +96,5 @@ def search_command(
         terminal.show_json(result.as_json())
     else:
         show(result, folder)
-    if result.confirmation is not None and result.confirmation.choice.decision != "within":
+    if result.confirmation is None or result.confirmation.choice.decision != "within":
         raise typer.Exit(1)

@@ -128,6 +128,8 @@ class EffectMeasurement:
 
     def measure_high(self) -> None:
         loss, gradients = self._run(None)
+        if not math.isfinite(loss):
+            raise SearchError(f"The loss is {loss} in high precision, so no effect of low precision can be seen.")
         # DistributedDataParallel may write later gradients into the same memory.
         self._high = [None if gradient is None else gradient.clone() for gradient in gradients]
         if not any(gradient is not None and bool(gradient.any()) for gradient in self._high):
@@ -194,6 +196,10 @@ class EffectMeasurement:
         return GradientEffect(loss, *means)
 
 
+def _version_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)  # of a DTensor: the shards of all ranks add up
     return (tensor if to_local is None else to_local()).float()
@@ -210,8 +216,9 @@ def mean_over_ranks(values: torch.Tensor) -> Any:
 
 
 def run_closure(closure: Closure, batch: Any, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Call the closure; raises a SearchError if it steps the optimizer, or does not return a loss."""
+    """Call the closure; raises a SearchError if it steps the optimizer, runs the backward, or returns no loss."""
     before = [parameter._version for parameter in parameters]
+    gradients = [_version_of(parameter.grad) for parameter in parameters]
     loss = closure(batch)
     changed = [p for p, version in zip(parameters, before, strict=True) if p._version != version]
     if changed:
@@ -219,6 +226,8 @@ def run_closure(closure: Closure, batch: Any, parameters: Sequence[torch.nn.Para
             f"The closure changed {len(changed)} of {len(parameters)} parameters: it must not step the optimizer."
             " Return the loss of the batch; the search runs the backward and, to confirm, steps optimizer=."
         )
+    if gradients != [_version_of(parameter.grad) for parameter in parameters]:
+        raise SearchError("The closure ran the backward. Return the loss of the batch; the search runs the backward.")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise SearchError(
             "The closure must return the loss of a batch, a tensor with one element that needs a gradient. The search"

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -142,6 +143,13 @@ def search(
             raise OptionError(f"{name}={value} must be {least} or more.")
     if optimizer is None:
         seeds = 0
+    elif not {id(p) for group in optimizer.param_groups for p in group["params"]} & set(map(id, model.parameters())):
+        raise SearchError("optimizer= has no parameter of the model, so short trainings would change nothing.")
+    for pattern in together:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise OptionError(f"together={pattern!r} is not a regular expression: {error}.") from None
     budget = SearchBudget(low_share, extra_ms, cosine)
     target = None if device is None else device_named(device)
     if extra_ms is not None and target is None:
@@ -249,8 +257,8 @@ class _Search:
         all_low = sweep.effect(frozenset())
         self._require_quiet(noise, high, all_low)
         whole = low.delayed()
-        measured = sweep.run(self._units.atoms(together, whole_modules=whole), by_gemm=not whole)
         costs = Costs(products, recipe, device)
+        measured = sweep.run(self._units.atoms(together, whole_modules=whole), by_gemm=not whole)
         points = frontier(measured, all_low, costs)
         choice = choose(points, budget, costs, sweep.effect)
         effect = sweep.effect(choice)
@@ -288,7 +296,7 @@ class _Search:
         self, choice: Choice, optimizer: torch.optim.Optimizer | None, tolerance: float
     ) -> Confirmation | None:
         if optimizer is None or not self._fresh:
-            self._notes.append("Not confirmed: short trainings need optimizer= and seeds=3 or more.")
+            self._notes.append("Not confirmed: short trainings need optimizer= and seeds=, 3 at least to decide.")
             return None
         key = hashlib.sha256(repr(sorted(choice)).encode()).hexdigest()[:16]
         arms: dict[str, Choice | None] = {key: choice, "low": frozenset(), "high": None}

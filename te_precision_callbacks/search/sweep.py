@@ -71,7 +71,7 @@ class Sweep:
     def run(self, atoms: Sequence[LayerGroup], *, by_gemm: bool) -> list[MeasuredGroup]:
         """Measure groups, level by level; a level that cannot be completed in time is left out."""
         blocks = split_by_block(atoms)
-        parts: dict[str, list[LayerGroup]] = {}
+        parts: dict[tuple[str, str], list[LayerGroup]] = {}  # a block of one layer has the layer's name
         level = [merged(name, members) for name, members in blocks.items()]
         measured: list[MeasuredGroup] = []
         for kind in ("block", "layer", "gemm"):
@@ -84,17 +84,17 @@ class Sweep:
             large = [effect.error > _LARGE * total for effect in effects]
             for group, effect, is_large in zip(level, effects, large, strict=True):
                 measured.append(MeasuredGroup(group, kind, effect))
-                parts[group.name] = []
+                parts[kind, group.name] = []
                 if is_large and kind == "block":
-                    parts[group.name] = blocks[group.name]
+                    parts[kind, group.name] = blocks[group.name]
                 elif is_large and kind == "layer" and by_gemm:
-                    parts[group.name] = split_by_gemm(group)
-            level = [part for group in level for part in parts[group.name]]
+                    parts[kind, group.name] = split_by_gemm(group)
+            level = [part for group in level for part in parts[kind, group.name]]
             if not level:
                 break
         seen = {entry.group.name for entry in measured if entry.level != "block"}
         return [
-            MeasuredGroup(entry.group, entry.level, entry.effect, _is_split(parts[entry.group.name], seen))
+            MeasuredGroup(entry.group, entry.level, entry.effect, _is_split(parts[entry.level, entry.group.name], seen))
             for entry in measured
         ]
 

@@ -123,6 +123,8 @@ class Actions:
         refused = self._model.refusals(concerned) if action.kind == HIGH_PRECISION else {}
         layers = [layer for layer in concerned if layer not in busy and layer not in refused]
         but = "".join(f"; {layer} cannot: {why}" for layer, why in refused.items())
+        if not concerned:
+            return f"{some_of(action.layers) or 'the finding'} names no layer that debug features act on"
         if not layers:
             return f"no further layer of Transformer Engine is concerned{but}"
         self._count += 1

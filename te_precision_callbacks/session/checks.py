@@ -366,7 +366,7 @@ class EveryStepCheck:
 
     def record_requested(self, iteration: int) -> None:
         self.is_requested = False
-        self.record("SIGUSR1 was received", iteration, is_problem=False)
+        self.record("SIGUSR1 was received", iteration, kept=LEFT_FOR_PROBLEMS + 1)
 
     def read(self) -> None:
         """Read all steps so far from the devices, and wait for them."""
@@ -376,16 +376,16 @@ class EveryStepCheck:
             self._watch.is_on = False
             self._failures.report("reading", "what was watched in the last steps", error)
 
-    def record(self, why: str, iteration: int, *, of_all: bool = False, is_problem: bool = True) -> None:
+    def record(self, why: str, iteration: int, *, of_all: bool = False, kept: int = 0) -> None:
         """Add an event with the last steps, if they were not recorded too often.
 
         Args:
             of_all: whether all ranks record them for the same reason; only the first rank then writes a file.
-            is_problem: False for the end of a run and for a request, which leave room for problems.
+            kept: how many records are left for other reasons: for problems and the end of the run.
         """
-        if self._records_left > (0 if is_problem else LEFT_FOR_PROBLEMS) and self.steps.rows:
+        if self._records_left > kept and self.steps.rows:
             self._records_left -= 1
-            data = {"of_all": of_all, "is_problem": is_problem, **self.steps.as_json()}
+            data = {"of_all": of_all, "is_problem": not kept, **self.steps.as_json()}
             count = many(len(self.steps.rows), "step")
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 

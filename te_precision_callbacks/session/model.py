@@ -226,7 +226,12 @@ class ObservedModel:
         goes_on = "with only activation overflow detection" if watched else "without precision debugging"
         for text in describe_idle_sections(options.config, planned.sections):
             logger.warning("%s", text)
-        if not self.layers.of_all:
+        if not self.layers.of_all and self.layers.operations:
+            logger.warning(
+                "The model's only layers of Transformer Engine are operations of te.ops, which have no statistics. What"
+                " they run in, and inf and nan, are observed."
+            )
+        elif not self.layers.of_all:
             logger.warning("%s", no_layers_warning(goes_on, self._context.loop.integration))
         self.model = model
         self._observe(planned)

@@ -40,6 +40,7 @@ from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
 from te_precision_callbacks.parameters.updates import UpdateWatch
 from te_precision_callbacks.session.actions import Actions
 from te_precision_callbacks.session.checks import (
+    LEFT_FOR_PROBLEMS,
     ContractCheck,
     EveryStepCheck,
     OverflowCheck,
@@ -576,7 +577,8 @@ class Run:
                 why = f"the run was ended by {type(error).__name__}"
             # SIGTERM comes also after the crash of another rank, so each rank records its own.
             ends_all = error is None or isinstance(error, KeyboardInterrupt)
-            self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all, is_problem=error is not None)
+            kept = LEFT_FOR_PROBLEMS if error is None else 0
+            self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all, kept=kept)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
             if error is None and self._shares_losses:

@@ -145,8 +145,7 @@ class Device(BaseModel):
         why = _why_not(recipe, self.capability)
         if why:
             raise SpeedError(
-                f"{self.title} does not run {recipe}: {why}. Choose another recipe with --recipe, or another device"
-                " with --device."
+                f"{self.title} does not run {recipe}: {why}. Choose another recipe, or another device with --device."
             )
         kernel = KERNEL_OF_RECIPE[recipe]
         if self.peak_tflops(kernel) is None:

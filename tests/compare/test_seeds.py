@@ -122,9 +122,16 @@ def test_one_seed_a_side_decides_nothing(tmp_path: Path) -> None:
     assert "Cannot decide with 1 seed" in result.output
 
 
+def test_pairs_of_different_lengths_are_said(tmp_path: Path) -> None:
+    record(tmp_path / "short", {}, scalars={"loss": np.linspace(3, 2, 12)})
+    result = command("--a", *runs(tmp_path, "a", [0, 0]), "--b", tmp_path / "short", *runs(tmp_path, "b", [0]))
+    assert "these means are not from the same steps" in " ".join(result.output.split())
+
+
 def test_wrong_use_names_the_remedy(tmp_path: Path) -> None:
     a = runs(tmp_path, "a", [0, 0])
     b = runs(tmp_path, "b", [0, math.nan])
+    assert "a1 is given twice" in refusal("--a", *a, "--b", b[0], a[1])
     assert "not 2 and 1" in refusal("--a", *a, "--b", b[0])
     assert "b1 is nan from step 0 on, so it has no final loss" in refusal("--a", *a, "--b", *b)
     assert "a tolerance is for several" in refusal(*a, "--tolerance", 0.1)

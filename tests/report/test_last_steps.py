@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.flight.rows import Slot, StepRow
+from te_precision_callbacks.flight.rows import TensorSlot, StepRow
 from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.runs.summary import last_steps
@@ -37,7 +37,7 @@ def recorded(steps: LastSteps, *, is_problem: bool = True) -> dict[str, object]:
 
 def last_of(layers: int, steps: int, bad: tuple[int, int] | None = None, start: int = 0) -> LastSteps:
     """Steps of a model; ``bad``: the layer and the step in which its activation and all later tensors become nan."""
-    slots = [Slot(f"decoder.layers.{layer}.mlp.fc1", tensor) for layer in range(layers) for tensor in TENSORS]
+    slots = [TensorSlot(f"decoder.layers.{layer}.mlp.fc1", tensor) for layer in range(layers) for tensor in TENSORS]
     order = sorted(range(len(slots)), key=lambda slot: _time(slots, slot, layers))
     draw = np.random.default_rng(0)
     scale = np.exp2(draw.uniform(-8, 4, len(slots)))
@@ -46,13 +46,13 @@ def last_of(layers: int, steps: int, bad: tuple[int, int] | None = None, start: 
         magnitudes = (scale * np.exp2(draw.normal(0, 0.2, len(slots)))).astype(np.float32)
         first = None
         if bad is not None and step >= bad[1]:
-            first = order.index(slots.index(Slot(f"decoder.layers.{bad[0]}.mlp.fc1", "activation")))
+            first = order.index(slots.index(TensorSlot(f"decoder.layers.{bad[0]}.mlp.fc1", "activation")))
             magnitudes[[slot for slot in order[first:] if slots[slot].tensor != "weight"]] = np.nan
         last.add(StepRow(step, order, magnitudes=magnitudes, first=first))
     return last
 
 
-def _time(slots: Sequence[Slot], slot: int, layers: int) -> tuple[bool, int]:
+def _time(slots: Sequence[TensorSlot], slot: int, layers: int) -> tuple[bool, int]:
     layer = slot // len(TENSORS)
     in_backward = slots[slot].tensor not in ("weight", "activation")
     return in_backward, (layers - layer if in_backward else layer) * len(TENSORS) + slot % len(TENSORS)

@@ -1,6 +1,7 @@
 """The search on models with planted layers: what it finds, what it writes, and that it leaves no trace."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.search import BudgetError, SearchError, SearchResult, search
 from tests.forked import ranks
 from tests.search import ranks_script
-from tests.search.models import RECIPES, Net, batches, closure_of, on_gpu_of, plant
+from tests.search.models import HIDDEN, RECIPES, Net, batches, closure_of, on_gpu_of, plant
 
 
 def trained(
@@ -288,6 +289,10 @@ def broken(kind: str, model: Net, optimizer: torch.optim.Optimizer) -> Callable[
         if kind == "steps":
             loss.backward()
             optimizer.step()
+        if kind == "backward":
+            loss.backward()
+        if kind == "nan":
+            return loss * math.nan
         if kind == "memory" and next(calls) == 5:
             raise torch.OutOfMemoryError("out of memory")
         if kind == "no loss":
@@ -307,6 +312,8 @@ def broken(kind: str, model: Net, optimizer: torch.optim.Optimizer) -> Callable[
         ("steps", r"changed 2\d of 2\d parameters: it must not step the optimizer"),
         ("memory", r"out of memory in the search; the state of the training was put back"),
         ("no loss", r"must return the loss of a batch"),
+        ("backward", r"The closure ran the backward"),
+        ("nan", r"The loss is nan in high precision"),
     ],
 )
 def test_a_closure_that_cannot_be_searched_is_said_and_leaves_no_trace(kind: str, message: str) -> None:
@@ -327,9 +334,12 @@ def test_wrong_options_and_models_are_refused() -> None:
         ({"cosine": 2}, r"cosine=2 must be between 0 and 1"),
         ({"extra_ms": 1}, r"extra_ms= needs a device"),
         ({"steps": 0}, r"steps=0 must be 1 or more"),
+        ({"together": ["("]}, r"together='\(' is not a regular expression"),
     ):
         with pytest.raises(OptionError, match=message):
             find(model, data, **wrong)
+    with pytest.raises(SearchError, match="optimizer= has no parameter of the model"):
+        find(model, data, optimizer=torch.optim.SGD(te.Linear(32, 32).parameters()))
     with pytest.raises(SearchError, match="no layers of Transformer Engine"):
         search(torch.nn.Linear(2, 2), lambda batch: batch, [1], cosine=0.9)
     with pytest.raises(SearchError, match="it has fuse_wgrad_accumulation=True"):
@@ -355,3 +365,26 @@ def test_two_ranks_choose_alike_and_leave_no_trace(tmp_path: Path) -> None:
     assert first["high"]
     for name in ("high", "cosine", "differences"):
         assert first[name] == second[name]
+
+
+# ---------------------------------------------------------------------- a block of one layer
+
+
+class WithHead(Net):
+    def __init__(self, recipe: Any) -> None:
+        super().__init__(recipe, blocks=2)
+        self.head = te.LayerNormLinear(HIDDEN, HIDDEN, params_dtype=self.dtype)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=self.recipe):
+            return self.head(super().forward(hidden))
+
+
+def test_a_block_of_one_layer_counts_once() -> None:
+    model = WithHead(RECIPES["delayed"]())
+    for _ in range(2):
+        closure_of(model)(next(batches())).backward()
+    leaves = [entry.group for entry in find(model, batches(), cosine=0.9).measured if not entry.is_split]
+    assert "head" in [group.name for group in leaves]
+    gemms = [gemm for group in leaves for gemm in group.switches]
+    assert len(gemms) == len(set(gemms))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
+from tests.conftest import feature
 from tests.forked import ranks
 from tests.instrumentation.gemm_spy import BLACKWELL
 from tests.session.actions_script import NAN_AT, STEPS
@@ -181,9 +183,34 @@ def test_several_findings_in_one_step(tmp_path: Path) -> None:
     texts = [text for _, text in told(tmp_path)]
     assert session.protects_checkpoints
     assert sum(", in the steps" in text and text.startswith("high") for text in texts) == 1
-    assert "high precision, because of nonfinite-loss: no further layer of Transformer Engine is concerned." in texts
+    assert "high precision, because of nonfinite-loss: the finding names no layer that debug features act on." in texts
     assert sum("no longer saved or deleted" in text for text in texts) == 2
     assert sum(text.startswith("dump") for text in texts) == 1
+
+
+def test_experts_run_in_fp8_again(tmp_path: Path) -> None:
+    """With delayed scaling, the quantizer of a feature must leave the recipe's quantizer as it is."""
+    model = te.GroupedLinear(2, 32, 32)
+    config = {"s": feature("DisableFP8Layer", ["all"], end_step=2)}
+    with InspectSession(config, model=model, log_dir=tmp_path) as session:
+        for _ in range(5):
+            with te.autocast(enabled=True):
+                model(torch.randn(64, 32), [32, 32]).sum().backward()
+            session.step()
+        operands = [session.precision(at=step)[0].operands["weight"] for step in range(5)]
+    assert operands == ["FP32"] * 3 + ["FP8 E4M3"] * 2
+
+
+def test_signals_leave_room_for_the_end(tmp_path: Path) -> None:
+    model = Blocks("current")
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for _ in range(12):
+            model(torch.randn(32, 64)).sum().backward()
+            signal.raise_signal(signal.SIGUSR1)
+            session.step()
+    records = [row["text"] for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "last_steps"]
+    assert len(records) < 8
+    assert records[-1] == "The last 12 steps before: the end of the run."
 
 
 def test_it_is_shown(tmp_path: Path) -> None:

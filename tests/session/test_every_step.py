@@ -473,6 +473,7 @@ def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path)
     assert not any(row.unwatched for row in run._every_step.steps.rows)
     finding = only(session, "nonfinite")
     assert (finding.layers, finding.tensor, finding.since) == ((OTHER_MODELS[kind],), "activation", steps - 2)
+    assert "between the activation of first" in finding.remedy
     assert [found.rule for found in session.findings if found.rule == "uncalled-layer"] == []
 
 

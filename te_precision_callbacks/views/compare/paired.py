@@ -153,8 +153,12 @@ def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance:
 
     Raises:
         ComparisonError: a pair has no common loss, or it ends as inf or nan.
-        OptionError: see :func:`paired_difference`.
+        OptionError: a run is given twice; see also :func:`paired_difference`.
     """
+    ids = [run.run_id for run in (*a, *b)]
+    twice = [run.path for run in (*a, *b) if ids.count(run.run_id) > 1]
+    if twice:
+        raise OptionError(f"{twice[0]} is given twice: each run counts once, as one seed of one side.")
     losses = []
     for ours, theirs in zip(a, b, strict=False):
         pair = f"{ours.path} and {theirs.path}"

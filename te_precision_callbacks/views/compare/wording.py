@@ -303,6 +303,8 @@ def show_seeds(comparison: SeedComparison) -> None:
     for name, runs in (("A", comparison.a), ("B", comparison.b)):
         terminal.show_text(f"{name}: {', '.join(runs)}")
     terminal.show(table)
+    if len(set(comparison.since)) > 1:
+        terminal.show_text("The pairs have different lengths, so these means are not from the same steps.")
     for line in describe_pairs(comparison.paired, comparison.loss):
         terminal.show_text(line)
 
