@@ -162,8 +162,9 @@ def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Colle
 
 def _recipe_labels(request: Request, asked: Iterable[str]) -> Iterable[str]:
     """Return the labels of a request in a layer without a recipe, except labels that are requested separately."""
-    labels = [request.under(recipe).label for recipe in RECIPES if request.recipe == OWN_RECIPE]
-    return [label for label in labels if label not in asked]
+    if request.recipe != OWN_RECIPE:
+        return []
+    return [label for recipe in RECIPES if (label := request.under(recipe).label) not in asked]
 
 
 def collected_for(condition: Threshold, known: Mapping[str, Collected]) -> Collected | None:

@@ -43,7 +43,7 @@ class Effect:
 
     @property
     def gemms(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.high_precision, *(gemm for gemm, _ in self.modifies))))
+        return tuple(dict.fromkeys((*self.high_precision, *dict(self.modifies))))
 
     def steps(self, gemm: str, tensor: str = "") -> tuple[Schedule, ...]:
         acting = [

@@ -312,7 +312,7 @@ def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[KeepingFeatu
         for feature, effect in section.effects.items():
             gemms = dict.fromkeys(effect.high_precision)
             if not effect.quantizes:
-                gemms |= dict.fromkeys(gemm for gemm, _ in effect.modifies)
+                gemms |= dict.fromkeys(dict(effect.modifies))
             for gemm in gemms:
                 text = f"{feature} in {section.place()}"
                 if effect.schedules:
