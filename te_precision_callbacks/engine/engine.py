@@ -357,16 +357,17 @@ class StatisticsEngine:
         with _without_autograd():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         readings = [(self._reading(table.rows), table) for table in tables]
-        series = [np.empty(0, np.int32)]
-        values = [np.empty(0)]
-        histograms: dict[int, tuple[float, ...]] = {}
-        for reading, table in readings:
-            for its_series, its_values in (reading.numbers(table), reading.nonfinite_counts(table, self._broken)):
-                series.append(its_series)
-                values.append(its_values)
-            histograms.update(reading.histograms(table))
+        measured = [
+            numbers
+            for reading, table in readings
+            for numbers in (reading.numbers(table), reading.nonfinite_counts(table, self._broken))
+        ]
         return Measured(
-            self.series, np.concatenate(series), np.concatenate(values), histograms, local=self._reduction.local
+            self.series,
+            np.concatenate([np.empty(0, np.int32), *(series for series, _ in measured)]),
+            np.concatenate([np.empty(0), *(values for _, values in measured)]),
+            dict(histogram for reading, table in readings for histogram in reading.histograms(table)),
+            local=self._reduction.local,
         )
 
     def _reading(self, rows: Rows) -> _TableReader:
