@@ -33,12 +33,6 @@ ROWWISE: Mapping[str, GemmName] = {"activation": "fprop", "weight": "fprop", "gr
 COLUMNWISE: Mapping[str, GemmName] = {"activation": "wgrad", "weight": "dgrad", "gradient": "wgrad"}
 
 
-def direction_name(columnwise: bool) -> str:
-    if columnwise:
-        return "columnwise"
-    return "rowwise"
-
-
 TENSORS: tuple[TensorName, ...] = get_args(TensorName)
 
 ELEMENT_FORMATS = ("e4m3", "e5m2")
@@ -232,6 +226,12 @@ IDENTITY_QUANTIZER = "IdentityQuantizer"
 
 HYBRID_QUANTIZER = "HybridQuantizer"
 """Transformer Engine's quantizer with separate rowwise and columnwise quantizers."""
+
+
+def direction_name(columnwise: bool) -> str:
+    if columnwise:
+        return "columnwise"
+    return "rowwise"
 
 
 def class_names(obj: Any) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -43,7 +44,6 @@ from te_precision_callbacks.instrumentation.recipe_arguments import ignored_argu
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.layers.naming import (
-    Layer,
     Model,
     modules_of,
     named_operations,
@@ -216,6 +216,7 @@ class _Check:
         self._memory = memory
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
+        self._layers = list(itertools.chain(*(named.layers for named in self._modules)))
         self._operations = named_operations(model)
         self._sections = {section.name: section for section in config.enabled_sections}
         self._findings: list[PlanFinding] = []
@@ -231,13 +232,14 @@ class _Check:
                 features[entry.layer.name] = of_sections(entry.sections)
         ran = None
         tokens_of = None
-        recipes = dict.fromkeys((layer for named in self._modules for layer in named.names), self._recipe)
+        recipes = dict.fromkeys((layer.name for layer in self._layers), self._recipe)
         if self._batch is not None:
             ran = dry_run(self._model, self._modules, self._batch, self._recipe)
             tokens_of = ran.tokens
             recipes |= ran.recipes
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
-        products, *other_spans = (self._products(acting, first, ran) for first in spans.values())
+        by_span = {steps: self._products(acting, first, ran) for steps, first in spans.items()}
+        products = by_span.pop(next(iter(spans)))
         self._findings += find_recipe_problems(self._recipe, acting)
         self._findings += find_refused_options(recipes, self._modules)
         if ran is not None and ran.enters_region:
@@ -273,7 +275,7 @@ class _Check:
             products.coverage,
             recipe_text(self._recipe),
             self._tokens,
-            sum(len(named.layers) for named in self._modules),
+            len(self._layers),
             features,
             tuple(self._findings),
             tuple(self._notes),
@@ -281,7 +283,7 @@ class _Check:
             products.not_reached,
             self._planned_memory(products.coverage, ran),
             products.attention,
-            {steps: planned.coverage for steps, planned in zip(list(spans)[1:], other_spans, strict=True)},
+            {steps: planned.coverage for steps, planned in by_span.items()},
         )
 
     def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
@@ -341,11 +343,10 @@ class _Check:
                 self._findings.append(PlanFinding("rule", text, finding.layers))
 
     def _plan(self) -> Plan:
-        layers = [layer for named in self._modules for layer in named.layers]
         config = self._config
         drafted = draft(
             config.enabled_sections,
-            layers,
+            self._layers,
             known_features(),
             layer_names=config.layer_names,
         )
@@ -356,7 +357,7 @@ class _Check:
             self._findings += [PlanFinding("unmatched", text) for text in drafted.missing.texts]
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
-        self._notes += filter(None, [self._without_layers(layers)])
+        self._notes += filter(None, [self._without_layers()])
         try:
             check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
         except ConfigError as error:
@@ -374,8 +375,8 @@ class _Check:
             self._findings.append(PlanFinding("refused", text, tuple(names)))
         return plan
 
-    def _without_layers(self, layers: Sequence[Layer]) -> str:
-        if layers:
+    def _without_layers(self) -> str:
+        if self._layers:
             return ""
         text = no_layers_warning("without precision debugging")
         is_pretrained = any("PreTrainedModel" in class_names(module) for module in modules_of(self._model))

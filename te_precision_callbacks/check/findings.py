@@ -52,16 +52,15 @@ class PlanFinding:
 
 
 def find_recipe_problems(recipe: Any, acting: Mapping[str, Sequence[Section]]) -> Iterator[PlanFinding]:
-    own = recipe_text(recipe)
-    needing = (
-        ((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer)
-        for layer, sections in acting.items()
-        for section in sections
-        for feature, effect in section.effects.items()
-        if effect.needs_recipe not in ("", own)
-    )
+    name = recipe_text(recipe)
+    needing = []
+    for layer, sections in acting.items():
+        for section in sections:
+            for feature, effect in section.effects.items():
+                if effect.needs_recipe not in ("", name):
+                    needing.append(((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer))
     for (place, feature, needed), names in group_by_key(needing).items():
-        text = f"{place}: {feature} on {join_names(names)} needs the recipe {needed}, and fails with {own or 'none'}."
+        text = f"{place}: {feature} on {join_names(names)} needs the recipe {needed}, and fails with {name or 'none'}."
         yield PlanFinding("recipe", text, tuple(names))
 
 
@@ -71,15 +70,11 @@ def find_refused_options(recipes: Mapping[str, Any], modules: Iterable[NamedModu
     Read from Transformer Engine 2.20.2: ``_linear_forward_impl`` of ``pytorch/module/linear.py``, and
     ``grouped_linear.py``.
     """
-    names = [
-        layer.name
-        for named in modules
-        for layer in named.layers
-        if getattr(named.module, "save_original_input", False)
-        and (recipe := recipes.get(layer.name)) is not None
-        and recipe.delayed()
-        and any(parameter.requires_grad and parameter.ndim > 1 for parameter in named.module.parameters())
-    ]
+    names = []
+    for named in modules:
+        saves_input = getattr(named.module, "save_original_input", False)
+        if saves_input and any(weight.requires_grad and weight.ndim > 1 for weight in named.module.parameters()):
+            names += [name for name in named.names if recipes.get(name) is not None and recipes[name].delayed()]
     if names:
         text = (
             f"{join_names(names)}: Transformer Engine refuses save_original_input=True with delayed scaling. Set it to"

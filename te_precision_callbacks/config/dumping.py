@@ -39,8 +39,10 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
         written = entries[0].features.get(NAMESPACE, {}).values()
         schemas = [options.schema for options in written if isinstance(options, ReadOptions)]
         layers = [entry.layer.name for entry in entries]
-        dumps = (schema for schema in schemas if isinstance(schema, DumpTensors))
-        targets: Iterable[Target[Any]] = (target for schema in dumps for target in schema.every_target)
+        targets: list[Target[Any]] = []
+        for schema in schemas:
+            if isinstance(schema, DumpTensors):
+                targets += schema.every_target
         for target in sorted(targets, key=lambda target: TENSORS.index(str(target.tensor))):
             known = collected(schemas, str(target.tensor))
             for condition in target.options.when:
@@ -91,7 +93,9 @@ def no_detection() -> str:
 def missing_statistic(condition: Threshold, known: Mapping[str, Collected], layers: Sequence[str], tensor: str) -> str:
     """Message for a condition on a statistic that no feature collects; ``known`` are the tensor's statistics."""
     wanted = condition.statistic
-    those = "that layer" if len(layers) == 1 else "those layers"
+    those = "those layers"
+    if len(layers) == 1:
+        those = "that layer"
     if wanted.statistic.source in GEMM_SOURCES:
         gemms = [gemm for gemm, result in RESULT.items() if result == tensor]
         return (
@@ -136,27 +140,31 @@ class Collected:
 
 
 def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Collected]:
-    asked: dict[str, tuple[Request, list[Schedule]]] = {}
-    for options in (options for feature in features for options in options_for(feature.targets, tensor, None)):
-        if isinstance(options, LoggedTensor):
-            for request in options.requests:
-                asked.setdefault(request.label, (request, []))[1].append(options.schedule)
-    for item in (
-        target.options for feature in features if isinstance(feature, LogGemmError) for target in feature.targets
-    ):
-        if RESULT[item.gemm] == tensor:
-            for label in GEMM_STATISTICS:
-                asked.setdefault(label, (Request(label, STATISTICS[label]), []))[1].append(item.schedule)
-    return {
-        label: Collected(request, (label, *_recipe_labels(request, asked)), tuple(schedules))
-        for label, (request, schedules) in asked.items()
-    }
+    pairs = []
+    for feature in features:
+        for options in options_for(feature.targets, tensor, None):
+            if isinstance(options, LoggedTensor):
+                pairs += [(request, options.schedule) for request in options.requests]
+    for feature in features:
+        if isinstance(feature, LogGemmError):
+            for target in feature.targets:
+                if RESULT[target.options.gemm] == tensor:
+                    schedule = target.options.schedule
+                    pairs += [(Request(label, STATISTICS[label]), schedule) for label in GEMM_STATISTICS]
+    known: dict[str, Collected] = {}
+    labels = {request.label for request, _ in pairs}
+    for request, schedule in pairs:
+        label = request.label
+        before = known.get(label) or Collected(request, (label, *_recipe_labels(request, labels)), ())
+        known[label] = replace(before, schedules=(*before.schedules, schedule))
+    return known
 
 
 def _recipe_labels(request: Request, asked: Iterable[str]) -> Iterable[str]:
     """Return the labels of a request in a layer without a recipe, except labels that are requested separately."""
-    labels = [request.under(recipe).label for recipe in RECIPES if request.recipe == OWN_RECIPE]
-    return [label for label in labels if label not in asked]
+    if request.recipe != OWN_RECIPE:
+        return []
+    return [label for recipe in RECIPES if (label := request.under(recipe).label) not in asked]
 
 
 def collected_for(condition: Threshold, known: Mapping[str, Collected]) -> Collected | None:

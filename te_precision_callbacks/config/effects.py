@@ -6,13 +6,14 @@ features that run the GEMM in high precision. Only one feature can replace a ten
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from te_precision_callbacks.config.problems import shown
-from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
+from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule, any_due
 
 NAMESPACE = "transformer_engine"
 
@@ -42,7 +43,7 @@ class Effect:
 
     @property
     def gemms(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.high_precision, *(gemm for gemm, _ in self.modifies))))
+        return tuple(dict.fromkeys((*self.high_precision, *dict(self.modifies))))
 
     def steps(self, gemm: str, tensor: str = "") -> tuple[Schedule, ...]:
         acting = [
@@ -54,16 +55,17 @@ class Effect:
 
     def format_steps(self, gemm: str = "") -> str:
         """Format the steps of the feature, or of its effect on a GEMM: ``steps 0 to 99 and steps 500 on``."""
-        schedules = self.steps(gemm) if gemm else dict.fromkeys(self.schedules.values()) or (EVERY_STEP,)
-        return " and ".join(map(str, schedules))
+        if gemm:
+            return " and ".join(map(str, self.steps(gemm)))
+        return " and ".join(map(str, dict.fromkeys(self.schedules.values()) or (EVERY_STEP,)))
 
     def at(self, iteration: int) -> Effect:
         if not self.schedules:
             return self
         return replace(
             self,
-            modifies=tuple(pair for pair in self.modifies if _is_in_any(self.steps(*pair), iteration)),
-            high_precision=tuple(gemm for gemm in self.high_precision if _is_in_any(self.steps(gemm), iteration)),
+            modifies=tuple(pair for pair in self.modifies if any_due(self.steps(*pair), iteration)),
+            high_precision=tuple(gemm for gemm in self.high_precision if any_due(self.steps(gemm), iteration)),
             schedules={},
         )
 
@@ -74,12 +76,16 @@ def spans_of(effects: Iterable[Effect]) -> dict[str, int]:
     The span with the fewest changes comes first; equal spans are merged.
     """
     acting = list(effects)
-    schedules = {schedule for effect in acting for schedule in effect.schedules.values()}
-    bounds = {bound for schedule in schedules for start, end in schedule.intervals for bound in (start, end + 1)}
-    firsts = sorted({0, *(int(bound) for bound in bounds if not math.isinf(bound))})
+    bounds: set[float] = {0, math.inf}
+    for effect in acting:
+        for schedule in effect.schedules.values():
+            for start, end in schedule.intervals:
+                bounds |= {start, end + 1}
     alike: dict[tuple[tuple[tuple[Pair, ...], tuple[str, ...]], ...], list[tuple[int, float]]] = {}
-    for first, following in zip(firsts, [*firsts[1:], math.inf], strict=True):
-        doing = tuple((now.modifies, now.high_precision) for now in (effect.at(first) for effect in acting))
+    for begin, following in itertools.pairwise(sorted(bounds)):
+        first = int(begin)
+        effects_now = [effect.at(first) for effect in acting]
+        doing = tuple((effect.modifies, effect.high_precision) for effect in effects_now)
         intervals = alike.setdefault(doing, [])
         if intervals and intervals[-1][1] == first - 1:
             first = intervals.pop()[0]
@@ -88,12 +94,8 @@ def spans_of(effects: Iterable[Effect]) -> dict[str, int]:
     return {str(Schedule(intervals=tuple(intervals))): intervals[0][0] for _, intervals in spans}
 
 
-def _is_in_any(schedules: Iterable[Schedule], iteration: int) -> bool:
-    return any(schedule.at(iteration)[0] for schedule in schedules)
-
-
 def _meets(some: Iterable[Schedule], others: Sequence[Schedule]) -> bool:
-    return any(first.meets(other) for first in some for other in others)
+    return any(schedule.meets(other) for schedule, other in itertools.product(some, others))
 
 
 class Acting(Protocol):

@@ -131,7 +131,7 @@ def draft(
     elif layer_names is None:
         upstreams = index_by_upstream_names(layers)
     hit: list[list[int]] = [[] for _ in layers]
-    unmatched: list[Section] = []
+    unmatched: list[str] = []
     missing = Problems()
     idle = Problems()
     if not layers:
@@ -144,7 +144,7 @@ def draft(
             if upstreams:
                 upstream = section.selector.choose(upstreams)
             if not selected:
-                unmatched.append(section)
+                unmatched.append(section.name)
                 missing.add(_no_layer_message(section, index, upstream))
                 continue
             for position in selected:
@@ -173,7 +173,7 @@ def draft(
                 if len(meeting) > 1:
                     raise_problems(conflicts(meeting, f"the layer {layer.name!r}"))
         planned.append(LayerPlan(layer, tuple(section.name for section in meeting), merged[numbers]))
-    return Draft(Plan(tuple(planned), tuple(section.name for section in unmatched)), problems, missing, idle)
+    return Draft(Plan(tuple(planned), tuple(unmatched)), problems, missing, idle)
 
 
 def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:

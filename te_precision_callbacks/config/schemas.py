@@ -389,7 +389,9 @@ def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
     """Map namespaces to the features that a session will find; custom features are in ``transformer_engine``."""
     known = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {UPSTREAM_FEATURE: None}}
     registry = sys.modules.get("nvdlfw_inspect.registry")  # includes features that the script has registered
-    for namespace, data in registry.Registry.data.items() if registry is not None else ():
+    if registry is None:
+        return {namespace: tuple(features) for namespace, features in known.items()}
+    for namespace, data in registry.Registry.data.items():
         names = (*data.features, *(waiting.__name__ for waiting in data.deferred_features))
         known.setdefault(namespace, {}).update(dict.fromkeys(names))
     return {namespace: tuple(features) for namespace, features in known.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -216,8 +217,8 @@ class ContractKeeper:
 def left_out(contract: Contract, coverage: Coverage) -> str:
     """The reason if the shares or layers of a contract cannot be checked; empty if they can."""
     texts = list_uncounted(coverage)
-    uncounted = [product.layer for product in coverage if product.runs == "uncounted"]
-    is_required = any(re.search(pattern, layer) for pattern in contract.layers for layer in uncounted)
+    uncounted = itertools.chain(*coverage.not_counted.values())
+    is_required = any(re.search(*pair) for pair in itertools.product(contract.layers, uncounted))
     if not texts or not (contract.share or is_required):
         return ""
     return (
@@ -358,10 +359,12 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, mean: bo
         )
         macs[entry] = macs.get(entry, 0) + product.macs
     added = _sum_over_ranks({entry: (count, 1) for entry, count in macs.items()}, ranks, kind, _Entry)
-    return [
-        replace(entry.product, macs=round(total / max(count, 1)) if mean else total)
-        for entry, (total, count) in added.items()
-    ]
+    products = []
+    for entry, (total, count) in added.items():
+        if mean:
+            total = round(total / max(count, 1))
+        products.append(replace(entry.product, macs=total))
+    return products
 
 
 def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
@@ -377,7 +380,6 @@ def _sum_over_ranks(
     own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: Any
 ) -> dict[EntryT, tuple[int, int]]:
     entries = ranks.pool(own, kind, of)
-    pairs = [own.get(entry, (0, 0)) for entry in entries]
-    added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53
-    sums = [round(number) for number in added]
-    return {entry: (first, second) for entry, first, second in zip(entries, sums[::2], sums[1::2], strict=True)}
+    numbers = itertools.chain(*(own.get(entry, (0, 0)) for entry in entries))
+    sums = list(map(round, ranks.add(list(map(float, numbers)), f"sizes of {kind}")))  # exact up to 2**53
+    return dict(zip(entries, zip(sums[::2], sums[1::2], strict=True), strict=True))

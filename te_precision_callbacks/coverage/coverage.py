@@ -155,8 +155,8 @@ def _widest(formats: tuple[str, ...]) -> str:
 @functools.cache
 def _format_name(formats: tuple[str, ...]) -> str:
     widest = _widest(formats)
-    in_fp8 = [text for text in formats if precision_of(text) == "fp8"]
-    if widest == "fp8" and all(text.startswith("FP8 block") for text in in_fp8):
+    in_blocks = all(text.startswith("FP8 block") for text in formats if precision_of(text) == "fp8")
+    if widest == "fp8" and in_blocks:
         return "FP8 block"
     return widest.upper()
 
@@ -258,16 +258,16 @@ class Coverage(tuple[Product, ...]):
     @property
     def is_estimate(self) -> bool:
         """Return whether the shares are an estimate, because something uncounted ran."""
-        return any(product.runs == "uncounted" for product in self)
+        return bool(self.not_counted)
 
     @property
     def is_incomplete(self) -> bool:
-        return any(product.not_run.startswith(ESTIMATED) for product in self if product.runs == "uncounted")
+        return any(reason.startswith(ESTIMATED) for reason in self.not_counted)
 
     @property
     def has_unknown(self) -> bool:
         """Return whether products ran that are neither counted nor estimated."""
-        return any(product.runs == "uncounted" and not product.not_run.startswith(ESTIMATED) for product in self)
+        return not all(reason.startswith(ESTIMATED) for reason in self.not_counted)
 
     @property
     def not_counted(self) -> dict[str, list[str]]:

@@ -63,11 +63,13 @@ def format_operands(operands: Mapping[str, str]) -> str:
 def _format_formats(formats: tuple[str, ...]) -> str:
     if len(set(formats)) == 1:
         return formats[0]
-    if any("->" in text for text in formats):
-        return " * ".join(f"({text})" if "->" in text else text for text in formats)
-    if all(" " in text and text.split()[0] == formats[0].split()[0] for text in formats):
-        return " * ".join([formats[0], *(text.split(maxsplit=1)[1] for text in formats[1:])])
-    return " * ".join(formats)
+    texts = list(formats)
+    for place, text in enumerate(formats):
+        if "->" in text:
+            texts[place] = f"({text})"
+    if texts == list(formats) and all(" " in text and text.split()[0] == formats[0].split()[0] for text in formats):
+        texts[1:] = (text.split(maxsplit=1)[1] for text in formats[1:])
+    return " * ".join(texts)
 
 
 class Precision(AnyIteration[GemmPrecision]):

@@ -23,7 +23,7 @@ from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmP
 from te_precision_callbacks.coverage.micro_batches import Kind, Parts
 from te_precision_callbacks.coverage.other_steps import ProductSpan
 from te_precision_callbacks.coverage.products import CountedKinds, CountedStep
-from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.statistics.schedule import Schedule, any_due
 
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 
@@ -295,7 +295,7 @@ def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Rea
             return Reason.NO_AUTOCAST, EXCLUDED
         return Reason.NO_AUTOCAST, Reason.NO_AUTOCAST.value
     for feature in facts.kept.get(entry.gemm, ()):
-        if any(schedule.at(entry.since)[0] for schedule in feature.schedules):
+        if any_due(feature.schedules, entry.since):
             return Reason.SECTION, feature.feature
     if facts.backward_override and entry.gemm != "fprop":
         if os.environ.get(_OVERRIDE) == facts.backward_override:  # the default of all recipes
@@ -312,7 +312,7 @@ def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[KeepingFeatu
         for feature, effect in section.effects.items():
             gemms = dict.fromkeys(effect.high_precision)
             if not effect.quantizes:
-                gemms |= dict.fromkeys(gemm for gemm, _ in effect.modifies)
+                gemms |= dict.fromkeys(dict(effect.modifies))
             for gemm in gemms:
                 text = f"{feature} in {section.place()}"
                 if effect.schedules:

@@ -128,7 +128,8 @@ class ModelProducts(ModelWatch):
             return
         call = self._call_of(event)
         if call is None or call.is_counted:
-            b, a = (format_of(operand.data, columnwise=operand.columnwise) for operand in (event.b, event.a))
+            a = format_of(event.a.data, columnwise=event.a.columnwise)
+            b = format_of(event.b.data, columnwise=event.b.columnwise)
             self.see_gemm(event.layer, event.gemm, event.sizes, (b, a), call)
 
     def _call_of(self, event: GemmEvent) -> ModelCall | None:
@@ -184,7 +185,7 @@ class ModelProducts(ModelWatch):
         call = self.operators.current_call()
         if not self.counting or event.kind is not ForwardKind.OBSERVED or (call is not None and not call.is_counted):
             return
-        query, key, value = (format_of(tensor, columnwise=False) for tensor in (event.query, event.key, event.value))
+        query, key, value = _formats_of(event.query, event.key, event.value)
         if event.backward:
             gradient = format_of(event.gradient, columnwise=False)
             scores = format_made_by(event.scores, gradient)
@@ -218,7 +219,7 @@ class ModelProducts(ModelWatch):
             for seen in itertools.takewhile(lambda seen: seen.layer == layer, reversed(self.operators.seen)):
                 seen.mask_share = share
             return
-        query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
+        query, key, value = _formats_of(*tensors)
         self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, mask_share=share, call=call)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             self.see_attention(
@@ -266,6 +267,10 @@ class ModelProducts(ModelWatch):
             for layer in layers:
                 seen = SeenProduct(layer, self._family(layer), backward=backward, call=call, not_counted=what)
                 self.operators.seen.append(seen)
+
+
+def _formats_of(*tensors: Any) -> list[str]:
+    return [format_of(tensor, columnwise=False) for tensor in tensors]
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:

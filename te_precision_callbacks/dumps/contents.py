@@ -163,19 +163,24 @@ def create_dump(
         tensors.update(of_quantized)
     if recipe is not None:
         recipe = str(recipe)
-    header = Header(
+    header = _header(layer, tensor, iteration, micro_batch, rank, recipe, high_precision=plain, quantized=what)
+    return Dump(header, tensors, internals=internals)
+
+
+def _header(
+    layer: str, tensor: str, iteration: int | None, micro_batch: int, rank: int, recipe: str | None, **contents: Any
+) -> Header:
+    return Header(
         layer=layer,
         tensor=tensor,
         iteration=iteration,
         micro_batch=micro_batch,
         rank=rank,
         recipe=recipe,
-        high_precision=plain,
-        quantized=what,
         versions=dict(_versions()),
         time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        **contents,
     )
-    return Dump(header, tensors, internals=internals)
 
 
 def create_record(
@@ -217,18 +222,7 @@ def create_record(
             tensors[name] = _plain(tensor)
             described[name] = _describe_plain(tensor)
     gemm = dataclasses.replace(gemm, **described)
-    header = Header(
-        layer=layer,
-        tensor=f"{gemm.gemm}_gemm",
-        iteration=iteration,
-        micro_batch=micro_batch,
-        rank=rank,
-        recipe=recipe,
-        gemm=gemm,
-        versions=dict(_versions()),
-        time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-    )
-    return Dump(header, tensors)
+    return Dump(_header(layer, f"{gemm.gemm}_gemm", iteration, micro_batch, rank, recipe, gemm=gemm), tensors)
 
 
 def _operand(

@@ -43,7 +43,7 @@ from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.writer import Job, Writer
 from te_precision_callbacks.layers.gemm_events import Watched
-from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.statistics.schedule import Schedule, any_due
 from te_precision_callbacks.statistics.series import Measured
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class Recorder:
         if statistic is None:
             self._complain(condition, watched, missing_statistic(condition, collected, [watched.layer], watched.tensor))
             return None
-        if any(schedule.at(watched.iteration)[0] for schedule in statistic.schedules):
+        if any_due(statistic.schedules, watched.iteration):
             return statistic
         return None
 

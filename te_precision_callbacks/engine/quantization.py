@@ -33,7 +33,6 @@ from te_precision_callbacks.base.numerics.layouts import (
 )
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
-from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import BlockScaledTensor
 from te_precision_callbacks.engine.kernels.eager_blocks import (
@@ -77,7 +76,9 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
         if codes is None:
             raise QuantizationError("the quantized tensor has neither its data nor their transpose")
         return PerTensor(codes, quantized._scale_inv, fp8_format(quantized) is E5M2)
-    direction = direction_name(columnwise)
+    direction = "rowwise"
+    if columnwise:
+        direction = "columnwise"
     try:
         part = read_stored(quantized, columnwise=columnwise)
     except LayoutError as error:

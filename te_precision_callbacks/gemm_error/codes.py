@@ -106,12 +106,13 @@ def check_codes(part: Stored, high: torch.Tensor, rules: RoundingRules, row: int
         high: the tensor before quantization, in any float dtype; leading dimensions are merged.
         row, column: the position of the window, counted in windows, modulo their number.
     """
-    rows, columns = (
-        _window(extent, size, number)
-        for extent, size, number in zip(part.matrix_shape, (WINDOW_ROWS, WINDOW_COLUMNS), (row, column), strict=True)
-    )
+    height, width = part.matrix_shape
+    rows = _window(height, WINDOW_ROWS, row)
+    columns = _window(width, WINDOW_COLUMNS, column)
     matrix = high.detach().reshape(-1, high.shape[-1])
-    exact = matrix[columns, rows].t() if part.transposed else matrix[rows, columns]
+    if part.transposed:
+        matrix = matrix.t()
+    exact = matrix[rows, columns]
     if rules.sign_mask is not None:
         exact = random_hadamard_transform(exact.to(torch.bfloat16).contiguous(), rules.sign_mask)
     height, width = part.block

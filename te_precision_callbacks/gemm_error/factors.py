@@ -104,9 +104,9 @@ class Factor:
                 yield place, self.memory[place].to(dtype)  # type: ignore[index]
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        whole = torch.cat([piece for _, piece in self.pieces(dtype)]) if self._memory_shape[0] else None
-        if whole is None:
+        if not self._memory_shape[0]:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
+        whole = torch.cat([piece for _, piece in self.pieces(dtype)])
         if self.is_transposed:
             return whole.t()
         return whole

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.te import modules as te_modules
 
 Scope = str | Callable[[str], str]
@@ -226,11 +227,15 @@ def named_te_modules(
         given_scope = resolve_scope(scope, place.path)
         rank_scope = detect_scope(module)
         # Drop parts of the scope that numbers in the path already show.
-        missing = "" if place.has_number else rank_scope.stage, "" if place.has_experts else rank_scope.experts
+        missing = []
+        if not place.has_number:
+            missing.append(rank_scope.stage)
+        if not place.has_experts:
+            missing.append(rank_scope.experts)
         numbered_scope = given_scope or ".".join(filter(None, missing))
         own_scope = numbered_scope if by_number else given_scope
         name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
-        is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
+        is_lightning = "LightningModule" in class_names(root)
         entry = _Found(module, name, own_scope, numbered_scope, place, upstream, is_lightning)
         make_layer = _layer_of_upstream if layer_names == "upstream" else _layer
         named[id(module)] = NamedModule(
@@ -591,15 +596,16 @@ def is_wrapper(module: torch.nn.Module) -> bool:
 def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
     """Return whether a module wraps its child of this name, which then adds no part to paths."""
     if child_name in PEFT_WRAPPERS.values():
-        classes = [class_name for class_name, attribute in PEFT_WRAPPERS.items() if attribute == child_name]
-        return any(_is_peft(parent, class_name) for class_name in classes)
+        return any(
+            attribute == child_name and _is_peft(parent, wrapper) for wrapper, attribute in PEFT_WRAPPERS.items()
+        )
     return _is_process_wrapper_part(parent, child_name)
 
 
 def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
     if child_name in WRAPPER_CHILDREN:
         return True
-    return child_name == "module" and any(base.__name__ in MODULE_WRAPPERS for base in type(parent).__mro__)
+    return child_name == "module" and not MODULE_WRAPPERS.isdisjoint(class_names(parent))
 
 
 def _layer_of_upstream(entry: _Found, part: str) -> Layer:

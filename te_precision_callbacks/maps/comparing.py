@@ -124,7 +124,9 @@ def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
     for (tensors, first, second), alike in groups.items():
         ours = join_names(dict.fromkeys(entry.a for entry in alike))
         theirs = join_names(dict.fromkeys(entry.b for entry in alike))
-        names = ours if ours == theirs else f"{ours} ({theirs} in B)"
+        names = ours
+        if ours != theirs:
+            names += f" ({theirs} in B)"
         said_a = fold_said(entry.said_a for entry in alike)
         said_b = fold_said(entry.said_b for entry in alike)
         yield f"{names}: {tensors} in {first} in A, in {second} in B. A: {said_a}. B: {said_b}."

@@ -15,7 +15,7 @@ from te_precision_callbacks.overflow.checker import OverflowChecker
 from te_precision_callbacks.overflow.errors import STOPS
 from te_precision_callbacks.overflow.extreme_slots import Unmeasured
 from te_precision_callbacks.overflow.hooks import ModelHooks, WatchedModule
-from te_precision_callbacks.overflow.journal import DetectorOptions, Frame, Journal, Pass, Record, TensorEvent
+from te_precision_callbacks.overflow.journal import DetectorOptions, Frame, Interval, Journal, Pass, Record, TensorEvent
 
 _UNKNOWN = Unmeasured("unknown")
 
@@ -131,41 +131,45 @@ class ForwardCalls:
         interval = current.interval
         if interval is None or self._journal.broken:
             return
-        gradients = current.gradients and torch.is_grad_enabled()
         # The containers of the arguments do not count as nesting.
         for role, tensor in _items({**dict(enumerate(inputs)), **keywords}, "input", -1):
-            if tensor is None:
-                taken.append(Frame(">", watched, role, _UNKNOWN))
-                continue
-            record = interval.measure(tensor) if current.frames else interval.record(tensor)
-            if record.measured is not None:
-                taken.append(Frame(">", watched, role, record.measured))
-            if gradients and tensor.requires_grad:
-                interval.watch_gradient(tensor, record, current.batch, self._gradient)
+            record = self._measure(current, interval, tensor, Frame(">", watched, role, _UNKNOWN), taken)
+            if record is not None:
                 record.readers.append((watched, role))
+
+    def _measure(
+        self, current: Pass, interval: Interval, tensor: torch.Tensor | None, frame: Frame, frames: list[Frame]
+    ) -> Record | None:
+        """Add a tensor's frame; return its record if its gradient is watched."""
+        if tensor is None:
+            frames.append(frame)
+            return None
+        record = interval.measure(tensor) if current.frames else interval.record(tensor)
+        if record.measured is not None:
+            frames.append(frame._replace(measured=record.measured))
+        if not (current.gradients and torch.is_grad_enabled() and tensor.requires_grad):
+            return None
+        interval.watch_gradient(tensor, record, current.batch, self._gradient)
+        return record
 
     def _record_outputs(self, current: Pass, watched: WatchedModule, output: Any, *, failed: bool) -> None:
         taken = current.close(watched)
         interval = current.interval
         if failed or taken is None or interval is None or self._journal.broken:
             return
-        gradients = current.gradients and torch.is_grad_enabled()
-        given: list[Frame] = []
+        results: list[Frame] = []
         for role, tensor in tensors_in(output, "output"):
-            if tensor is None:
-                given.append(Frame("<", watched, role, _UNKNOWN))
-                continue
-            record = interval.measure(tensor) if current.frames else interval.record(tensor)
-            if record.measured is not None:
-                given.append(Frame("<", watched, role, record.measured))
-            if gradients and tensor.requires_grad:
-                interval.watch_gradient(tensor, record, current.batch, self._gradient)
+            record = self._measure(current, interval, tensor, Frame("<", watched, role, _UNKNOWN), results)
+            if record is not None:
                 record.producers.append((watched, role))
         if not current.frames:
             return
-        parameters = watched.module.named_parameters(recurse=False) if self._parameters else ()
-        own = [Frame("=", watched, name, interval.slots.measure(parameter)) for name, parameter in parameters]
-        if frames := [*own, *taken, *given]:
+        frames = []
+        if self._parameters:
+            for name, parameter in watched.module.named_parameters(recurse=False):
+                frames.append(Frame("=", watched, name, interval.slots.measure(parameter)))
+        frames += [*taken, *results]
+        if frames:
             interval.events.append(TensorEvent("forward", current.batch, frames))
 
     # ------------------------------------------------------------------ a backward

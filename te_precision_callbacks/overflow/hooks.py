@@ -14,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.optimizers import held_ids
+from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
-from te_precision_callbacks.layers.naming import ModuleTree, compiled_call, is_wrapper, module_paths
+from te_precision_callbacks.layers.naming import ModuleTree, compiled_call, is_wrapper, module_paths, parameters_of
 from te_precision_callbacks.overflow.errors import OverflowDetectorError
 
 logger = logging.getLogger(__name__)
@@ -39,12 +40,12 @@ def watched_modules(
 def is_compiled(module: torch.nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule) or compiled_call(module) is not None:
         return True
-    return any(base.__name__ == "OptimizedModule" for base in type(module).__mro__)
+    return "OptimizedModule" in class_names(module)
 
 
 def class_name(module: torch.nn.Module) -> str:
     module = getattr(module, "_orig_mod", module)
-    names = [base.__name__ for base in type(module).__mro__]
+    names = class_names(module)
     if "FSDPModule" in names[:-1]:
         return names[names.index("FSDPModule") + 1]
     return names[0]
@@ -108,9 +109,9 @@ class ModelHooks:
             weakref.WeakKeyDictionary()
         )
         self._notices = notices
-        hooks: list[object] = [
-            hook for _, module in watched_modules(roots) for hook in module._forward_pre_hooks.values()
-        ]
+        hooks: list[object] = []
+        for _, module in watched_modules(roots):
+            hooks += module._forward_pre_hooks.values()
         for former in {hook.call.__self__ for hook in hooks if isinstance(hook, _OverflowHook)}:
             logger.warning("Activation overflow: this detector replaces another one on the same model.")
             former.close(OverflowDetectorError("Another detector replaced this one."))
@@ -158,8 +159,8 @@ class ModelHooks:
         self._parameters.clear()
 
     def _holds_parameter_of(self, optimizer: Any) -> bool:
-        own = {id(parameter) for _, root in self._roots for parameter in root.parameters()}
-        return not own.isdisjoint(held_ids(optimizer))
+        parameters = parameters_of([root for _, root in self._roots])
+        return not set(held_ids(optimizer)).isdisjoint(map(id, parameters))
 
     def _watch(self, path: str, module: torch.nn.Module, *, is_root: bool) -> WatchedModule:
         watched = WatchedModule(path, module, is_root=is_root)

@@ -225,7 +225,8 @@ def with_layers(facts: Fingerprint, modules: Iterable[NamedModule]) -> Fingerpri
     layers: list[LayerFingerprint] = []
     for named in modules:
         count = len(named.layers)
-        forward, backward = (_states(named.module, key, count) for key in (FORWARD, BACKWARD))
+        forward = _states(named.module, FORWARD, count)
+        backward = _states(named.module, BACKWARD, count)
         unsaved = not is_in_checkpoints(named.module)
         for number, layer in enumerate(named.layers):
             states = forward[number], backward[number]

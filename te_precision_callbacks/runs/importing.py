@@ -28,10 +28,10 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.base.vocabulary import TENSORS
-from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, sort_by_series
+from te_precision_callbacks.runs.index import NO_VECTORS, VALUE_COLUMNS, SeriesIndex, Subject, sort_by_series
 from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, RunError, Segment
 from te_precision_callbacks.runs.run_files import gaps_of_numbers
-from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES, part_of
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of, parse_log_name
 from te_precision_callbacks.statistics.table import StatisticSource
@@ -276,10 +276,8 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
             series.append(np.full(len(part), series_number, np.int32))
     values = np.concatenate(kept)
     columns = [values["segment"], values["iteration"], np.concatenate(series), values["value"], values["local"]]
-    schema = pa.schema([VALUES.field(name) for name in ("segment", "iteration", "series", "value", "flags")])
-    table = sort_by_series(
-        pa.Table.from_arrays([pa.array(np.ascontiguousarray(column)) for column in columns], schema=schema)
-    )
+    arrays = map(pa.array, map(np.ascontiguousarray, columns))
+    table = sort_by_series(pa.Table.from_arrays(list(arrays), schema=part_of(VALUES, VALUE_COLUMNS)))
     table = _with_first_steps(table, index)
     index.note(*(table[name].to_numpy() for name in ("series", "iteration", "value", "flags")))
     return index, table

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from te_precision_callbacks.runs.tables import SERIES, STEP0, VALUES, VECTORS
+from te_precision_callbacks.runs.tables import SERIES, STEP0, VALUES, VECTORS, part_of
 from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 
 REDUCED = -1
@@ -20,8 +21,8 @@ VALUE_COLUMNS = ["segment", "iteration", "series", "value", "flags"]
 VECTOR_COLUMNS = ["segment", "iteration", "series", "bin", "count"]
 
 # Without batches, since creating arrays imports pandas, which takes a second.
-NO_VALUES = pa.Table.from_batches([], pa.schema([VALUES.field(name) for name in VALUE_COLUMNS]))
-NO_VECTORS = pa.Table.from_batches([], pa.schema([VECTORS.field(name) for name in VECTOR_COLUMNS]))
+NO_VALUES = pa.Table.from_batches([], part_of(VALUES, VALUE_COLUMNS))
+NO_VECTORS = pa.Table.from_batches([], part_of(VECTORS, VECTOR_COLUMNS))
 
 
 class Subject(NamedTuple):
@@ -117,7 +118,7 @@ class SeriesIndex:
 
 
 def _columns(subjects: list[Subject]) -> list[list[str]]:
-    return [[str(subject[place]) for subject in subjects] for place in range(len(Subject._fields) - 1)]
+    return [list(map(str, map(itemgetter(place), subjects))) for place in range(len(Subject._fields) - 1)]
 
 
 def sort_by_series(table: pa.Table) -> pa.Table:

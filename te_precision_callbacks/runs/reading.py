@@ -369,7 +369,7 @@ class _Reader:
 
     def _tables(self, folder: Path, name: str, schema: pa.Schema) -> list[pa.Table]:
         tables = (self._load(file.path, schema.names, schema) for file in self._files(folder, name))
-        return [table for table in tables if table is not None]
+        return list(filter(None, tables))
 
     def _files(self, folder: Path, name: str) -> list[DataFile]:
         files = [file for file in data_files(folder)[0] if file.table == name]

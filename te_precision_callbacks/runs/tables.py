@@ -242,6 +242,10 @@ def write_table(table: pa.Table, path: Path) -> int:
     return path.stat().st_size
 
 
+def part_of(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
+    return pa.schema(list(map(schema.field, columns)))
+
+
 def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
     """Read columns of a Parquet file, or of an Arrow stream up to its last complete batch.
 
@@ -263,7 +267,7 @@ def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: li
         table = pq.read_table(
             regular_file(path), columns=list(columns), filters=rows, partitioning=None, page_checksum_verification=True
         )
-    wanted = pa.schema([schema.field(name) for name in columns])
+    wanted = part_of(schema, columns)
     table = table.select(columns).replace_schema_metadata(None)
     if not table.schema.equals(wanted):
         table = table.cast(wanted)

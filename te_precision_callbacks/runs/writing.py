@@ -311,8 +311,9 @@ class RunWriter:
 
     def _values_batch(self, rows: list[Any]) -> pa.RecordBatch:
         iterations, series, values, flags = (np.concatenate(column) for column in zip(*rows, strict=True))
-        columns = np.full(len(series), self.segment), iterations, series, values, flags
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, VALUES, strict=False)]
+        arrays = list(
+            map(pa.array, (np.full(len(series), self.segment), iterations, series, values, flags), VALUES.types)
+        )
         return pa.record_batch([*arrays, *self._names.columns(series)], schema=VALUES)
 
     def add_vector(self, iteration: int, series: int, counts: Sequence[float] | npt.NDArray[np.floating[Any]]) -> None:
@@ -328,8 +329,7 @@ class RunWriter:
             for name, column in (("bin", bins), ("count", counts))
         ]
         whose = np.array(series, np.int32)
-        columns = np.full(len(rows), self.segment), np.array(iterations), whose
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, VECTORS, strict=False)]
+        arrays = map(pa.array, (np.full(len(rows), self.segment), np.array(iterations), whose), VECTORS.types)
         return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)
 
     def add_scalars(self, iteration: int, scalars: Mapping[str, float], *, logging_step: int | None = None) -> None:

@@ -170,12 +170,13 @@ class MetricSelection:
         """Return the histograms of a step for the loggers: name -> counts by exponent."""
         self._chosen(records)
         prefix = prefix_of(self._prefix, local=records.local)
-        named = {
-            series_name(prefix, series): counts
-            for series, counts in _histograms(records)
-            if self._wanted is not None or series.layer in self._series.logged_layers(series.family)
-        }
-        return {name: counts for name, counts in named.items() if self._wanted is None or self._wanted(name)}
+        chosen = {}
+        for series, counts in _histograms(records):
+            name = series_name(prefix, series)
+            is_logged = self._wanted is None and series.layer in self._series.logged_layers(series.family)
+            if is_logged or (self._wanted is not None and self._wanted(name)):
+                chosen[name] = counts
+        return chosen
 
     def _chosen(self, records: StepRecords) -> dict[str, float]:
         if self._last[0] is not records:
@@ -219,12 +220,12 @@ class MetricSelection:
                 PLACES,
                 LATER_PLACES,
             )
-        return overall | {
-            series_name(prefix, Series(layer, family)): value
-            for family, values in families.items()
-            for layer, value in values.items()
-            if layer in self._series.logged_layers(family)
-        }
+        for family, values in families.items():
+            logged = self._series.logged_layers(family)
+            for layer, value in values.items():
+                if layer in logged:
+                    overall[series_name(prefix, Series(layer, family))] = value
+        return overall
 
     def _overall(
         self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer], prefix: str
@@ -250,7 +251,9 @@ class MetricSelection:
 def _predicate(log_filter: LogFilter) -> Callable[[str], bool] | None:
     if log_filter is None or callable(log_filter):
         return log_filter
-    patterns = [log_filter] if isinstance(log_filter, str) else log_filter
+    patterns = log_filter
+    if isinstance(log_filter, str):
+        patterns = [log_filter]
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptionError(
             "log_filter= takes patterns such as ['*/activation/*'] or a function of the metric's name, not"

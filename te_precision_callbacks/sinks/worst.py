@@ -35,17 +35,17 @@ def comparable_values(records: StepRecords) -> Mapping[Family, ByLayer]:
     """Return the values of a step that count as worst values: without delayed scaling's first step."""
     if not records.unscaled:
         return records.families
-    return {
-        family: {layer: value for layer, value in values.items() if layer not in records.unscaled}
-        if family.is_of_delayed_scaling
-        else values
-        for family, values in records.families.items()
-    }
+    families = dict(records.families)
+    for family, values in families.items():
+        if family.is_of_delayed_scaling:
+            families[family] = {layer: value for layer, value in values.items() if layer not in records.unscaled}
+    return families
 
 
 def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, float]]:
     """Return name of :data:`WORST_OF_ALL` -> series and worst value, given the result of :func:`comparable_values`."""
     worst: dict[str, tuple[Series, float]] = {}
+    largest: dict[str, float] = {}
     keys = {statistic: key for key, statistic in WORST_OF_ALL.items()}
     for family, values in families.items():
         if family.request is None or family.request.statistic.name not in keys:
@@ -54,7 +54,9 @@ def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, 
         for layer in worst_first(1, family, values):
             value = values[layer]
             # An SQNR of inf is never the worst: the quantized tensor is exact.
-            if family.badness(value) > (worst[key][0].family.badness(worst[key][1]) if key in worst else -math.inf):
+            badness = family.badness(value)
+            if badness > largest.get(key, -math.inf):
+                largest[key] = badness
                 worst[key] = (Series(layer, family), value)
     return worst
 

@@ -151,7 +151,7 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
     if not of_layers:
         return
     whole = total(of_layers, device)
-    names = list(dict.fromkeys(time.layer for time in of_layers))
+    names = _layers_of(of_layers)
     them = "them"
     if len(names) == 1:
         them = "it"
@@ -159,7 +159,7 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
         f"Keep {fold_for_sentence(*names, most=3)} in BF16",
         whole.low_ms - whole.high_ms,
         (whole.low_ms * (1 - whole.interval[1]), whole.low_ms * (1 - whole.interval[0])),
-        keep_high(*names, others={time.layer for time in times} - set(names)),
+        keep_high(*names, others=set(_layers_of(times)) - set(names)),
         # docs/high-precision.md
         f"Low precision makes {them} slower. Estimated for te.autocast(enabled=False)"
         " around the layers in the model. To try it, use the config below; the cost of its debug path is not included",
@@ -191,6 +191,10 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
             )
 
 
+def _layers_of(times: Iterable[ProductTime]) -> list[str]:
+    return list(dict.fromkeys(time.layer for time in times))
+
+
 def _low_and_cast_ms(times: Sequence[ProductTime]) -> tuple[float, float]:
     return sum(time.low_ms for time in times), sum(time.cast_ms for time in times)
 
@@ -207,7 +211,7 @@ def _use_low_precision(
         if not better:
             continue
         whole = total(better, device)
-        names = list(dict.fromkeys(time.layer for time in better))
+        names = _layers_of(better)
         refs = dict.fromkeys(time.product.reason_ref for time in better if time.product.reason_ref)
         subject = fold_for_sentence(*names, most=3)
         if refs:
@@ -226,7 +230,9 @@ def _padding(times: Iterable[ProductTime], recipe: str, device: Device) -> str:
     for time in times:
         shape = shape_of(time.product)
         filled = pad_shape(shape, recipe, device.capability)
-        sizes |= {f"{a} to {b}": None for a, b in zip(shape[:3], filled[:3], strict=True) if a != b}
+        for size, padded in zip(shape[:3], filled[:3], strict=True):
+            if size != padded:
+                sizes[f"{size} to {padded}"] = None
     if sizes:
         return f", padded from {', '.join(sizes)}"
     return ""

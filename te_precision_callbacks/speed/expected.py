@@ -324,13 +324,25 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
 
     Errors of the model are assumed equal for products of one shape and recipe, and otherwise independent.
     """
-    times = list(times)
-    known = [time for time in times if not math.isnan(time.low_ms)]
-    high, low, casts = (sum(getattr(time, name) for time in known) for name in ("high_ms", "low_ms", "cast_ms"))
+    high = 0.0
+    low = 0.0
+    casts = 0.0
+    unknown = 0
+    known = 0
+    in_low = 0
     parts: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     measured = 0.0
-    in_low = [time for time in known if time.is_low]
-    for time in in_low:
+    for time in times:
+        if math.isnan(time.low_ms):
+            unknown += 1
+            continue
+        known += 1
+        high += time.high_ms
+        low += time.low_ms
+        casts += time.cast_ms
+        if not time.is_low:
+            continue
+        in_low += 1
         if time.source == "calibrated":
             measured += (time.low_ms * math.log(time.interval[1] / time.interval[0]) / 2 / _NORMAL) ** 2
         else:
@@ -346,4 +358,4 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
         interval = (1.0, 1.0)
     else:
         interval = _UNKNOWN_INTERVAL
-    return Total(high, low, casts, interval, source, len(times) - len(known), len(known), bool(in_low))
+    return Total(high, low, casts, interval, source, unknown, known, bool(in_low))

@@ -125,14 +125,18 @@ class Memory:
 
         Bytes that live only within a layer's backward count once, for the layer with the most such bytes.
         """
-        rows = [
-            row
-            for row in self.rows
-            if kind in (None, row.kind) and lives in (None, row.lives) and layer in (None, row.layer)
-        ]
-        kept = [row for row in rows if row.lives != "in_backward"]
-        largest = max((row.low for row in rows if row.lives == "in_backward"), default=0)
-        return Bytes(sum(row.low for row in kept) + largest, sum(row.high for row in kept))
+        low = 0
+        high = 0
+        largest = 0
+        for row in self.rows:
+            if kind not in (None, row.kind) or lives not in (None, row.lives) or layer not in (None, row.layer):
+                continue
+            if row.lives == "in_backward":
+                largest = max(largest, row.low)
+            else:
+                low += row.low
+                high += row.high
+        return Bytes(low + largest, high)
 
     def added(self, *, lives: Lives | None = None) -> int:
         """Return the bytes that low precision adds; negative: it saves."""

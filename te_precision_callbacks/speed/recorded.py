@@ -29,11 +29,16 @@ from te_precision_callbacks.speed.trace import MeasuredStep, TraceError, measure
 
 def step_of_run(run: RecordedRun) -> Step:
     """Return the last step of a run; raises SpeedError for a run without products."""
-    rows = list(recorded_products(facts_at_end(run.gemms), facts_at_end(run.operands)))
-    products = [product for _, product in rows]
-    scopes = {row["scope"] or "" for row, _ in rows if row["macs"]}
-    recipes = {product.layer: row["recipe"] for row, product in rows if row["recipe"]}
-    if not any(product.macs for product in products):
+    products = []
+    scopes = set()
+    recipes = {}
+    for row, product in recorded_products(facts_at_end(run.gemms), facts_at_end(run.operands)):
+        products.append(product)
+        if row["macs"]:
+            scopes.add(row["scope"] or "")
+        if row["recipe"]:
+            recipes[product.layer] = row["recipe"]
+    if not scopes:
         why = "Sessions record them from the first step on; logs of nvidia-dlfw-inspect do not have them."
         if run.unread:
             why = "A part of the run cannot be read."

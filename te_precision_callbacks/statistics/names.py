@@ -11,6 +11,7 @@ The name of a statistic of a quantized tensor is ``[<recipe>_[<element format>_]
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -131,7 +132,9 @@ def tensor_request(entry: object) -> Request:
 def _blockwise_request(entry: Mapping[Any, Any]) -> Request:
     if list(entry) != [BLOCKWISE]:
         raise UnknownStatisticError(f"only {BLOCKWISE!r} takes parameters, not {', '.join(map(repr, entry))}")
-    parameters = entry[BLOCKWISE] if entry[BLOCKWISE] is not None else {}
+    parameters = entry[BLOCKWISE]
+    if parameters is None:
+        parameters = {}
     if not isinstance(parameters, Mapping):
         raise UnknownStatisticError(f"the parameters of {BLOCKWISE!r} must be block_size and dims, not {parameters!r}")
     for key in parameters:
@@ -158,8 +161,12 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
     """
     if not isinstance(entry, str):
         raise UnknownStatisticError(f"a statistic must be a name, not {entry!r}")
-    prefix, element_format, name, columnwise = _parts(entry)
-    recipe = default_recipe if prefix is None else prefix
+    recipe, element_format, name, columnwise = _parts(entry)
+    label = entry
+    if recipe is None:
+        recipe = default_recipe
+        if recipe:
+            label = f"{recipe}_{entry}"
     if name not in QUANTIZED_STATISTICS:
         raise UnknownStatisticError(f"there is no statistic {name!r} for quantized tensors")
     if element_format is not None and recipe not in WITH_ELEMENT_FORMAT:
@@ -174,7 +181,6 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
             f"{entry!r}: {recipe} has one scale for the whole tensor, so columnwise and rowwise values are equal;"
             f" remove {_COLUMNWISE!r}"
         )
-    label = entry if prefix is not None or not recipe else f"{recipe}_{entry}"
     return Request(label, STATISTICS[name], recipe, columnwise, e5m2=_is_e5m2(element_format))
 
 
@@ -197,9 +203,11 @@ def _parts(name: str) -> tuple[str | None, str | None, str, bool]:
     if prefix is None:
         return None, None, name, columnwise
     name = name.removeprefix(f"{prefix}_")
-    element_format = next((known for known in ELEMENT_FORMATS if name.startswith(f"{known}_")), None)
-    statistic = name if element_format is None else name.removeprefix(f"{element_format}_")
-    return _ALIASES.get(prefix, prefix), element_format, statistic, columnwise
+    recipe = _ALIASES.get(prefix, prefix)
+    element_format, _, statistic = name.partition("_")
+    if element_format in ELEMENT_FORMATS:
+        return recipe, element_format, statistic, columnwise
+    return recipe, None, name, columnwise
 
 
 BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_over_orientations)?")
@@ -219,9 +227,7 @@ def logged_request(label: str) -> Request | None:
     recipe, element_format, name, columnwise = _parts(label)
     if name not in QUANTIZED_STATISTICS or (element_format is not None and recipe not in WITH_ELEMENT_FORMAT):
         return None
-    return Request(
-        label, STATISTICS[name], OWN_RECIPE if recipe is None else recipe, columnwise, e5m2=_is_e5m2(element_format)
-    )
+    return Request(label, STATISTICS[name], recipe or OWN_RECIPE, columnwise, e5m2=_is_e5m2(element_format))
 
 
 def named_request(name: str) -> Request:
@@ -247,9 +253,9 @@ def quantized_names(recipes: Iterable[str] = RECIPES) -> list[str]:
 
     Other spellings of recipes are not included.
     """
-    prefixes = ["", *(f"{prefix}_" for recipe in recipes for prefix in PREFIXES[recipe])]
-    spelled = (prefix + name + end for prefix in prefixes for name in QUANTIZED_STATISTICS for end in ("", _COLUMNWISE))
-    return [name for name in spelled if is_quantized_name(name)]
+    prefixes = ["", *(f"{prefix}_" for prefix in itertools.chain(*map(PREFIXES.__getitem__, recipes)))]
+    spelled = itertools.product(prefixes, QUANTIZED_STATISTICS, ("", _COLUMNWISE))
+    return list(filter(is_quantized_name, map("".join, spelled)))
 
 
 def is_quantized_name(entry: object) -> bool:

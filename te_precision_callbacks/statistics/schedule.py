@@ -46,14 +46,14 @@ class Schedule:
 
     def at(self, iteration: int) -> tuple[bool, int | None]:
         """Return whether an iteration is due, and the next due iteration, if any."""
-        following = next((step for step in self.early if step > iteration), None)
+        following = [step for step in self.early if step > iteration]
         for start, end in self.intervals:
             first = max(iteration + 1, start)
             candidate = first + -first % self.freq
             if candidate <= end:
-                following = candidate if following is None else min(candidate, following)
+                following.append(candidate)
                 break
-        return self._holds(iteration), following
+        return self._holds(iteration), min(following, default=None)
 
     def meets(self, other: Schedule) -> bool:
         if any(map(other._holds, self.early)) or any(map(self._holds, other.early)):
@@ -73,20 +73,33 @@ class Schedule:
         return (iteration % self.freq == 0 and self._within(iteration)) or iteration in self.early
 
     def __str__(self) -> str:
-        parts = [
-            f"{start} on" if math.isinf(end) else str(start) if start == end else f"{start} to {end:.0f}"
-            for start, end in self.intervals
-        ]
-        multiples = f" that are multiples of {self.freq}" if self.freq > 1 else ""
-        early = f", and step{'s' * (len(self.early) > 1)} {', '.join(map(str, self.early))}" if self.early else ""
-        plural = "" if parts == [str(self.intervals[0][0])] and not multiples else "s"
-        steps = "steps" if parts == ["0 on"] else f"step{plural} {' and '.join(parts)}"
-        if parts != ["0 on"] or multiples:
-            return f"{steps}{multiples}{early}"
-        return "every step"
+        if self.freq == 1 and self.intervals == ((0, math.inf),):
+            return "every step"
+        parts = []
+        for start, end in self.intervals:
+            if math.isinf(end):
+                parts.append(f"{start} on")
+            elif start == end:
+                parts.append(str(start))
+            else:
+                parts.append(f"{start} to {end:.0f}")
+        text = f"steps {' and '.join(parts)}"
+        if parts == ["0 on"]:
+            text = "steps"
+        elif parts == [str(self.intervals[0][0])] and self.freq == 1:
+            text = f"step {parts[0]}"
+        if self.freq > 1:
+            text += f" that are multiples of {self.freq}"
+        if self.early:
+            text += f", and step{'s' * (len(self.early) > 1)} {', '.join(map(str, self.early))}"
+        return text
 
 
 EVERY_STEP = Schedule()
+
+
+def any_due(schedules: Iterable[Schedule], iteration: int) -> bool:
+    return any(schedule.at(iteration)[0] for schedule in schedules)
 
 
 @functools.lru_cache(maxsize=4)

@@ -170,7 +170,9 @@ def _underflow_norm(columns: Columns) -> Values:
 
 def _if_any(largest: str, negated_least: str = "") -> Callable[[Columns], Values]:
     """Return a function for the largest or the smallest value of a column; 0 without a value."""
-    return lambda c: _or_zero(np.isfinite(c[largest]), -c[negated_least] if negated_least else c[largest])
+    if negated_least:
+        return lambda c: _or_zero(np.isfinite(c[largest]), -c[negated_least])
+    return lambda c: _or_zero(np.isfinite(c[largest]), c[largest])
 
 
 _ELEMENT = "of the tensor"
@@ -293,7 +295,8 @@ def _gain(columns: Columns) -> Values:
 
 
 def _place(last: str, *, first: bool = False) -> Callable[[Columns], Values]:
-    return lambda c: np.where(np.isfinite(c[last]), -c[last] if first else c[last], -1.0)
+    sign = 1 - 2 * first
+    return lambda c: np.where(np.isfinite(c[last]), sign * c[last], -1.0)
 
 
 def _rank(columns: Columns) -> Values:

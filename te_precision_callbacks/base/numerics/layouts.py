@@ -46,7 +46,6 @@ from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_2D as BLOCK
 from te_precision_callbacks.base.numerics.scaling_modes import MXFP8 as MXFP8
 from te_precision_callbacks.base.numerics.scaling_modes import NVFP4 as NVFP4
 from te_precision_callbacks.base.numerics.scaling_modes import PER_TENSOR as PER_TENSOR
-from te_precision_callbacks.base.vocabulary import direction_name
 
 SWIZZLE_ROWS = 128
 SWIZZLE_COLUMNS = 4
@@ -236,7 +235,9 @@ def read_stored(tensor: Any, *, columnwise: bool) -> Stored | None:
         raise LayoutError(f"{type(tensor).__name__}: not a quantized tensor of a known format.")
     if mode == PER_TENSOR:
         return _per_tensor(tensor, columnwise)
-    direction = direction_name(columnwise)
+    direction = "rowwise"
+    if columnwise:
+        direction = "columnwise"
     data = getattr(tensor, f"_{direction}_data")
     scales = getattr(tensor, f"_{direction}_scale_inv")
     if data is None:

@@ -130,11 +130,9 @@ def multi_tensor_adam(
 ) -> None:
     """One step for lists [gradients, parameters, first moments, second moments], and master weights as a fifth."""
     for grad, param, exp_avg, exp_avg_sq, *rest in zip(*tensor_lists, strict=True):
-        master = rest[0] if rest else param
-        updated = _adam(
-            grad.float(), master.float(), exp_avg, exp_avg_sq, _Step(step, bias_correction, beta1, beta2), lr, epsilon,
-            mode, weight_decay,
-        )  # fmt: skip
+        (master,) = rest or [param]
+        moments = _Step(step, bias_correction, beta1, beta2)
+        updated = _adam(grad.float(), master.float(), exp_avg, exp_avg_sq, moments, lr, epsilon, mode, weight_decay)
         master.copy_(updated)
         if rest:
             param.copy_(updated)
@@ -161,10 +159,8 @@ def multi_tensor_adam_fp8(
     """
     fmt = fp8_format(fp8_dtype)
     for grad, codes, exp_avg, exp_avg_sq, master, scale, amax, scale_inv in zip(*tensor_lists, strict=True):
-        updated = _adam(
-            grad.float(), master.float(), exp_avg, exp_avg_sq, _Step(step, bias_correction, beta1, beta2), lr, epsilon,
-            mode, weight_decay,
-        )  # fmt: skip
+        moments = _Step(step, bias_correction, beta1, beta2)
+        updated = _adam(grad.float(), master.float(), exp_avg, exp_avg_sq, moments, lr, epsilon, mode, weight_decay)
         master.copy_(updated)
         codes.view(torch.uint8).copy_(fmt.encode(updated * scale.view(-1)).view(codes.shape))
         amax.copy_(torch.maximum(amax, amax_of(updated).view_as(amax)))
@@ -199,9 +195,13 @@ def multi_tensor_sgd(
         if wd != 0.0 and not wd_after_momentum:
             grad = grad + wd * current
         if momentum != 0.0:
-            average = grad if first_run else velocity.float() * momentum + (1.0 - dampening) * grad
+            average = grad
+            if not first_run:
+                average = velocity.float() * momentum + (1.0 - dampening) * grad
             velocity.copy_(average)
-            grad = grad + momentum * average if nesterov else average
+            if nesterov:
+                average = grad + momentum * average
+            grad = average
         if wd != 0.0 and wd_after_momentum:
             grad = grad + wd * current
         # Upstream adds in the weight's dtype, so the update is rounded before the sum.
@@ -216,10 +216,13 @@ class _Step:
     def __init__(self, step: int, bias_correction: int, beta1: float, beta2: float) -> None:
         self.beta1 = _float32(beta1)
         self.beta2 = _float32(beta2)
-        self.rest1, self.rest2 = _float32(1.0 - self.beta1), _float32(1.0 - self.beta2)
-        corrected = bias_correction == 1
-        self.correction1 = _float32(1.0 - self.beta1**step) if corrected else 1.0
-        self.correction2 = _float32(1.0 - self.beta2**step) if corrected else 1.0
+        self.rest1 = _float32(1.0 - self.beta1)
+        self.rest2 = _float32(1.0 - self.beta2)
+        self.correction1 = 1.0
+        self.correction2 = 1.0
+        if bias_correction == 1:
+            self.correction1 = _float32(1.0 - self.beta1**step)
+            self.correction2 = _float32(1.0 - self.beta2**step)
 
 
 def _float32(value: float) -> float:
