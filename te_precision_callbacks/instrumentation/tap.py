@@ -279,10 +279,11 @@ class GemmTap:
         """Make the forward of a module; ``compiled``: the arguments of its operator in a graph."""
         try:
             halves = te_modules.of(module).is_mlp
-            kind = self._kind(module, compiled)
             if compiled is None:
+                kind = self._classify(module)
                 recipe = recipe_in_force(module, fp8=module.fp8)
             else:
+                kind = self._kind(module, compiled)
                 recipe = recipe_of_operator(module, compiled)
             entered = Forward(self._layers[id(module)], kind, recipe, halves=halves)
             if kind is ForwardKind.OBSERVED and self._every_step.is_on:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.flight.rows import TensorSlot, StepRow
+from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.runs.summary import last_steps

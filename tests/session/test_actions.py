@@ -206,8 +206,8 @@ def test_signals_leave_room_for_the_end(tmp_path: Path) -> None:
     with InspectSession(log_dir=tmp_path, model=model) as session:
         for _ in range(12):
             model(torch.randn(32, 64)).sum().backward()
-            signal.raise_signal(signal.SIGUSR1)
             session.step()
+            signal.raise_signal(signal.SIGUSR1)
     records = [row["text"] for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "last_steps"]
     assert len(records) < 8
     assert records[-1] == "The last 12 steps before: the end of the run."
@@ -259,7 +259,7 @@ def test_a_conflict_with_the_config(tmp_path: Path) -> None:
         ({"nonfinite": "high precision: 0"}, "'high precision: 0' is not a reaction"),
         ({"nonfinite": "high precision: many"}, "not a reaction"),
         ({"nonfinite": ""}, "'' is not a reaction"),
-        ({"nonfinite": None}, "'None' is not a reaction"),
+        ({"nonfinite": None}, "must be a text with commas, such as 'dump, protect checkpoint', not None"),
         ({3: "dump"}, "there is no rule 3"),
     ],
 )

@@ -300,6 +300,8 @@ INSIDE = {
 
 # Of commands and functions that read what a run has left, or look at a config.
 READERS = {
+    "BudgetError",
+    "SearchError",
     "KnownFindingsError",
     "BatchError",
     "CalibrationError",

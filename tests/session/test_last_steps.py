@@ -115,7 +115,7 @@ def test_many_requests_leave_room_for_the_error(tmp_path: Path) -> None:
             signal.raise_signal(signal.SIGUSR1)
         raise RuntimeError("the script's own")
     texts = [row["text"].partition(": ")[2] for row in recorded(tmp_path)]
-    asked = MOST_RECORDS - LEFT_FOR_PROBLEMS
+    asked = MOST_RECORDS - LEFT_FOR_PROBLEMS - 1  # and one for the end
     assert texts == ["SIGUSR1 was received."] * asked + ["the run was ended by RuntimeError."]
     data = last_steps(open_run(tmp_path))
     assert data is not None
