@@ -276,7 +276,7 @@ def test_the_steps_of_the_page_work(tmp_path: Path) -> None:
     check, row = steps("A rule of the diagnosis")
     rules = package / "diagnosis" / "rules" / "settings.py"
     put(rules, '_COLLECT = "a session', check + "\n\n")
-    put(rules, '    Rule(\n        id="margin"', textwrap.indent(row, "    ") + "\n")
+    put(rules, '    Rule(\n        id="margin"', textwrap.indent(row.rstrip(), "    ") + ",\n")
     put(rules, "from collections.abc import", "from collections.abc import Mapping\n")
     (integration,) = steps("An integration")
 

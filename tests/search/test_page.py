@@ -48,7 +48,7 @@ def test_wrong_setups_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     Path("wrong_setup.py").write_text("def nothing(): return {'model': None}\n")
     result = CliRunner().invoke(cli.app, ["search", "wrong_setup:nothing", "--cosine", "0.9"])
-    assert "'wrong_setup:nothing' has returned {'model': None}. Give package.module:function" in str(result.exception)
+    assert "The mapping of 'wrong_setup:nothing' lacks batches, closure. Give package" in str(result.exception)
     assert "a mapping with model, closure, batches, and optimizer to confirm" in str(result.exception)
 
 

@@ -120,8 +120,7 @@ def generic_gemm(
         raise MissingFunctionError(
             "generic_gemm(comm_overlap=...): the reference backend does not support userbuffers."
         )
-    if beta is None:
-        beta = float(accumulate)
+    beta = (1.0 if accumulate else 0.0) if beta is None else beta
     if beta != 0.0 and not accumulate:
         raise ReferenceBackendError(f"beta={beta} without accumulate=True: beta needs accumulate=True.")
 
@@ -140,12 +139,8 @@ def generic_gemm(
         _check_sizes(a, transA, b, transB, dtype)
         if by_blocks:
             _check_fp8_blocks(a, b, dtype, use_split_accumulator, bias is not None, gelu, grad)
-    gelu_dtype = dtype
-    if a.is_fp8 or b.is_fp8:
-        gelu_dtype = torch_dtype(bias_type)
-    added_bias = None
-    if bias is not None and not grad and bias.numel():
-        added_bias = bias
+    gelu_dtype = torch_dtype(bias_type) if a.is_fp8 or b.is_fp8 else dtype
+    added_bias = bias if bias is not None and not grad and bias.numel() else None
 
     bias_grad = None
     gelu_input = None
@@ -168,24 +163,17 @@ def generic_gemm(
         if bias is not None and grad:
             bias_grad = _column_sum(b).to(dtype)
     else:
-        if by_blocks:
-            value = _product_by_blocks(a, b, alpha).view(shape)
-        else:
-            value = _product(a, transA, b, transB, alpha).view(shape)
+        value = (_product_by_blocks(a, b, alpha) if by_blocks else _product(a, transA, b, transB, alpha)).view(shape)
         # Products of FP8 blocks are rounded before they are added, as in that reference, but after a bias.
         if accumulate and D is not None and (gelu or not by_blocks):
-            if by_blocks:
-                value = value.to(dtype).float()
-            value = value + beta * D.float()
+            value = (value.to(dtype).float() if by_blocks else value) + beta * D.float()
         if grad:
             if gelu:
                 if gelu_in is None:
                     raise ReferenceBackendError("generic_gemm(gelu=True, grad=True) needs gelu_in.")
                 value = GELU.gradient(value, gelu_in.float().view(shape))
-            if bias is not None and gelu:
-                bias_grad = row_sum(value).to(dtype)
-            elif bias is not None:
-                bias_grad = _column_sum(b).to(dtype)
+            if bias is not None:
+                bias_grad = (row_sum(value) if gelu else _column_sum(b)).to(dtype)
         else:
             if added_bias is not None:
                 value += added_bias.float()
@@ -196,9 +184,8 @@ def generic_gemm(
             value = value.to(dtype).float() + beta * D.float()
     per_tensor = layouts.PER_TENSOR in (a.mode, b.mode)
     # cuBLAS writes FP8 directly only from per-tensor FP8 with a known scale; others are rounded to `dtype` first.
-    if quantizer is not None and not per_tensor:
-        value = value.to(dtype)
-    return [quantize_result(value, dtype, quantizer, out=D), bias_grad, gelu_input, extra_output]
+    rounded = value if quantizer is None or per_tensor else value.to(dtype)
+    return [quantize_result(rounded, dtype, quantizer, out=D), bias_grad, gelu_input, extra_output]
 
 
 @torch.no_grad()
@@ -236,39 +223,30 @@ def te_general_grouped_gemm(
         raise ReferenceBackendError("te_general_grouped_gemm: the results have to be allocated by the caller.")
     first_row = 0
     for index, (a, b) in enumerate(zip(A, B, strict=True)):
-        shape = _result_shape_of(logical_shape(a), transa, logical_shape(b), transb)
         if single_output:
-            rows = _rows(shape)
+            rows = logical_shape(b)[-1] if transb else _rows(logical_shape(b))
             out = D[0].view(-1, D[0].shape[-1])[first_row : first_row + rows]
             first_row += rows
         else:
             out = D[index]
+        with_bias = bias[index].numel() > 0
         with_gelu = pre_gelu_out[index].numel() > 0
-        result = None
-        given_bias = None
-        gelu_in = None
-        if out.numel():
-            result = out.view(shape)
-        if bias[index].numel():
-            given_bias = bias[index]
-        if with_gelu and grad:
-            gelu_in = pre_gelu_out[index]
         _, bias_grad, gelu_input, _ = generic_gemm(
             a,
             transa,
             b,
             transb,
-            result,
+            out.view(_result_shape_of(a, transa, b, transb)) if out.numel() else None,
             None,
             D_type,
-            given_bias,
+            bias[index] if with_bias else None,
             bias_type,
             with_gelu,
-            gelu_in,
+            pre_gelu_out[index] if with_gelu and grad else None,
             grad,
             None,
             0,
-            accumulate and result is not None,
+            accumulate and out.numel() > 0,
             use_split_accumulator,
         )
         if bias_grad is not None:
@@ -392,32 +370,31 @@ def _rows(shape: Sequence[int]) -> int:
     return matrix_shape(shape)[0]
 
 
-def _result_shape_of(a: Sequence[int], transa: bool, b: Sequence[int], transb: bool) -> tuple[int, ...]:
-    columns = a[-1]
-    if transa:
-        columns = _rows(a)
-    if transb:
-        return (b[-1], columns)
-    return (*b[:-1], columns)
+def _result_shape_of(A: Any, transa: bool, B: Any, transb: bool) -> tuple[int, ...]:
+    a = logical_shape(A)
+    b = logical_shape(B)
+    leading = (b[-1],) if transb else b[:-1]
+    return (*leading, _rows(a) if transa else a[-1])
 
 
 def _result_shape(a: Operand, transa: bool, b: Operand, transb: bool) -> tuple[int, ...]:
     if not a.shape or not b.shape:
         raise ReferenceBackendError("GEMM operands need at least 1 dimension.")
-    if _matrix_shape(a, transa)[1] != _matrix_shape(b, not transb)[1]:
+    inner_a = a.shape[-1] if transa else _rows(a.shape)
+    inner_b = _rows(b.shape) if transb else b.shape[-1]
+    if inner_a != inner_b:
         raise ReferenceBackendError(
             f"GEMM operands do not fit: A {a.shape}, transposed: {transa}; B {b.shape}, transposed: {transb}."
         )
-    return _result_shape_of(a.shape, transa, b.shape, transb)
+    leading = (b.shape[-1],) if transb else b.shape[:-1]
+    return (*leading, _rows(a.shape) if transa else a.shape[-1])
 
 
 def _check_formats(a: Operand, b: Operand, dtype: torch.dtype) -> None:
     """Reject formats that no GPU supports: ``common/gemm/cublaslt_gemm.cu``, and cuBLAS's table of dtypes."""
     both_in_blocks = a.mode in FP8_BLOCKS and b.mode in FP8_BLOCKS
     if (a.mode, a.dtype) != (b.mode, b.dtype) and not both_in_blocks:
-        what = "incompatible scaling modes,"
-        if a.mode is None and b.mode is None:
-            what = "types"
+        what = "types" if a.mode is None and b.mode is None else "incompatible scaling modes,"
         raise ReferenceBackendError(f"GEMM operands have {what} {a.kind} and {b.kind}; give both the same.")
     if a.element_format is E5M2 and b.element_format is E5M2:
         raise ReferenceBackendError(f"GEMM operands are both E5M2: {NOT_SUPPORTED}. One of them has to be E4M3.")
@@ -427,12 +404,12 @@ def _check_formats(a: Operand, b: Operand, dtype: torch.dtype) -> None:
 
 def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torch.dtype) -> None:
     """Reject sizes that no GPU of this capability supports: :mod:`te_precision_callbacks.base.numerics.gemm_shapes`."""
-    m, k = _matrix_shape(a, transa)
-    n, _ = _matrix_shape(b, not transb)
+    rows_a, columns_a = a.matrix_shape
+    rows_b, columns_b = b.matrix_shape
     sizes = {
-        "m": m,
-        "n": n,
-        "k": k,
+        "m": rows_a if transa else columns_a,
+        "n": columns_b if transb else rows_b,
+        "k": columns_a if transa else rows_a,
         "lda": a.leading_dimension,
         "ldb": b.leading_dimension,
     }
@@ -440,8 +417,8 @@ def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torc
     for rule in rules:
         if sizes[rule.size] % rule.multiple:
             raise ReferenceBackendError(
-                f"GEMM of A {a.shape}{', transposed,' * transa} and B"
-                f" {b.shape}{', transposed,' * transb} in {a.kind}: {rule.size} is {sizes[rule.size]}, but"
+                f"GEMM of A {a.shape}{', transposed,' if transa else ''} and B"
+                f" {b.shape}{', transposed,' if transb else ''} in {a.kind}: {rule.size} is {sizes[rule.size]}, but"
                 f" must be a multiple of {rule.multiple} for {rule.asked_by}. Pad the operands."
             )
 
