@@ -1,4 +1,4 @@
-"""RuleCheck recorded trainings, and write tables of the results."""
+"""Check recorded trainings, and write tables of the results."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class _Plant:
                 and type(module).__name__ in te_modules.MODULES
             ):
                 module.register_forward_pre_hook(self._noting(name))
-                module.register_full_backward_pre_hook(self._noting_gradient(name))
+                module.register_full_backward_pre_hook(self._noting(name))
         built.model.register_forward_pre_hook(self._count)
         self._module.register_forward_pre_hook(self._change_input)
         self._module.register_forward_hook(self._change_output)
@@ -145,15 +145,10 @@ class _Plant:
         self._micro_batch += 1
 
     def _noting(self, name: str) -> Callable[..., None]:
-        def note(module: Any, given: Any) -> None:
-            if not self.first and not bool(given[0].isfinite().all()):
-                self.first = name
+        """Return a hook that gets a module's inputs, or the gradients of its results."""
 
-        return note
-
-    def _noting_gradient(self, name: str) -> Callable[..., None]:
-        def note(module: Any, gradients: Any) -> None:
-            if not self.first and gradients[0] is not None and not bool(gradients[0].isfinite().all()):
+        def note(module: Any, tensors: Any) -> None:
+            if not self.first and tensors[0] is not None and not bool(tensors[0].isfinite().all()):
                 self.first = name
 
         return note

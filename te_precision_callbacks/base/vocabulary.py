@@ -212,7 +212,7 @@ ParameterProblem = Literal[
     "no_reduction",
     "no_sum",
 ]
-"""Problems of parameters: ``instrumentation`` finds them, the rules in ``diagnosis/rules`` describe them."""
+"""Problems of parameters: ``parameters`` finds them, the rules in ``diagnosis/rules`` describe them."""
 
 ENDS_BY_A_GRADIENT: frozenset[ParameterProblem] = frozenset({"no_gradient", "checkpointed", "lost_gradient"})
 """Problems that a later gradient makes a note."""

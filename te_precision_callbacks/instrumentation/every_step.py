@@ -73,7 +73,8 @@ class EveryStep:
             gemms: A, B and the result of each.
             accumulates: whether each is added to its result.
         """
-        if not self.is_on:
+        known = forward.watched
+        if known is None or not self.is_on:
             return
         gemm = GEMM_OF_LAYOUT[layout]
         first = forward.half if forward.halves else 0
@@ -82,7 +83,8 @@ class EveryStep:
             order = self.ring.order
             for index, (a, b, out) in enumerate(gemms, first):
                 layer = forward.layers[index]
-                for name, tensor in self._to_add(forward, index, gemm, (a, b, None if accumulates else out)):
+                result = None if accumulates else out
+                for name, tensor in self._to_add(known, layer, index, gemm, (a, b, result)):
                     slot = self.ring.places.get((layer, name))
                     if slot is None:
                         slot = self.ring.slot(layer, name)
@@ -146,13 +148,13 @@ class EveryStep:
         self.ring.unwatched["failed"] += 1
         self._report("watching the GEMMs of", layer, error)
 
-    def _to_add(self, forward: Forward, index: int, gemm: str, tensors: tuple[Any, Any, Any]) -> list[tuple[str, Any]]:
-        """Return the tensors of a GEMM that it is the first to read, with their names."""
+    def _to_add(
+        self, known: set[tuple[int, str]], layer: str, index: int, gemm: str, tensors: tuple[Any, Any, Any]
+    ) -> list[tuple[str, Any]]:
+        """Return the tensors of a GEMM that it is the first to read, with their names; ``known``: of the forward."""
         a, b, out = tensors
         found: list[tuple[str, Any]] = []
-        known = set() if forward.watched is None else forward.watched
         if gemm == "fprop":
-            layer = forward.layers[index]
             if layer not in self._weights:
                 self._weights.add(layer)
                 found.append(("weight", a))

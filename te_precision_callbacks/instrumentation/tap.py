@@ -517,7 +517,7 @@ class GemmTap:
                     return result
                 arguments = {"layout": "TN", **name_arguments(operands), **keywords}
             self._emit(forward, arguments, result, gemms, before, grouped=grouped, key=key)
-            if forward is not None and forward.watched is not None:
+            if forward is not None:
                 watch(forward, operands, keywords, result)
             if is_compiled and forward is not None and forward.high:
                 forward.high = {}

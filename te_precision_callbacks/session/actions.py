@@ -78,8 +78,9 @@ class Actions:
 
     def note_dump(self, layer: str) -> None:
         """End the dumps of a layer with this step."""
-        ended = [running._replace(last=0) if running.kind == DUMP else running for running in self._running]
-        self._running = [new if layer in old.layers else old for old, new in zip(self._running, ended, strict=True)]
+        for place, running in enumerate(self._running):
+            if running.kind == DUMP and layer in running.layers:
+                self._running[place] = running._replace(last=0)
 
     def end_step(self, iteration: int) -> None:
         """Carry out the reactions that all ranks want, and end those whose steps are over."""

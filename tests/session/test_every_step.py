@@ -504,3 +504,17 @@ def test_what_is_not_watched_is_said() -> None:
     assert (origin.layer, origin.unwatched) == ("b", ("GEMMs of grouped tensors",))
     assert "all that the watched GEMMs before it read is finite" in str(origin)
     assert str(origin).endswith("they may have begun earlier, in what is not watched: GEMMs of grouped tensors")
+
+
+def test_a_recomputed_forward_is_not_read_again(tmp_path: Path) -> None:
+    """Nor in a collection step, whose GEMMs follow plans."""
+    model = te.LayerNormLinear(64, 64)
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        run: Any = session._run
+        for _ in range(7):
+            with te.autocast(enabled=True):
+                te.checkpoint(model, torch.randn(32, 64, requires_grad=True)).sum().backward()
+            session.step()
+        place = run.hooks.every_step.ring.places[session.layers[0].name, "activation"]
+        counts = [list(row.order).count(place) for row in run._every_step.steps.rows]
+    assert counts == [1] * 7
