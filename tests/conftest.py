@@ -57,7 +57,7 @@ def files_in_memory() -> None:
 class Collections:
     """Full garbage collections: each goes through all that imports have made, which is there for good.
 
-    Accelerate asks for several in each training. Where one takes long, all that is there after the test is left out of
+    Accelerate starts several in each training. Where one takes long, all that is there after the test is left out of
     the later ones.
     """
 
@@ -130,7 +130,7 @@ def keeper() -> Keeper:
 
 @pytest.fixture
 def trusted_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine reads the state of delayed scaling, which is pickled, only where this says that it may."""
+    """Transformer Engine reads the state of delayed scaling, which is pickled, only where this variable permits it."""
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
 
 

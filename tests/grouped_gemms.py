@@ -315,7 +315,7 @@ def _add_bias_gradients(
 
 
 def provide_grouped_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give Transformer Engine these functions, and a version of cuBLAS with which it calls them."""
+    """Give Transformer Engine these functions, and a version of cuBLAS that makes it call them."""
     monkeypatch.setattr(tex, "get_cublasLt_version", lambda: 130600)
     for function in (
         bgrad_group_quantize,

@@ -1,4 +1,4 @@
-"""Models whose layers are known by the shapes of their weights, and what their GEMMs are handed in three steps."""
+"""Models with a different weight shape in each layer, and the operands of their GEMMs in three steps."""
 
 import random
 import warnings
@@ -163,7 +163,7 @@ def compare(model: Chain, config: Mapping[str, Any], recipe: str, folder: Path) 
 
 
 def of_equal_shares(coverage: Coverage) -> dict[tuple[str, str], Any]:
-    """The products but those of experts, whose tokens only the run knows, and of attention, which is not planned."""
+    """All products but the experts', where only the run has token counts, and attention's, which are not planned."""
     return {
         (p.layer, p.gemm): (p.n, p.m, p.k, p.macs, dict(p.operands), p.not_run, p.reason, p.reason_ref)
         for p in coverage

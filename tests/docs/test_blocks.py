@@ -242,7 +242,7 @@ def pip(arguments: list[str], comment: str) -> None:
 
 
 def te_precision(arguments: list[str], comment: str) -> None:
-    """Its arguments are taken; what they do is tested in tests/reference/test_run.py."""
+    """Its arguments are accepted; tests/reference/test_run.py tests their effect."""
     command: Any = typer.main.get_command(cli.app)
     with command.make_context("te-precision", arguments) as context:
         name, result, rest = command.resolve_command(context, arguments)

@@ -1,4 +1,4 @@
-"""Links, public names, what pages say of the code, and the outputs of docs/start.md and docs/tour.md."""
+"""Links, public names, the pages' statements about the code, and the outputs of docs/start.md and docs/tour.md."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Dump files: what is in them, that they appear whole or not at all, what else is refused, and who writes them."""
+"""Dump files: their content, that they appear whole or not at all, other refusals, and the writing process."""
 
 import json
 import os
@@ -284,7 +284,7 @@ def test_names_in_other_alphabets(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_fit_on_the_disk(tmp_path: Path) -> None:
-    """The system refuses to write on after 100 kB; what was there before stays."""
+    """The system refuses to write on after 100 kB; the earlier dumps stay."""
     path = tmp_path / "a"
     dumps.save(X, path)
     before = path.read_bytes()

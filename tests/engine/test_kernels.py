@@ -1,5 +1,5 @@
-"""The passes in plain torch and in C++, and the range inside blocks, against float64; what is compiled, and what that
-does not let itself in for."""
+"""The passes in plain torch and in C++, and the range inside blocks, against float64; compiled kernels, and cases
+that they leave to torch."""
 
 import functools
 import json
@@ -131,7 +131,7 @@ SPECIAL = {
 
 
 def every_bit_pattern(dtype: torch.dtype) -> torch.Tensor:
-    """Subnormals, both zeros, infinities and every NaN; of float32 and float64 those that bfloat16 has."""
+    """Subnormals, both zeros, infinities and every NaN; of float32 and float64 only bfloat16's."""
     if dtype in FP8:
         return torch.arange(256, dtype=torch.uint8).repeat(80).view(dtype)
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
@@ -167,7 +167,7 @@ def test_sums_of_random_numbers_are_nearer_than_their_bounds(measure: Measure) -
 
 
 def rounded_up(*, terms: int, vectors: int) -> torch.Tensor:
-    """Numbers whose sums in float are all rounded up, whatever the lanes: one, then what lies just above half of the
+    """Numbers with float sums that are all rounded up, whatever the lanes: one, then what lies just above half of the
     last bit of one, in vectors of 16."""
     row = torch.full((terms,), 2.0**-24 * (1 + 2.0**-20))
     row[0] = 1.0
@@ -179,7 +179,7 @@ def drift(number: float, *, to: float) -> torch.Tensor:
 
 
 def off_centre(ratio: float) -> torch.Tensor:
-    """Numbers of which all blocks have a mean whose square is ``ratio`` of the variance."""
+    """Numbers with a squared mean of ``ratio`` times the variance in every block."""
     x = normal(32, 4096).double()
     x = (x - x.mean(1, keepdim=True)) / x.std(1, correction=0, keepdim=True)
     return (x + math.sqrt(ratio)).float().flatten()
@@ -243,13 +243,13 @@ def test_a_tensor_of_many_pieces(measure: Measure, assert_same: Same, monkeypatc
 
 
 def lossy(error: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of which those that codes of 0 stand for have this error; the others have none."""
+    """Numbers with this error where the code is 0; the others are exact."""
     codes = (normal(PRIME) * 2.0**-10).to(torch.float8_e4m3fn)
     return torch.where(codes.float() == 0, error, codes.float()), codes.view(torch.uint8)
 
 
 def decoded(e5m2: bool, *, finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Beside every code, also those of NaN, which make an error of nan."""
+    """Every code, also NaN's, which make an error of nan."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(100)
     if finite:
         codes = codes[codes.view(exact.FLOAT8[e5m2][0]).float().isfinite()]
@@ -308,7 +308,7 @@ def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a new process, in which nothing is known of a compiler."""
+    """As in a new process, before the search for a compiler."""
     monkeypatch.setattr(compiled, "_kernels", {})
     monkeypatch.setattr(compiled, "_failed", False)
     monkeypatch.setattr(native.ONE_PASS, "failed", False)

@@ -1,6 +1,6 @@
-"""Several gloo processes: their statistics are those of one process that computes the same, and cost one message.
+"""Several gloo processes: their statistics equal one process's that computes the same, and cost one message.
 
-All that needs processes runs in one launch of two and one of four: see ranks_script.py. What they found is compared
+All that needs processes runs in one launch of two and one of four: see ranks_script.py. Their results are compared
 here with the same models and batches in this process. A data-parallel rank's batch is a micro-batch here.
 """
 
@@ -105,7 +105,7 @@ def split_tensors(found: Values, parallelism: str) -> Values:
 @pytest.mark.processes
 @pytest.mark.parametrize("parallelism", ["tp", "sp"])
 def test_of_terms_of_a_sum_all_are_counted(four: Ranks, alone: Any, parallelism: str) -> None:
-    """In the step in which one of the replicas rests."""
+    """In the step where one of the replicas rests."""
     model = Split()
     seen: dict[str, torch.Tensor] = {}
     model.row.register_forward_pre_hook(lambda module, inputs: seen.update(input=inputs[0].detach()))
@@ -284,7 +284,7 @@ def test_ranks_out_of_step_are_named_and_nothing_is_mixed(two: Ranks, alone: Any
 
 @pytest.mark.processes
 def test_a_rank_that_misses_a_step_early_mixes_no_batches(two: Ranks, alone: Any) -> None:
-    """From the step on in which the counts of optimizer steps differ; the third one shows that it is no optimizer that
+    """From the step on where the counts of optimizer steps differ; the third one shows that it is no optimizer that
     steps less often."""
     first, second = (rank["out_of_step"]["skips a step"] for rank in two)
     assert (first["local"], second["local"]) == ([False, *[True] * 5], [False, *[True] * 4])

@@ -154,7 +154,7 @@ BLOCK_SOURCES = (
 
 @pytest.mark.parametrize("form", FORMS[:2], ids=NAMES[:2])
 def test_the_engine_with_the_kernel(add: Add, monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
-    """In micro-batches, of which one is of other magnitudes; the same as plain torch gives."""
+    """In micro-batches, one of them with other magnitudes; the same as plain torch gives."""
     of_codes = tuple(quantized_request(f"{name}{'_columnwise' if form.columnwise else ''}") for name in BLOCK_SOURCES)
     quantizer = type("MXFP8Quantizer", (), {})()
 
@@ -251,7 +251,7 @@ OF_ANY_RECIPE = ("moments", "maxima", "compared", "scales", "scale_maxima")
     ids=[NAMES[0], NAMES[5], NAMES[11]],
 )
 def test_it_compiles_without_spilling_registers(tmp_path: Path, form: Form, capability: int) -> None:
-    """With the statistics that every recipe has: those of blocks, all together, take more registers than there are."""
+    """With the statistics that every recipe has: all block statistics together take more registers than there are."""
     made = compiled_for(form, capability, without=[name for name in (*SUMS, *EXTREMES) if name not in OF_ANY_RECIPE])
     instructions = disassembled(made["cubin"], tmp_path)
     assert "LDG" in instructions

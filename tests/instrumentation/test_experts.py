@@ -1,4 +1,4 @@
-"""Experts: what a session sees of their GEMMs in grouped tensors, their tokens, and the rows that pad them."""
+"""Experts under a session: their GEMMs in grouped tensors, their tokens, and the rows that pad them."""
 
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Layers in CUDA graphs are observed by their original forward, in collection steps only.
 
 A graph needs a GPU. Here forwards are replaced exactly as by ``_make_graphed_callables`` (TE 2.20.2), and a copy of the
-module, which nothing observes, computes what a replay would.
+module, which nothing observes, computes a replay's results.
 """
 
 import inspect

@@ -1,5 +1,5 @@
 """Off means off: where nothing is due, nothing of a session is called inside of a step, but a note of each region of
-autocast, and the evidence of coverage. What it costs the host there, and at its end, hardly grows with the model.
+autocast, and the evidence of coverage. Its cost on the host there, and at its end, hardly grows with the model.
 """
 
 import copy
@@ -35,7 +35,7 @@ INSPECT = str(Path(nvdlfw_inspect.base.__file__).parent)
 
 @pytest.fixture(autouse=True)
 def facts_that_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long the facts rest after a collection depends on the time that it took: a count of calls must not."""
+    """The facts' pause after a collection depends on the time that it took: a count of calls must not."""
     monkeypatch.setattr(facts, "MOST_SHARE", math.inf)
 
 
@@ -176,9 +176,9 @@ def session_of(net: torch.nn.Module, folder: Path, freq: int = 1000, *, every_st
 
 
 def calls_of(folder: Path, count: int) -> tuple[int, int]:
-    """How many calls there are in a step while each module has its turn, at most, and in ``stop()``.
+    """The most calls in a step while each module has its turn, and the calls in ``stop()``.
 
-    Without the few steps after which the parameters of the model are listed again.
+    Without the few steps that are followed by another listing of the model's parameters.
     """
     net = Stack(count)
     session = session_of(net, folder).start()
@@ -234,7 +234,7 @@ def test_a_forward_calls_hardly_more_than_without_a_session(tmp_path: Path, ever
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that compute something, for which a GPU launches a kernel."""
+    """Counts the operations that compute something: a GPU launches a kernel for each."""
 
     def __init__(self) -> None:
         super().__init__()

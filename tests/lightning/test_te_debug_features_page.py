@@ -1,7 +1,7 @@
 """The examples of Transformer Engine's page "Debug features", under the Lightning callback.
 
-Each one puts its statistics into the log in its steps, or changes the formats of the operands that it names. What the
-numbers are is tested in tests/test_parity.py and tests/features/test_precision_features.py.
+Each one puts its statistics into the log in its steps, or changes the formats of the operands that it names. The
+numbers are tested in tests/test_parity.py and tests/features/test_precision_features.py.
 """
 
 from pathlib import Path
@@ -51,7 +51,7 @@ def formats(callback: PrecisionDebugCallback, layer: str) -> dict[str, dict[str,
 
 
 def iterations(folder: Path) -> dict[str, list[int]]:
-    """Statistic -> the iterations in which it is in the log."""
+    """Statistic -> its iterations in the log."""
     results: dict[str, list[int]] = {}
     for name, iteration in logged_lines(folder):
         results.setdefault(name.removeprefix("transformer_layer."), []).append(iteration)

@@ -49,7 +49,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Also of NaN, whose other bits mean nothing, and of the signs of zeros."""
+    """Also of NaN, where the other bits mean nothing, and of the signs of zeros."""
     bits = [item.masked_fill(item.isnan(), 0.0).contiguous().view(torch.uint8) for item in (first, second)]
     return first.dtype == second.dtype and torch.equal(first.isnan(), second.isnan()) and torch.equal(*bits)
 
@@ -90,7 +90,7 @@ def test_numbers(fmt: FloatFormat, dtype: torch.dtype, block: tuple[int, int], m
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_transforms(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of one scale, whose sums float64 holds exactly, and all others, infinity and NaN among them."""
+    """Numbers of one scale, with sums exact in float64, and all others, infinity and NaN among them."""
     matrix = torch.randn(288, 288).bfloat16()
     matrix[:100] = every_kind(torch.bfloat16)[:100, :264].repeat(1, 2)[:, :288]
     matrix = matrix.t() if turned else matrix

@@ -1,4 +1,4 @@
-"""A rank of two: python ddp_script.py CASE FOLDER RANK. Writes what it ended with to FOLDER/RANK.json."""
+"""A rank of two: python ddp_script.py CASE FOLDER RANK. Writes its result to FOLDER/RANK.json."""
 
 import json
 import os

@@ -46,7 +46,7 @@ def test_the_first_culprit_of_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_rank_whose_slots_are_full_waits_for_the_others(tmp_path: Path) -> None:
-    """What it finds before the next check of all is told there, in the order of all forwards since the last one."""
+    """Its findings before the next check of all are reported there, in the order of all forwards since the last one."""
     for rank in run("no room", tmp_path):
         # Batches 0 to 2 are healthy steps; 3 is the first forward of those that are accumulated.
         assert rank["error"].startswith("> [4] 2: Linear: input[0] has infs, in batch 4 on rank 1. ")

@@ -42,7 +42,7 @@ def made(name: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def hopper() -> Iterator[None]:
-    """Where columnwise per-tensor FP8 is a buffer of its own."""
+    """Architectures with a separate buffer for columnwise per-tensor FP8."""
     with extension_of((9, 0)):
         yield
 

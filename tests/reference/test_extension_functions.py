@@ -489,7 +489,7 @@ def test_adam_of_fp8_parameters() -> None:
 @pytest.mark.parametrize("decays_after", [False, True])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 def test_sgd(momentum: float, nesterov: bool, decays_after: bool) -> None:
-    """Weight decay after the momentum is not in what the momentum sums up."""
+    """Weight decay after the momentum is not in the momentum's sum."""
     params, velocity = _tensors(0), _zeros()
     copies = _zeros(torch.float16)
     expected = [torch.nn.Parameter(param.clone()) for param in params]

@@ -104,7 +104,7 @@ def test_gradients_of_bias_and_gelu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_bfloat16_is_rounded_once(layout: str, with_bias: bool) -> None:
-    """Whether or not the CPU has instructions for it. The product and a bias that is much larger are one sum."""
+    """With or without the CPU's instructions for it. The product and a bias that is much larger are one sum."""
     a, b, expected = _operands(layout, torch.bfloat16)
     bias = 100.0 * torch.randn(expected.shape[-1]).bfloat16() if with_bias else None
     result, *_ = _gemm(a, b, layout, bias=bias)
@@ -174,7 +174,7 @@ def _quantized(x: torch.Tensor, made: Made) -> Any:
 
 
 def _numbers(x: torch.Tensor, made: Made, rowwise: bool) -> torch.Tensor:
-    """What a quantized tensor stands for in one direction: float64, with numpy."""
+    """Values of a quantized tensor in one direction: float64, with numpy."""
     (recipe, options), values = made, spec.matrix(x)
     fmt = spec.E5M2 if options.get("e5m2") else spec.E4M3
     if recipe == "mxfp8":

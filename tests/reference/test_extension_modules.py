@@ -203,7 +203,7 @@ def attention(recipe: Recipe | None, monkeypatch: pytest.MonkeyPatch, **environm
 @pytest.mark.usefixtures("any_gpu")
 @pytest.mark.parametrize("name", ATTENTION_RECIPES)
 def test_the_error_is_that_of_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither none, nor more than that of a few roundings to FP8, which have a relative error of up to 2**-4 each."""
+    """Neither zero, nor more than a few roundings to FP8, which have a relative error of up to 2**-4 each."""
     capability, recipe = ATTENTION_RECIPES[name]
     stand_for(capability)
     exact = attention(None, monkeypatch)

@@ -1,4 +1,4 @@
-"""Installing the reference backend: what is refused, what changes in the process, its children and pytest's tests."""
+"""Installing the reference backend: refusals, changes in the process, its children and pytest's tests."""
 
 import json
 import re

@@ -136,7 +136,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_records_are_in_the_order_of_their_time(tmp_path: Path) -> None:
-    """Also those of two runs, in two folders or in one."""
+    """Also records of two runs, in two folders or in one."""
     (good,) = train(tmp_path / "b", "current", gemms="fprop")
     with faults.kernel(faults.KERNEL["rows swapped"][0]):
         (bad,) = train(tmp_path / "a", "current", gemms="fprop", steps=2)

@@ -1,4 +1,4 @@
-"""What is in the files of a run, whatever happens to the process, the disk or the files."""
+"""Content of a run's files, whatever happens to the process, the disk or the files."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What sessions record, through every front door."""
+"""Records of sessions, through every integration."""
 
 import importlib.metadata
 import json

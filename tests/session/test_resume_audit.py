@@ -1,4 +1,4 @@
-"""The audit of a resume: what it finds in real runs, and that it says nothing after a good resume."""
+"""The audit of a resume: its findings in real runs, and that it is silent after a good resume."""
 
 import copy
 import gc
@@ -186,7 +186,7 @@ def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_checkpoint_after_an_evaluation_in_high_precision(tmp_path: Path) -> None:
-    """Transformer Engine then saves no state, and the fingerprint knows that training was in FP8."""
+    """Transformer Engine then saves no state, and the fingerprint records that training was in FP8."""
     model = net(DELAYED, quantized=False)
     with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
         train(model, session, DELAYED, 3)

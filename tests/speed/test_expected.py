@@ -313,7 +313,7 @@ ELEMENTS = 128 * 128 * 2
 
 @pytest.fixture
 def round_device() -> Device:
-    """One whose times are counted in the head: 1 TFLOPS is 1e9 operations a millisecond."""
+    """One with round numbers, for mental arithmetic: 1 TFLOPS is 1e9 operations a millisecond."""
     return Device.model_validate(
         {
             "title": "a round one",

@@ -1,4 +1,4 @@
-"""The set-up of the virtual environment: from one source of pins, resumed where it was interrupted, and told."""
+"""The set-up of the virtual environment: from one source of pins, resumed where it was interrupted, and reported."""
 
 import subprocess
 import sys
@@ -59,7 +59,7 @@ def test_every_package_is_pinned_and_every_pin_is_needed() -> None:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a pip and a uv of its own, which write down how they were called and what they found."""
+    """A project with its own pip and uv, which write down their arguments and surroundings."""
     (tmp_path / "requirements.lock").write_text("rich==15.0.0\n")
     (tmp_path / "pyproject.toml").write_text("")
     for name in ("pip", "uv"):

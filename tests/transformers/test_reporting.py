@@ -46,7 +46,7 @@ class Custom(transformers.TrainerCallback):
 
 
 class Printed(Custom, transformers.PrinterCallback):
-    """What is printed."""
+    """Logs by printing, in addition to ``Custom``."""
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_two_ranks_have_one_set_of_statistics(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_rank_that_raises_ends_both(tmp_path: Path) -> None:
-    """With our Trainer, whose session ends before the other rank knows."""
+    """With our Trainer: its session ends before the other rank gets notice."""
     ended = launched(SCRIPT, [str(tmp_path), "ours", "0"])
     assert all(rank.returncode != 0 for rank in ended)
     assert "rank 0 has a bad batch" in ended[0].stderr
