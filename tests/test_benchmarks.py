@@ -38,7 +38,7 @@ def called(command: list[str]) -> str:
 SHORTEST = ("--seconds=0", "--least=1")
 
 
-def test_stats() -> None:
+def test_stats_benchmark_measures_every_case() -> None:
     cases = cases_of("stats.py", "--size", "160", *SHORTEST)
     assert len(cases) == 8
     for case in cases.values():
@@ -65,7 +65,7 @@ STEP_CASES = {
 
 
 @pytest.mark.parametrize("mode", STEP_CASES)
-def test_step(mode: str) -> None:
+def test_step_benchmark_measures_every_case(mode: str) -> None:
     sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
     cases = cases_of("step.py", mode, *(f"--{name}={size}" for name, size in sizes.items()), *SHORTEST)
     assert list(cases) == STEP_CASES[mode]

@@ -179,7 +179,7 @@ def test_a_loaded_config_a_mapping_and_none_are_accepted(tmp_path: Path) -> None
         ({"exact_layer_names": ["model.head"], "layer_types": ["all"]}, [4]),  # as upstream: the first one rules
     ],
 )
-def test_selectors(layers: dict[str, Any], indexes: list[int]) -> None:
+def test_selectors_select_the_expected_layers(layers: dict[str, Any], indexes: list[int]) -> None:
     selected = {entry.layer.name for entry in plan(layers).layers}
     assert [index for index, layer in enumerate(LAYERS) if layer.name in selected] == indexes
 

@@ -83,7 +83,7 @@ def wraps_itself() -> torch.nn.Module:
         (Net, [*(f"layers.{i}.{part}" for i in range(2) for part in BLOCK), "head"]),
     ],
 )
-def test_names(make: Callable[[], Any], expected: list[str]) -> None:
+def test_layers_are_named_by_their_path(make: Callable[[], Any], expected: list[str]) -> None:
     assert names(make()) == expected
 
 

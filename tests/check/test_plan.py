@@ -78,7 +78,7 @@ def test_the_documented_configs(config: str, recipe: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_operations(recipe: str, tmp_path: Path) -> None:
+def test_the_plan_of_te_ops_equals_a_run(recipe: str, tmp_path: Path) -> None:
     with gpu_with(recipe):
         linears = [te.ops.Linear(*sizes, dtype=BF16) for sizes in ((64, 96), (96, 32))]
         linears[1].weight.requires_grad_(False)

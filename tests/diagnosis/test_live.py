@@ -332,7 +332,9 @@ def test_the_closing_lines_of_notes_and_of_nothing(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
-def test_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str) -> None:
+def test_a_quiet_session_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
     if how == "option":
         monkeypatch.delenv("TE_PRECISION_QUIET")
     train(tmp_path, steps=1, quiet=how == "option")

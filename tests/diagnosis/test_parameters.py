@@ -104,7 +104,9 @@ def adamw(model: torch.nn.Module, lr: float = 1e-3, **keywords: Any) -> torch.op
     ],
     ids=["adamw", "no decay", "sgd", "small momentum", "fused adam", "fused sgd", "adafactor"],
 )
-def test_healthy(tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer], blocks: int) -> None:
+def test_healthy_optimizers_have_no_findings(
+    tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer], blocks: int
+) -> None:
     model = Model(blocks, tied=blocks == 4)
     assert_healthy(train(tmp_path, model, make(model), micro_batches=1 + blocks % 4, around=in_fp8))
 
@@ -741,7 +743,7 @@ class Masters:
 @pytest.mark.parametrize(
     ("kind", "lr", "copies"), half(["bfloat16", "current", "block"], [1e-3, 1e-4], ["at once", "late", "never"])
 )
-def test_masters(tmp_path: Path, kind: str, copies: str, lr: float) -> None:
+def test_masters_that_do_not_reach_the_weights_are_found(tmp_path: Path, kind: str, copies: str, lr: float) -> None:
     torch.manual_seed(0)
     recipe = Float8BlockScaling() if kind == "block" else Float8CurrentScaling()
     with te.quantized_model_init(enabled=kind != "bfloat16", recipe=recipe):

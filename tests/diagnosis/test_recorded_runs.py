@@ -36,7 +36,7 @@ def refusal(*arguments: object) -> str:
     return str(error)
 
 
-def test_json(planted: Planted) -> None:
+def test_json_has_the_finding_with_all_its_parts(planted: Planted) -> None:
     stated = json.loads(called("diagnose", planted.folder, "--json").output)
     assert stated["verdict"].startswith("Problems found: 1 warning (")
     assert stated["checked"] > 5

@@ -106,7 +106,7 @@ def test_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype, shape: tuple[
     [X.t(), X[::2, 1:], X.expand(2, 40, 96), torch._neg_view(X), X[:, 0][:1], X.t()[:1, :1]],
     ids=["transpose", "slice", "expand", "negated", "one of a column", "one of a transpose"],
 )
-def test_views(tmp_path: Path, tensor: torch.Tensor) -> None:
+def test_a_view_is_read_back_with_its_values(tmp_path: Path, tensor: torch.Tensor) -> None:
     dumps.save(tensor, tmp_path / "a")
     assert torch.equal(dumps.load(tmp_path / "a").tensors["high_precision"], tensor)
 

@@ -49,7 +49,7 @@ def run(*arguments: Any, code: int = 0) -> str:
     return done.output
 
 
-def test_list(folder: Path) -> None:
+def test_dumps_are_listed_by_iteration_and_layer(folder: Path) -> None:
     result = dumps.list(folder)
     assert [(entry.header.iteration, entry.header.layer) for entry in result] == [
         (9, "a"),

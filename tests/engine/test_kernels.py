@@ -152,7 +152,7 @@ def test_moments_and_histogram(measure: Measure, assert_same: Same, name: str) -
     assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
 
 
-def test_nothing() -> None:
+def test_an_empty_tensor_adds_nothing() -> None:
     for values in (torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.bfloat16)):
         sums, maxima = exact.measure(values, histogram=True)
         assert not sums.any()
@@ -280,7 +280,7 @@ CODES: dict[str, tuple[torch.Tensor, torch.Tensor | None, float, bool]] = {
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_comparison(measure: Measure, assert_same: Same, name: str) -> None:
+def test_the_error_of_codes_equals_float64(measure: Measure, assert_same: Same, name: str) -> None:
     values, codes, scale_inv, e5m2 = CODES[name]
     by_torch, factor = exact.quantized(values, scale_inv, e5m2=e5m2)
     codes = by_torch if codes is None else codes
@@ -578,7 +578,7 @@ IN_BLOCKS = {
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("size", [1, 8, 16, 10**6])
 @pytest.mark.parametrize("name", IN_BLOCKS)
-def test_blocks(name: str, size: int, dims: int, both: bool) -> None:
+def test_the_largest_range_equals_a_loop_over_blocks(name: str, size: int, dims: int, both: bool) -> None:
     blocks = Blocks(size, dims, both)
     result = largest_range(IN_BLOCKS[name], blocks)
     assert (result.dtype, result.shape) == (torch.float64, (1,))

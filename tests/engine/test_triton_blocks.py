@@ -102,7 +102,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize(
     ("form", "view"), [*((FORMS[3], view) for view in VIEWS), (FORMS[7], "a transpose"), (FORMS[7], "not a matrix")]
 )
-def test_views(add: Add, form: Form, view: str) -> None:
+def test_strided_views_have_the_columns_of_their_values(add: Add, form: Form, view: str) -> None:
     """Codes and scales lie along the tensor's neighbours, or across."""
     check(add, form, VIEWS[view](spread(80, 96)))
 

@@ -91,7 +91,7 @@ def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str, tenso
 @on_the_cpu
 @pytest.mark.processes
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_gradients(found: dict[str | None, Found], layer: str | None) -> None:
+def test_statistics_of_gradients_equal_the_definitions(found: dict[str | None, Found], layer: str | None) -> None:
     """FP8 elements are E4M3, also of a layer with E5M2 gradients; NVFP4's are rounded at random."""
     for recipe in layers.BLOCK_RECIPES:
         at_random = layer == "NVFP4BlockScaling" and recipe == "nvfp4"

@@ -110,7 +110,9 @@ def sharded(kind: str) -> torch.nn.Module:
     [("fully_shard", "grad of weight"), ("use_orig_params", None), ("flat", "grad of _flat_param")],
 )
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_fsdp(kind: str, gradients: str | None, where: str, one_rank: None) -> None:
+def test_an_overflow_under_fsdp_has_its_layer_and_direction(
+    kind: str, gradients: str | None, where: str, one_rank: None
+) -> None:
     model = sharded(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model, 100):

@@ -123,7 +123,7 @@ def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
 
 @pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recompute(reentrant: bool) -> None:
+def test_a_recomputed_forward_is_not_reported_twice(reentrant: bool) -> None:
     """Frames of the first forward alone, and each gradient once."""
 
     def made(*, recomputes: bool) -> torch.nn.Module:
@@ -281,7 +281,7 @@ def test_a_model_that_calls_itself() -> None:
 
 
 @pytest.mark.parametrize("how", ["function", "method", "inside", "graph"])
-def test_compiled(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_overflow_of_a_compiled_model_is_found(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """A compiled model is watched from outside, which is logged once; a compiled function runs the hooks in between."""
     torch._dynamo.reset()
     model: torch.nn.Module = torch.nn.Sequential(Scale(2.0), torch.nn.Sequential(Scale(1e30), Scale(1e30)))

@@ -163,7 +163,7 @@ def _close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> No
 @pytest.mark.parametrize("dtype", NORM_ROUNDING)
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_normalization(kind: str, dtype: torch.dtype, zero_centered: bool) -> None:
+def test_norms_and_their_gradients_equal_float64(kind: str, dtype: torch.dtype, zero_centered: bool) -> None:
     torch.manual_seed(0)
     x = (torch.randn(4, 6, 96) * 3 + 1).to(dtype)
     weight, bias, grad = (torch.randn(shape).to(dtype) for shape in (96, 96, (4, 6, 96)))
@@ -219,7 +219,7 @@ SOFTMAX: dict[str, tuple[str, tuple[int, ...], torch.Tensor | None, tuple[Any, .
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("name", SOFTMAX)
-def test_softmax(name: str, dtype: torch.dtype) -> None:
+def test_softmax_and_its_gradient_equal_float64(name: str, dtype: torch.dtype) -> None:
     kind, shape, masked, arguments = SOFTMAX[name]
     torch.manual_seed(0)
     scores = torch.randn(shape).to(dtype)
@@ -331,7 +331,7 @@ INF, NAN = math.inf, math.nan
         ([], 0.0),
     ],
 )
-def test_amax(values: list[float], expected: float, dtype: torch.dtype) -> None:
+def test_amax_of_special_values(values: list[float], expected: float, dtype: torch.dtype) -> None:
     amax = amax_of(torch.tensor(values, dtype=dtype))
     assert (amax.dtype, amax.tolist()) == (torch.float32, [expected])
     given = torch.full((1,), 9.0)
@@ -445,7 +445,7 @@ def test_norms_of_tensors() -> None:
 
 
 @pytest.mark.parametrize("mode", [0, 1])
-def test_adam(mode: int) -> None:
+def test_adam_steps_equal_torchs(mode: int) -> None:
     params = _tensors(0)
     expected = [torch.nn.Parameter(param.clone()) for param in params]
     optimizer = (torch.optim.Adam, torch.optim.AdamW)[mode](expected, LR, (BETA1, BETA2), EPS, DECAY)
@@ -488,7 +488,7 @@ def test_adam_of_fp8_parameters() -> None:
 
 @pytest.mark.parametrize("decays_after", [False, True])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_sgd(momentum: float, nesterov: bool, decays_after: bool) -> None:
+def test_sgd_steps_equal_torchs(momentum: float, nesterov: bool, decays_after: bool) -> None:
     """Weight decay after the momentum is not in the momentum's sum."""
     params, velocity = _tensors(0), _zeros()
     copies = _zeros(torch.float16)

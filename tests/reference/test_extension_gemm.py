@@ -66,7 +66,7 @@ def _close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, *, 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, dtype: torch.dtype) -> None:
+def test_a_gemm_in_every_layout_equals_float64(layout: str, dtype: torch.dtype) -> None:
     a, b, expected = _operands(layout, dtype)
     for out_dtype, options in ((dtype, {}), (torch.float32, {"out_dtype": torch.float32})):
         out, *others = _gemm(a, b, layout, **options)

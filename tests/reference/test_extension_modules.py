@@ -62,7 +62,7 @@ def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("normalization", [None, "LayerNorm", "RMSNorm"])
-def test_linear(normalization: str | None) -> None:
+def test_a_linear_layer_equals_torch(normalization: str | None) -> None:
     x, norm = torch.randn(4, 16, 32), normalization and _norm
     module = te.LayerNormLinear(32, 48, normalization=normalization) if norm else te.Linear(32, 48)
     if norm:

@@ -316,7 +316,7 @@ def test_distributed_code_for_gpus_on_one_pretended_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_blackwell() -> None:
+def test_models_train_as_on_blackwell() -> None:
     default, transposed, losses = answers(
         """
         from te_precision_callbacks import reference

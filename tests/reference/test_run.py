@@ -72,7 +72,7 @@ def test_a_traceback_is_the_scripts_own(script: Path) -> None:
 
 
 @pytest.mark.processes
-def test_torchrun(tmp_path: Path) -> None:
+def test_a_script_under_torchrun_trains_and_saves(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         dedent(

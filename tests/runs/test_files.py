@@ -215,7 +215,7 @@ def test_a_rank_that_was_killed_after_the_end_of_rank_0(tmp_path: Path) -> None:
     assert open_run(tmp_path).segments[0].status == "ended"
 
 
-def test_events(tmp_path: Path) -> None:
+def test_events_are_read_in_order(tmp_path: Path) -> None:
     run = RunWriter.begin(tmp_path)
     run.add_event("finding", "second \ud800", iteration=2, wall_time=3.0)
     run.flush()
@@ -398,7 +398,7 @@ def test_what_is_written_again_after_an_interruption_is_there_once(tmp_path: Pat
     assert len(open_run(tmp_path).values()) == 1
 
 
-def test_flags(tmp_path: Path) -> None:
+def test_local_and_unscaled_values_are_flagged(tmp_path: Path) -> None:
     with sink_in(tmp_path, ValueError("bad batch")) as write:
         write(0, [1.0, 2.0], unscaled=frozenset({"layer1"}))
         write(1, [1.0, 2.0], local=True)

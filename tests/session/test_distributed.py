@@ -42,7 +42,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("no reduction", [{0: 1.0, 1: 1.0, 2: 1.0}, {0: 2.0}]),
     ],
 )
-def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]) -> None:
+def test_statistics_are_reduced_over_the_chosen_ranks(
+    two: Path, case: str, expected: list[dict[int, float] | None]
+) -> None:
     for rank in range(2):
         if expected[rank] is None:
             assert not log_of(two / case, rank).exists(), "the numbers are those of rank 0, which writes them"

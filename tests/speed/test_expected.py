@@ -378,7 +378,7 @@ def test_a_thin_product_takes_the_time_of_its_bytes(round_device: Device) -> Non
     assert gemm_ms(Shape(1, 1, 1), "", round_device) == pytest.approx(0.002), "a launch"
 
 
-def test_padding(round_device: Device) -> None:
+def test_shapes_are_padded_to_the_recipes_multiple(round_device: Device) -> None:
     assert pad_shape(Shape(100, 4100, 4090), "fp8_current_scaling", HOPPER) == Shape(100, 4112, 4096)
     assert pad_shape(Shape(100, 4100, 4090), "mxfp8", BLACKWELL) == Shape(128, 4128, 4096)
     assert gemm_ms(Shape(1000, 2000, 4001), CURRENT, round_device) == pytest.approx(2 * 1000 * 2000 * 4008 / 100e9)

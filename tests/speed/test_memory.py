@@ -238,7 +238,7 @@ CODES = {
 
 
 @pytest.mark.parametrize("recipe", CODES)
-def test_linear(recipe: str) -> None:
+def test_the_planned_bytes_of_a_linear_layer(recipe: str) -> None:
     codes = CODES[recipe]
     gradient = 2 * codes.one_way(M * N) - (4 if "current" in recipe or "delayed" in recipe else 0)  # one scale for both
     expected = {
