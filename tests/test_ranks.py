@@ -65,7 +65,7 @@ def _rank(folder: Path, rank: int, size: int, run: Callable[[Messages], Any], is
         (folder / "part").mkdir(exist_ok=True)
         (folder / "part" / str(rank)).write_bytes(pickle.dumps(result))
         (folder / "part" / str(rank)).replace(folder / f"{rank}.result")
-        until = time.monotonic() + 30  # the store, and the connections, are those of all
+        until = time.monotonic() + 30  # the store and the connections are shared by all
         while len(list(folder.glob("*.result"))) < size - (folder / "killed").exists() and time.monotonic() < until:
             time.sleep(0.01)
     finally:

@@ -123,7 +123,7 @@ KINDS = tuple(_BUILD)
 
 
 def ran(model: Chain, config: Mapping[str, Any], recipe: Any, folder: Path) -> tuple[Operands, Coverage]:
-    # Of a GroupedLinear the rows tell the expert; other layers have all rows.
+    # The rows identify the expert of a GroupedLinear; other layers have all rows.
     spy = Spy(model.shapes, {rows: f".gemm_{number}" for number, rows in enumerate(SPLITS)})
     with (
         warnings.catch_warnings(),
@@ -168,5 +168,5 @@ def of_equal_shares(coverage: Coverage) -> dict[tuple[str, str], Any]:
         (p.layer, p.gemm): (p.n, p.m, p.k, p.macs, dict(p.operands), p.not_run, p.reason, p.reason_ref)
         for p in coverage
         if p.gemm in GEMMS and "experts" not in p.layer
-        if p.operands or p.family == "te"  # the session tells nothing of what an operation leaves out
+        if p.operands or p.family == "te"  # the session does not report GEMMs that an operation leaves out
     }

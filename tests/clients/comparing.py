@@ -196,7 +196,7 @@ def _add(put: Callable[[Key, Mapping[str, Any]], None], step: int, notes: list[d
         weights.add(layer)
         owns("weight", note["A"]["source"], layer)
         owns("activation", note["B"]["source"], layer)
-    for note in notes:  # of layers with the same bytes, such as LoRA's zeros, none is told apart
+    for note in notes:  # layers with the same bytes, such as LoRA's zeros, cannot be distinguished
         first, second = (note[part]["source"] for part in ("A", "B"))
         if note["layout"] == "NN":
             for layer in _the_one(owners_of("weight", first)):

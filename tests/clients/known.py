@@ -143,7 +143,7 @@ _CODONS_SMALL = tuple(
         "--out_dir results --checkpoints_dir results/checkpoints --use_transformer_engine"
     )
 )
-# The recipes ask for transformers 5, and call what later versions of it lack.
+# The recipes require transformers 5, and call functions that later versions lack.
 _RECIPE_PACKAGES = ("datasets", "hydra-core", "nvtx", "torchdata", "zstandard", "transformers==5.5.0")
 # The model code of these two recipes needs transformers 4; pinned, since pip searches long for what goes with it.
 _TRANSFORMERS_4 = (

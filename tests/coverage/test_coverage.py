@@ -205,7 +205,7 @@ HUGGING_FACE = {
             **linear(f"{GPT2}.attn.c_proj", WIDTH, WIDTH),
             **linear(f"{GPT2}.mlp.c_fc", WIDTH, INNER),
             **linear(f"{GPT2}.mlp.c_proj", INNER, WIDTH),
-            **linear("lm_head", WIDTH, WORDS),  # its weight is that of the embedding
+            **linear("lm_head", WIDTH, WORDS),  # its weight is the embedding's
         },
     ),
     "ViT": Case(

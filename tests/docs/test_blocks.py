@@ -117,7 +117,7 @@ def activation_overflow(folder: Path, block: str, label: str, look: str, skip: s
         run(block, **names)
 
     labelled = type("Labelled", (torch.nn.Module,), {"forward": run(label)["forward"]})()
-    labelled.layer_norm = lambda hidden: hidden * float("inf")  # no module: nothing else watches what it makes
+    labelled.layer_norm = lambda hidden: hidden * float("inf")  # no module: nothing else watches its result
     watch = DebugActivationOverflow(labelled)
     labelled(torch.ones(2, 4))
     with pytest.raises(ActivationOverflowError, match="after layer_norm"):

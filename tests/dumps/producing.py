@@ -57,7 +57,7 @@ RECIPES = {
 }
 SHAPES = {  # rows, in_features, out_features
     "Float8BlockScaling": (128, 128, 256),  # its GEMM takes no others
-    "NVFP4BlockScaling aligned": (64, 128, 256),  # of which the kernels write all scales swizzled
+    "NVFP4BlockScaling aligned": (64, 128, 256),  # the kernels write all its scales swizzled
 }
 OPERANDS = ["fprop_weight", "fprop_input", "dgrad_weight", "dgrad_gradient", "wgrad_input", "wgrad_gradient"]
 

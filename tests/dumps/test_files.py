@@ -38,7 +38,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         assert torch.equal(tensor.contiguous().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-# --- what is in a file ------------------------------------------------------------------------------------------------
+# --- content of a file ------------------------------------------------------------------------------------------------
 
 
 def test_a_file_holds_both_tensors_and_where_they_are_from(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path)
     assert int(dumps.dequantize(loaded, columnwise=True).count_nonzero()) > 1000
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 class Malicious:

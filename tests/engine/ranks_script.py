@@ -61,7 +61,7 @@ def case(world: int) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]]
     return register
 
 
-# ---------------------------------------------------------------------- what is observed, and where it ends
+# ---------------------------------------------------------------------- observation, and where it ends
 
 
 def config(layers: Sequence[str] = ("all",), **sections: Sequence[str]) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def schedules(folder: Path) -> list[dict[str, int]]:
     counts = []
     with session(model, folder, config=both) as (running, _):
         for step in range(6):
-            if step != 2:  # the one that is due in this step rests
+            if step != 2:  # the layer that is due in this step rests
                 model.run([(name, step)])
             with Counted() as counted:
                 running.step()

@@ -90,7 +90,7 @@ def scale_of(
         scale = E4M3.decode(stored)[0]
         multiplier = min(first / (scale * (first / encode)), FLOAT32_MAX)
         return multiplier, stored[0], scale * tensor_amax * np.float32(1 / (448 * 6))
-    if recipe == "mxfp8":  # the smallest power of two by which no element overflows; 2^-127 is E8M0's smallest
+    if recipe == "mxfp8":  # the smallest power of two without overflow of an element; 2^-127 is E8M0's smallest
         mantissa, exponent = math.frexp(float(amax) / float(largest))
         exponent = max(exponent - (mantissa == 0.5), -127) if amax else -127
         return np.float32(2.0**-exponent), exponent + 127, np.float32(2.0**exponent)

@@ -38,7 +38,7 @@ Measure = Callable[..., exact.Columns]
 Same = Callable[[exact.Columns, exact.Columns], None]
 
 
-# Flags of the compiler for the processor at hand, and for smaller ones, whose vectors it has too.
+# Flags of the compiler for this processor, and for smaller ones with a subset of its vectors.
 PROCESSORS = {"native": (), "AVX2": ("-march=haswell",), "SSE2": ("-march=x86-64",)}
 
 
@@ -269,7 +269,7 @@ CODES: dict[str, tuple[torch.Tensor, torch.Tensor | None, float, bool]] = {
     **{f"of {s}": (normal(PRIME).clamp(-3, 3) * s, None, s, False) for s in (2.0**-120, 2.0**-99, 2.0**99, 2.0**120)},
     "at the limit and above": (torch.stack([LIMIT, -LIMIT.nextafter(LIMIT * 2)]).repeat(5000), None, 0.3, False),
     "a factor of 0": (normal(1000), torch.full((1000,), 0x38, dtype=torch.uint8), 0.0, False),
-    # Errors whose squares float could lose.
+    # Errors with squares that float could lose.
     **{f"off by {error}": (*lossy(error), 1.0, False) for error in (0.0, *(2.0**-n for n in (40, 50, 51, 64, 70)))},
     **{
         f"every {'finite ' * finite}code of {'E5M2' if e5m2 else 'E4M3'}": (*decoded(e5m2, finite=finite), 0.7, e5m2)

@@ -294,7 +294,7 @@ def test_a_tensor_that_has_only_its_transpose() -> None:
         read(transposed, columnwise=False)
 
 
-# --- what cannot be told ----------------------------------------------------------------------------------------------
+# --- statistics that cannot be computed -------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_read() -> None:

@@ -98,7 +98,7 @@ def test_every_statistic_of_a_tensor(name: str) -> None:
     for statistic, value in expected.items():
         rel = exact.STD_IN_FLOAT if statistic in ("mean", "std", "l1_norm", "l2_norm") else 1e-9
         if name == "float64 between float32" and statistic == "std":
-            rel = 5  # below what the moments can tell: within the bounds of the extremes
+            rel = 5  # below the resolution of the moments: within the bounds of the extremes
         size = expected["l1_norm"] / max(expected["numel"], 1) if statistic == "mean" else 0.0
         assert result[statistic] == pytest.approx(value, rel=rel, abs=rel * size), statistic
 

@@ -107,7 +107,7 @@ def test_strided_views_have_the_columns_of_their_values(add: Add, form: Form, vi
     check(add, form, VIEWS[view](spread(80, 96)))
 
 
-# --- what is wanted, and what cannot be -------------------------------------------------------------------------------
+# --- requested statistics, and impossible ones ------------------------------------------------------------------------
 
 
 def test_two_tensors_are_added(add: Add) -> None:
@@ -138,7 +138,7 @@ def test_wrong_arguments(kernel: ModuleType) -> None:
             kernel.add(Pending(values, None, None, False, ColumnPlaces(moments=0), in_blocks), *vectors)
 
 
-# --- what the host does -----------------------------------------------------------------------------------------------
+# --- work of the host -------------------------------------------------------------------------------------------------
 
 TENSORS = tuple(map(tensor_request, ("mean", "std", "max")))
 BLOCK_SOURCES = (

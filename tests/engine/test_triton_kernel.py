@@ -93,7 +93,7 @@ class OncePatched:
         self._patched.clear()
 
 
-# What the interpreter has rewritten of the kernels, which takes it a fifth of its time.
+# The interpreter's rewritten kernels; rewriting takes a fifth of its time.
 _rewritten: dict[Any, Any] = {}
 
 
@@ -116,7 +116,7 @@ def interpreted(name: str = "triton_kernel") -> Iterator[ModuleType]:
         if hasattr(interpreter, "_LangPatchScope"):
             patch.setattr(interpreter, "_patch_lang", OncePatched(interpreter._patch_lang))
         try:
-            for function in ("sum", "max"):  # those that the kernel calls
+            for function in ("sum", "max"):  # the functions that the kernel calls
                 setattr(tl, function, _interpreted_function(function))
             yield _interpreted_kernel(name)
         finally:  # the interpreter puts numpy's functions into these modules, and leaves some there
@@ -280,7 +280,7 @@ def test_a_tensor_and_its_codes(measure: Measure, name: str) -> None:
 
 # --- whole tiles of dense tensors -------------------------------------------------------------------------------------
 
-# Two whole tiles for each of two programs, and one that is not whole.
+# Two whole tiles for each of two programs, and a part of one.
 DENSE = normal(4 * 1024 + 160)
 
 
@@ -393,7 +393,7 @@ def test_wrong_arguments(kernel: ModuleType, arguments: tuple[Any, ...], error: 
         measured_by(by_kernel(kernel), *arguments)
 
 
-# --- what the host does -----------------------------------------------------------------------------------------------
+# --- work of the host -------------------------------------------------------------------------------------------------
 
 
 class Launch:
@@ -797,7 +797,7 @@ def compiled(
 def compiled_launch(capability: int, function: Any, launch: Launch) -> dict[str, Any]:
     given = launch.options
     compile_options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion", "maxnreg") if name in given}
-    # Triton makes constants of None and 1, and knows which numbers and addresses are multiples of 16.
+    # Triton makes constants of None and 1, and specializes on numbers and addresses that are multiples of 16.
     signature, constants, multiples = {}, dict(given), {}
     for position, (name, argument) in enumerate(zip(function.arg_names, launch.arguments, strict=False)):
         is_general = name in function.do_not_specialize

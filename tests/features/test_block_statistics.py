@@ -100,7 +100,7 @@ def test_statistics_of_gradients_equal_the_definitions(found: dict[str | None, F
                 assert_same(found[layer][f"gradient {recipe}_{name}"], value, name)
 
 
-# --- what docs/statistics.md says of formats in numbers
+# --- the numbers of formats in docs/statistics.md
 
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -92,7 +92,7 @@ def check(call: str, calls: list[dict[str, Any]]) -> None:
     places = [(arguments.get("tensor_name"), arguments.get("gemm")) for arguments in calls]
     if call in PLACES:
         assert set(places) == set(PLACES[call])
-        assert len(places) == len(PLACES[call]) or call == "fp8_gemm_enabled"  # asked of each operand
+        assert len(places) == len(PLACES[call]) or call == "fp8_gemm_enabled"  # called for each operand
     for arguments in calls:
         assert arguments.get("tp_group") is None
         if "tensor" in arguments:
@@ -110,7 +110,7 @@ def check(call: str, calls: list[dict[str, Any]]) -> None:
                 assert isinstance(arguments["quantizer"], Float8Quantizer if quantized else type(None))
                 assert isinstance(arguments["rowwise_quantized_tensor"], Float8Tensor if quantized else type(None))
     elif call == "inspect_tensor_postquantize":
-        # What is quantized or modified, for each GEMM: wgrad is neither.
+        # Quantized or modified, for each GEMM: wgrad is neither.
         rowwise = [arguments.get("rowwise") for arguments in calls]
         gemms = [arguments.get("gemm") for arguments in calls]
         assert [tensor for tensor, _ in places] == ["activation", "weight", "weight", "gradient"]

@@ -168,7 +168,7 @@ def test_fake_quant_to_mxfp8(tmp_path: Path, values: torch.Tensor, fp8: str, ten
     assert np.array_equal(rounded.numpy(), expected.values)
 
 
-# --- pairs: what each promises holds, or the config is refused before the run
+# --- pairs: both features' promises hold, or the config is refused before the run
 
 
 OPERANDS = {"fprop": ("weight", "activation"), "dgrad": ("weight", "gradient"), "wgrad": ("activation", "gradient")}

@@ -148,7 +148,7 @@ def test_probes_are_reproducible_and_leave_the_random_state_alone() -> None:
 def test_how_many_probes_it_takes() -> None:
     """The stated number, for an error of 3 times its tolerance that is missed in less than one of 100,000 cases."""
 
-    def missed(number: int) -> float:  # the probability that chi^2 of so many degrees of freedom is below number / 3^2
+    def missed(number: int) -> float:  # the probability that chi^2 with these degrees of freedom is below number / 3^2
         half = torch.tensor(number / 2, dtype=torch.float64)
         return torch.special.gammainc(half, half / 9).item()
 

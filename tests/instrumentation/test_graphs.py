@@ -127,8 +127,7 @@ CASES = [
     (name, when)
     for name in RECIPES
     for when in ("before", "after", "in step 2")
-    if name != "delayed"
-    or when == "before"  # the warm-up here changes the scales, that of a real capture restores them
+    if name != "delayed" or when == "before"  # the warm-up here changes the scales, a real capture's restores them
 ]
 
 

@@ -200,7 +200,7 @@ def calls_of(folder: Path, count: int) -> tuple[int, int]:
 
 def test_the_calls_of_a_step_and_of_the_end_hardly_grow_with_the_model(tmp_path: Path) -> None:
     """Twenty thousand layers end in seconds."""
-    calls_of(tmp_path / "first", 1)  # imports what the end of a session imports
+    calls_of(tmp_path / "first", 1)  # imports the modules that the end of a session imports
     few, many = calls_of(tmp_path / "few", FEW), calls_of(tmp_path / "many", MOST)
     assert many[0] == few[0]
     assert (many[1] - few[1]) / (MOST - FEW) < MOST_AT_THE_END
@@ -227,7 +227,7 @@ def test_a_forward_calls_hardly_more_than_without_a_session(tmp_path: Path, ever
                 session.step()
             more.append(forward(net) - without)
     few, many = more
-    # A te.Linear that torch may compile into a graph asks is_debug_iter of its class.
+    # A te.Linear that torch may compile into a graph calls is_debug_iter of its class.
     of_layer = (9 if linear._linear_op is None else 13) + 80 * every_step  # with calls of C, for two tensors
     assert many - few <= 2 * of_layer
     assert few <= 150 + 2 * 80 * every_step
@@ -284,7 +284,7 @@ def test_sampled_weights_take_few_calls_each(tmp_path: Path) -> None:
     assert 0 < after - idle < 2 * 12
 
 
-# ------------------------------------------------------------------ what is nevertheless seen
+# ------------------------------------------------------------------ observations nevertheless
 
 
 def in_high_precision(session: InspectSession, layer: str) -> list[int]:

@@ -63,7 +63,7 @@ def quantized() -> torch.nn.Module:
 def train(net: Any, *, fp8: bool = True, calibrating: bool = False, **keywords: Any) -> Any:
     with te.autocast(enabled=fp8, calibrating=calibrating):
         out = net(torch.randn(32, 32, requires_grad=True), **keywords)
-    # A QuantizedTensor is a torch.Tensor whose sum is that of what it stands for.
+    # A QuantizedTensor is a torch.Tensor; its sum is the sum of its decoded values.
     out.sum().backward()
     return out
 

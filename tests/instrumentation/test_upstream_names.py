@@ -210,7 +210,7 @@ def test_the_names_are_upstreams(make: Callable[[], Any], tmp_path: Path) -> Non
     assert len(different) == len(theirs) - len(set(theirs)), "only what upstream calls alike is called otherwise"
 
 
-# ------------------------------------------------------------------ where it is said
+# ------------------------------------------------------------------ where it is reported
 
 
 def test_the_key_beside_the_sections_and_the_keyword_say_which_names_are_meant(tmp_path: Path) -> None:

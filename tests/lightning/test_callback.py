@@ -357,7 +357,7 @@ def test_strict_ends_the_fit_before_the_parameters_change(tmp_path: Path) -> Non
         assert torch.equal(parameter, content["state_dict"][name]), name
 
 
-# ---------------------------------------------------------------------- what the rules find
+# ---------------------------------------------------------------------- findings of the rules
 
 
 STEPS, BREAKS_AT = 12, 6

@@ -88,7 +88,7 @@ def test_log_fp8_tensor_stats(tmp_path: Path) -> None:
 
 def test_per_tensor_scaling(tmp_path: Path) -> None:
     """Of the two tensors the weight alone takes part in dgrad."""
-    # A self-attention whose queries have a LayerNorm and a GEMM of their own, as ``layernorm_q`` on the page.
+    # A self-attention with a separate LayerNorm and GEMM of the queries, as ``layernorm_q`` on the page.
     attention = te.MultiheadAttention(32, 2, attention_type="cross", input_layernorm=True)
     layer = Function(lambda x: attention(x, encoder_output=x), self_attention=attention)
     of_layer = formats(fit(tmp_path, PER_TENSOR_SCALING, 2, Model(layer)), "layernorm_query")

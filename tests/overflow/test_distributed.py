@@ -39,7 +39,7 @@ def test_all_ranks_stop_together(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_first_culprit_of_all_ranks(tmp_path: Path) -> None:
-    # A hook of somebody else, after that of the detector, makes the inf: it is seen where it enters the next module.
+    # A foreign hook, after the detector's, makes the inf: it is seen where it enters the next module.
     for rank in run("both", tmp_path):
         assert (rank["path"], rank["role"], rank["bad rank"]) == ("1", "input[0]", 1)
 
@@ -48,7 +48,7 @@ def test_the_first_culprit_of_all_ranks(tmp_path: Path) -> None:
 def test_a_rank_whose_slots_are_full_waits_for_the_others(tmp_path: Path) -> None:
     """Its findings before the next check of all are reported there, in the order of all forwards since the last one."""
     for rank in run("no room", tmp_path):
-        # Batches 0 to 2 are healthy steps; 3 is the first forward of those that are accumulated.
+        # Batches 0 to 2 are healthy steps; 3 is the first of the accumulated forwards.
         assert rank["error"].startswith("> [4] 2: Linear: input[0] has infs, in batch 4 on rank 1. ")
         assert (rank["steps"], rank["finite"]) == (3, True)
 

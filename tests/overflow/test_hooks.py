@@ -361,7 +361,7 @@ def test_no_model(model: Any) -> None:
         DebugActivationOverflow(model)
 
 
-# ------------------------------------------------------------------------------------ what the newer class upstream has
+# --------------------------------------------------------------------------------- methods of the newer class upstream
 
 
 def test_parameters_and_abs_min() -> None:

@@ -109,7 +109,7 @@ def test_nan_and_infinity_are_what_upstreams_comparisons_make_of_them(name: str)
         assert grad[0, 2] == 0
 
 
-# --- what a GPU runs as one kernel is rounded once, at the end --------------------------------------------------------
+# --- fused functions: one kernel on a GPU, rounded once, at the end ---------------------------------------------------
 
 
 def _at_most_one_rounding(actual: torch.Tensor, exact: torch.Tensor) -> None:
@@ -209,7 +209,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 MASK = (torch.rand(2, 1, 8, 16, generator=GENERATOR) > 0.5).index_fill(2, torch.tensor(2), True)  # all of some rows
 CAUSAL = torch.ones(16, 16).triu(1).bool()
 SOFTMAX: dict[str, tuple[str, tuple[int, ...], torch.Tensor | None, tuple[Any, ...]]] = {
-    # name in the extension, shape, what is masked, arguments
+    # name in the extension, shape, masked elements, arguments
     "plain": ("scaled_softmax", (2, 3, 8, 16), None, ()),
     "masked": ("scaled_masked_softmax", (2, 3, 8, 16), MASK, (MASK.to(torch.uint8),)),
     "masked alike": ("scaled_masked_softmax", (2, 3, 8, 16), MASK[:1], (MASK[:1].to(torch.uint8),)),

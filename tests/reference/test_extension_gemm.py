@@ -197,7 +197,7 @@ def test_quantized_operands_in_the_direction_that_is_multiplied(formats: str, la
     made_a, made_b = OPERANDS[formats]
     transa, transb = LAYOUTS[layout]
     m, n, k = 64, 160, 192
-    # Numbers of very different sizes: what else is in a block decides what the small ones become.
+    # Numbers of very different sizes: the rest of a block decides the codes of the small ones.
     a, b = spec.example("spread", (n, k), torch.float32, 0), spec.example("spread", (m, k), torch.float32, 1)
     a, b = (a if transa else a.t().contiguous()), (b.t().contiguous() if transb else b)
 
@@ -244,7 +244,7 @@ def test_nvfp4_blocks_and_amaxes() -> None:
         _gemm(*operands, "TN", out_dtype=torch.float32)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 A, B = torch.ones(N, K), torch.ones(M, K)
 

@@ -45,7 +45,7 @@ def test_healthy_records_have_no_faults(tmp_path: Path, name: str, accumulates: 
         if record.gemm.gemm == "wgrad":
             assert lanes["original"] is None
             assert "the quantizer of activation" in record.verdict
-        elif name != "delayed":  # whose first scale is 1
+        elif name != "delayed":  # its first scale is 1
             low, high = FLOORS.get(name, (0.02, 0.08))
             assert low < lanes["original"] < high
 

@@ -43,7 +43,7 @@ def rank_folder(folder: Path, segment: int = 0) -> Path:
     return result
 
 
-# ---------------------------------------------------------------------- reading what was written
+# ---------------------------------------------------------------------- reading the written files
 
 
 def test_a_run_reads_as_it_was_written(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_resumed_run_replaces_what_was_recorded_from_its_first_step_on(tmp_pat
     assert run.steps["iteration"].to_pylist() == run.scalars["iteration"].to_pylist() == list(range(7))
 
 
-# ---------------------------------------------------------------------- what is no run, or only a part of one
+# ---------------------------------------------------------------------- folders without a run, or with a part of one
 
 
 @pytest.mark.parametrize(

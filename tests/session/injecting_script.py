@@ -162,7 +162,7 @@ def everywhere(value: str) -> list[str]:
 def one(folder: Path, where: str, victim: int, place: Place | None) -> tuple[dict[str, Any], Injection]:
     """A run with a failure on one rank, at a place in attach(), or in the first or the third step."""
     begun = time.monotonic()
-    faulthandler.dump_traceback_later(_SLOW)  # says on stderr where a rank waits
+    faulthandler.dump_traceback_later(_SLOW)  # writes to stderr where a rank waits
     injection = Injection(place)
     own = injection if dist.get_rank() == victim else None
     running = Training(folder)

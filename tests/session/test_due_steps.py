@@ -125,7 +125,7 @@ def test_values_that_it_does_not_take(wrong: Any) -> None:
         SessionOptions.from_keywords(None, early_steps=wrong)
 
 
-# --- spans that change precision: each step has the bits of one that began from the same state ---
+# --- spans that change precision: each step has the bits of a step from the same state ---
 
 RECIPES: Mapping[str, tuple[recipes.Recipe, tuple[int, int]]] = {
     "delayed": (recipes.DelayedScaling(amax_history_len=3), (9, 0)),

@@ -407,7 +407,7 @@ def test_wrong_options_are_told_once_and_training_goes_on(
 ) -> None:
     options = {"enabled": True, "tensors": ["activation", "weight"], "high_precision_tensor": True, **wrong}
     statistics = {"enabled": True, "tensors": ["activation"], "stats": ["max"]}
-    for _ in range(2):  # each run says it
+    for _ in range(2):  # each run warns about it
         caplog.clear()
         with plain({"DumpTensors": options, "LogTensorStats": statistics}, tmp_path) as logged:
             net = linear()

@@ -193,7 +193,7 @@ def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog:
     config = {"s": feature("Broken", ["linear"], tensors=["activation", "weight"]), **statistics()}
     options: dict[str, Any] = {"features": [Broken], "recipe": DelayedScaling()}
     observed(tmp_path / "a", config, **options, sinks=[BrokenSink()])
-    first, also = reports(caplog)  # the same failure on another tensor is not told again
+    first, also = reports(caplog)  # the same failure on another tensor is not reported again
     assert re.search(
         "linear activation: FeatureError: The feature Broken failed in inspect_tensor.*a slip in the feature", first
     )
@@ -298,7 +298,7 @@ INSIDE = {
     "ReportingError": "the Trainer's logs",
 }
 
-# Of commands and functions that read what a run has left, or look at a config.
+# Of commands and functions that read a run's files, or check a config.
 READERS = {
     "BudgetError",
     "SearchError",

@@ -392,7 +392,7 @@ def growth(
     x = torch.randn(SIZE, SIZE)
     windows: list[list[tuple[int, int]]] = [[], [], []]
     gc.collect()
-    gc.freeze()  # a collection goes through the objects that come now, not through those of all tests before
+    gc.freeze()  # a collection goes through new objects, not through the objects of all tests before
     try:
         for count in range(first + 3 * window):
             train(session, net, 1, x=x, recipe=DelayedScaling())

@@ -346,7 +346,7 @@ def round_device() -> Device:
         ("fp8_block_scaling", "weight", HOPPER, 2 + 2 * (1 + 4 / 16384), 2 + 1 + 4 / 16384),
         # scales of E8M0 for 32 elements are written, and read and written again by the swizzle
         ("mxfp8", "activation", BLACKWELL, 2 + 2 * (1 + 3 / 32), 2 + 1 + 3 / 32),
-        # scales of E4M3 for 16 elements; the Hadamard transform of the columns is a pass of its own
+        # scales of E4M3 for 16 elements; the Hadamard transform of the columns is a separate pass
         ("nvfp4", "gradient", BLACKWELL, 6 + 2 * (0.5 + 3 / 16), 4 + 0.5 + 3 / 16),
         ("nvfp4", "weight", BLACKWELL, 4 + 2 * (0.5 + 3 / 16), 4 + 0.5 + 3 / 16),
     ],

@@ -246,7 +246,7 @@ def test_each_trial_of_a_search_is_a_run(tmp_path: Path) -> None:
     assert running_session() is None
 
 
-# --- each way in which a session is closed after a failure, of which the Trainer raises no event
+# --- each way to close a session after a failure, which the Trainer raises no event for
 
 
 ERRORS = (ValueError("a bad batch"), KeyboardInterrupt(), SystemExit(3))
@@ -273,7 +273,7 @@ def test_our_trainer_closes_at_once(tmp_path: Path, keeper: Keeper, error: BaseE
     assert global_state()["seams"] == before["seams"]
     assert module_state(model) == modules
     assert largest_inputs(tmp_path) == {step: model.largest(step) for step in range(3)}, "with the step that failed"
-    # The integrations are open, since no event has told them of an end.
+    # The integrations are open, since no event has notified them of an end.
     (events,) = tmp_path.rglob("events.out.tfevents*")
     result = board_scalars(events.parent)["te.net.0/activation/max"]
     assert result == {step + 1: model.largest(step) for step in range(3)}, "where the step would have stood"

@@ -261,7 +261,7 @@ def test_data_parallel_is_refused(tmp_path: Path, debug: str) -> None:
         trainer(args, kind=Trainer)
 
 
-# --- gradient checkpointing in FP8: what docs/transformers.md says of it
+# --- gradient checkpointing in FP8, as in docs/transformers.md
 
 
 class LoRA(torch.nn.Module):

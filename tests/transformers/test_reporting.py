@@ -197,7 +197,7 @@ def test_a_rank_that_raises_ends_both(tmp_path: Path) -> None:
     ended = launched(SCRIPT, [str(tmp_path), "ours", "0"])
     assert all(rank.returncode != 0 for rank in ended)
     assert "rank 0 has a bad batch" in ended[0].stderr
-    # What the rank had gathered is written, without a collective; the failed step's numbers are its own.
+    # The rank's gathered values are written, without a collective; the failed step's numbers are its own.
     lines = largest_inputs(tmp_path / "debug")
     assert sorted(lines) == [0, 1]
     own = [sample(index).max().item() for batch in trained_on(tmp_path, 0)[2:4] for index in batch]
